@@ -1,4 +1,4 @@
-"""What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
+"""What a node costs on a GPU: GPU descriptions, operator costs, and models that transfer time."""
 
 from onerank.annotate.explain.node import Explanation, explain
 from onerank.annotate.gpus.gpu import Gpu

@@ -1,16 +1,18 @@
-"""Money for a step and for a trained token, rented and owned, with the source of each figure.
+"""The cost of a step and of a trained token, rented and owned, with the source of each figure.
 
-What a GPU costs to rent, and to own: a price list of the user's.
+Prices come from a user's price list:
 
     date = 2026-11-01
     currency = "USD"
+
     [rent.H200]
     per_gpu_hour = 3.5
     source = "our contract with a cloud"
+
     [own.H200]
     per_gpu = 40000              # with its share of server, network and storage
     years = 4                    # until it is written off
-    residual_fraction = 0.1      # what it is worth then
+    residual_fraction = 0.1      # its value after that
     busy_fraction = 0.8          # share of the time in which it works
     upkeep_fraction_per_year = 0.05
     per_kwh = 0.08
@@ -18,7 +20,7 @@ What a GPU costs to rent, and to own: a price list of the user's.
     host_w = 350                 # server, network and storage per GPU
     source = "offer of a vendor"
 
-Names are those of `onerank gpus`, or of the user's descriptions.
+GPU names are those of `onerank gpus` or of the user's descriptions.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Tokens of a captured step: the ids that its model reads, and how many it trains."""
+"""Tokens of a captured step: the ids that its model reads, and the number that it trains on."""
 
 import math
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Run a script as one rank of a job and measure it. Imports torch: import it late."""
+"""Run a script as one rank of a job and measure it.
+
+Importing this package imports torch, so commands import it late.
+"""
 
 from onerank.capture.capture_depths import capture_at_depths
 from onerank.capture.capture_ranks import CapturedRanks, capture_ranks

@@ -1,6 +1,6 @@
-"""Capture a script at several depths, each in a process of its own, and extrapolate to its own.
+"""Capture a script with fewer layers, at several depths, and extrapolate to the full depth.
 
-In a process of its own no memory, cache or tuned kernel of another depth remains.
+Each depth runs in a process of its own, so that it inherits no memory, cache or tuned kernel.
 """
 
 import tempfile

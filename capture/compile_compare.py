@@ -1,13 +1,13 @@
-"""Capture a script eager and compiled, and note which operators each compiled kernel stands for.
+"""Capture a script eager and compiled, and map each compiled kernel to the operators it replaces.
 
-The compiled run has every outermost module compiled after its first call, unless the script
-compiles by itself; the eager run has torch.compile switched off. Each runs in a process of its
-own, so that neither inherits the other's caches, clocks or memory.
+In the compiled run every outermost module is compiled after its first call, unless the script
+compiles by itself. In the eager run torch.compile is disabled. Each run has a process of its own,
+so that neither inherits caches, clocks or memory.
 
-Inductor is watched where it writes its code: every kernel call, generated or taken from a
-library, passes `set_kernel_post_grad_provenance_tracing` with the nodes it stands for, in the
-order in which it will run. Their metadata names the ATen operator and the module each came from.
-The calls of each compiled graph are marked in the profile by a module scope of its number.
+The mapping is read where Inductor writes its code: `set_kernel_post_grad_provenance_tracing` sees
+every kernel call, generated or from a library, in execution order, with the FX nodes it replaces.
+The nodes' metadata names the ATen operator and the module. A module scope with the number of the
+compiled graph marks its calls in the profile.
 """
 
 import contextlib

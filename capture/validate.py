@@ -1,4 +1,4 @@
-"""Validate a script against the options, before any work and during its first steps."""
+"""Validate a script against the options, before it runs and during its first steps."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The graph: columns, process groups, checks, text form, Chakra reader and writer."""
+"""The graph of one rank: nodes, edges, job, text form, and the Chakra reader and writer."""
 
 from onerank.ir.allocations import AllocatorSettings, Blocks, MemoryClass, MemoryLog
 from onerank.ir.edges import Edges

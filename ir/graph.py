@@ -1,4 +1,4 @@
-"""The graph of one rank: columns of nodes, edges, the job; and a builder that adds node by node."""
+"""The graph of one rank (columns of nodes, edges, job), and a builder that adds node by node."""
 
 from __future__ import annotations
 

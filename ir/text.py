@@ -5,9 +5,9 @@
     0 kernel "gemm" op=aten::mm stream=7 start=0 dur=1234 phase=forward deps=[]
     1 collective all_reduce "nccl" bytes=4096 group=tp start=1234 dur=90 deps=[0:stream_order]
 
-Times are nanoseconds, sizes bytes. A node's line starts with its id and kind, always shows start,
-duration and dependencies (`id:reason`), and of the other columns those not at their default.
-"foreign" marks what keeps the message of another tool's file.
+Times are nanoseconds, sizes bytes. A node's line starts with its id and kind and always shows
+start, duration and dependencies (`id:reason`). Other columns appear only if they differ from their
+default. "foreign" marks nodes that keep the message of another tool's file.
 """
 
 import itertools

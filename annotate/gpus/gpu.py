@@ -1,14 +1,13 @@
-"""A GPU as cost models know it: the figures of its description, in plain units.
+"""A GPU as cost models see it: the figures of its description, in plain units.
 
-Peak rates are dense. A unit that a GPU lacks and a figure that nobody knows are absent. Units are
-in the names: `gb`, `gbps` and `mb` are powers of ten, `gbps` is bytes per second, and links count
-one direction. `Gpu` hands the figures out in bytes, seconds, nanoseconds, hertz and watts.
+Peak rates are dense. Units that a GPU lacks and unknown figures are absent. Keys name their units:
+`gb`, `gbps` and `mb` are powers of ten, `gbps` is gigabytes per second, and links count one
+direction. `Gpu` returns bytes, seconds, nanoseconds, hertz and watts.
 
-Whoever has the GPU for a minute can calibrate its description with two microbenchmarks,
-`measured_gemm_tflops` and `measured_skinny_gbps`: products in 16 bits go by them, see
-`models.calibration`. For all else the geometric mean of the former and of the sustained fraction
-counts, for each is off by some 5%, and one not like the other; and `measured_copy_gbps` stands in
-for the memory's fraction.
+Two microbenchmarks of a minute calibrate a description: `measured_gemm_tflops` and
+`measured_skinny_gbps`. GEMMs in 16 bits use them directly (see `models.calibration`). Everything
+else uses the geometric mean of `measured_gemm_tflops` and the sustained fraction: each is off by
+some 5%, independently of the other. `measured_copy_gbps` replaces the memory's achievable fraction.
 """
 
 import math

@@ -1,14 +1,12 @@
-"""GPU descriptions: what is known of each GPU, the source of every figure, and overrides.
+"""GPU descriptions: their figures, the source of every figure, and overrides.
 
-Descriptions of GPUs: what is known of each, and where each figure comes from.
-
-A description is a TOML file. Some lie beside this module; a user gives the path of another:
+A description is a TOML file. Some ship with this package; a user passes the path of another:
 
     name = "H100-SXM"
-    aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # what the driver reports among them
+    aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # names that the driver reports
     vendor = "NVIDIA"
     architecture = "hopper"
-    compute_capability = "9.0"                     # of NVIDIA's
+    compute_capability = "9.0"                     # NVIDIA only
     [sources]
     datasheet = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
     [figures]

@@ -1,10 +1,8 @@
-"""Keys of calls: the operator, its operands, and what selects its kernel.
+"""Keys of calls in the kernel database: the operator, its operands, and what selects its kernel.
 
-What names a call in the kernel database: the operator, its operands, and what picks its kernel.
-
-A node of a graph and a benchmark of the same call have the same key. What a graph does not tell
-(strides, operands on the host) is no part of it: the kernels' names then decide among the rows of
-one key.
+A graph node and a benchmark of the same call have the same key. Strides and operands in host memory
+are not part of it, because a graph does not record them: the kernels' names decide among the rows
+of one key.
 """
 
 from collections.abc import Collection

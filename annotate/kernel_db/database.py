@@ -1,8 +1,8 @@
-"""The kernel database: how long calls take on a GPU, measured; a table in a parquet file.
+"""The kernel database: measured durations of calls on a GPU, a table in a parquet file.
 
-One row for each call (see `call_key`) on a GPU, with its operands' layout, the state of the cache
-before it, and the libraries' versions. Databases merge: what differs in any of these is kept side
-by side; of the same call measured twice the later one stays.
+One row per call (see `call_key`), GPU, operand layout, cache state and library versions. Merging
+databases keeps rows that differ in any of these; of the same call measured twice, the later row
+stays.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,9 @@
-"""The kernel databases at hand: which rows are of a GPU, and which of them stands for a call.
+"""All available kernel databases: the rows of a GPU, and the row that represents a call.
 
-A row's figure is what the profiler told of its kernels, as a trace's durations are. Its replays
-are not it: one product again and again throttles a GPU more than a step does, of an H200 by 12 to
-20%. They tell how much the samples vary; and, times their clocks, the ratio of two sizes of a call
-on the GPU that measured the graph, see `resized.at_one_clock`.
+A row's figure is the profiler's kernel duration, like durations in a trace. It is not the replayed
+time: repeating one GEMM throttles a GPU more than a step does, an H200 by 12 to 20%. Replays show
+how much samples vary; multiplied by their clocks, they also give the ratio of two sizes of a call
+on the GPU that measured the graph (`at_one_clock`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

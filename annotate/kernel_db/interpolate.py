@@ -1,13 +1,12 @@
 """Query the databases for nodes: exact rows, or interpolation between measured sizes.
 
-Between measured sizes: a model's figure, corrected by how far it was off around them.
+Between measured sizes, a model's prediction is corrected by its error at the measured sizes around
+it. A call is a point of log sizes. ln(measured / modelled) is averaged over the 8 nearest measured
+points with weights 1 / (distance^2 + 0.1^2). Only points inside the range of the measured ones, and
+within a distance of 2 of one of them, are interpolated.
 
-A call is a point, by the logarithms of its sizes. ln(measured / modelled) is averaged over the 8
-nearest measured points with the weights 1 / (distance^2 + 0.1^2). Only points inside the range of
-the measured ones, and within a distance of 2 of one of them, are interpolated.
-
-How far that is off is found by leaving out: measured points are predicted from the others that are
-at least as far from them as the call is from its nearest.
+The error of an interpolation is estimated by leaving out: measured points are predicted from others
+that are at least as far away as the call is from its nearest point.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Replace predicted durations of nodes by measured ones, at their size or at another."""
+"""Replace predicted durations of nodes by measured ones, of the same size or of another."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self

@@ -1,9 +1,9 @@
-"""PyTorch's caching allocator, simulated: what it reserves for a sequence of allocations.
+"""Simulate PyTorch's caching allocator: the memory it reserves for a sequence of allocations.
 
-The rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (and, since torch 2.8, of
-c10/core/AllocatorConfig.h). Streams have pools of their own. Of what can be configured it knows
-expandable segments, the size from which nothing is split, and rounding to parts of powers of two;
-collecting garbage early (`garbage_collection_threshold`) it does not know.
+Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp and, since torch 2.8,
+c10/core/AllocatorConfig.h. Each stream has its own pools. Supported settings: expandable segments,
+the size from which blocks are not split, and rounding to fractions of powers of two. Early garbage
+collection (`garbage_collection_threshold`) is not simulated.
 """
 
 from bisect import bisect_left, insort

@@ -1,19 +1,18 @@
-"""What a GPU holds beside the caching allocator's memory: the CUDA context, and NCCL's buffers.
+"""GPU memory outside the caching allocator: the CUDA context and NCCL's buffers.
 
-Nothing in a trace tells it, and a slice of a job runs without NCCL. The figures are the larger of
-what was measured on two H200s (torch 2.11, NCCL 2.28.9; `benchmarks/non_allocator_memory.py`) and
-what was reported in public, so that a step told to fit does:
+A trace does not record it, and a slice runs without NCCL. Each figure is the larger of the
+measurement on two H200s (torch 2.11, NCCL 2.28.9; `benchmarks/non_allocator_memory.py`) and of
+public reports, so that a step that is predicted to fit does fit:
 
-- The context, with loaded kernels and libraries: 806 MB after a step of products, attention and
-  convolutions on an H200; 0.13 (T4) to 0.74 GiB (GH200) in 14 of PyTorch's own messages of
-  exhausted memory.
+- The context with loaded kernels and libraries: 806 MB after a step of GEMMs, attention and
+  convolutions on an H200; 0.13 (T4) to 0.74 GiB (GH200) in 14 out-of-memory messages of PyTorch.
 - NCCL itself, with the first communicator: 354 MiB.
-- A communicator of two ranks: 486 MiB after an all-reduce. One of more: 144 MiB beyond, as four
-  A100s have it beyond two (NVIDIA/nccl issue 964). Communicators that are split off another may
-  share its buffers.
-- Sends, receives and all-to-all take a channel's buffers for each peer of a communicator: 384 to
-  442 MiB on the H200s; 4.34 - 1.06 GB for the 7 peers of a server of 8 H100s (NVIDIA/nccl issue
-  1685). Peers in other servers share buffers, so that no more than 7 count.
+- A communicator of two ranks: 486 MiB after an all-reduce. A larger one: 144 MiB more, the
+  difference between four and two A100s (NVIDIA/nccl issue 964). Split communicators may share
+  buffers.
+- Sends, receives and all-to-all: channel buffers for each peer of a communicator. 384 to 442 MiB on
+  the H200s; 4.34 - 1.06 GB for the 7 peers in a server of 8 H100s (NVIDIA/nccl issue 1685). Peers
+  in other servers share buffers, so at most 7 count.
 """
 
 from collections import Counter

@@ -1,19 +1,20 @@
-"""Which attention kernel ran, which one the target would run, and how much slower that one is.
+"""Identify the captured attention kernel and the kernel that the target would run, and their rates.
 
-A kernel's name tells its family. From one architecture to another the libraries pick another one:
-PyTorch runs flash-attention 2 on Ampere and Ada, cuDNN on Hopper and Blackwell; flash-attention 3
-is Hopper's alone. The kernels written for a generation reach about the same part of the geometric
-mean of what products sustain and the peak, in the campaign of `coefficients.toml` at 2 TFLOP and
-more 0.73 (A100), 0.68 (H100), 0.70 (H200) and 0.74 (L40S); the learned model takes one for all.
-A kernel of an older generation needs a figure of its own. cuDNN's on Hopper is one of the
-generation's: 0.53 to 0.58 of the peak on an H200 where flash-attention 3 reaches 0.56; so it is on
-Blackwell, 0.88 of its published rates on a B200 are told. Where cuDNN has no figure its part of the
-peak is taken to be what was measured.
+A kernel's name shows its family. Libraries pick another family on another architecture: PyTorch
+runs FlashAttention-2 on Ampere and Ada, cuDNN on Hopper and Blackwell; FlashAttention-3 exists for
+Hopper only. Kernels written for a generation reach about the same share of the geometric mean of
+the sustained and the peak GEMM rate: 0.73 (A100), 0.68 (H100), 0.70 (H200) and 0.74 (L40S) in the
+campaign of `coefficients.toml` at 2 TFLOP and more. The learned model uses one share for all.
 
-On AMD's GPUs PyTorch runs AOTriton's kernels; Composable Kernel's and those that AITER has in
-assembly come with libraries. None was fitted to, and all reach less than the model tells: their
-figures are published times over what it tells of those shapes (`benchmarks/attention_published.py`
-and its TOML file, with the sources).
+Kernels of an older generation need figures of their own. cuDNN's kernel belongs to its generation:
+0.53 to 0.58 of the peak on an H200, where FlashAttention-3 reaches 0.56; on a B200, 0.88 of its
+published rates is predicted. Where cuDNN has no figure, its share of the peak is assumed equal to
+the measured one.
+
+On AMD GPUs PyTorch runs AOTriton's kernels; Composable Kernel's and AITER's assembly kernels come
+with libraries. The model was fitted to none of them and all are slower than predicted: their
+figures are published times over the predicted times (`benchmarks/attention_published.py` and its
+TOML file, with sources).
 """
 
 import re

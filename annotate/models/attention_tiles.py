@@ -1,23 +1,22 @@
-"""The time of fused attention from its shape: tiles of queries, softmax, memory.
+"""The time of fused attention from its shape: query tiles, softmax, memory.
 
-An SM works on 128 queries of a head, or of several that share a key head where that makes fewer
-tiles, against all their keys. The time is the longer of all tiles spread over the SMs and of the
-longest tile; operands that fit into the cache are found there.
+An SM processes 128 queries of one head, or of several heads that share a key head if that makes
+fewer tiles, against all their keys. The time is the longer of the work of all tiles spread over the
+SMs and the longest tile. Operands that fit into the cache are read from it.
 
-A score costs its products and one exponential. The fit is of heads of 128 forward, whose time holds
-the exponential too, so that it tells by how much others differ: smaller heads have fewer FLOPs
-beside each, larger ones more. The backward pass has the same exponential and its products are
-slower. Before it the gradients' sums are made and the query's gradient is filled with zeros in
-float32, which is rounded behind it; so are the gradients of keys and values summed of heads that
-share them.
+A score costs its products and one exponential. The fit uses forward passes with heads of 128, whose
+time includes the exponential; the model adds how other head sizes differ: smaller heads have fewer
+FLOPs per exponential, larger ones more. The backward pass has the same exponential and slower
+products. It also sums gradient products first, fills the query gradient with zeros in float32 and
+rounds it afterwards, and sums the gradients of shared keys and values.
 
-Against FlashAttention-3's figures of an H100 (arXiv 2407.08608, 16,384 tokens, not causal; FA3 and
-cuDNN), time over that of the forward pass with heads of 128:
+Time relative to the forward pass with heads of 128, against FlashAttention-3's figures for an H100
+(arXiv 2407.08608, 16,384 tokens, not causal; FA3 and cuDNN):
 
     heads of             64    256   128 back   64 back
     FlashAttention-3   0.65   1.74       2.89      1.71
     cuDNN              0.72      -       2.88      1.72
-    here               0.67   1.67       2.75      1.62
+    this model         0.67   1.67       2.75      1.62
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""A GPU by which the tiles tell the times of products that were measured on it.
+"""A GPU whose rates reproduce the GEMMs that were measured on it.
 
 A description's figures are off by some percent, and so are coefficients fitted to other GPUs. Where
-two microbenchmarks were measured, the rate of the matrix units and the memory's bandwidth are those
-with which the model has their mean times, whatever the description tells of either.
+two microbenchmarks were measured, the matrix-unit rate and the memory bandwidth are set so that the
+tile model gives their mean times, whatever the description says.
 """
 
 from collections.abc import Sequence

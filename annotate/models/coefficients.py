@@ -1,6 +1,6 @@
 """The fitted coefficients of the learned model: a small TOML file with its provenance.
 
-`python -m tools.fit DATA` writes it. All coefficients are positive.
+`python -m tools.fit DATA` writes the file. All coefficients are positive.
 """
 
 import functools

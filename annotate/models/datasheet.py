@@ -1,4 +1,4 @@
-"""By a GPU's description alone: launch floor, and the longer of memory and compute time."""
+"""A kernel's time from a GPU description only: launch floor plus memory or compute time."""
 
 import numpy as np
 import numpy.typing as npt

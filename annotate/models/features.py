@@ -1,4 +1,4 @@
-"""What a cost model sees of a kernel: duration, work, component products, rates of both GPUs."""
+"""The features of a kernel that cost models use: duration, work, component GEMMs, GPU rates."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,15 +1,7 @@
-"""Time of matrix products from their shapes: tiles, waves, caches, memory, alignment.
+"""The time of a matrix product from its shape: tiles, waves, caches, memory, alignment.
 
-Products whose rows begin between the boundaries from which matrix units are fed.
-
-A vocabulary of 50257 in 16 bits: rows of logits begin at any even byte, and no kernel of the GPU's
-own generation takes them 16 bytes at a time. Libraries then run one of an older generation, at a
-fraction of the rate, whatever the product's size.
-
-The time of matrix products from their shapes: tiles, waves, caches, memory.
-
-A product [m, k] x [k, n] is cut into tiles of its result, each made by one SM; a tile's inner loop
-may be split among SMs. For each of some sixty ways to cut it:
+A product [m, k] x [k, n] is cut into tiles of its result, one SM per tile; the inner loop of a tile
+may be split among SMs. For each of some sixty tilings:
 
     waves   = tiles / SMs * (whole waves / that)^tail, at least 1
     alone   = steps of 64 along the inner size * latency of one + epilogue
@@ -21,19 +13,20 @@ may be split among SMs. For each of some sixty ways to cut it:
     body    = (compute^p + cache^p + read^p)^(1/p)
     time    = launch floor + (body^q + write^q)^(1/q)
 
-What one tile takes for itself, its chain of steps and the storing of its results, other tiles hide,
-but nothing hides that of the last. Operands are loaded while the products before them run, results
-are written when a tile is done: so writing hides less, and q is smaller than p.
+Other tiles hide the latency of a tile (its chain of steps and its stores), but nothing hides that
+of the last one. Operands load while earlier products run; results are written when a tile is done,
+so writing hides less and q is smaller than p. The power cap limits all products together, not the
+SMs that wait for a last wave: so single tiles run between the sustained and the peak rate, and all
+together at the sustained rate. Short kernels finish before the cap takes effect.
 
-The power cap holds back the products done, not the SMs that wait for a last wave: so tiles run at
-a rate between what long kernels sustain and the peak, and all of them together at the former. Short
-kernels are done before the cap bites.
+Libraries choose a good tiling, not always the best: the time is the mean over tilings, weighted by
+exp(-ln(time / best) / choice). That mean can grow when a worse tiling gets faster. So the effect of
+a changed figure is computed with the power mean of exponent -1 / choice, which cannot. Operands
+come from memory, unless the cache holds six products' worth of them; results may stay in the cache.
 
-Libraries pick a good way, not always the best: the time is the mean over the ways, weighted by
-exp(-ln(time / best) / choice). That mean can grow where a way that is not the best gets shorter; so
-what a changed figure does to it is told by the power mean with the exponent -1 / choice, which
-cannot. Operands come from memory, unless the cache holds six products'
-worth of them; results may stay in the cache.
+Misaligned products are slower. With a vocabulary of 50257 in 16 bits, rows of logits start at any
+even byte, and kernels of the GPU's own generation need 16-byte alignment. Libraries then run a
+kernel of an older generation at a fraction of the rate, whatever the size.
 """
 
 from typing import NamedTuple

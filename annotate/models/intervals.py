@@ -1,9 +1,9 @@
-"""How far off a prediction may be: an interval for each node and for the step.
+"""The interval of a prediction, for each node and for the step.
 
-The intervals are those in which four of five measured times lay on GPUs whose die family the fit
-had not seen. An error has a part that all kernels on a GPU have in common (its clock under load,
-its library) and a part of each distinct call. The first does not average out over a step, and is
-taken as common to all sorts of work; the second averages over distinct calls, not over repetitions.
+An interval contains four of five measured times on GPUs whose die family the fit had not seen. An
+error has a part that all kernels on a GPU share (clock under load, libraries) and a part of each
+distinct call. The shared part does not average out over a step and is taken as common to all
+classes of work. The other part averages over distinct calls, not over repetitions.
 """
 
 from typing import NamedTuple, Self

@@ -1,4 +1,4 @@
-"""The learned model: products and attention by their tiles, all else by the residual model."""
+"""The learned model: GEMMs and attention from tiles, other kernels from the residual model."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""The lower bound of a kernel's time that a description allows."""
+"""The lower bound of a kernel's time from a GPU description."""
 
 import numpy as np
 

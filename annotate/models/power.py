@@ -1,4 +1,4 @@
-"""What a kernel draws: the power model's terms, and what the GPU's limit leaves of them."""
+"""The power that a kernel draws: the power model's terms, and the limit of the GPU."""
 
 import functools
 import tomllib

@@ -1,4 +1,4 @@
-"""Floor, roofline and residual: every part of a kernel's time scaled by its own resource."""
+"""The residual model: each part of a kernel's time scales with its own resource."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The target's roofline, whatever the source measured: the baseline of the field."""
+"""The target's roofline, independent of the measured time: the usual baseline."""
 
 from dataclasses import replace
 

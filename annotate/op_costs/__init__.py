@@ -1,1 +1,1 @@
-"""FLOPs and bytes of operators, whatever runs them."""
+"""FLOPs and bytes of operators, independent of the kernels that run them."""

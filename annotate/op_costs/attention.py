@@ -1,14 +1,14 @@
-"""Scaled dot-product attention, fused kernels: FLOPs from shapes.
+"""FLOPs of scaled dot-product attention in fused kernels.
 
 Forward: scores = Q K^T and out = P V, 2*b*h*sq*sk*(d + dv) FLOPs. Backward recomputes the scores
-and has four products more: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; that is
-2*b*h*sq*sk*(3*d + 2*dv), 2.5 times the forward for d = dv. The softmax is not counted.
+and has four more products: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h*sq*sk*(3*d +
+2*dv) FLOPs, 2.5 times the forward for d = dv. The softmax is not counted.
 
-Convention: `is_causal` halves them, since the kernels skip the masked half of the tiles. (torch's
-FlopCounterMode does not halve.) Fewer queries than keys, which FlashAttention takes as those of the
-last keys, see sk - sq / 2 keys each instead of sk / 2. A window or a mask given as a tensor does
-not reduce the count.
-h is the query's: grouped key heads are shared, not fewer products.
+Conventions: `is_causal` halves the count, because kernels skip the masked half of the tiles
+(torch's FlopCounterMode does not halve). With fewer queries than keys, FlashAttention aligns the
+queries with the last keys: each sees sk - sq / 2 keys instead of sk / 2. A window or a mask tensor
+does not reduce the count. h is the number of query heads: grouped key heads are shared, which saves
+no products.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,16 @@
-"""Convolutions: FLOPs from shapes, and the products that libraries make of them.
+"""Convolutions: FLOPs from shapes, and the GEMMs that libraries turn them into.
 
-Libraries compute a convolution as products whose left matrix is never written: each row holds what
-the filter sees of the image at one point, so an element of the image is in many rows.
+Libraries compute a convolution as an implicit GEMM. Its left matrix is never written: each row
+holds the filter's window at one point of the image, so an element of the image appears in many
+rows.
 
     from the larger image to the smaller   points x channels, inner: filter's points and channels
     from the smaller to the larger         the same, the other way round
     the filter's gradient                  filter's points x channels, inner: the image's points
 
-A convolution goes forward from the larger image to the smaller, its gradient back; transposed, the
-two change places.
-
-Filters of one channel (depthwise) have no product: the vector units multiply, element by element.
+The forward of a convolution goes from the larger image to the smaller and its gradient back; a
+transposed convolution is the reverse. Depthwise convolutions have no GEMM: vector units multiply
+element by element.
 """
 
 from math import prod

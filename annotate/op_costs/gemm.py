@@ -1,7 +1,7 @@
-"""Matrix products: FLOPs from shapes.
+"""FLOPs of matrix products.
 
-An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. The bias,
-alpha and beta of addmm and the like are m*n at most and not counted, as is the custom.
+An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. Bias, alpha
+and beta of addmm and similar operators add at most m*n and are not counted, as is common practice.
 """
 
 from math import prod

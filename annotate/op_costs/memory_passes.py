@@ -1,15 +1,13 @@
-"""What holds back the kernels of an operator beside its bytes, each operand and result once.
+"""Limits of memory-bound kernels other than reading each operand and writing each result once.
 
-How many times over they stream these:
+Repeated passes over operands: a norm reads its row for the sums and again for the result; its
+backward reads gradient and operand again for the weight gradients; batch and group norms do so in
+separate kernels. A softmax keeps rows of up to 1024 elements in registers and reads longer ones
+twice. Additions by index in 16 bits retry failed compare-and-swap operations.
 
-A norm reads its row for the sums and again for the result; its backward pass reads gradient and
-operand once more for the weights' gradients. A batch's and a group's norm do so by kernels of their
-own. A softmax keeps a row of up to 1024 elements in registers, and reads a longer one again.
-Additions by index in 16 bits are exchanges that fail and are repeated.
-
-How many elements they handle: one whose operands broadcast, or that widens a type, finds the place
-of each element by itself, and a sum adds them one by one, so that an SM does a few in a cycle, of
-whatever size.
+Work per element: a kernel with broadcast operands or a widening cast computes the address of each
+element, and a sum adds elements one by one, so an SM handles a few elements per cycle whatever
+their size.
 """
 
 from onerank.annotate.op_costs.op_classes import OpClass

@@ -1,7 +1,7 @@
-"""What sort of work an operator or a kernel does: a small fixed vocabulary and the tables for it.
+"""The class of work of an operator or kernel: a fixed vocabulary, and the tables that assign it.
 
-The operator's name decides; the kernel's name is read only when there is no operator, or when
-it is in no table (a custom or compiled one). What neither explains is UNKNOWN, and counted.
+The operator's name decides. The kernel's name is read only if there is no operator or if it is in
+no table (custom or compiled). Anything else is UNKNOWN, and counted.
 """
 
 import re

@@ -1,10 +1,8 @@
 """Operands of an operator, parsed from its shape, dtype and value columns.
 
-Values of calls' arguments, without the tensors among them.
-
-A tensor is told by its ids, which differ from call to call of the same operator, while what a call
-does depends only on whether it was given one twice. Without ids a large graph has few distinct
-calls.
+A tensor is identified by its ids, which differ between calls of the same operator, while the work
+of a call depends only on whether two arguments are the same tensor. Values without ids leave few
+distinct calls in a large graph.
 """
 
 from collections.abc import Iterator, Sequence

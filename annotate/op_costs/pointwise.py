@@ -1,11 +1,11 @@
-"""Operators without matrix products: FLOPs and bytes from shapes.
+"""FLOPs and bytes of operators without matrix products.
 
-All of them are bound by memory on every GPU described here, so what matters are the bytes: each
-operand once, each result once. FLOPs are counted by simple conventions: one for each result of a
-pointwise operator (a transcendental function is one), a few more where the table says so; moving,
-filling, drawing and indexing are none. An operand passed twice (x * x) is counted twice, except
-Adam's gradient; so is every element of one that was expanded, for a graph holds no
-strides: but for the index of a gather of whole rows.
+All of them are memory-bound on every described GPU, so bytes decide: each operand once, each result
+once. FLOPs follow simple conventions: one per result of a pointwise operator (a transcendental
+function counts as one), a few more where the table says so; moving, filling, random numbers and
+indexing count none. An operand passed twice (x * x) counts twice, except Adam's gradient. So does
+every element of an expanded operand, since a graph holds no strides, except the index of a gather
+of whole rows.
 """
 
 from math import prod

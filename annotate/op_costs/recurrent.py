@@ -1,7 +1,7 @@
-"""Recurrent layers: FLOPs from shapes, and the products that cuDNN makes of them.
+"""Recurrent layers: FLOPs from shapes, and the GEMMs that cuDNN turns them into.
 
-The input's products are batched over time; the state's are as many as there are steps, each behind
-the one before. The weights' gradients are batched over time too.
+The input's products are batched over time. The state's products are one per time step, each after
+the previous one. The weight gradients are batched over time.
 """
 
 from collections.abc import Sequence

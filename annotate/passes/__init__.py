@@ -1,1 +1,1 @@
-"""Passes over a graph: changes a user asks for, each a frozen dataclass with `apply`."""
+"""Passes over a graph that a user requests, each a frozen dataclass with `apply`."""

@@ -1,4 +1,4 @@
-"""Matrix products in another dtype than captured."""
+"""Run matrix products in another dtype than the captured one."""
 
 from dataclasses import dataclass, replace
 

@@ -1,11 +1,11 @@
-"""Links to peers that are awake, as in the job: beside absent ranks they sleep.
+"""Account for NVLinks that stay active in the real job.
 
-NVLink of Hopper goes to sleep some tens of milliseconds after its last packet. In a job that
-communicates more often than that it stays awake, and draws power that a slice on one GPU has for
-its kernels. Where these draw all that the limit leaves, they take longer in the job: on two H200s
-whose links were kept awake products took 1.5 to 2.7% longer, and in eight ranks of real jobs
-their products 1.1 to 3.5% longer than in the slices (benchmarks/results,
-2026-11-22-awake-links-2xh200.txt and 2026-11-22-slices-vs-real-links-awake-2xh200.txt).
+On Hopper an NVLink enters a low-power state some tens of milliseconds after its last packet. In a
+job that communicates more often the links stay active and draw power, which a slice on one GPU has
+available for its kernels. Kernels at the power limit are slower in the job: on two H200s with
+active links GEMMs took 1.5 to 2.7% longer, and in eight ranks of real jobs GEMMs took 1.1 to 3.5%
+longer than in the slices (benchmarks/results/2026-11-22-nvlink-power-2xh200.txt and
+2026-11-22-slices-vs-real-nvlink-active-2xh200.txt).
 """
 
 from dataclasses import dataclass, replace

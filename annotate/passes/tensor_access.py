@@ -1,4 +1,4 @@
-"""The tensors that device operations read and write, and where they lie."""
+"""The tensors that device operations read and write, and their locations in storages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Update the job of a re-costed graph: counts, new device, figures that no longer hold."""
+"""Update the job of a re-costed graph: counts, new device, figures that no longer apply."""
 
 from typing import Any
 

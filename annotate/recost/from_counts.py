@@ -1,4 +1,4 @@
-"""Re-cost a generated workload whose nodes have counts of work and no time."""
+"""Re-cost a generated workload whose nodes have work counts and no times."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Predict compute nodes by a cost model; look up kernels that a pass created."""
+"""Predict compute nodes with a cost model; look up kernels that a pass created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Re-cost a graph for a target GPU by a named model."""
+"""Re-cost a graph for a target GPU with a named model: the list of passes, in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

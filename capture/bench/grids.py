@@ -1,9 +1,8 @@
-"""The grids of calls to measure: training shapes over TP sizes, and the power range.
+"""Grids of calls to benchmark: training shapes over tensor-parallel sizes, and the power range.
 
-The training grid holds calls of dense and mixture models over tensor-parallel sizes.
-
-Each call is made once, the most useful first: long micro-batches of common models in bfloat16,
-then other lengths, other models, short ones, and other data types.
+The training grid holds the calls of dense and mixture-of-experts models, each call once. The most
+useful calls come first, because a benchmark may run out of time: long micro-batches of common
+models in bfloat16, then other lengths, other models, short lengths, and other dtypes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Calls of a layer: attention, pointwise operators, products, embedding, loss, optimizer."""
+"""Calls of a transformer layer: attention, pointwise, GEMM, embedding, loss, optimizer."""
 
 from collections.abc import Iterator
 from dataclasses import replace

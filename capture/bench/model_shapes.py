@@ -1,4 +1,4 @@
-"""Shapes of models that are trained today, from their configurations."""
+"""Shapes of current models, from their published configurations."""
 
 from dataclasses import dataclass
 

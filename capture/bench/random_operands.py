@@ -1,8 +1,7 @@
-"""Random operands for a call, with possible memory layouts; never zeros.
+"""Random operands for a call, in the memory layouts that the traced call may have had.
 
-How the operands of a traced call may have lain in memory: a graph holds no strides.
-
-The layouts are tried in turn, and those that launch the traced kernels are measured.
+A graph records no strides. The benchmark tries the possible layouts in turn and measures those that
+launch the traced kernels. Operands are random, never zeros: kernels run faster on zeros.
 """
 
 from collections.abc import Callable, Iterator

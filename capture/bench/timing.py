@@ -1,4 +1,4 @@
-"""The time of a call: replays of a CUDA graph between CUDA events, after the clocks settled."""
+"""The time of a call: CUDA-graph replays between CUDA events, after the clocks have settled."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The distinct calls of a trace to measure, longest first."""
+"""The distinct calls of a trace, longest first."""
 
 from dataclasses import dataclass
 

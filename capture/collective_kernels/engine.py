@@ -1,10 +1,9 @@
-"""Launch a kernel for each call: a marker, or one paced like NCCL's, on NCCL's stream.
+"""Launch one kernel per emulated call, on the stream that NCCL would use.
 
-The streams on which NCCL would run each call.
-
-As torch's ProcessGroupNCCL has it since 2.8: a call with `async_op=False` runs on the caller's
-stream. Any other runs on the group's own stream, or on that of the pair of ranks for a send or
-receive outside of a batch; that stream waits for the caller's first.
+The kernel is either a marker or paced: it lasts as long as the collective would. Streams follow
+ProcessGroupNCCL since torch 2.8: a call with `async_op=False` runs on the caller's stream. Any
+other call runs on the stream of its group, or of its pair of ranks for a send or receive outside a
+batch; that stream first waits for the caller's stream.
 """
 
 from __future__ import annotations

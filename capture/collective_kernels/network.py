@@ -1,23 +1,20 @@
-"""The network of the job that is not there: how fast each group's collectives would be on it.
+"""The network of the emulated job: the duration of each group's collectives.
 
-A file looks like this; bandwidths are bus bandwidths in GB/s, as nccl-tests prints them:
+A network file looks like this. Bandwidths are bus bandwidths in GB/s, as nccl-tests prints them:
 
     node_size = 8              # GPUs that share NVLink
-    nvls = true                # the NVSwitches reduce and copy (NVLink SHARP); false by default
-
-    [default]                  # every group without an entry of its own
+    nvls = true                # NVSwitches reduce and copy (NVLink SHARP); false by default
+    [default]                  # groups without an entry
     busbw_gb_per_s = 40
-
     [group.tp]                 # a group by name: an axis of the world, or the script's own name
     busbw_gb_per_s = 320
-
     [size.16]                  # every group of 16 ranks
     busbw_gb_per_s = 45
-    latency_us = 60            # else NCCL's model of it
-    all_gather = [[1048576, 31], [67108864, 1450]]   # as measured: bytes of a rank's input, us
+    latency_us = 60            # default: NCCL's latency model
+    all_gather = [[1048576, 31], [67108864, 1450]]   # measured: input bytes of a rank, us
 
-Collectives of one link differ, and reach their bus bandwidth at large sizes alone; so a collective
-with measured times takes those.
+Collectives on one link differ, and they reach their bus bandwidth only at large sizes. So measured
+times take precedence over the bandwidth.
 """
 
 import bisect

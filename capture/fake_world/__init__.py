@@ -1,1 +1,1 @@
-"""A world whose other ranks do not exist: its groups, its collectives, and their results."""
+"""A world with one real rank: process groups, collectives and their results."""

@@ -1,4 +1,4 @@
-"""Handles of asynchronous calls, and marks where they are awaited."""
+"""Work handles of asynchronous calls, and marks where they are awaited."""
 
 from __future__ import annotations
 

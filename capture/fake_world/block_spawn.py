@@ -1,7 +1,7 @@
-"""Ranks that a script starts itself, in a world of one process.
+"""Scripts that start their own ranks, in a world of one process.
 
-torch.multiprocessing.spawn becomes a call, of this rank's share. A launcher that runs the script
-anew for each rank, as Lightning's, is refused: its processes would wait for each other, and for us.
+torch.multiprocessing.spawn becomes a call of this rank's function. A launcher that runs the script
+again for each rank, such as Lightning's, is an error: its processes would wait for each other.
 """
 
 import contextlib

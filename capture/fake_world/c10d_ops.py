@@ -1,11 +1,10 @@
-"""Emulated c10d operators: what a collective leaves in its tensors when peers do not exist.
+"""Emulated c10d operators: the content of a collective's tensors when peers do not exist.
 
-What a collective leaves in its tensors when the peers are not there.
-
-Every peer is taken to hold what this rank holds, except for a receive, whose content nobody here
-knows, and for small integers that the script's own calls send (`onerank.capture.world.values`). One
-kernel at most where sizes agree, so that a profile stays close to the real job's. Values stay
-finite and dense: kernels run up to 13% faster on zeros than on data.
+Every peer is assumed to hold what this rank holds. Exceptions are receives, whose content is
+unknown, and small integers that the script itself sends
+(`onerank.capture.fake_world.integer_payloads`). An emulated operator launches at most one kernel if
+sizes agree, so that the profile stays close to the real job's. Values stay finite and dense:
+kernels run up to 13% faster on zeros than on data.
 """
 
 from __future__ import annotations

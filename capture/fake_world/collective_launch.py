@@ -1,10 +1,10 @@
-"""Launch one emulated call: its results, its stream, its handle.
+"""Launch one emulated call: its result, its stream and its work handle.
 
-Sums of a few numbers over absent peers, each of which is taken to hold what this rank does.
-
-A loss, the square of a norm, a count of tokens: scripts go by their size. Megatron-LM multiplies
-gradients only where their norm exceeds a limit, and sums of ones are held against the world's size.
-Larger sums stay this rank's part: nothing goes by their size, and multiplying takes time.
+Small sums over absent peers are multiplied by the group size, since every peer is assumed to hold
+this rank's value. Scripts act on such numbers (a loss, a squared norm, a token count):
+Megatron-LM rescales gradients only above a norm limit, and scripts compare a sum of ones with the
+world size. Larger sums keep this rank's part, because no script acts on their magnitude and a
+multiplication takes time.
 """
 
 from __future__ import annotations

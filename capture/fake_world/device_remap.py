@@ -1,17 +1,12 @@
-"""GPUs of the job's nodes, mapped to the current device; the number that a script counts.
+"""Map the GPUs of the job's node to the current device, and report the node's GPU count.
 
-Other GPUs of the node, mapped to the current device; the number of GPUs a script counts.
+Scripts move their model with `.to(rank)` and create tensors with `device=f"cuda:{rank}"`. torch
+parses such devices in C++, so every Python function that takes a device is replaced; only for ranks
+whose GPU does not exist here, since the replacement costs host time.
 
-Another GPU of a rank's node, named as a device: the one that is here.
-
-Scripts move their model by `.to(rank)`, and make tensors with `device=f"cuda:{rank}"`. torch reads
-such a device in C++, so what takes one from Python is replaced; only for ranks whose GPU is not
-here, since each call then takes the host a little longer.
-
-The GPUs of a node, for scripts that count them: those of the job's node, though here is one.
-
-Scripts compare the count with the world's size, exit where it is below two, or take a rank's place
-among them as its GPU. torch's own code counts what is there: it goes on to ask each of them.
+Scripts also count GPUs: they compare the count with the world size, exit below two, or derive their
+device from it. They get the count of the job's node. torch's own code gets the real count, because
+it goes on to query each device.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
 """Integers that another rank sends as tensors: shapes, token ids, masks.
 
-A script that exchanges shapes, or whose first rank loads the batch for a group, goes by their
-values. They are found like objects (`onerank.capture.fake_world.senders`): by running the script as
-the rank that sends them. Numbers of other types are carried where such a rank broadcasts them too,
-from the second step on: a loss mask beside its token ids, which left as it was allocated would make
-all gradients zero. For those alone no run is made; parameters go round before the first step ends.
-What torch sends for itself (DDP's sizes of parameters and buckets, the
-states of DTensor's generators) every rank knows alike; running the script for that would be in
-vain.
+A script that exchanges shapes, or whose first rank loads the batch for a group, depends on these
+values. They are found like objects, by running the script as the sender
+(`onerank.capture.fake_world.senders`). Tensors of other dtypes are carried along if such a sender
+broadcasts them, from the second step on: an uninitialised loss mask would zero all gradients. No
+run is made for them alone; parameters are broadcast before the first step ends.
+
+torch's own integer messages (DDP's bucket sizes, DTensor's generator states) are equal on all
+ranks, so no run is made for them either.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Collectives of Python objects and small integer messages.
+"""Collectives of Python objects, such as `all_gather_object`, when peers do not exist.
 
-The collectives of Python objects (`all_gather_object` and the like), when peers are not there.
-
-torch's pickle through tensors, and garbage does not unpickle. These answer with this rank's own
-objects, or with what another rank was heard to send (`messages`), and record what torch would send:
-sizes and pickles.
+torch pickles objects into tensors, and uninitialised memory does not unpickle. So these collectives
+return this rank's own objects, or the objects that another rank was found to send (`senders`), and
+record the messages that torch would send: sizes and pickles.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
-"""The purpose of sends and receives, activations or gradients, as the backward passes reveal it.
+"""The purpose of sends and receives: activation or gradient, and of which micro-batch.
 
-Sent and received tensors as the backward passes of a step reveal them.
+torch.distributed.pipelining batches the sends of one micro-batch with the receives of another,
+between calls of the model. The stage that builds the batch knows the purpose of each part.
 
-What the stages of torch.distributed.pipelining send and receive: activations or gradients.
-
-A schedule joins what it sends of one micro-batch and receives of another to one batch, between
-calls of the model. The stage that makes the batch knows what each part of it is for.
-
-What a script's own sends and receives are for, as its second step shows.
-
-A pipeline written by hand sends and receives between the calls of its model. Whether that is an
-activation or a gradient, and of which micro-batch, a backward tells: an activation that was sent is
-in its graph, and one that was received a leaf of that; gradients that were received begin it, and
-those to be sent are what it leaves. By then the call is issued: so what the second step shows is
-told of every later one, as far as it exchanges alike.
+A hand-written pipeline is classified by its backward passes: an activation that was sent is in the
+autograd graph; a received one is a leaf of it; received gradients start a backward; gradients to be
+sent are its results. By then the call has been issued, so the classification of the second step
+is applied to all later steps that exchange the same messages.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""Make one process believe that it is rank R of a world of W, and record what it asks of its peers.
+"""Run one process as rank R of a world of W ranks, and record every communication call.
 
-The process gets torch's `fake` process group, real group objects included, and every `c10d::*`
-operator is overridden in the dispatcher (`emulate`): that is the one place which DDP's C++ reducer,
-FSDP2, functional collectives and compiled code all pass. Each call is kept as a `CommCall` and
-marked in the profiler's streams by a range named `onerank::comm`. The execution trace keeps the
-call's JSON (but for the group's ranks, which `Recorder.groups` has once), Kineto only the name;
-`rf_id` joins the two. What runs inside the range is emulation, not the job's own work.
+The process gets torch's `fake` process group with real group objects. Every `c10d::*` operator is
+overridden in the dispatcher (`c10d_ops`): DDP's C++ reducer, FSDP2, functional collectives and
+compiled code all pass through it. Each call becomes a `CommCall`, marked in the profile by a range
+named `onerank::comm`. The execution trace holds the call as JSON without the group's ranks, which
+`Recorder.groups` holds once; Kineto holds only the name; `rf_id` joins the two. Everything inside
+the range is emulation, not work of the job.
 """
 
 import contextlib

@@ -1,19 +1,15 @@
-"""Run absent ranks up to a send, to learn what they send.
-
-What absent ranks send by value, found by running the script as them, up to there.
+"""Run the script as an absent rank, to learn the messages that it sends by value.
 
 A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
-neighbours, through send_object_list; the first rank often tells all others what it read from a
-file, through broadcast_object_list; others exchange shapes and token ids as tensors
-(`onerank.capture.world.values`). No other code than the sender's knows them. So when the script
-asks for one, a child process runs it as the rank that sends it. What that rank needs of others to
-get there is found the same way, one process at a time; what the captured rank itself has sent is
-known.
+neighbours through `send_object_list`. Often the first rank broadcasts what it read from a file.
+Other scripts exchange shapes and token ids as tensors (`integer_payloads`). Only the sender's code
+knows these values. So a child process runs the script as the sending rank, up to the send. Messages
+which that rank needs are found in the same way, one process at a time; messages of the captured
+rank are known.
 
-Each message costs a run up to it, and none may be begun in a step that is timed. So the messages of
-the script's second step are taken for those of every later one.
-
-The children descend from a process that is forked before the script runs, and so before CUDA.
+Each message costs a run, and no run may start in a timed step. So the messages of the second step
+are reused in every later step. The child processes descend from one that was forked before the
+script ran, and therefore before CUDA was initialised.
 """
 
 import contextlib

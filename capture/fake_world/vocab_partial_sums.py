@@ -1,14 +1,14 @@
-"""Rows of a sum that only absent peers would have added.
+"""Rows of a partial sum that only absent peers would have filled.
 
-A rank's part of a vocabulary-parallel embedding is zero for the tokens of other ranks. Tokens at
-the start of a sequence, which attend to no other, would stay zero through every layer, and each
-norm would multiply their gradient by 1 / sqrt(eps): at a first token of another rank, 8 layers of
-hidden size 256 had gradients of norm 2e14, and with bf16 weights a step makes parameters infinite.
-So the sum is made up: with no kernel of its own where a stand-in moves the bytes.
+A rank's part of a vocabulary-parallel embedding is zero for tokens of other ranks. Tokens at the
+start of a sequence attend to no other token and would stay zero through every layer; each norm
+would multiply their gradient by 1 / sqrt(eps). With 8 layers of hidden size 256, gradients reached
+a norm of 2e14, and in bf16 one step made the parameters infinite. So such rows are filled, without
+an extra kernel where an emulated collective moves the bytes anyway.
 
-Finding such rows takes kernels and waits for them. That is done in a script's first two steps;
-later calls are known by their place in the step. An embedding's gradient has such rows too, of
-tokens that no batch of this rank has; where a script sums gradients by hand, they stay as they are.
+Finding the rows takes kernels and synchronises, so it happens only in the first two steps; later
+calls are identified by their position in the step. An embedding's gradient has such rows too, for
+tokens that no batch of this rank holds. They stay zero where a script sums gradients by hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Copies of a model, whose averages a script keeps (EMA): they are sliced and sharded with it.
+"""Copies of a model that a script keeps next to it; they are sliced and sharded with the model.
 
-So are frozen ones that its outputs are compared with (the reference of DPO), by FSDP.
+Averages (EMA) are such copies; under FSDP so are frozen reference models whose outputs are compared
+with the model's (DPO).
 """
 
 import gc

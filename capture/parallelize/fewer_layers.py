@@ -1,8 +1,8 @@
-"""Build Hugging Face models with fewer layers than their configuration says, and so from the start.
+"""Build Hugging Face models with fewer layers than their configuration says.
 
-A model reads its depth from its configuration, so the configuration is changed when the model's
-construction begins; the layers left out never exist. What they would be is learnt from the whole
-model on torch's meta device, which holds shapes and no values.
+A model reads its depth from its configuration, so the configuration is changed when construction
+begins; the omitted layers never exist. Their pattern is read from the whole model on torch's meta
+device, which holds shapes and no values.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Hooks that see what a module is given before FSDP2's do.
+"""Forward hooks that run before those of FSDP2.
 
-`fully_shard` puts its hook before those that a module has, and wraps each tensor of the input in an
-autograd function of its own: what is no tensor but stands for one must have been replaced by then.
+`fully_shard` puts its pre-forward hook first and wraps every input tensor in an autograd function.
+Placeholder inputs that are not tensors must be replaced before that.
 """
 
 from collections.abc import Callable

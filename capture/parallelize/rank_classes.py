@@ -1,4 +1,4 @@
-"""Ranks that do equivalent work, by what onerank places on each."""
+"""Classes of ranks that do equivalent work, by what the slicer places on each rank."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Outputs of a sliced model."""
+"""The outputs of a sliced model: whole tensors for scripts that read them."""
 
 import functools
 from collections import OrderedDict

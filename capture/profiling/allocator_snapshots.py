@@ -1,8 +1,8 @@
-"""The caching allocator's history of a step, which tells the stream of every block.
+"""The caching allocator's history of a step, which shows the stream of every block.
 
-torch records it without stack traces, for some 100 ns an event, and gives it out in snapshots
-(`torch.cuda.memory._snapshot`): plain dictionaries of the segments, their blocks, and what was done
-since. All but the recording itself is a function of such snapshots.
+torch records it without stack traces (about 100 ns per event) and returns it in snapshots
+(`torch.cuda.memory._snapshot`): plain dictionaries of segments, blocks and events. Everything
+except the recording is a function of such snapshots.
 """
 
 import contextlib

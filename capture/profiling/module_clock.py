@@ -1,11 +1,13 @@
 """Time layers and sub-modules without a profiler, forward and backward.
 
-A mark (a CUDA event on the module's stream; the clock on a CPU) stands before and after each
-forward. Backward begins when the gradient of the module's first output is complete and ends when
-that of its input is. The input goes through a view of its own, so that what else uses it does not
-count; where no input needs a gradient, backward ends when the last parameter's is accumulated.
-The hooks are those of tensors, which launch nothing: a view is host work, and frees and allocates
-nothing on the device. A forward within backward recomputes a checkpoint and counts as backward.
+A mark (a CUDA event on the module's stream, or the host clock on a CPU) is recorded before and
+after each forward. Backward lasts from the completed gradient of the module's first output to the
+completed gradient of its input. The input passes through a view, so that other uses of it do not
+count. If no input needs a gradient, backward ends when the last parameter's gradient is
+accumulated.
+
+The hooks are tensor hooks, which launch nothing: a view is host work and allocates nothing on the
+device. A forward within backward recomputes a checkpoint and counts as backward.
 """
 
 import contextlib

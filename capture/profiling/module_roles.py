@@ -1,29 +1,29 @@
-"""The layer and the sub-module role of every module of a model, from its structure and types.
+"""The layer and the role of every module of a model, from its structure and class names.
 
-A *layer* is an element of a repeated container: an element with children of its own in a
-ModuleList; in a Sequential of two or more such elements of one class; in a ModuleDict likewise.
-The outermost such container counts, so the experts of a layer are no layers.
+A *layer* is an element of a repeated container: an element with children in a ModuleList; in a
+Sequential or ModuleDict of at least two such elements of one class. The outermost such container
+counts, so the experts of a layer are not layers.
 
-The *role* is that of the outermost module around that one of these rules names, in this order:
+The *role* of a module is that of the outermost enclosing module that one of these rules names:
 
-- embedding: an nn.Embedding or EmbeddingBag; outside of layers, a module whose class is named
-  Embedding and that holds no layer.
-- norm: a normalisation of torch.nn, or a class named Norm whose parameters are all of one
-  dimension at most.
+- embedding: an nn.Embedding or EmbeddingBag; outside layers, a class named Embedding that holds no
+  layer.
+- norm: a normalisation of torch.nn, or a class named Norm whose parameters have at most one
+  dimension.
 - loss: a loss of torch.nn, or a class named Loss.
-- attention: an nn.MultiheadAttention; a class named Attention or Attn; a module that holds
-  projections of queries, keys and values, apart or fused.
-- head: outside of layers, a module that holds projections and either comes after the layers or
-  is the size of an embedding.
-- experts: within a layer, a class named Experts, a ModuleList of two or more alike, or
-  parameters of three dimensions, one matrix per expert. router: beside experts, a class named
-  Router, or a projection with a row per expert. Both stand in their own right within an mlp.
-- mlp: within a layer, a module that is nothing but projections, activations, dropouts and norms,
-  or that holds experts; a single projection only where attention stands beside it.
+- attention: an nn.MultiheadAttention; a class named Attention or Attn; a module that holds query,
+  key and value projections, separate or fused.
+- head: outside layers, a module that holds projections and either follows the layers or has the
+  size of an embedding.
+- experts: within a layer, a class named Experts, a ModuleList of at least two equal elements, or
+  parameters of three dimensions, one matrix per expert. router: next to experts, a class named
+  Router, or a projection with one row per expert. Both keep their role within an mlp.
+- mlp: within a layer, a module of projections, activations, dropouts and norms only, or one that
+  holds experts; a single projection only if the layer also has attention.
 
-A layer's own operators, outside of all these, have the role "layer". What no rule names is
-"other". Where an operator of attention is found directly in what these rules take for an mlp,
-the converter makes it attention (`converters.kineto.observed`).
+A layer's own operators, outside all of these, have the role "layer". Modules that no rule names
+have the role "other". If an mlp calls an attention operator directly, the converter changes its
+role to attention (`onerank.converters.sources.kineto.link.module_phase`).
 """
 
 import re

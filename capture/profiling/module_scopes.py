@@ -1,14 +1,12 @@
-"""Mark every module's forward in the profiler's stream under its qualified name.
+"""Mark every module's forward in the profile with its qualified name.
 
-Hooks that many modules share, under one number, so that torch.compile has one code for all.
+All modules share the same hook functions. Dynamo guards on the identity of a module's hooks: with
+separate hooks each layer would get its own compiled code, and none from the ninth layer on
+(`recompile_limit`).
 
-Dynamo guards on the numbers of a module's hooks and on what they are. Registered one by one, they
-would give each layer of a model code of its own, and from the ninth on (`recompile_limit`) none.
-
-Modules compiled in place (`module.compile()`), watched from outside of the compiled code.
-
-Their hooks are compiled with them, and those registered later are not seen. What `torch.compile`
-returns for a module is another module, whose hooks run as usual.
+A module compiled in place (`module.compile()`) has its hooks compiled with it and does not see
+hooks registered later, so it is marked from outside the compiled code. `torch.compile(module)`
+returns another module, whose hooks run as usual.
 """
 
 import contextlib

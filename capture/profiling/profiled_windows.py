@@ -1,14 +1,12 @@
 """Windows under a profiler: profiled steps, uncontended step, structure step.
 
-Steps with nested tensors, under torch's observer of the execution trace.
-
-The observer keeps a stack of callers for each thread
-(torch/csrc/profiler/standalone/execution_trace_observer.cpp). An operator whose operands it cannot
-read, a nested tensor's sizes among them, it does not put there as the operator begins, but takes
-something off as it ends: in the backward of attention over jagged tensors so often that it goes
-below the bottom, which ends the process. So the stack gets as many placeholders first as the step
-has operators. What stands in their place as a caller is then wrong, and not read: callers are known
-from times.
+Steps with nested tensors need a workaround in the structure step. The execution trace observer
+keeps a stack of callers per thread (torch/csrc/profiler/standalone/execution_trace_observer.cpp).
+It does not push an operator whose operands it cannot read, such as a nested tensor's sizes, but
+pops when the operator ends. The backward of attention over jagged tensors does this so often that
+the stack underflows, which kills the process. So the stack first gets as many placeholders as the
+step has operators. Callers recorded from placeholders are wrong and are not read: the converter
+derives callers from times.
 """
 
 import contextlib

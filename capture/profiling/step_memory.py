@@ -1,9 +1,8 @@
 """Memory of the profiled steps, and the influence of Python's garbage collector on it.
 
-Memory that waits for Python's garbage collector: with it the peak is a matter of luck.
-
-Tensors in reference cycles stay until the collector runs, which it does after so many objects made:
-at other moments from step to step, and beside instruments.
+Tensors in reference cycles live until the collector runs. It runs after a number of allocations of
+Python objects, so at another point in each step and under each instrument. The peak would depend on
+chance.
 """
 
 import contextlib

@@ -1,15 +1,11 @@
-"""Steps that do different work, or compute non-finite numbers.
+"""Detect steps that do different work, or compute non-finite numbers.
 
-Whether a script's numbers stayed finite: how long kernels take depends on what they compute.
+A rank without peers trains on other gradients than the real job and may diverge where the job would
+not; the duration of kernels depends on their data.
 
-Beside absent ranks a script trains on other gradients than its job, and may diverge where that
-would not.
-
-Steps that do unlike work: of critics and generators, of rollouts and updates.
-
-A step goes from one step() of the script's first optimizer to the next. Where that is not what the
-script repeats, the numbers of models it calls in each tell so, or those of its communication calls
-(of an optimizer that updates some parameters in every second step).
+A step lasts from one step() of the script's first optimizer to the next. If the script does not
+repeat that (critics and generators, rollouts and updates, an optimizer that updates some parameters
+in every second step), the number of module calls or communication calls per step varies.
 """
 
 import itertools

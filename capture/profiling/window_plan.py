@@ -1,4 +1,4 @@
-"""The plan of a capture's windows, and what each of them records."""
+"""The plan of a capture's windows, and the observations of each window."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field

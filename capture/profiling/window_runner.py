@@ -1,16 +1,20 @@
-"""The windows of a capture: which steps of the script are watched, and how.
+"""Run the measurement windows of a capture: which steps are observed, and by which instrument.
 
-Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
-(nothing but a mark per step: step time), host (each step begins with an idle GPU, as the profiled
-one does: what the host takes without a profiler), timed (marks at each layer and sub-module: their
-times without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
-collectives hold the GPU: Kineto once more, without that), structure (Kineto and execution trace:
-operators, shapes, record ids). Host time is never read from the structure window, whose observer
-slows every operator tenfold.
+Each instrument disturbs the others, so each has steps of its own:
 
-A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
-skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
-Those before the first that trains are no part of any window.
+- warm-up
+- pure: one mark per step, for the step time
+- host: each step begins with an idle GPU, like the profiled one, for the host time without profiler
+- timed: marks at layers and sub-modules, for their times without a profiler
+- profiled: Kineto, for times and memory, repeated on request
+- uncontended: Kineto without emulated collectives, if those occupy the GPU
+- structure: Kineto and execution trace, for operators, shapes and record ids
+
+Host time is never read from the structure window: the observer slows every operator tenfold.
+
+A window is a generator. Each `yield` lets the script take one step and returns whether a GradScaler
+skipped the optimizer. A skipped step is not a training step, so its window takes another one. Steps
+before the first training step belong to no window.
 """
 
 from pathlib import Path

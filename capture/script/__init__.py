@@ -1,1 +1,1 @@
-"""Run a training script unchanged, and end it where the capture is complete."""
+"""Run a training script unchanged, and end it when the capture is complete."""

@@ -1,8 +1,8 @@
-"""Optimizers of a script's own, none of torch.optim's: objects that hold what is trained.
+"""Optimizers that are not torch.optim classes.
 
-Some scripts (modded-nanogpt's newest) reduce, update and gather parameters in a class of their own,
-which torch's hooks on optimizers do not see. Such an object has a method `step`, and holds tensors
-that gradients are accumulated in, in its attributes or in containers there.
+Some scripts (modded-nanogpt) reduce, update and gather parameters in a class of their own, which
+torch's optimizer hooks do not see. Such an object is recognised by a method `step` and by tensors
+with gradients in its attributes or in containers there.
 """
 
 import functools

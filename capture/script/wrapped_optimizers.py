@@ -1,8 +1,8 @@
-"""Steps of objects that step a torch.optim optimizer among other work of theirs.
+"""Objects whose step includes the step of a torch.optim optimizer.
 
-Megatron-LM and DeepSpeed keep torch's optimizers in objects of their own, whose step reduces,
-clips and casts gradients, steps torch's optimizer once for each group of parameters, and gathers
-the parameters again: a step of training ends where theirs does.
+Megatron-LM and DeepSpeed wrap torch optimizers in objects whose step reduces, clips and casts
+gradients, steps the torch optimizer once per parameter group, and gathers the parameters. A
+training step ends where the step of the outer object ends.
 """
 
 import functools

@@ -1,13 +1,13 @@
-"""Hold a capture's numerics against runs that it must not differ from.
+"""Verify a capture's numerics against reference runs.
 
-- The instruments: the script runs twice as the same rank, from the same seeds, each time in a
-  process of its own; once through the windows of a capture, once through as many plain steps.
+- Instruments: the script runs twice as the same rank with the same seeds, each time in a process of
+  its own, once through the windows of a capture and once through the same number of plain steps.
   Loss, outputs and gradients of every step must agree.
-- The slices: the first batch that the script feeds a Hugging Face model goes through the whole
-  model and through all its slices, which run as threads of one process and really communicate
-  (`exact`), in fp32. Loss, logits and every gradient must agree.
+- Slices: the script's first batch for a Hugging Face model goes through the whole model and through
+  all its slices, which run as threads of one process and really communicate, in fp32. Loss, logits
+  and every gradient must agree.
 
-Both ask torch for deterministic kernels, which a capture itself does not.
+Both use torch's deterministic kernels, which a capture does not.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Run one batch through a whole model and all its slices, and compare against rounding noise.
 
-Put one batch through a whole model and through all its slices, and compare.
-
-Which elements of the whole model a slice holds is read off the slicing itself: a copy whose
-parameters hold their own positions is sliced too. So any slicing that only moves elements can be
-verified, and one that loses or changes them is found out.
+The slicing itself shows which elements of the whole model a slice holds: a copy of the model whose
+parameters hold their own indices is sliced too. So any slicing that only moves elements can be
+verified, and one that loses or changes elements is detected.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Keep what a training step computes, without an instrument: loss, outputs, gradients.
+"""Record what a training step computes, without a profiler: loss, outputs, gradients.
 
-A tensor is kept as a checksum of all its bits, its norm, and up to 16,384 elements at even
-distances, so that a step of a large model takes megabytes.
+A tensor is recorded as a checksum of all its bits, its norm, and up to 16,384 evenly spaced
+elements, so that a step of a large model takes megabytes.
 """
 
 import contextlib

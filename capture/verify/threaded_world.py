@@ -1,15 +1,11 @@
 """All ranks of a world as threads of one process, with real collectives.
 
-All ranks of a world as threads of one process, with collectives that really exchange.
+One rank runs at a time, until a collective makes it wait for the others. So libraries need not be
+thread-safe, global state such as torch's default group can follow the running rank, and a run is
+reproducible. Reductions add in rank order.
 
-One rank runs at a time, until a collective makes it wait for the others. So no library needs to
-be safe against threads, global state such as torch's default group can follow the rank that
-runs, and a run repeats exactly.
-
-A process group between threads of one process; reductions add in the order of ranks.
-
-torch has a like group for its own tests (torch/testing/_internal/distributed/
-multi_threaded_pg.py); it knows no send and receive, which pipelines need.
+torch has a similar group for its own tests (torch/testing/_internal/distributed/
+multi_threaded_pg.py). It has no send and receive, which pipelines need.
 """
 
 import contextlib

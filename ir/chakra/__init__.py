@@ -1,4 +1,4 @@
-"""Chakra execution traces (`.et`): the only place that knows protobuf."""
+"""Chakra execution traces (`.et`); no other package imports protobuf."""
 
 from onerank.ir.chakra.chakra_json import from_json, to_json
 from onerank.ir.chakra.encode import NodeWriter, attribute, header

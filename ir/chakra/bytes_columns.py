@@ -1,9 +1,8 @@
 """Columns of byte strings: UTF-8 text, and messages of many nodes joined at once.
 
-Messages of many nodes at once: columns of byte strings, joined row by row in one go.
-
-Joining byte strings that exist costs a copy of memory each, so a message is put together from
-pieces: texts as they are, prefixes that depend on a length alone, numbers as rows of a matrix.
+Joining existing byte strings copies memory for each. So messages are joined row by row in one pass,
+from pieces: texts as they are, prefixes that depend only on a length, and numbers as rows of a
+matrix.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
-"""Fill columns from blocks of node messages, reading each distinct run of fields once.
+"""Fill columns from blocks of node messages, parsing each distinct run of fields once.
 
-Runs of fields that many nodes have the same of: each distinct run is read once.
-
-A run holds shapes and types of operands, or attributes, or both: what ends an IOInfo, and what
-follows it in a node.
+A run is the end of an IOInfo (shapes and types), the fields after it (attributes), or both. Many
+nodes share equal runs.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,10 @@
-"""Scan the protobuf wire format of many messages at once: words and fields.
+"""Scan the protobuf wire format of many node messages at once.
 
-Where the fields of many node messages lie, found field by field for all of them at once.
-
-This reads messages whose fields come in the order of their numbers, each once, as every protobuf
-library writes them. Others are left to `decode`, which asks protobuf itself.
-
-Attributes come in the order in which we write them: a few that hardly differ from node to node,
-then numbers that mostly do, then others that hardly differ. The numbers are read here; the runs of
-attributes before and behind them, and shapes and types of operands, are for `runs`, which reads
-each distinct one once.
+The scan requires fields in ascending order, each once, as every protobuf library writes them;
+`reader` parses other messages with protobuf. Attributes follow onerank's writing order: some that
+hardly differ between nodes, then numbers that mostly differ, then others that hardly differ. The
+scan reads the numbers. `decode_columns` parses each distinct run of attributes before and after
+them, and each distinct run of operand shapes and types.
 """
 
 from dataclasses import dataclass

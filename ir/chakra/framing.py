@@ -1,8 +1,7 @@
 """The framing of a Chakra file: length-prefixed messages, read in chunks.
 
-What a file is made of: a varint32 length and a message, repeated; the metadata comes first.
-
-Errors of a file that cannot be read:
+A file is a sequence of varint32 lengths and messages; the metadata comes first. Errors of
+unreadable files:
 
     ChakraError
     ├── EmptyFileError           no message at all

@@ -1,9 +1,8 @@
-"""Files of ranks that run the same step: find what differs, and patch a template for each rank.
+"""Files of ranks that run the same step: find the differences, and patch a template for each rank.
 
-Files of ranks that run one step, told from each other by whom their nodes talk to.
-
-The nodes of such files are equal but for the attributes that name a group or a peer. Where a file,
-filled in with the groups and peers of another, is that other to the byte, nothing needs parsing.
+The nodes of such files are equal except for the attributes that name a group or a peer. If a
+template with the groups and peers of another rank equals that rank's file byte for byte, the file
+needs no parsing.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A Chakra file as plain records, for looking at a file that may not make a graph."""
+"""A Chakra file as plain records, to inspect files that do not form a valid graph."""
 
 from dataclasses import dataclass
 from pathlib import Path

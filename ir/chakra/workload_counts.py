@@ -1,4 +1,4 @@
-"""Work that another tool counted for nodes without a time, as ASTRA-sim's roofline reads it."""
+"""Work counts of nodes without times, from another tool, as ASTRA-sim's roofline reads them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""Write a graph as a Chakra file; a foreign file's messages keep what no column changed."""
+"""Write a graph as a Chakra file.
+
+Messages of another tool's file keep everything that no column changed.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields

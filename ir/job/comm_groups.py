@@ -1,8 +1,8 @@
-"""Process groups that other tools keep outside a trace's metadata, as ASTRA-sim reads them.
+"""Process groups that other tools store outside a trace's metadata.
 
-They lie in a JSON file beside the traces, `{"1": [0, 1], ...}`: group name -> global ranks, what
-ASTRA-sim takes as --comm-group-configuration; or in a METADATA node as torch records them,
-`[{"pg_name": "1", "ranks": [0, 1]}, ...]`, where no ranks stand for all.
+Either a JSON file next to the traces, `{"1": [0, 1], ...}` (group name -> global ranks), which
+ASTRA-sim reads as --comm-group-configuration; or a METADATA node as torch records it, `[{"pg_name":
+"1", "ranks": [0, 1]}, ...]`, where an empty list means all ranks.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Kernels that a compiler generated, the operators they replace, and module times beside eager."""
+"""Compiler-generated kernels, the operators they replace, and module times compared with eager."""
 
 import msgspec
 

@@ -1,9 +1,7 @@
 """Sustained microbenchmarks of a GPU: the measured calls, and the GEMM shapes that calibrate it.
 
-The products in 16 bits whose mean rates calibrate a GPU, each as (m, n, k).
-
-One product tells of others by some 10%: libraries have better kernels for some sizes. The mean over
-several tells of all.
+One GEMM predicts others to within some 10%, because libraries have better kernels for some sizes.
+The mean over several shapes predicts all of them better.
 """
 
 from dataclasses import dataclass

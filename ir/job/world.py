@@ -1,4 +1,4 @@
-"""The ranks of a job: grid of parallel axes, process groups, classes of equivalent ranks."""
+"""The ranks of a job: a grid of parallel axes, process groups, classes of equivalent ranks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product

@@ -1,4 +1,8 @@
-"""Start delays: how long after its last dependency a node of a replayed graph starts."""
+"""Replay a graph: schedule every node by its edges and start delay.
+
+The start delay is the time between the end of a node's last dependency and its start in the
+capture: launch latency, host work that the trace does not record, or unexplained waiting.
+"""
 
 import copy
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Predictions for GPUs known by datasheet or by two microbenchmarks alone."""
+"""Evaluate predictions for GPUs known only by datasheet, or by two microbenchmarks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

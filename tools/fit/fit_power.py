@@ -1,10 +1,10 @@
-"""Fit the power model to calls that were held: `python -m tools.fit.fit_power DATABASE`.
+"""Fit the power model to sustained calls: `python -m tools.fit.fit_power DATABASE`.
 
-DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficients, and how far off
-they are where nothing was fitted: on each class of calls left out, on products of another campaign
-(`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on whole steps whose
-power was read for some seconds (`--step`, captures with `--timed-steps`). With `-o` the
-coefficients are written as `annotate/models/power.toml` has them.
+DATABASE is the output of `onerank bench --grid power`. The program prints the coefficients and
+their errors on data outside the fit: on each class of calls left out of the fit, on GEMMs of
+another campaign (`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on
+whole steps whose power was sampled for some seconds (`--step`, captures with `--timed-steps`). With
+`-o` it writes the coefficients in the format of `annotate/models/power.toml`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Fit the coefficients of the tile model to measured products."""
+"""Fit the coefficients of the tile model to measured GEMMs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

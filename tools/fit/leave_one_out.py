@@ -1,4 +1,4 @@
-"""Predictions for GPUs whose die family is left out of the fit."""
+"""Evaluate predictions for GPUs whose die family is left out of the fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Look-ups against measurements of another campaign and of a captured step."""
+"""Evaluate database look-ups against another campaign and against a captured step."""
 
 from collections.abc import Iterator
 from itertools import permutations

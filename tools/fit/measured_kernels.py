@@ -1,4 +1,4 @@
-"""Measured kernels of several GPUs, read from a user's folder, as the cost models see them."""
+"""Measured kernels of several GPUs, read from a user's directory, as cost models take them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

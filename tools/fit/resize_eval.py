@@ -1,4 +1,4 @@
-"""Predictions at another size on the GPU that measured one size."""
+"""Evaluate predictions at another size on the GPU that measured one size."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Data flow through storages: which node reads what another wrote."""
+"""Data flow through storages: which node reads what another node wrote."""
 
 from typing import NamedTuple, Self
 

@@ -1,13 +1,13 @@
-"""The kernels of attention without a fused kernel, as transformers' eager attention runs it.
+"""The kernels of eager attention, as transformers runs it.
 
-Forward: keys and values copied for each head that shares them, scores = Q K^T, scaled, the mask
-added, softmax in float32, rounded to the operands' type, times V. Backward: dP = dO V^T,
-dV = P^T dO, dP to float32, softmax's backward, scaled, dQ = dS K, dK = dS^T Q, and the sums over
-heads that share keys. A causal mask hides half of the scores, and none of their work.
+Forward: copy keys and values for each query head that shares them, scores = Q K^T, scale, add the
+mask, softmax in float32, round to the operands' dtype, multiply by V. Backward: dP = dO V^T, dV =
+P^T dO, dP to float32, softmax backward, scale, dQ = dS K, dK = dS^T Q, and the sums over heads that
+share keys. A causal mask hides half of the scores and saves no work.
 
-The softmax of float16 reads it, and its backward writes it; that of bfloat16 is float32 on both
-sides, with a copy before and after. On a GPU its backward multiplies dP by P first, in a kernel of
-its own (aten/src/ATen/native/SoftMax.cpp and cuda/SoftMax.cu of PyTorch).
+The float16 softmax reads float16 and its backward writes it; the bfloat16 one is float32 on both
+sides, with a copy before and after. On a GPU its backward first multiplies dP by P in a separate
+kernel (aten/src/ATen/native/SoftMax.cpp and cuda/SoftMax.cu of PyTorch).
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""The columns of a fused attention kernel: its operator as PyTorch has it, operands and results.
+"""The node columns of a fused attention kernel: PyTorch's operator, operands and results.
 
 The operators are those that launch the kernels, `_cudnn_attention_forward` and
-`_flash_attention_forward` with their backward, arguments in the order of their schemas (torch 2.11
+`_flash_attention_forward` with their backwards; arguments in the order of their schemas (torch 2.11
 and 2.13).
 """
 

@@ -1,12 +1,10 @@
-"""Match eager attention in a step by data flow, and its mask.
+"""Match eager attention and its mask in a step, by data flow.
 
-Attention without a fused kernel, found in a step by who reads what others wrote.
-
-Its softmax reads the scores, which come from a product of queries and keys by way of kernels that
-work on each score alone (scaling, the mask, casts), and gives the probabilities, which reach a
-product with the values the same way (casts, dropout). Backward is told by the softmax's backward,
-which reads the probabilities: what it reads comes from dP = dO V^T, what it gives reaches dQ and
-dK, and the product of the probabilities with dO is dV.
+The softmax reads the scores, which come from the product of queries and keys through kernels that
+work on each score (scaling, mask, casts). It produces the probabilities, which reach the product
+with the values in the same way (casts, dropout). The softmax backward identifies the backward pass:
+its input comes from dP = dO V^T, its result reaches dQ and dK, and the product of the probabilities
+with dO is dV.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,7 @@
-"""Data dependencies of communication and compute, by stream order and byte ranges.
+"""Data dependencies between communication and compute, from stream order and byte ranges.
 
-Which calls must wait for what computes, and what computes for which calls, by their data.
-
-Storages are followed through the step as it ran. Memory that the allocator hands out again holds
-other data, so nobody waits for it: a real step would hold on to what a call still uses.
+The pass follows storages through the step in execution order. Memory that the allocator reuses
+holds other data, so reuse is no dependency: a real step would keep memory that a call still uses.
 """
 
 from collections import defaultdict

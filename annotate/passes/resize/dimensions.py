@@ -1,8 +1,8 @@
-"""Which dimensions of a tensor are sequence, batch or both: every reading, the likeliest first.
+"""Classify tensor dimensions as sequence, batch or both: all readings, the most plausible first.
 
-A size tells little by itself: 4096 may be a sequence or a hidden size, 1 a batch or nothing. So a
-reading has a cost for what is unlikely in it, and whoever knows more of the tensor (how its number
-of elements grows, what it is multiplied with) takes the cheapest that agrees.
+A size alone says little: 4096 may be a sequence or a hidden size, 1 a batch or nothing. So each
+reading has a cost for its implausible parts. A caller that knows more about the tensor (how its
+number of elements grows, what it is multiplied with) takes the cheapest reading that agrees.
 """
 
 from functools import lru_cache

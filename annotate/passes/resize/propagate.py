@@ -1,7 +1,7 @@
-"""One call after another: what each tells of its tensors' growth, and what is known of storages.
+"""Propagate growth with sequence and batch from call to call through storages.
 
-What a call tells follows from its form, from which of its tensors are the same, and from what is
-known of their storages. Calls that agree in all of this are read once and told again.
+The growth of a call's tensors follows from its form, from which of its tensors are the same, and
+from what is known of their storages. Calls that agree in all of these are analysed once.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
-"""Walk over stretches of calls: a stretch like one walked before tells what that one told.
+"""How every tensor of a step grows: a memoised walk over its calls.
 
-Layers and micro-batches repeat. A sequence of calls is cut where certain forms of calls meet, so
-that what repeats is cut alike. What a stretch tells, and what it does to storages, follows from its
-calls, from which of their tensors are the same, and from what was known of the storages before.
-Stretches that agree in all of this are walked once, see `walk` for the calls of one.
+Layers and micro-batches repeat. The sequence of calls is split where certain forms of calls meet,
+so that repetitions are split alike. The result of a segment follows from its calls, from which of
+their tensors are the same, and from what was known of the storages before it. Segments that agree
+in all of these are walked once (see `propagate` for single calls).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,14 +1,12 @@
-"""torch.distributed.checkpoint and ShardedTensor without other ranks.
+"""torch.distributed.checkpoint and ShardedTensor in a world without other ranks.
 
-torch.distributed.checkpoint in a world whose other ranks are not there.
+A save gathers what every rank holds, lets one rank plan who writes what, and gathers what was
+written. The content of absent ranks is unknown, so a save stops before any file is written:
+`async_save` still stages the tensors in host memory.
 
-A save gathers what every rank holds, lets the first one plan who writes what, and gathers what was
-written. What absent ranks would put into it is not known, nor what they would write, so of a save
-only what comes before is done: `async_save` stages the tensors in the host's memory.
-
-A load needs no other rank: each reads its own parts, as it has planned them, and what FSDP1 then
-gathers of them, too (`gathered_loads`). One of a checkpoint
-whose save was left out leaves the tensors as they are, which is what was to be saved.
+A load needs no other rank: each rank reads its own shards, and so do the gathers that FSDP1 makes
+of them (`fsdp1_load`). Loading a checkpoint whose save was skipped leaves the tensors unchanged,
+which is what the save would have written.
 """
 
 import contextlib

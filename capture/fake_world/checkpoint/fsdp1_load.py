@@ -1,10 +1,9 @@
-"""What FSDP1 gathers of a checkpoint that was loaded in shards, in a world without other ranks.
+"""FSDP1's gathers of a checkpoint that was loaded in shards, without other ranks.
 
-`FullyShardedDataParallel` saves each parameter and state in rows, and holds them flat: another part
-of them. So what `torch.distributed.checkpoint.load` has read is gathered from all ranks as it is
-put into the model and its optimizer. Other ranks would have read what is in the checkpoint, so it
-is read from there, as the script's own planner reads it. Of shards that come from elsewhere, as
-from a checkpoint whose save was left out, those of absent ranks are not known, which a note tells.
+`FullyShardedDataParallel` saves parameters and states by rows but holds them flat, so a rank needs
+rows that other ranks have read. Other ranks would have read the same checkpoint, so these rows are
+read from it with the script's own planner. If the shards come from elsewhere, for example from a
+checkpoint whose save was skipped, the rows of absent ranks are unknown, and a note says so.
 """
 
 import contextlib

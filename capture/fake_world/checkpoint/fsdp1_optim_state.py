@@ -1,9 +1,9 @@
-"""What FSDP1 gathers of an optimizer's states, in a world without other ranks.
+"""FSDP1's gathers of optimizer states, without other ranks.
 
-With `use_orig_params` each rank's optimizer steps its own parts of the parameters, and has states
-of those alone. So `FullyShardedDataParallel.optim_state_dict` asks all ranks of which parameters
-they have states, and of what shapes. Ranks of absent parts are taken to have what this one has of
-its own: as many elements of each state as they hold of the parameter.
+With `use_orig_params` each rank's optimizer steps only its own parts of the parameters and holds
+states of those parts. `FullyShardedDataParallel.optim_state_dict` therefore asks all ranks which
+parameters they have states of, and of what shapes. Absent ranks are assumed to hold as many
+elements of each state as of the parameter, like this rank.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Context parallelism: each rank runs all of the model on a part of the sequence."""
+"""Context parallelism: each rank runs the whole model on a part of the sequence."""

@@ -1,20 +1,17 @@
-"""Attention over a sequence in parts, of which the ranks all-gather keys and values.
+"""Context-parallel attention that all-gathers keys and values.
 
-Each chunk of queries attends to the keys up to its own end. The backward gathers keys and values
-once more instead of keeping them, and reduce-scatters their gradients: per layer and step 4
-all-gathers and 2 reduce-scatters. So do Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2)
-and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
+Each chunk of queries attends to the keys up to the end of the chunk. The backward gathers keys and
+values again instead of keeping them, and reduce-scatters their gradients: per layer and step 4
+all-gathers and 2 reduce-scatters. Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2) and
+TransformerEngine for Megatron-LM's `--cp-comm-type all_gather` do the same
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
 
-Keys and values are gathered each with the width they have: those of latent attention too, as in
-Megatron-LM, whose multi-head latent attention gives its core keys and values of all heads
-(megatron/core/transformer/multi_latent_attention.py). Of a sliding window, as many keys are
-gathered and fewer attended to. With a mask a chunk sees the keys up to its own end all the same.
+Keys and values keep their own widths. Multi-head latent attention gathers the keys and values of
+all heads, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). A sliding window
+gathers as many keys and attends to fewer. With a mask, a chunk still sees only keys up to its end.
 
-Different from TransformerEngine: both chunks run on one stream.
-
-A model's own ("eager") attention wants all keys at once, and its autograd keeps them: per layer and
-step 2 all-gathers and 2 reduce-scatters.
+Unlike in TransformerEngine, both chunks run on one stream. A model's own ("eager") attention needs
+all keys at once and autograd keeps them: per layer and step 2 all-gathers and 2 reduce-scatters.
 """
 
 from collections.abc import Sequence

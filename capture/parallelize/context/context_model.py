@@ -1,24 +1,19 @@
 """Context parallelism of a Hugging Face model: batch, masks, attention and loss of one rank.
 
-Which keys of the whole sequence the queries of a part see, where a flag cannot say it.
+Each rank runs the whole model on a part of the sequence. The script gives every rank of the group
+the whole batch, as Megatron-LM's loop does (get_batch_on_this_cp_rank). When the model is called,
+token ids, labels and positions are cut to the rank's part. Labels are shifted first, so that the
+last token of a chunk learns from the first token of the next. In the layers only attention
+communicates.
 
-Padding, packed sequences, chunks of attention and a model's own ("eager") attention need a mask.
-Transformers makes one for each kind of layer and call, from functions of the places of query and
-key (transformers/masking_utils.py). Here these are asked for the places of the rank's part and of
-all keys, and what is padded or packed otherwise is taken out.
+The loss is that of the whole sequence: its parts are all-reduced, 4 bytes. Its gradient is scaled
+by the size of the group, so that the mean over data- and context-parallel ranks is the gradient of
+the whole batch. A script that reads logits gets those of the whole sequence, gathered.
 
-Context parallelism of a Hugging Face model: its attention, its batch, and its loss on one rank.
-
-Context parallelism of a Hugging Face model: each rank runs all of it on a part of the sequence.
-
-The script gives every rank of the group the whole batch, as Megatron-LM's loop does
-(get_batch_on_this_cp_rank). As the model is called, token ids, labels
-and positions are cut to the rank's part; labels are shifted before, so that the last token of a
-chunk learns from the first of the next. Attention is all that communicates in the layers (see
-`context`). The loss is the whole sequence's: its parts are all-reduced, 4 bytes. Its gradient is
-scaled by the size of the group, so that the mean over data- and context-parallel ranks, which the
-data-parallel form takes, is the gradient of the whole batch. A script that reads logits gets those
-of the whole sequence, gathered, and every rank computes of them what the script does.
+Padding, packed sequences, chunked attention and eager attention need masks. Transformers builds a
+mask for each kind of layer from functions of query and key positions
+(transformers/masking_utils.py). These functions are evaluated for the positions of the rank's
+queries and of all keys; padding and other packed sequences are then masked out.
 """
 
 import contextvars

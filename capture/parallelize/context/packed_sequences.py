@@ -1,9 +1,9 @@
-"""Packed sequences that are each cut among the ranks, as in TransformerEngine's `thd` format.
+"""Packed sequences, each split among the ranks, as in TransformerEngine's `thd` format.
 
-Of 2 x size equal chunks of each sequence rank r holds the chunks r and 2 x size - 1 - r
-(megatron/core/utils.py, get_batch_on_this_cp_rank; transformer_engine's
-thd_get_partitioned_indices). So the work is even however sequences are packed, and causality is
-that of each sequence: no mask is needed. A kernel is told where each begins.
+Each sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r
+(megatron/core/utils.py, get_batch_on_this_cp_rank; TransformerEngine's
+thd_get_partitioned_indices). So the work is balanced however sequences are packed. Each sequence is
+causal by itself: kernels get the sequence offsets, and no mask is needed.
 """
 
 import itertools

@@ -1,18 +1,13 @@
-"""Attention to a part of the keys: torch's kernels, and elementary operators where none applies.
+"""Attention to a part of the keys, forward and backward as separate calls.
 
-Attention by elementary operators, for what a fused kernel on the CPU does not know.
+A part of the queries attends to keys of other ranks, which are communicated again in the backward
+instead of being kept by autograd. So the kernels behind
+`torch.nn.functional.scaled_dot_product_attention` are called directly, under torch's own
+conditions: FlashAttention in bf16 and fp16; the memory-efficient kernel in fp32, with a mask, or if
+values and keys differ in width (latent attention); the CPU kernel on a CPU.
 
-So torch computes it there too (`_scaled_dot_product_attention_math`): with dropout, and where
-values are not as wide as keys.
-
-Attention to a part of the keys by torch's own kernels, forward and backward by themselves.
-
-A part of the queries attends to keys that other ranks hold, and what autograd would keep of those
-is to be communicated again instead. So the kernels behind
-`torch.nn.functional.scaled_dot_product_attention` are called directly, each for what torch itself
-takes it for: FlashAttention in bf16 and fp16; the memory-efficient kernel in fp32, with a mask, and
-where values are not as wide as keys (latent attention); on a CPU its own kernel, and elementary
-operators with dropout or values of another width.
+Where no fused kernel applies on a CPU (dropout, values of another width), attention is computed
+from elementary operators, like torch's `_scaled_dot_product_attention_math`.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,16 @@
-"""Attention over a sequence in parts, whose keys and values go round a ring of the ranks.
+"""Context-parallel attention whose keys and values travel round a ring of the ranks.
 
-In each step a rank attends to the part it holds and sends that on; what the steps give is merged by
-the sums over the scores. Of its own part the chunks attend causally; to a part of an earlier rank
-both attend to its first chunk, and to one of a later rank the second attends to both. The backward
-goes round the other way, and the gradients of keys and values travel with these, up to the rank
-that has them. It is Megatron-LM's default, `--cp-comm-type p2p`, as TransformerEngine does it
+In each step a rank attends to the part it holds and sends that part on; results are merged by their
+log-sum-exp. Within its own part, chunks attend causally. To a part of an earlier rank both chunks
+attend to its first chunk; to a part of a later rank the second chunk attends to both. The backward
+goes round the other way; gradients of keys and values travel with them to the rank that owns them.
+This is Megatron-LM's default, `--cp-comm-type p2p`, as in TransformerEngine
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py): size - 1 sends of
 keys and values forward, size sends backward.
 
-Keys and values travel as one message, each with the width it has (latent attention). Of packed
-sequences the halves are those of each (see `packed`).
-
-Different from TransformerEngine: all steps run on one stream, and are merged in fp32 as they come.
+Keys and values travel in one message, each with its own width (latent attention). With packed
+sequences, the halves are those of each sequence (see `packed_sequences`). Unlike in
+TransformerEngine, all steps run on one stream and are merged in fp32 one by one.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shards of a sequence among context-parallel ranks, and attention over all of it."""
+"""Shards of a sequence on context-parallel ranks, and attention over the whole sequence."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

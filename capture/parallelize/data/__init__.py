@@ -1,1 +1,1 @@
-"""Data parallelism for scripts that know nothing of it: replicas, sharded states and models."""
+"""Data parallelism for scripts that do not implement it: replicas, sharded states and models."""

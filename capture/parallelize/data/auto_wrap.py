@@ -1,23 +1,15 @@
-"""Apply DDP, FSDP2 or ZeRO to a script that knows nothing of it.
+"""Apply DDP, FSDP2 or ZeRO to a script that does not distribute itself.
 
-What a script saves of shards through safetensors, which knows plain tensors alone.
+The outermost module that runs forward with gradients is the model; its batch is this rank's batch.
+The strategy decides what happens to parameters and gradients:
 
-Each rank writes its own shards, as `torch.save` does: what the others hold is not there to be
-gathered.
+- `ddp`: replicas; gradients are all-reduced in buckets during backward (`ddp`).
+- `zero1`, `zero2`: replicas whose optimizer steps on a shard (`zero`).
+- `fsdp`: parameters, gradients and states are sharded by FSDP2 (`fsdp`).
 
-Apply DDP, FSDP2 or ZeRO to a script that knows nothing of it.
-
-Data parallelism for scripts that know nothing of it.
-
-The outermost module that runs forward with gradients is the model; its own batch is this rank's
-batch. What becomes of its parameters and gradients is the form:
-
-- `ddp`: replicas, gradients all-reduced in buckets during backward (`replicas`);
-- `zero1`, `zero2`: replicas whose optimizer steps on a shard (`sharded_optimizer`);
-- `fsdp`: parameters, gradients and states in shards, as FSDP2 keeps them (`fully_sharded`).
-
-With micro-batches, gradients are communicated in the last backward alone, as accelerate and the HF
-Trainer do (`rounds`).
+With micro-batches, only the last backward communicates, as in accelerate and the Hugging Face
+Trainer (`grad_accumulation`). A script that saves shards through safetensors, which accepts only
+plain tensors, writes this rank's shards, as `torch.save` does: the other shards do not exist.
 """
 
 import contextlib

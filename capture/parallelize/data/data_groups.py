@@ -1,4 +1,4 @@
-"""The group of ranks that holds the same parameters and sees other data."""
+"""The group of ranks that hold the same parameters and see different data."""
 
 from collections.abc import Callable, Sequence
 

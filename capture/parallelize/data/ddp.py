@@ -1,4 +1,4 @@
-"""DistributedDataParallel on a model that the script does not wrap."""
+"""Wrap a model in DistributedDataParallel."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""FSDP2 on a model that the script does not shard."""
+"""Shard a model with FSDP2 (`fully_shard`)."""
 
 import contextlib
 import functools

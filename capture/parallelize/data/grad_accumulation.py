@@ -1,22 +1,17 @@
 """Which backward passes communicate under gradient accumulation, for --dp and for --tp.
 
-Which backward passes of a step communicate: the last of each round of micro-batches.
+Micro-batches of a round add to the same gradients; only the last backward of a round communicates.
+A round ends with the step, or where the script clears gradients to compute new ones before it
+steps: sharpness-aware minimisation takes two rounds per step (arXiv:2010.01412). The last
+micro-batch of a round is the last forward that a backward followed; evaluations that record
+gradients have no backward. If two successive steps have the same rounds, the next step is assumed
+to have them too. Until then every backward communicates, which gives the same sum.
 
-Micro-batches of a round add to the same gradients. A round ends with the step, or where the script
-clears what a backward has left, to compute gradients anew before it steps: sharpness-aware
-minimisation takes two rounds a step (arXiv:2010.01412). The last of a round is the last forward
-that a backward followed: evaluations that record gradients have none.
-
-Steps repeat, so the rounds of two steps running are taken to be those of the next. Until they are
-known, every backward communicates, which comes to the same sum.
-
-Sum the gradients of replicated parameters over --tp once a step, as Megatron-LM does.
-
-One flat all-reduce behind the last backward of a round of micro-batches. Which one that is, is
-known from the steps before (`rounds`). Until then, and behind a backward that was not expected,
-each gradient is summed as it comes. So it is where nobody reads them behind a backward:
-torch.autograd.grad, and optimizers that step within it; and where gradients live on from step to
-step, since a sum of them would count again what was summed before.
+Gradients of replicated parameters are summed over --tp once per step, as in Megatron-LM: one flat
+all-reduce after the last backward of a round. Each gradient is summed by itself until the rounds
+are known, after an unexpected backward, where nothing reads gradients after a backward
+(torch.autograd.grad, optimizers that step within it), and where gradients persist between steps,
+since a flat sum would count earlier sums again.
 """
 
 import contextlib

@@ -1,16 +1,15 @@
 """Clip the gradients of a sliced model by their norm over all slices.
 
-As Megatron-LM does (megatron/core/optimizer/clip_grads.py): each rank adds up what it alone holds,
-and what several hold (norms, routers, tied embeddings) is counted by the first of them; the sum, 4
-bytes, is all-reduced over the ranks of --tp and --pp. Experts that are shared out are summed over
-the ranks of --ep before, where Megatron-LM sums theirs over those of --tp, --pp and --ep at once. A
-sharded optimizer's gradients (--zero 1, 2) lie on all ranks, over which the sum goes, as with
-Megatron-LM's distributed optimizer; FSDP's norms are summed over its own ranks first, as by torch.
+As in Megatron-LM (megatron/core/optimizer/clip_grads.py), each rank adds up the gradients that only
+it holds; the first of several ranks counts what they share (norms, routers, tied embeddings). The
+sum, 4 bytes, is all-reduced over the ranks of --tp and --pp. Sharded experts are first summed over
+the ranks of --ep, where Megatron-LM sums over --tp, --pp and --ep at once. Gradients of a sharded
+optimizer (--zero 1, 2) are summed over all ranks, like Megatron-LM's distributed optimizer; FSDP's
+norms are first summed over its own ranks, like torch does.
 
-Whether a GradScaler found gradients that are not finite is all-reduced over the same ranks: in
-`unscale_`, or in the step of a fused optimizer that unscales in its own kernel.
-
-A rank that is alone gets the norm of its own part.
+Whether a GradScaler found non-finite gradients is all-reduced over the same ranks: in `unscale_`,
+or in the step of a fused optimizer that unscales in its own kernel. A rank without peers gets the
+norm of its own part.
 """
 
 import contextlib

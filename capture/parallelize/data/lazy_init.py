@@ -1,9 +1,9 @@
-"""Hugging Face models whose weights are made when they are shared out, a part at a time.
+"""Hugging Face models whose weights are created when they are sharded, one part at a time.
 
-A model that is to be sharded never has to be whole on a device, as in scripts that build on the
-meta device, shard, and fill in their own shards (torchtitan does). While such a model is built,
-each parameter is put on the meta device and remembers where it was to be; buffers stay. Once the
-model is moved to an accelerator, or built there, or called, its weights are needed.
+A model that will be sharded never needs to be whole on a device. Some scripts build on the meta
+device, shard, and fill their own shards (torchtitan does). While such a model is built, each
+parameter goes to the meta device and remembers its intended device; buffers stay. Its weights are
+created when the model is moved to an accelerator, built there, or called.
 """
 
 import contextlib

@@ -1,16 +1,12 @@
 """Optimizers over sharded parameters: GradScaler, closures, states, element-wise updates.
 
-Optimizers over sharded parameters: element-wise updates, states made at construction, closures.
+An optimizer that updates element by element can step on a slice of a parameter. Others need the
+whole matrix (rows, columns, norm or singular values), or all parameters at once. Libraries reuse
+class names, so optimizers are recognised by name.
 
-Which optimizers update element by element, so that a slice of a parameter does for itself.
-
-Others need the whole matrix (its rows, columns, norm or singular values), or all parameters at
-once. Libraries have classes of their own by these names, so optimizers are known by name.
-
-States that an optimizer makes as it is constructed (Adagrad), for parameters that are cut later.
-
-Such a state has one value throughout, so that it can be made again for a slice or a shard. States
-of a checkpoint have many, and are refused.
+Some optimizers create states at construction (Adagrad), for parameters that are sharded later. A
+uniform state can be created again for a slice or a shard; any other, such as one from a checkpoint,
+is an error.
 """
 
 import contextlib

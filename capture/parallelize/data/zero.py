@@ -1,22 +1,20 @@
 """ZeRO stages 1 and 2 (arXiv:1910.02054): gradient buckets and sharded optimizer steps.
 
-ZeRO stages 1 and 2: an optimizer that steps on this rank's shard (arXiv:1910.02054).
-
 As in DeepSpeed (`deepspeed/runtime/zero/stage_1_and_2.py`): the parameters of a group become views
-of flat buffers padded to twice the ranks, the optimizer's own parameters become the rank's slices
-of them, so that its states are sharded whatever its class, and after its step the buffers are
-gathered from all ranks. Gradients are summed in buckets of 500,000,000 elements
-(`reduce_bucket_size`), divided by the ranks first:
+of flat buffers padded to twice the number of ranks. The optimizer's parameters become the rank's
+slices of these buffers, so that states of any optimizer class are sharded. After the step the
+buffers are all-gathered. Gradients are summed in buckets of 500,000,000 elements
+(`reduce_bucket_size`) and divided by the number of ranks first:
 
-- stage 1: once a step, when the step (or clipping, or unscaling) asks for them; until then every
-  rank holds whole gradients;
-- stage 2: during each backward, as soon as a bucket is complete, one bucket in flight beside
-  the one that fills; whole gradients are freed, the shard's accumulate over micro-batches.
+- Stage 1: once per step, when the step, clipping or unscaling needs them; until then every rank
+  holds whole gradients.
+- Stage 2: during each backward, as soon as a bucket is complete, one bucket in flight while the
+  next fills. Whole gradients are freed; those of the shard accumulate over micro-batches.
 
-Unlike DeepSpeed, which by default all-reduces a bucket and keeps its part, a bucket is
-reduce-scattered, and every rank owns a slice of each bucket, as in Megatron-LM's distributed
-optimizer (`megatron/core/distributed/param_and_grad_buffer.py`). States have the dtype the script
-gives its parameters: no fp32 copy is added.
+DeepSpeed by default all-reduces a bucket and keeps its part. Here a bucket is reduce-scattered and
+every rank owns a slice of each bucket, as in Megatron-LM's distributed optimizer
+(`megatron/core/distributed/param_and_grad_buffer.py`). States have the dtype of the script's
+parameters: no fp32 copy is added.
 """
 
 import contextlib

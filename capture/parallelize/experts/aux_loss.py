@@ -1,11 +1,11 @@
-"""The balancing loss of a mixture of experts whose ranks route a part of each sequence.
+"""The load-balancing loss of a mixture of experts whose ranks each route a part of a sequence.
 
-Transformers' (`load_balancing_loss_func`, Switch Transformer's) is, over all tokens and layers, the
-number of experts x the sum over experts of the share of tokens routed to one x the mean probability
-of it. The first needs all tokens: their counts are all-reduced, as in Megatron-LM
-(megatron/core/transformer/moe/moe_utils.py, over the tensor- and context-parallel group); no
-gradient goes through them. With these the probabilities of a rank's tokens give its part of the
-loss, and the parts add up to the whole.
+Transformers' loss (`load_balancing_loss_func`, from Switch Transformer) over all tokens and layers
+is: number of experts x sum over experts of (share of tokens routed to the expert x its mean
+probability). The shares need all tokens: token counts are all-reduced, without gradient, as in
+Megatron-LM (megatron/core/transformer/moe/moe_utils.py, over the tensor- and context-parallel
+group). With these counts the probabilities of a rank's tokens give its part of the loss, and the
+parts sum to the whole.
 """
 
 import contextvars

@@ -1,30 +1,22 @@
 """Shard a model's experts over an expert-parallel group, and exchange tokens between its ranks.
 
-Shard a model's experts over an expert-parallel group.
-
-Experts that each compute every token, as transformers' Llama-4 has them, shared out among ranks.
-
-Such experts are not told where tokens go: they get each token times its score for each expert, 0
-where the router left it out. So nothing can be sent to one expert alone. Each rank of the
-expert-parallel group gathers the tokens of all and their scores, lets its own experts compute them,
-and the sums over the experts are reduce-scattered: the collectives of Megatron-LM's allgather
-dispatcher (megatron/core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher), whose
-experts compute only what is routed to them. Per layer and forward 2 all-gathers and a
-reduce-scatter; the backward mirrors them. As there, every rank has as many tokens.
-
-Share the experts of a mixture-of-experts model out among the ranks of an expert-parallel group.
-
 As in Megatron-LM (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher)
-and DeepSpeed-MoE: the rest of the model is replicated and sees other data on each rank; each rank
-holds experts / size whole experts. Per layer and forward the ranks all-gather how many tokens each
-sends to each expert, and move the tokens by two all-to-alls, to the experts and back; the backward
-moves the gradients by two more. The routing weights stay with the sender. Where the tensor-parallel
-ranks hold a shard of the sequence and a part of every expert each, what arrives is gathered over
-them, and what the experts make of it is summed and scattered. Experts that each compute every token
-(Llama-4) get them all gathered (`dense_experts`).
+and DeepSpeed-MoE, the rest of the model is replicated and each rank holds experts / size whole
+experts. Per layer and forward, ranks all-gather how many tokens each sends to each expert, then
+move the tokens by two all-to-alls, to the experts and back; the backward moves gradients by two
+more. Routing weights stay with the sender. If tensor-parallel ranks hold a shard of the sequence
+and a part of every expert, the received tokens are all-gathered over them and the results
+reduce-scattered.
 
-With the peers absent the all-gathered counts are this rank's own, over and over: every peer is
-taken to route as this rank does, and what arrives follows from that.
+Llama-4's experts in transformers compute every token, weighted by its score for each expert, so
+tokens cannot be sent to one expert. Each rank gathers all tokens and scores of the group, runs its
+own experts, and reduce-scatters the sums: the collectives of Megatron-LM's
+MoEAllGatherTokenDispatcher (same file), whose experts compute only tokens routed to them. Per layer
+and forward 2 all-gathers and a reduce-scatter; the backward mirrors them. Every rank has the same
+number of tokens, as there.
+
+With absent peers, the all-gathered counts repeat this rank's counts: every peer is assumed to route
+as this rank does.
 """
 
 from collections.abc import Callable

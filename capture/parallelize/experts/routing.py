@@ -1,9 +1,9 @@
-"""Static routing: which experts each token goes to, known before the step.
+"""Static routing: the experts of each token, known before the step.
 
-What a rank receives under expert parallelism depends on how the tokens of its absent peers are
-routed. Here every rank routes by one table of tokens per expert, so what arrives is known: each
-peer sends what this rank would send in its place. The router still computes its scores, weights
-and top-k; only the indices it chose are replaced.
+What a rank receives under expert parallelism depends on the routing of its absent peers. With
+static routing every rank follows one table of tokens per expert, so each peer sends what this rank
+would send in its place. The router still computes scores, weights and top-k; only the chosen
+indices are replaced.
 """
 
 import csv

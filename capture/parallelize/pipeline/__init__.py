@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a stage of the model, and what passes between stages."""
+"""Pipeline parallelism: one stage of a model, and the messages between stages."""

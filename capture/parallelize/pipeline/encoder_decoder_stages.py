@@ -1,16 +1,14 @@
-"""Stages of encoder-decoder models (T5, BART, Whisper).
+"""Pipeline stages of encoder-decoder models (T5, BART, Whisper).
 
-Stages of an encoder and of the decoder that attends to it (T5, BART, Whisper).
-
-The first stages have the encoder's layers, the others the decoder's. The last of the encoder sends
-its output. Each stage of the decoder takes it as what to attend to, and sends it on behind its own
-hidden states; so comes its gradient back, to which each adds its own. It is Megatron-LM's
+The first stages hold encoder layers, the others decoder layers. The last encoder stage sends its
+output. Each decoder stage uses it for cross-attention and forwards it after its own hidden states.
+Its gradient returns the same way, and each stage adds its part. This is Megatron-LM's
 `--pipeline-model-parallel-split-rank` (pretrain_t5.py; get_tensor_shapes and backward_step in
-megatron/core/pipeline_parallel/schedules.py), which its newest T5 has no more.
+megatron/core/pipeline_parallel/schedules.py), which its newest T5 no longer has.
 
-The embeddings of encoder and decoder and the head lie on the first stage, the decoder's first and
-the last. Where T5's first layer alone has the bias of relative positions, each stage has it; as of
-what is tied, the gradients are summed.
+The embeddings and the head lie on the first stage, the first decoder stage and the last stage. In
+T5 only the first layer holds the relative position bias; every stage gets a copy, and the gradients
+of copies are summed, like those of tied weights.
 """
 
 import functools

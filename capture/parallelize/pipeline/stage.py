@@ -1,19 +1,13 @@
 """Reduce a Hugging Face model to one pipeline stage, with sends and receives at its boundaries.
 
-An embedding that the first and the last pipeline stage have both.
+A stage is a range of the model's layers; the first also holds the embedding, the last also the
+final norm, the head and the loss. The script's loop drives it: `model(**batch)` receives the hidden
+states [batch, sequence, hidden], runs the layers and sends the result; `loss.backward()` receives
+the gradient of what was sent, runs the layers backward and sends the gradient of what was received.
+Each call is one micro-batch. A stage other than the last returns a loss of 0, one element.
 
-They sum its gradients before the optimizer steps, as Megatron-LM's embedding group does
-(megatron/core/distributed/finalize_model_grads.py).
-
-Keep one pipeline stage of a Hugging Face model, in place, with a send or receive at its borders.
-
-A stage is a run of the model's layers; the first has the embedding too, the last the final norm,
-the head and the loss. The script's own loop drives it: `model(**batch)` receives the hidden states
-[batch, sequence, hidden], runs the layers and sends on; `loss.backward()` receives the gradient of
-what was sent, runs the layers backward and sends the gradient of what was received. Each call is
-one micro-batch. A stage that is not the last has a loss of 0, of one element.
-
-Tied embeddings lie on the first and the last stage (`tied_embedding`).
+A tied embedding lies on the first and the last stage. They sum its gradients before the optimizer
+steps, as Megatron-LM's embedding group does (megatron/core/distributed/finalize_model_grads.py).
 """
 
 import copy

@@ -1,10 +1,8 @@
 """The boundaries of a pipeline stage: sends, receives, and placeholders for other stages.
 
-What passes through parts of a model whose work another pipeline stage does.
-
-Some models scale the embedding, add positions or drop out before the first layer, and cap the
-logits after the head. One stage does that; on the others it must neither change the values nor
-launch a kernel.
+Some models scale the embedding, add positions or apply dropout before the first layer, and cap the
+logits after the head. One stage does that; on the others a placeholder passes through these modules
+without changing values or launching kernels.
 """
 
 from collections.abc import Callable, Sequence

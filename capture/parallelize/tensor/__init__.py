@@ -1,1 +1,1 @@
-"""Tensor parallelism: a model cut to one rank's slice, with the collectives between."""
+"""Tensor parallelism: a model sliced to one rank, with the collectives between modules."""

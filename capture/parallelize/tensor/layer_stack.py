@@ -1,11 +1,10 @@
 """The layer stacks of a model, and the shard of the sequence that each runs on.
 
-Sequence parallelism of an encoder and the decoder that attends to it (T5, BART, Whisper).
-
-Each is a stack of its own, and runs on a shard of its own sequence. The encoder's output stays a
-shard: every layer of the decoder gathers it for its keys and values, and reduce-scatters its
-gradient, as in Megatron-LM (linear_kv in megatron/core/transformer/attention.py). The decoder is
-shown a place holder, since models take masks from its shape.
+An encoder and the decoder that attends to it (T5, BART, Whisper) are separate stacks with their own
+sequences and shards. The encoder's output stays a shard: every decoder layer gathers it for its
+keys and values and reduce-scatters its gradient, as in Megatron-LM (linear_kv in
+megatron/core/transformer/attention.py). The decoder sees a placeholder of the whole length, because
+models derive masks from its shape.
 """
 
 import re

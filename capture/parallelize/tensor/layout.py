@@ -1,9 +1,8 @@
-"""What each module of a slice becomes, and where collectives stand between modules.
+"""The style of each module of a slice, and where collectives stand between modules.
 
-What transformers' tensor-parallel plans leave out, and Megatron-LM slices or replicates.
-
-Plans leave out shared experts (Qwen2-MoE), latent attention (DeepSeek-V3), attention (Phi-3.5-MoE,
-GPT-OSS) or what lies between its sliced projections: norms of each head, a sink per head.
+Transformers' tensor-parallel plans omit modules that Megatron-LM slices or replicates: shared
+experts (Qwen2-MoE), latent attention (DeepSeek-V3), attention (Phi-3.5-MoE, GPT-OSS), and modules
+between sliced projections, such as per-head norms and sinks. The styles of those are added here.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers, and the boundary in front of a block of them."""
+"""Column- and row-parallel linear layers, and the collective at the boundary of a block."""
 
 from collections.abc import Callable
 from types import MethodType

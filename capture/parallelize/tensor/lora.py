@@ -1,9 +1,9 @@
 """Low-rank adapters of linear layers under tensor parallelism (LoRA, arXiv:2106.09685).
 
-A layer computes W x + B(A(x)) in a forward of its own, which stays. Of a column-parallel layer A is
-whole and B is cut by its output features, as W is; of a row-parallel layer A is cut by its input
-features, as W is, and B is whole: what it makes of a rank's part is summed with W's. So each rank
-has a part of the whole matrix's gradient, and the parts are all-reduced.
+A layer computes W x + B(A(x)) in its own forward, which is kept. In a column-parallel layer A is
+whole and B is sliced by output features, like W. In a row-parallel layer A is sliced by input
+features, like W, and B is whole; its partial result is summed with W's. Each rank computes a part
+of the whole matrix's gradient, and the parts are all-reduced.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,13 @@
 """Tensor parallelism of multi-head latent attention.
 
-The projections down to the latents are replicated and those up from them cut, each with a border
-of its own, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). The rotary part
-of the keys goes around the projections up: its gradient is summed by itself.
+Projections down to the latents are replicated; projections up from them are sliced, each with its
+own boundary, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). The rotary
+part of the keys bypasses the up projections, so its gradient is summed separately.
 
-With sequence parallelism the projections down and the norms of the latents run on a shard of the
-sequence; each projection up gathers its latents, and the rotary part is gathered by itself: 3
-all-gathers into a block where others have one. The attention, which reads how long the sequence is
-off its input, is shown a place holder of the whole.
+With sequence parallelism the down projections and latent norms run on a shard of the sequence. Each
+up projection gathers its latents and the rotary part is gathered separately: 3 all-gathers into a
+block where other attention has one. Attention reads the sequence length from its input, so it gets
+a placeholder of the whole length.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""What becomes of each module of a model: the style its tensor-parallel plan gives it.
+"""The style that the tensor-parallel plan gives to each module of a model.
 
-Styles have transformers' names. A plan is refused where it leaves something out, has a style that
-is not known here, or where a size does not divide.
+Styles have transformers' names. A plan is an error if it omits a module, has an unknown style, or
+if a size does not divide.
 """
 
 import re

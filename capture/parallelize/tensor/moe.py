@@ -1,18 +1,17 @@
 """Tensor parallelism of mixture-of-experts layers.
 
-Each expert is cut like a dense MLP, the first projection by its output features, the second by its
-input features (Megatron-LM's expert tensor parallelism of the size of --tp, its default). Routers
-are replicated. With sequence parallelism, without which Megatron-LM trains no mixture of experts
-under tensor parallelism, each rank routes its own shard of the sequence; around the experts tokens,
-indices and weights are gathered and the sums scattered, as its allgather dispatcher does
-(megatron/core/transformer/moe/token_dispatcher.py). Otherwise tokens are replicated, and the
-borders stand around the experts module as transformers places them (`moe_tp_experts`).
+Each expert is sliced like a dense MLP: the first projection by output features, the second by input
+features (Megatron-LM's expert tensor parallelism with the size of --tp, its default). Routers are
+replicated. With sequence parallelism, which Megatron-LM requires for mixtures of experts under
+tensor parallelism, each rank routes its own shard of the sequence; tokens, indices and weights are
+all-gathered before the experts and the sums reduce-scattered after them, as in its allgather
+dispatcher (megatron/core/transformer/moe/token_dispatcher.py). Without it, tokens are replicated
+and the collectives stand around the experts module, as in transformers (`moe_tp_experts`).
 
-Biases of the second projection are whole on every rank, and each adds its share of them to the
-partial sums, as torchtitan does (torchtitan/models/gpt_oss/moe.py; Megatron-LM's experts have none
-under expert tensor parallelism). Experts that return their input (LongCat-Flash) return on each
-rank its share of it. Llama-4's experts, which compute every token and not those routed
-to them, are cut alike.
+Biases of the second projection are whole on every rank, and each rank adds its share of them to the
+partial sums, as in torchtitan (torchtitan/models/gpt_oss/moe.py); Megatron-LM's experts have no
+bias under expert tensor parallelism. Experts that return their input (LongCat-Flash) return this
+rank's share of it. Llama-4's experts, which compute every token, are sliced in the same way.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Plan files: what to slice of a model that transformers has no tensor-parallel plan for.
+"""Plan files: which modules to slice in a model without a tensor-parallel plan in transformers.
 
-A plan is a TOML file. onerank ships some under `plans/`; a user gives the path of another:
+A plan is a TOML file. onerank ships some under `plans/`; a user passes the path of another:
 
     model = "GPT"                                  # the class to slice, or a list of classes
     [modules]                                      # * stands for a number
@@ -10,21 +10,21 @@ A plan is a TOML file. onerank ships some under `plans/`; a user gives the path 
     "transformer.h.*.attn.c_proj" = { style = "rowwise" }
     "lm_head" = { style = "head" }
 
-`parts` is for fused layers: how many equal parts (3: q, k and v), or their proportions ([4, 1, 1]:
-four times as many query heads as key-value heads); of a row-parallel layer, of its input. `divide`
-names attributes of the module that count what is sliced, `multiple` a number of which each rank's
-share must be a multiple. `narrow_input` is for a module that reads its width off its input's
-shape: it is shown a slice of the input, its column-parallel layers take the whole. `head_bias`
-names arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] or, of four
-dimensions, [batch, heads, ...]: the module gets those of its heads, which the first number of
-`divide` counts. `optional = true` is for what some configurations of the class do not have. What a
-plan does not name stays whole.
+- `parts`: of a fused layer, the number of equal parts (3: q, k and v) or their proportions ([4, 1,
+  1]: four times as many query heads as key-value heads). For a row-parallel layer, of its input.
+- `divide`: attributes of the module that count what is sliced.
+- `multiple`: each rank's share is a multiple of this number.
+- `narrow_input`: for a module that reads its width from its input's shape. It sees a slice of the
+  input; its column-parallel layers get the whole input.
+- `head_bias`: arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] or,
+  with four dimensions, [batch, heads, ...]. The module gets the part of its heads, which the first
+  entry of `divide` counts.
+- `optional = true`: some configurations of the class lack this module.
+- `adapter = ["lora_A", "lora_B"]`: names of a layer's low-rank matrices, for a subclass of a linear
+  layer or a module that contains one. PEFT's names are known.
 
-`adapter = ["lora_A", "lora_B"]` says what a layer's low-rank matrices are called, in a layer that
-is no plain one: a subclass of a linear layer, or a module that has one. PEFT's are known without.
-
-A plan that slices nothing itself, but gives adapters or says what stays whole, goes with the
-model's own plan.
+Modules that a plan does not name stay whole. A plan that slices nothing, but names adapters or
+modules to keep whole, is combined with the model's own plan.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Sum the gradients of replicated parameters that each rank computes a part of.
+"""Sum the gradients of replicated parameters, of which each rank computes a part.
 
-As they come, or all at once behind a backward, in one flat buffer, as Megatron-LM sums those of
-norms and biases (megatron/core/distributed/finalize_model_grads.py).
+Either each gradient as it is computed, or all after the backward in one flat buffer, as Megatron-LM
+does for norms and biases (megatron/core/distributed/finalize_model_grads.py).
 """
 
 import functools

@@ -1,15 +1,12 @@
 """Megatron-LM's sequence parallelism: each rank holds a shard of the sequence between blocks.
 
-Megatron-LM's sequence parallelism: between the blocks a rank holds a shard of the sequence.
+Follows megatron/core/tensor_parallel (mappings.py, layers.py). Each all-reduce becomes an
+all-gather where a block begins and a reduce-scatter where it ends. The backward mirrors them, and
+gathers the block's input again for its weight gradients instead of keeping it. Per layer and step:
+4 all-gathers, 4 reduce-scatters, and 2 more all-gathers. Embedding, head and loss add theirs once.
 
-It follows megatron/core/tensor_parallel (mappings.py, layers.py). In place of each all-reduce
-stands a reduce-scatter where a block is left and an all-gather where one is entered; the backward
-mirrors them, and gathers the block's input once more for the gradients of its weights instead of
-keeping it. Per layer and step: 4 all-gathers (2 and 2), 4 reduce-scatters (2 and 2) and 2 more
-all-gathers. Embedding, head and loss add theirs once.
-
-Different from Megatron-LM: hidden states are [batch, sequence, hidden], so with a batch above 1 a
-copy puts gathered shards in order; and nothing overlaps the GEMMs.
+Two differences: hidden states are [batch, sequence, hidden], so with a batch above 1 a copy
+reorders gathered shards; and communication does not overlap GEMMs.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,15 +1,15 @@
 """Slice a model to one tensor-parallel rank, in place and with plain tensors.
 
-What is sliced comes from a plan: the Hugging Face model's own tensor-parallel plan, one that comes
-with onerank, or the user's plan file. Where the borders stand is the flavour:
+A plan says what is sliced: the Hugging Face model's own tensor-parallel plan, a plan that ships
+with onerank, or the user's plan file. The style says where collectives stand:
 
-- `megatron`: one all-reduce per block and direction (4 a layer and step), embedding, head and
-  loss parallel over the vocabulary, fused projections sliced part by part; or, with sequence
-  parallelism, all-gathers and reduce-scatters in their place (see `sequence`);
-- `hf`: as transformers distributes it itself, every column-parallel layer with a border of its
-  own (7 a layer and step), fused projections and the head's logits gathered.
+- `megatron`: one all-reduce per block and direction (4 per layer and step); embedding, head and
+  loss parallel over the vocabulary; fused projections sliced part by part. With sequence
+  parallelism, all-gathers and reduce-scatters replace the all-reduces (see `sequence_parallel`).
+- `hf`: as transformers distributes the model itself. Every column-parallel layer has its own
+  collective (7 per layer and step); fused projections and the head's logits are gathered.
 
-Where a plan gathers for another reason (OLMo2 normalises queries over all heads), so do both.
+Both styles gather where a plan requires it (OLMo2 normalises queries over all heads).
 """
 
 from collections import Counter

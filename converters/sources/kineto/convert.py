@@ -1,4 +1,4 @@
-"""Lower a Kineto trace and its execution trace to a graph."""
+"""Convert one rank's Kineto trace and execution trace to a graph: all steps, in order."""
 
 from dataclasses import dataclass, replace
 from itertools import count

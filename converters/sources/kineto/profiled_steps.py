@@ -1,28 +1,14 @@
-"""Combine profiled steps: pair events, take uncontended kernel times, the median of each node.
+"""Combine profiled steps: record ids, uncontended kernel times, median durations.
 
-Record ids: carry them from the structure window to a profiled window, by order where none exist.
+The execution trace observer slows every operator tenfold, so times come from windows without it.
+Those windows have no record ids. A training step repeats its operators in the same order, so the
+host events of both windows are paired thread by thread, and record ids are copied from the
+structure window. If one step has extra events (it logs its loss), pairing resumes after them. Which
+Gloo thread runs a call varies, so Gloo calls are paired by name and order, on any thread.
 
-Give host events execution trace nodes by the order of operators, where no record id joins them.
-
-A thread's operators come in one order in both files, so the two sequences of names pair up. Which
-thread of the one is which of the other, the names tell as well. Where one file has an event that
-the other lacks, the pairing goes on behind it.
-
-Give the events of a profiled window the record ids of a structure window.
-
-The execution trace observer slows every operator tenfold, so times come from a window without
-it. That window has no record ids; a training step repeats its operators in the same order, so
-the two windows' host events pair up thread by thread. Where one step does a little more than the
-other (it logs its loss, say), the rest still pairs up. Which of Gloo's threads carries a call out
-is chance: these calls pair up by their order among those of a name, on whatever thread.
-
-Durations over several profiled steps: the median of each node, and its uncontended time.
-
-How long kernels take with no communication beside them.
-
-A capture that paces its collectives records one more window, in which they only leave markers. Its
-kernels pair up with those of the profiled window: operator by operator, as `adopt` pairs windows,
-and within an operator in launch order, where the names agree.
+With several profiled steps, each node gets its median duration. A capture with paced collectives
+records one more window in which collectives only leave markers; its kernels are paired in the same
+way, within an operator in launch order, and give uncontended times.
 """
 
 import statistics

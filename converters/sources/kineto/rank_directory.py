@@ -1,4 +1,4 @@
-"""Convert a directory of several ranks' traces in parallel processes."""
+"""Convert the traces of several ranks in a directory, in parallel processes."""
 
 import os
 import re

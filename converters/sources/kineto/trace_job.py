@@ -1,13 +1,9 @@
 """What a trace adds to the job: device, process groups, step time, memory, host overhead.
 
-Job metadata from a trace: device, software, memory, and the host overhead of a step.
-
-What a host takes without the profiler.
-
-The profiled step is told by its graph in full, steps without a profiler by two figures: how long
-the host took for a step that began with an idle GPU, as the profiled one did; and how long a step
-of a row took. The first gives the factor on the host's own times with which the graph's host is
-through in that time; the second, what such a row of steps lacks.
+The host overhead needs two measurements without a profiler: the host time of a step that began with
+an idle GPU, like the profiled step; and the time of a step in steady state. The first gives the
+factor on host times with which the graph reproduces it. The second gives what the replayed
+steady-state step lacks.
 """
 
 import statistics

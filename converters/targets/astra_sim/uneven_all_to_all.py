@@ -1,7 +1,7 @@
-"""All-to-alls whose ranks have different numbers of bytes, which ASTRA-sim cannot have.
+"""All-to-alls whose ranks send different numbers of bytes, which ASTRA-sim does not support.
 
-ASTRA-sim sends equal parts, and matches ranks by equal sizes. The time of such a call is that of
-its busiest rank, which has to send or receive most; so every rank's call gets that size.
+ASTRA-sim sends equal parts and matches calls by equal sizes. The busiest rank, which sends or
+receives most, determines the time of the call, so every rank's call gets its size.
 """
 
 import json

@@ -1,20 +1,18 @@
-"""Decompose collectives into the messages that NCCL's ring and tree algorithms send.
-
-NCCL's trees: a binary tree over nodes, and its complement, with a chain inside each node.
-
-After NCCL 2.28: `ncclGetBtree` and `ncclGetDtree` of `src/graph/trees.cc`, the balanced pattern of
-`src/graph/connect.cc`, where the first child joins the first GPU of a node and the second the
-second. Each channel begins its chains at another GPU.
-
-Collectives as the messages that NCCL's algorithms send.
+"""Decompose collectives into the messages that NCCL's algorithms send.
 
 - ring: all-reduce, all-gather, reduce-scatter; broadcast and reduce along a chain.
-- tree: all-reduce over double binary trees (Sanders, Speck, Träff 2009, as NCCL lays them out).
-- doubling: all-gather and reduce-scatter of one GPU per node (PAT: Jeaugey 2025, arXiv 2506.20252).
+- tree: all-reduce over double binary trees (Sanders, Speck, Träff 2009), laid out as in NCCL 2.28
+  (`ncclGetBtree` and `ncclGetDtree` in `src/graph/trees.cc`; the balanced pattern in
+  `src/graph/connect.cc`): a binary tree over nodes and its complement, with a chain inside each
+  node. The first child joins the first GPU of a node, the second child the second GPU. Each channel
+  starts its chains at another GPU.
+- doubling: all-gather and reduce-scatter with one GPU per node (PAT: Jeaugey 2025, arXiv
+  2506.20252).
 - pairs: all-to-all as a pairwise exchange, gather, scatter.
 
-Which of them, and over how many channels, is NCCL's choice by size and topology. Bytes are the
-payload: the flags of the LL protocols are not counted, nor is the time of reductions.
+NCCL chooses the algorithm and the number of channels by size and topology
+(`onerank.converters.nccl`). Bytes are payload: the flags of the LL protocols and the time of
+reductions are not modelled.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Export graphs as the text of a GOAL schedule: a block of operations for each rank.
 
-`calc` runs for nanoseconds on a cpu, `send` and `recv` move bytes; `requires` waits for the end of
-another operation, `irequires` for its start (Hoefler, Siebert, Lumsdaine 2009; as `txt2bin` of
-LogGOPSim and ATLAHS reads it). Each stream is a cpu, and communication has cpus of its own.
+`calc` occupies a cpu for nanoseconds, `send` and `recv` move bytes; `requires` waits for the end of
+another operation, `irequires` for its start (Hoefler, Siebert, Lumsdaine 2009; the dialect that
+`txt2bin` of LogGOPSim and ATLAHS reads). Each stream is a cpu, and communication has separate cpus.
 """
 
 from collections import Counter

@@ -1,11 +1,9 @@
 """Export graphs as the text of a SimAI workload, with its limitations.
 
-Export graphs as the text of a SimAI workload.
-
 The format is that of SimAI 1.6 (`astra-sim-alibabacloud/astra-sim/workload/Workload.cc` and
-`Layer.cc`): one file that every rank replays, forward down its rows and backward up. The time of
-the optimizer stands in the weight-gradient column of its own first row: `update_ns` is a delay
-after a row's communications there, and no compute.
+`Layer.cc`): one file that every rank replays, forward down its rows and backward up. The
+optimizer's time stands in the weight-gradient column of a first row of its own, because SimAI
+treats `update_ns` as a delay after the row's communication and not as compute.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Rows of a SimAI workload: what each scope of the model does forward and backward."""
+"""Rows of a SimAI workload: the forward and backward work of each scope of the model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Where the time of a replayed step goes; step time before and after re-costing."""
+"""The parts of a replayed step's time, and the step time before and after re-costing."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The commands: `onerank` with everything, `capture` and `annotate` by themselves."""
+"""The commands: `onerank` with all subcommands, and `capture` and `annotate` as entry points."""
 
 from onerank.cli.commands.annotate import annotate
 from onerank.cli.commands.capture import capture, verify

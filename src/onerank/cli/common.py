@@ -1,4 +1,4 @@
-"""What every command shares: errors as exit code 2, consoles, progress bars, JSON output."""
+"""Shared by all commands: errors with exit code 2, consoles, progress bars, JSON output."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""`onerank`: everything."""
+"""The `onerank` command: its subcommands, `show` and `diff`."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,9 @@
-"""Options declared once, as dataclass fields; help that groups them under headings.
+"""Options declared once, as dataclass fields, and help that groups them under headings.
 
-Options declared once: a dataclass field with its help becomes a command-line option.
-
-A command's options are the fields of a frozen dataclass. The field's name is the option's name
-(`tp_style` is `--tp-style`), its type is that of the Python API, and its metadata holds what the
+The options of a command are the fields of a frozen dataclass. The field's name is the option's name
+(`tp_style` is `--tp-style`) and its type is the type in the Python API. Its metadata holds what the
 command line adds: help, heading, choices. `with_options` gives a command the options and passes
-them on as one instance; `headings` groups them for help.
+them as one instance; `headings` groups them for help.
 """
 
 import dataclasses

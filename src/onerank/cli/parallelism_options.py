@@ -1,4 +1,4 @@
-"""Options that describe the job of a script: those of `capture run` and `capture verify`."""
+"""Options that describe the script's job, shared by `capture run` and `capture verify`."""
 
 import contextlib
 import math

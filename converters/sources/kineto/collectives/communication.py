@@ -1,17 +1,11 @@
-"""Collectives and point-to-point calls, from the capture's marks and NCCL's arguments.
+"""Collectives and point-to-point calls of a trace, from recorded arguments, not kernel names.
 
-Collectives and point-to-point calls of NCCL kernels, read from their arguments.
+There are two sources: the capture's marks (`onerank::comm`, whose execution-trace node carries the
+whole call as JSON), and NCCL's arguments on the kernels of a real distributed run.
 
-Collectives and point-to-point calls of a trace, from arguments, never from kernel names.
-
-Two sources: the capture's own marks (`onerank::comm`, whose execution trace node carries the
-whole call as JSON) and NCCL's arguments on the kernels of a real distributed run.
-
-NCCL kernels that carry no arguments: of calls that were coalesced, launched behind them all.
-
-Between `ncclGroupStart` and `ncclGroupEnd` each call leaves its `record_param_comms`, and none
-launches anything; the kernel comes with the group's end. On the same thread the calls before it
-that launched nothing are its own.
+Coalesced NCCL calls need care. Between `ncclGroupStart` and `ncclGroupEnd` each call leaves a
+`record_param_comms` event and launches nothing; one kernel without arguments follows at the end of
+the group. It runs the preceding calls of the same thread that launched nothing.
 """
 
 import re

@@ -1,9 +1,9 @@
-"""Communication by Gloo, as torch.profiler tells of it on a CPU.
+"""Collectives of Gloo, as torch.profiler records them on a CPU.
 
-torch begins a record `gloo:all_reduce` within the operator that asks for it (`c10d::allreduce_`)
-and ends it when it is done, often on a thread of Gloo's own: the record's number tells who asked.
-Nothing is recorded where it is waited for. DDP's reducer waits for all its calls when backward
-ends; any other call is taken as waited for by the first operator that its caller began behind it.
+torch opens a record `gloo:all_reduce` inside the operator that issues the call (`c10d::allreduce_`)
+and closes it when the call completes, often on one of Gloo's threads; the record id names the
+operator. Waits are not recorded. DDP's reducer waits for all its calls at the end of backward. For
+any other call, the first operator that the caller starts afterwards is assumed to wait.
 """
 
 from collections import Counter

@@ -1,9 +1,8 @@
 """Link each GPU operation to the host operator that launched it.
 
-Launches outside of any operator: the calls themselves stand in the host's order then.
-
-A script may launch without an operator: the replay of a CUDA graph, a kernel of its own. Nothing
-would hold back what it launches.
+A script may launch work outside any operator: a CUDA graph replay, or a kernel of its own. Such a
+launch call becomes a host event itself, because otherwise its kernels would have no predecessor on
+the host.
 """
 
 from dataclasses import dataclass, fields, replace

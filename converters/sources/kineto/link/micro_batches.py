@@ -1,17 +1,12 @@
-"""Number the micro-batches: pair forwards with backwards, and find evaluation forwards.
+"""Number the micro-batches: pair forwards with backwards, and exclude evaluation forwards.
 
-Calls of models that no backward follows, between those that train: evaluations.
+Most scripts run a micro-batch's forward and backward before the next forward. Pipeline schedules do
+not: they call the model again before the first backward. There each model call is a micro-batch,
+and its backward is the autograd run that names operators of that call.
 
-A model that no backward of the step reaches at all (a teacher, a frozen reference) is no such case:
-each micro-batch asks it anew.
-
-Numbers of micro-batches: which forwards and which backwards belong together.
-
-Most scripts run a micro-batch's forward and backward before the next one's. Schedules of pipelines
-do not: there a model is called again before its own backward begins, and each call is a micro-batch
-of its own, whose backward is the run of autograd that names operators of that call.
-
-Evaluations between them are of no micro-batch.
+A model call between training calls that no backward follows is an evaluation and has no
+micro-batch. A model that no backward of the step reaches (a teacher, a frozen reference) is not an
+evaluation: each micro-batch calls it.
 """
 
 from collections import Counter, defaultdict

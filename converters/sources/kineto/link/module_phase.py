@@ -1,17 +1,14 @@
-"""The module and the phase of each host event, gradient reductions after a backward included.
+"""The module and the phase (forward, backward, optimizer) of each host event.
 
-The module and the phase of each host event.
+Module scopes decide first. Autograd sequence numbers link a backward function to its forward
+operator and therefore to its module. They do not prove forward work: anything that runs with
+gradients enabled has one, also manual gradient reductions, parameter gathers and logging between
+backward and the next forward.
 
-Phases and micro-batches, once modules are known: what outside of them is forward work.
-
-Whatever runs where gradients are recorded has an autograd sequence number, what a script does
-between backward and its next forward too: reducing gradients by hand, gathering parameters, logs.
-
-Reductions of gradients behind a backward: of that backward, as those within one are.
-
-Where a bucket of gradients is full within backward, autograd calls its reduction. Megatron-LM's
-finalize_model_grads, DeepSpeed's epilogue and loops over parameters reduce behind it: the work is
-the same, and so is its phase. What else is reduced there (a loss for the log, a norm) has none.
+Gradient reductions after a backward count as backward. Inside backward, autograd calls the
+reduction of a full bucket; Megatron-LM's finalize_model_grads, DeepSpeed's epilogue and loops over
+parameters reduce afterwards, and the work is the same. Other reductions there (a loss for the log,
+a norm) have no phase.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Turn linked events into the nodes and edges of a graph.
+"""Build the graph from linked events: nodes, edges, job.
 
-Edges run forward in launch order (host events: in call order); where the data contradicts itself
-so that edges make a circle, those that lead back in time are left out and counted.
+Edges point forward in launch order (host events: in call order). If recorded data is contradictory
+and edges form a cycle, the edges that point back in time are dropped and counted.
 """
 
 from collections import Counter

@@ -1,8 +1,7 @@
-"""Calls recorded by the capture: request, emulation, stream or thread, and where each is awaited.
+"""Place recorded communication calls on streams and threads, with the nodes that await them.
 
-Where recorded calls run, and what Gloo carried out: on which stream or thread, behind what.
-
-They come behind the operators and the GPU operations that `DependencyEdges` numbers.
+Covers calls recorded by the capture and calls that Gloo ran. Their node numbers follow those of
+operators and GPU operations in `DependencyEdges`.
 """
 
 from collections import defaultdict

@@ -1,20 +1,17 @@
-"""Select the events that become nodes; on a CPU, the leaf operators.
+"""Select the events that become nodes: GPU operations, host calls, leaf operators on a CPU.
 
-Which operators of a CPU trace are its compute nodes.
+A CPU trace has no kernels, so the leaf operator is the unit of work. Some operators do their work
+themselves but call helpers first: `aten::addmm` copies its bias, `aten::mul` its scalar,
+`aten::sum` fills its output. A plain leaf rule would keep the helper and lose the work. Such
+operators count as leaves and absorb their callees: by rule if they call only copies and fills,
+otherwise by name. A grouped convolution that a CPU runs group by group (in 16 bits) also counts
+once, as on a GPU. Views and allocations do no work and are not nodes.
 
-On a CPU there are no kernels: the leaf operator is the unit of work. Some operators do their
-work themselves but call helpers first, so a plain leaf rule would keep the helper and lose the
-work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills its output. They
-count as leaves and absorb what they call: those that call nothing but copies and fills by that,
-the others by name. So does a convolution of groups that a CPU does one after the other, in 16 bits
-for one: on a GPU it is one. Views and allocations do no work and are no nodes.
-
-Autocast casts what an operator gets and calls it again: the casts and the second call are nodes.
-Under vmap a product has the sizes of one sample and calls products of the whole batch: those are
-the nodes. A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the
-tensors that it wraps: those are the nodes, since the sizes of what is handed on are not those of
-the work. A mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake
-tensors.
+Wrappers are not leaves. Autocast casts the inputs and calls the operator again: the casts and the
+second call are nodes. Under vmap a product has the sizes of one sample and calls products of the
+whole batch: those are the nodes. A tensor subclass (DTensor) or dispatch mode calls operators on
+the tensors that it wraps: those are the nodes, because the outer sizes are not those of the work.
+Fake tensors that DTensor runs to infer result shapes are no work.
 """
 
 import re

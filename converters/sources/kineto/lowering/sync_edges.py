@@ -1,7 +1,6 @@
-"""What waits for what else runs: streams and the host for events, calls for their copies and room.
+"""Turn synchronisations into edges: waits of streams and host for events, copies and queue room.
 
-The lanes of streams and threads are those of `DependencyEdges`, and so are the numbers of nodes to
-be.
+Lanes (streams and threads) and node numbers are those of `DependencyEdges`.
 """
 
 from collections import Counter

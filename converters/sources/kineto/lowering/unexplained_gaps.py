@@ -1,8 +1,8 @@
-"""GPU operations that began later than their launch, their stream and known waits explain.
+"""GPU operations that start later than launch, stream order and known waits explain.
 
-Something held them: mostly an operation of another stream, which they waited for by an event that
-the trace does not tell, or which left them no room on the GPU. These begin as that one ends, or as
-its last blocks run. Where nothing was ending, the GPU did what the trace does not hold.
+Usually an operation of another stream caused the delay: through an event wait that the trace does
+not identify, or because it left no free SMs. The delayed operation then starts when that operation
+ends, or when its last blocks run. If nothing ended at that time, the cause is not in the trace.
 """
 
 from collections.abc import Iterable

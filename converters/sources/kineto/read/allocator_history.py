@@ -1,8 +1,7 @@
-"""What the caching allocator's own history of a step adds to the profiler's account of it.
+"""Read the caching allocator's own history of a step.
 
-The profiler tells when which address was allocated and freed. The history tells also of what
-stream's pool, how many bytes were asked for, and when memory that other streams were at could be
-used again.
+The profiler records when which address was allocated and freed. The history adds the pool's stream,
+the requested sizes, and when memory that other streams used became reusable.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
-"""Read the long array of a JSON file in pieces; detect the kind of file.
+"""Read the one long array of a JSON file piece by piece, gzip-compressed or not.
 
-Read the one long array of a JSON file piece by piece, gzip or not.
-
-A piece may end wherever the text so far, closed by hand, is valid JSON: JSON has one reading from
-the left, so such a text ends behind an element. Nothing of the file's layout is assumed.
+A piece may end wherever the text so far, closed with brackets, is valid JSON: JSON is parsed from
+the left, so such a text ends after an element. Nothing is assumed about the file's layout.
 """
 
 import gzip

@@ -1,9 +1,6 @@
 """Read a Kineto trace into columns, whole or cut to one `profiler.step()`.
 
-Read a Kineto trace into columns.
-
-It is read in pieces: what is in memory at a time is one piece as typed records, and the
-columns made of those before.
+Memory holds one piece of the file as typed records, and the columns built so far.
 """
 
 import re

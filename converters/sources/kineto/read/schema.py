@@ -1,4 +1,4 @@
-"""The data model: the JSON fields that conversion reads, and the columns made of them."""
+"""The JSON fields that conversion reads, and the columns made from them."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

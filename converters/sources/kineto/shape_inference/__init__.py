@@ -1,6 +1,6 @@
-"""Results of operators, told by their inputs, as PyTorch's documentation has them.
+"""Result shapes and dtypes of operators from their inputs, as PyTorch documents them.
 
-`results_of` is the whole of it; modules have the rules of one sort of operator each.
+`results_of` is the entry point; each module holds the rules of one class of operators.
 """
 
 from onerank.converters.sources.kineto.shape_inference.rules import results_of

@@ -1,18 +1,11 @@
 """Operand shapes and dtypes that the profiler records itself (`record_shapes=True`).
 
-Operand shapes and dtypes that the profiler itself records.
-
-Types of the tensors in a list, which the profiler does not record: told by the kernel's name.
-
-PyTorch's kernels on lists of tensors are templates: what concatenates has the bytes of an element
-(aten/src/ATen/native/cuda/Shape.cu), what works on many tensors at once (MultiTensorApply.cuh) has
-the type that its functor's arguments begin with.
-
-Operands as the profiler records them itself (`record_shapes=True`), without an execution trace.
-
-It writes shapes, types and, since torch 2.1, values of the inputs. What it leaves out: the types of
-tensors in a list (see list_types.py), sizes of those in a list of more than 30, and the results,
-whose shapes follow from the inputs of most operators.
+Used when there is no execution trace. The profiler records shapes, dtypes and, since torch 2.1,
+values of inputs. It omits dtypes of tensors in a list, sizes in lists longer than 30, and results.
+Results follow from the inputs of most operators (`results_of`). Dtypes in a list follow from the
+kernel's name: PyTorch's list kernels are templates. Concatenation names the element size
+(aten/src/ATen/native/cuda/Shape.cu); multi-tensor kernels name the dtype first in their functor's
+arguments (MultiTensorApply.cuh).
 """
 
 import ast

@@ -1,15 +1,17 @@
-"""Waits for events, told by what ended when: for traces without synchronisation events.
+"""Infer event waits from times, for traces without synchronisation events.
 
-The runtime calls are in the trace (`cudaStreamWaitEvent`, `cudaEventSynchronize`), which event and
-stream they are of is not. But an operation that was launched long before, whose own stream was
-done, and that started as soon as another stream's operation had ended, was held by that one; and
-a host that comes out of a wait as an operation ends waited for it. Of what was launched before the
-trace began the calls are not there either; the same rule tells what held it.
+The runtime calls are in the trace (`cudaStreamWaitEvent`, `cudaEventSynchronize`), but not their
+event and stream. Three rules infer them:
 
-Where a thread records an event and waits for one in its next call, it is that one (`wait_stream`,
-what NCCL is called with): the stream that it launched on last is waited for by the first other one
-that it launches on, before it records again. Not where that is waited for already, where another
-record lies between and the launch long ago, or where the times contradict it.
+- An operation that was launched long before, whose own stream was idle, and that started as soon as
+  an operation of another stream ended, waited for that operation.
+- A host call that returns as an operation ends waited for that operation. The same rule covers
+  calls from before the trace began.
+- If a thread records an event and waits for one in its next call, it is the same event
+  (`wait_stream`, as around NCCL calls): the first other stream that the thread launches on before
+  it records again waits for the stream that it launched on last. The rule does not apply where that
+  wait exists already, where another record lies between and the launch is long ago, or where times
+  contradict it.
 """
 
 from bisect import bisect_left, bisect_right

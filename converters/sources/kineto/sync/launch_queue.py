@@ -1,10 +1,10 @@
-"""Launches that wait until the GPU is done with an earlier one, since its queue is full.
+"""Launches that block because the launch queue of their stream is full.
 
-The driver holds a bounded number of a stream's launches that the GPU is not done with, fewer where
-their arguments are large (1022 on a V100 and on an H200; 811 of launches with 4 KiB). A host that
-is further ahead waits within the call until one of them ends. No trace tells the bound or the wait;
-but a call that takes microseconds then takes as long as a kernel, and it returns a few microseconds
-after one has ended.
+The driver queues a bounded number of unfinished launches per stream, fewer with large arguments
+(1022 on a V100 and on an H200; 811 with 4 KiB of arguments). A host that is further ahead blocks in
+the launch call until one finishes. No trace records the bound or the wait. But a call that normally
+takes microseconds then takes as long as a kernel, and it returns a few microseconds after a kernel
+ends.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,10 @@
-"""Synchronization events: which stream or host call waits for which CUDA event.
+"""Synchronisation events: which stream or host call waits for which event record.
 
-Which event record a wait refers to, where CUPTI does not tell.
-
-Drivers from CUDA 13 on leave stream and record of a `cuda_sync` event open; what remains is the
-event's id, and the runtime calls by time. torch creates an event when it first records it, and ids
-ascend as events are created: so of the events made within the trace, the records come in the order
-of the ids. An event older than the trace is taken to be the one recorded just before the wait, on
-the same thread. The stream recorded is the one on which that thread launched last.
+Drivers since CUDA 13 leave the stream and the record of a `cuda_sync` event open; the event id and
+the times of runtime calls remain. torch creates an event when it first records it, and ids ascend
+with creation. So for events created within the trace, records come in the order of ids. An event
+older than the trace is assumed to be the one that the same thread recorded just before the wait.
+The recorded stream is the one on which that thread launched last.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,12 +1,10 @@
 """Match the communication of ranks: equal ranks, the collectives of a group, sends and receives.
 
-Classes of equivalent ranks: one rank of each class runs in place of all.
-
-Two ranks are in one class when they run the same step, and each of their slots meets a group (or a
-sender-receiver pair) of the same class. Two groups are in one class when the classes of their
+Equivalent ranks form a class, and one representative runs for the whole class. Two ranks are in one
+class if they run the same step and each of their communication slots uses a group (or a
+sender-receiver pair) of the same class. Two groups are in one class if the classes of their
 members, and the slots in which they meet, are the same. If all members of a class meet in the same
-slots, ranks of a class that proceed together also wait together, for ranks of one class. So the
-representatives run as all ranks would.
+slots, they proceed and wait together, so the representatives run as all ranks would.
 """
 
 from collections import Counter, defaultdict

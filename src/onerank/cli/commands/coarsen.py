@@ -1,4 +1,4 @@
-"""`onerank coarsen`, and what other commands share of layers and sub-modules."""
+"""`onerank coarsen`: one node per layer or sub-module; also the shared `--granularity`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast

@@ -1,4 +1,4 @@
-"""`onerank export astra-sim|simai|goal`: a job for simulators."""
+"""`onerank export astra-sim|simai|goal`: workloads for network simulators."""
 
 import re
 from pathlib import Path

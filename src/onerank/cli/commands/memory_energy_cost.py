@@ -1,4 +1,4 @@
-"""`onerank memory`, `onerank energy` and `onerank cost`: what a step needs besides time."""
+"""`onerank memory`, `onerank energy` and `onerank cost`: what a step needs in addition to time."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

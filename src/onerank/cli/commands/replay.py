@@ -1,4 +1,4 @@
-"""`onerank replay`: run a graph with its own durations and say where the time goes."""
+"""`onerank replay`: schedule a graph with its own durations, and show the parts of the step."""
 
 from pathlib import Path
 

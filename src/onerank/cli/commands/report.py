@@ -1,4 +1,4 @@
-"""`onerank report`: a trace as a page of pictures and tables."""
+"""`onerank report`: a trace as a page of charts and tables."""
 
 import contextlib
 import html

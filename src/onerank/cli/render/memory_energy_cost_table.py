@@ -1,4 +1,4 @@
-"""Tables of a step's memory, energy and money."""
+"""Tables of a step's memory, energy and cost."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Parts that all tables share."""
+"""Building blocks of all tables."""
 
 import math
 import re
