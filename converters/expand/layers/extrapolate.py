@@ -1,4 +1,4 @@
-"""Extrapolate a step to the model's own depth, with the residuals of the captured depths."""
+"""Extrapolate a step from captures with a few layers to all layers of the model."""
 
 import contextlib
 from collections.abc import Mapping
@@ -7,8 +7,17 @@ from fractions import Fraction
 
 import msgspec
 
-from onerank.converters.expand.layers.compose import compose, holding, module_table, scope_times
-from onerank.converters.expand.layers.ddp_buckets import find_buckets, find_calls, with_calls
+from onerank.converters.expand.layers.compose import (
+    compose,
+    layer_containers,
+    module_table,
+    scope_times,
+)
+from onerank.converters.expand.layers.ddp_buckets import (
+    find_bucket_calls,
+    find_buckets,
+    insert_bucket_calls,
+)
 from onerank.converters.expand.layers.fit_report import (
     Captured,
     comm_bytes,
@@ -20,7 +29,7 @@ from onerank.converters.expand.layers.layer_period import (
     LayerPlan,
     Pattern,
     Renaming,
-    alike_layers,
+    equal_layers_of,
     find_pattern,
 )
 from onerank.converters.expand.layers.memory_timeline import NO_BUCKETS, BucketSizes
@@ -33,53 +42,56 @@ from onerank.ir.replay.steady_state import with_step_time
 def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None = None) -> Graph:
     """Return the graph of a model of `depth` layers from captures of it with fewer.
 
-    The deepest capture's graph with an inner period of its layers repeated. Copies have the
-    median duration of the captured layers that do the same; what grows outside of the layers
-    (optimizer, clipping) follows the line through the shallowest and the deepest capture. Where
-    the deepest has all layers, it is returned with the lines alone.
+    Repeats an inner period of layers of the deepest capture. A copy has the median duration of its
+    equivalent captured layers. Work outside the layers that grows with depth (optimizer, clipping)
+    follows the line through the shallowest and the deepest capture. If the deepest capture has all
+    layers, its graph is returned and only the fitted lines are added.
 
     Args:
-        graphs: layers built -> capture; at least two.
+        graphs: number of layers -> capture; at least two.
         depth: layers of the model.
-        pattern: how its layers repeat; found from equal sequences of nodes if None.
+        pattern: how its layers repeat; None finds it from equal sequences of nodes.
 
     Raises:
-        DepthError: the captures do not suffice, or their layers are unlike.
+        DepthError: the captures do not suffice, or their layers differ.
     """
     layers = sorted(graphs)
     if len(layers) < 2 or layers[0] < 1 or layers[-1] > depth:
         raise DepthError(
             f"captures at {', '.join(map(str, layers))} layers of a model of {depth}: expected at "
-            f"least two depths from 1 to {depth}"
+            f"least two depths from 1 to {depth}",
+            code="depth-too-few-captures",
         )
     whole = layers[-1] == depth
     module = layers_module(dict(graphs))
-    calls = {count: find_calls(graph) for count, graph in graphs.items()}
-    given, last = dict(graphs), calls[layers[-1]]
-    if all(calls.values()):  # of what does not repeat with the layers
-        given = {count: one.without() for count, one in calls.items() if one is not None}
-    deep = find_layers(given[layers[-1]], module, layers[-1])
+    calls = {count: find_bucket_calls(graph) for count, graph in graphs.items()}
+    repeating, last = dict(graphs), calls[layers[-1]]
+    # Gradient buckets span layers, so their calls are removed here and inserted again below.
+    if all(calls.values()):
+        repeating = {count: each.without() for count, each in calls.items() if each is not None}
+    deep = find_layers(repeating[layers[-1]], module, layers[-1])
     if pattern is None:
         pattern = Pattern(0, 1) if whole else find_pattern(deep)
     check_depths(layers, depth, pattern)
-    shallow = find_layers(given[layers[0]], module, layers[0])
+    shallow = find_layers(repeating[layers[0]], module, layers[0])
     plan = None
-    with contextlib.suppress(*(DepthError,) if whole else ()):  # lines alone need no like layers
-        plan = LayerPlan.of(pattern.period, alike_layers(deep, pattern), layers[-1], depth)
+    # The fitted lines of a whole capture need no equal layers.
+    with contextlib.suppress(*(DepthError,) if whole else ()):
+        plan = LayerPlan.of(pattern.period, equal_layers_of(deep, pattern), layers[-1], depth)
     captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
     job = deep.graph.job
     if plan is None or whole:
         graph = graphs[layers[-1]]
         measured = msgspec.structs.replace(job.measurement, depths=fit_depths(captured, graph))
         return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
-    stretch = DepthExtrapolation((layers[-1] - layers[0]) // pattern.period, plan.copies)
-    changes = match_nonlayer_nodes(shallow, deep, stretch, plan.alike)
+    extrapolation = DepthExtrapolation((layers[-1] - layers[0]) // pattern.period, plan.copies)
+    changes = match_nonlayer_nodes(shallow, deep, extrapolation, plan.equal_layers)
     graph = compose(shallow, deep, plan, changes)
     buckets, first = NO_BUCKETS, calls[layers[0]]
     if first is not None and last is not None and all(calls.values()):
-        graph = with_calls(graph, last)
-        made = find_buckets(graph)
-        buckets = BucketSizes(first.bytes, last.bytes, made.bytes if made else [])
+        graph = insert_bucket_calls(graph, last)
+        inserted = find_buckets(graph)
+        buckets = BucketSizes(first.bytes, last.bytes, inserted.bytes if inserted else [])
     depths = fit_depths(captured, graph)
     _check_communication(captured, depths, graph)
     names = Renaming(module, plan)
@@ -88,10 +100,10 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         scopes=scope_times(
             shallow.graph.job.measurement.scopes,
             job.measurement.scopes,
-            whole=holding(job.modules, module) | {"optimizer"},
+            whole=layer_containers(job.modules, module) | {"optimizer"},
             names=names,
             plan=plan,
-            stretch=stretch,
+            extrapolation=extrapolation,
         ),
     )
     job = msgspec.structs.replace(
@@ -102,17 +114,18 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
 
 
 def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: Graph) -> None:
-    """Check that the calls composed add up to what the first and last capture's do on a line."""
+    """Check that the composed calls send the bytes on the line through both captures."""
     layers, sizes = depths.layers, depths.comm_bytes.values
     added = Fraction(sizes[-1] - sizes[0], layers[-1] - layers[0]) * (depths.depth - layers[-1])
-    found, expected = comm_bytes(graph), sizes[-1] + round(added)
-    if captured.ends_alone or abs(found - expected) <= int(graph.communication.sum()):
+    composed, expected = comm_bytes(graph), sizes[-1] + round(added)
+    if captured.lacks_copied_layers or abs(composed - expected) <= int(graph.communication.sum()):
         return
     raise DepthError(
         f"the captures with {layers[0]} and {layers[-1]} layers communicate {sizes[0]} and "
-        f"{sizes[-1]} bytes, which makes {expected} at {depths.depth} layers; the calls of the "
-        f"layers, repeated, make {found}: some span layers (buckets of gradients, say), so that "
-        "they are others at another depth. Capture the model whole"
+        f"{sizes[-1]} bytes, which makes {expected} at {depths.depth} layers, but repeated layers "
+        f"make {composed}: some calls span layers, as gradient buckets do\n"
+        "  capture the whole model",
+        code="depth-calls-span-layers",
     )
 
 
@@ -126,23 +139,23 @@ def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:
     unfit = [count for count in layers if not pattern.fits(count, depth)]
     if not unfit and (layers[-1] >= pattern.deepest or layers[-1] == depth):
         return
-    alone = f"the first {first} stand alone and the others" if first else "they"
+    repeating = f"the first {first} are unique and the others" if first else "they"
     fit = [count for count in range(1, depth + 1) if pattern.fits(count, depth)]
     least = next((count for count in fit if count >= pattern.deepest), depth)
     lower = max((count for count in fit if count < least), default=least)
     why = (
-        f"{unfit[0]} holds no whole period, or does not differ from {depth} by whole periods"
+        f"{unfit[0]} contains no whole period, or does not differ from {depth} by whole periods"
         if unfit
-        else f"{layers[-1]} is too few for a whole period between other layers"
+        else f"{layers[-1]} is too few for a whole period with layers on both sides"
     )
-    repeats = "do the same" if period == 1 else f"repeat every {period}"
+    repeats = "are equal" if period == 1 else f"repeat every {period}"
     raise DepthError(
-        f"--capture-layers {','.join(map(str, layers))}: of the model's {depth} layers {alone} "
-        f"{repeats}, "
-        f"and {why}; the deepest must have at least {pattern.deepest}: "
+        f"--capture-layers {','.join(map(str, layers))}: of the model's {depth} layers "
+        f"{repeating} {repeats}, and {why}; the deepest must have at least {pattern.deepest}\n  "
         + (
             f"try --capture-layers {lower},{least}"
             if lower < least
             else "leave --capture-layers out"
-        )
+        ),
+        code="depth-capture-layers",
     )

@@ -1,4 +1,4 @@
-"""Report of the fit over depths: lines, residuals, peak memory, notes."""
+"""Fit lines over the captured depths: residuals, peak memory, notes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ import numpy as np
 
 from onerank.converters.expand.layers.layer_passes import LayeredGraph
 from onerank.converters.expand.layers.layer_period import LayerPlan, Pattern
-from onerank.converters.expand.layers.memory_timeline import BucketSizes, held_at_depth
+from onerank.converters.expand.layers.memory_timeline import BucketSizes, resident_at_depth
 from onerank.converters.expand.layers.nonlayer_nodes import NonlayerChanges
 from onerank.ir import UNKNOWN, Graph, Kind, LayerExtrapolation, Line, Measurement, MemoryLog
 
 
 def line(depths: Sequence[int], values: Sequence[int], depth: int) -> Line:
-    """Fit a line by least squares; `depth` is where it is read."""
+    """Fit a line by least squares and evaluate it at `depth`."""
     slope, intercept = np.polyfit(depths, values, 1).tolist()
     residual = None
     if len(depths) > 2:
@@ -27,7 +27,7 @@ def line(depths: Sequence[int], values: Sequence[int], depth: int) -> Line:
 
 
 def compute_ns(graph: Graph, members: Sequence[int] | None = None) -> int:
-    """Return the summed durations of kernels (on a CPU of operators), all or those of `members`."""
+    """Return the summed duration of kernels (operators, on a CPU), of all nodes or of `members`."""
     on_gpu = bool(graph.gpu_compute.any())
     mask = graph.gpu_compute if on_gpu else graph.mask(Kind.HOST_OP)
     index = np.flatnonzero(mask) if members is None else np.array(members, dtype=np.int64)
@@ -35,20 +35,19 @@ def compute_ns(graph: Graph, members: Sequence[int] | None = None) -> int:
 
 
 def comm_bytes(graph: Graph) -> int:
-    """Return the summed per-rank input of the communication calls, those that are known."""
+    """Return the summed per-rank input of the communication calls whose size is known."""
     sizes = graph.nodes.comm_bytes[graph.communication]
     return int(sizes[sizes != UNKNOWN].sum())
 
 
 def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
-    """Return the highest level of memory in the graph's allocations and frees, in order.
+    """Return the peak memory of a replay of the graph's allocations and frees.
 
-    Where it does not tell them apart: when its operators allocate and free in order, and each all
-    it allocates before anything is freed.
+    Without a memory log, each operator allocates all its bytes before it frees any.
 
     Args:
         graph: the step.
-        start_bytes: level when it begins.
+        start_bytes: allocated memory when the step begins.
     """
     nodes, log = graph.nodes, graph.job.measurement.memory
     if log is not None:
@@ -64,20 +63,20 @@ def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
 
 
 PEAK_AGREES = 0.005
-"""Share by which the line through the peaks and the replay of the graph may differ."""
+"""Relative difference up to which the fitted peak and the replayed peak count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Captures at several depths, and what was found in them.
+    """Captures at several depths, with their layers.
 
     Attributes:
-        graphs: layers built -> capture.
+        graphs: number of layers -> capture.
         depth: layers of the model.
-        shallow: the capture of least layers.
-        deep: that of most.
+        shallow: the capture with the fewest layers.
+        deep: the capture with the most layers.
         pattern: how the layers repeat.
-        plan: what is copied; None where the deepest capture is whole and its layers are unlike.
+        plan: layers to copy; None if the deepest capture is whole and its layers differ.
     """
 
     graphs: dict[int, Graph]
@@ -93,16 +92,20 @@ class Captured:
         return tuple(sorted(self.graphs))
 
     @property
-    def unlike(self) -> list[int]:
-        """Layers of the deepest capture that should be alike, and differ from those that are."""
+    def differing_layers(self) -> list[int]:
+        """Inner layers of the deepest capture that differ from the equal ones."""
         inner = range(max(self.pattern.first, 1), self.layers[-1] - 1)
-        return [layer for layer in inner if self.plan is not None and layer not in self.plan.alike]
+        return [
+            layer
+            for layer in inner
+            if self.plan is not None and layer not in self.plan.equal_layers
+        ]
 
     @property
-    def ends_alone(self) -> bool:
+    def lacks_copied_layers(self) -> bool:
         """Whether the shallowest capture has none of the layers that are copied."""
-        own = range(max(self.pattern.first, 1), self.layers[0])
-        return bool(own) and all(layer in self.unlike for layer in own)
+        inner = range(max(self.pattern.first, 1), self.layers[0])
+        return bool(inner) and all(layer in self.differing_layers for layer in inner)
 
     def line(self, values: list[int]) -> Line:
         """Return the line through a value per capture."""
@@ -110,17 +113,17 @@ class Captured:
 
     @property
     def measured(self) -> list[Measurement]:
-        """How each capture was measured."""
+        """The measurement of each capture."""
         return [self.graphs[count].job.measurement for count in self.layers]
 
     @property
     def start_memory_bytes(self) -> int:
         """Memory allocated when a step of the whole model begins."""
-        return self.line([one.start_memory_bytes for one in self.measured]).at_depth
+        return self.line([each.start_memory_bytes for each in self.measured]).at_depth
 
 
 def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
-    """Return the lines through the captures, beside what `graph`, at the model's depth, has."""
+    """Return the lines through the captures, and the figures of the composed `graph`."""
     graphs = [captured.graphs[count] for count in captured.layers]
     measured = captured.measured
     return LayerExtrapolation(
@@ -130,13 +133,14 @@ def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
         first=captured.pattern.first,
         period=captured.pattern.period,
         copied=captured.depth - captured.layers[-1],
-        compute_ns=captured.line([compute_ns(one) for one in graphs]),
-        step_ns=captured.line([one.median_step_ns or 0 for one in measured]),
-        peak_memory_bytes=captured.line([one.peak_memory_bytes for one in measured]),
-        comm_bytes=captured.line([comm_bytes(one) for one in graphs]),
+        compute_ns=captured.line([compute_ns(each) for each in graphs]),
+        step_ns=captured.line([each.median_step_ns or 0 for each in measured]),
+        peak_memory_bytes=captured.line([each.peak_memory_bytes for each in measured]),
+        comm_bytes=captured.line([comm_bytes(each) for each in graphs]),
         composed_compute_ns=compute_ns(graph),
         replayed_peak_bytes=replayed_peak_bytes(graph, captured.start_memory_bytes),
-        layer_mismatch=captured.plan and _unlike(captured.shallow, captured.deep, captured.plan),
+        layer_mismatch=captured.plan
+        and _layer_mismatch(captured.shallow, captured.deep, captured.plan),
     )
 
 
@@ -147,22 +151,24 @@ def extrapolated_measurement(
     log: MemoryLog | None,
     buckets: BucketSizes,
 ) -> Measurement:
-    """Return the deepest capture's measurement, for a step that was not measured itself.
+    """Return the deepest capture's measurement, adapted to the extrapolated step.
 
     Args:
         captured: the captures.
-        depths: what they say together.
-        changes: what changes outside of the layers.
-        log: the allocations and frees of the graph put together.
-        buckets: sizes of DDP's.
+        depths: the lines through them.
+        changes: changes outside the layers.
+        log: allocations and frees of the composed graph.
+        buckets: sizes of DDP's gradient buckets.
     """
     peak, notes = _peak(captured, depths, log)
-    held = held_at_depth(captured.measured[0], captured.measured[-1], changes.stretch, buckets)
+    resident = resident_at_depth(
+        captured.measured[0], captured.measured[-1], changes.extrapolation, buckets
+    )
     deepest = captured.measured[-1]
     if log is None and deepest.memory is not None:
         notes.append(
-            "memory by class and the allocator's blocks are not told: not all captures tell "
-            "theirs, or their layers' allocations come in no order"
+            "memory by class and allocator blocks are unknown: a capture records none, or the "
+            "allocations of its layers overlap"
         )
     return msgspec.structs.replace(
         deepest,
@@ -177,25 +183,25 @@ def extrapolated_measurement(
         activation_bytes=_activation_bytes(captured),
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
-        resident_bytes=held.bytes,
-        resident_pools=held.pools,
+        resident_bytes=resident.bytes,
+        resident_pools=resident.pools,
         memory=log,
     )
 
 
 def _activation_bytes(captured: Captured) -> tuple[int, ...]:
-    """Return what each micro-batch of the whole model adds; nothing where captures lack it."""
-    added = [one.activation_bytes for one in captured.measured]
-    if len({len(one) for one in added}) > 1:
+    """Return the activation bytes of each micro-batch of the whole model, () if unknown."""
+    added = [each.activation_bytes for each in captured.measured]
+    if len({len(each) for each in added}) > 1:
         return ()
-    return tuple(captured.line(list(of)).at_depth for of in zip(*added, strict=True))
+    return tuple(captured.line(list(values)).at_depth for values in zip(*added, strict=True))
 
 
-def _unlike(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) -> float | None:
-    """Hold the layers of the deepest capture against those of the shallowest, deepened."""
+def _layer_mismatch(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) -> float | None:
+    """Return the relative difference of layer compute from the deepened shallowest capture."""
     periods = [
         sum(_layer_ns(deep, layer + ahead) for ahead in range(plan.period))
-        for layer in plan.alike[: len(plan.alike) - plan.period + 1]
+        for layer in plan.equal_layers[: len(plan.equal_layers) - plan.period + 1]
     ]
     whole = sum(_layer_ns(deep, layer) for layer in range(deep.layers))
     part = sum(_layer_ns(shallow, layer) for layer in range(shallow.layers))
@@ -204,20 +210,21 @@ def _unlike(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) -> float
     return abs(part + added * float(np.median(periods)) - whole) / total if total else None
 
 
-def _layer_ns(one: LayeredGraph, layer: int) -> int:
-    return sum(compute_ns(one.graph, walk.blocks[layer]) for walk in one.passes)
+def _layer_ns(capture: LayeredGraph, layer: int) -> int:
+    return sum(compute_ns(capture.graph, each.blocks[layer]) for each in capture.passes)
 
 
 def _peak(
     captured: Captured, depths: LayerExtrapolation, log: MemoryLog | None
 ) -> tuple[int, list[str]]:
-    """Return the peak at the model's own depth.
+    """Return the peak memory of the whole model, and notes on it.
 
-    A peak is the highest of many levels, each linear in the depth, so the line through two
-    peaks is a lower bound: at another depth another level may be the highest. The blocks of the
-    graph know; they are corrected by what those of the deepest capture miss. Without them the
-    replay of its operators does.
+    With a memory log, the peak is the replay of the composed graph plus the error of the replay of
+    the deepest capture. Without one, it is the higher of that replay and the line through the
+    captured peaks.
     """
+    # A peak is the highest of many levels, each linear in the depth. The line through two peaks is
+    # therefore a lower bound: at another depth another moment of the step may be the highest.
     missed = [
         measured.peak_memory_bytes - replayed_peak_bytes(graph, measured.start_memory_bytes)
         for graph in (captured.graphs[count] for count in captured.layers)
@@ -225,21 +232,21 @@ def _peak(
     ]
     fitted = depths.peak_memory_bytes.at_depth
     if len(missed) < len(depths.layers):
-        return 0, ["a capture does not tell its peak memory, so the peak is not known"]
-    if captured.ends_alone:
+        return 0, ["a capture records no peak memory, so the peak is unknown"]
+    if captured.lacks_copied_layers:
         return depths.replayed_peak_bytes + missed[-1], [
-            "peak memory: by the replay of the graph's allocations, since the shallowest capture "
-            "has none of the layers that are copied, so that the line tells nothing of it"
+            "peak memory: from the replay of the graph's allocations; the line does not apply, "
+            "since the shallowest capture has none of the copied layers"
         ]
     correction = missed[-1] if log is not None else captured.line(missed).at_depth
     replayed = depths.replayed_peak_bytes + correction
     if abs(replayed - fitted) <= PEAK_AGREES * fitted:
         return fitted if log is None else replayed, []
-    taken, which = (max(replayed, fitted), "higher") if log is None else (replayed, "latter")
-    return taken, [
+    peak, which = (max(replayed, fitted), "higher") if log is None else (replayed, "latter")
+    return peak, [
         f"peak memory: the line through the captures gives {fitted} bytes, the replay of the "
         f"graph's allocations {replayed}: another moment of the step is the highest at "
-        f"{depths.depth} layers; the {which} is taken"
+        f"{depths.depth} layers; the {which} is used"
     ]
 
 
@@ -251,22 +258,22 @@ def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChan
     ]
     if len(depths.layers) == 2:
         notes.append(
-            "a line through two depths has no residual; what bears it out is that the layers of "
-            "both captures are alike"
+            "a line through two depths has no residual; it is confirmed by equal layers in both "
+            "captures"
         )
     notes += [
-        f"{what}: the line through the captures falls by {-told.slope:.0f} ns with each layer, so "
-        "other work slowed the steps with fewer layers: capture again on an idle machine"
-        for what, told in (("step time", depths.step_ns), ("compute", depths.compute_ns))
-        if round(told.slope) < 0
+        f"{what}: the line through the captures falls by {-fitted.slope:.0f} ns with each layer, "
+        "so other work slowed the steps with fewer layers: capture again on an idle machine"
+        for what, fitted in (("step time", depths.step_ns), ("compute", depths.compute_ns))
+        if round(fitted.slope) < 0
     ]
-    if ends := captured.unlike:
+    if ends := captured.differing_layers:
         notes.append(
             f"layers {', '.join(map(str, ends))} of the {depths.layers[-1]} captured differ from "
-            "those between, and stay as captured"
+            "the others, and stay as captured"
         )
     for counts, what in (
-        (changes.unmatched, "operators outside the layers are in one of the captures only"),
+        (changes.unmatched, "operators outside the layers are in only one of the captures"),
         (changes.unruled, "operators outside the layers have operands that follow no line"),
     ):
         if counts:

@@ -1,9 +1,8 @@
-"""Where a graph's layers are: the passes over them, and the nodes of each layer in each pass.
+"""Find the passes over a graph's layers, and the nodes of each layer in each pass.
 
-A layer's nodes are not known by their module alone: autograd's sums and accumulations belong to
-none. Within a thread the step runs layer by layer, so a layer begins with the first operator of
-its own and ends where the next one begins. A GPU operation is where the operator that launched it
-is.
+A thread runs a step layer by layer. A layer begins with its first operator and ends where the next
+layer begins. The module alone does not decide: autograd's sums and accumulations have none. A GPU
+operation belongs to the layer of the operator that launched it.
 """
 
 import re
@@ -16,22 +15,23 @@ import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Graph, Phase, Reason
 from onerank.ir.errors import DepthError
+from onerank.ir.graph import Mask
 
 I64 = npt.NDArray[np.int64]
 Lane = tuple[str, int]
-"""Nodes that run one after another: of a thread, of a stream, or the calls of a group ("beside")
-that run beside the thread that asked for them."""
+"""Kind and number of a sequence of nodes: ("thread", thread), ("stream", stream), or
+("concurrent", group) for CPU collectives that run concurrently with their thread."""
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 
 
 @dataclass(slots=True)
 class Pass:
-    """One walk over all layers, forward or (descending) backward.
+    """One pass over all layers: forward, or backward in descending order.
 
     Attributes:
-        thread: the thread that walks.
-        label: what to call it in a message.
+        thread: the thread that runs it.
+        label: name for messages.
         ascending: whether layer 0 comes first.
         blocks: layer -> its nodes: each host node, followed by the GPU operations it launched.
     """
@@ -44,16 +44,16 @@ class Pass:
 
 @dataclass(slots=True)
 class LayeredGraph:
-    """A graph with its layers found.
+    """A graph with the positions of its layers.
 
     Attributes:
         graph: the graph.
         module: path of the layers ("model.layers").
-        layers: how many there are.
-        lanes: nodes of each thread and stream, in order.
-        asked_ns: per node, the host time at which it was asked for.
+        layers: number of layers.
+        lanes: nodes of each lane, in order.
+        issued_ns: per node, the host time at which it was issued.
         launched: host node -> the GPU operations it launched.
-        passes: in the order of their start, threads one after another.
+        passes: in order of their start within each thread.
         place: per node, (pass, layer, position in the layer's block); None outside all layers.
     """
 
@@ -61,12 +61,12 @@ class LayeredGraph:
     module: str
     layers: int
     lanes: dict[Lane, list[int]]
-    asked_ns: I64
+    issued_ns: I64
     launched: dict[int, list[int]]
     passes: list[Pass]
     place: list[tuple[int, int, int] | None]
 
-    def outside(self, thread: int) -> list[int]:
+    def nonlayer_hosts(self, thread: int) -> list[int]:
         """Return the host nodes of a thread that are in no layer, in order."""
         return [node for node in self.lanes["thread", thread] if self.place[node] is None]
 
@@ -84,26 +84,27 @@ def layers_module(graphs: dict[int, Graph]) -> str:
     Raises:
         DepthError: no path does.
     """
-    found = {depth: _numbered(graph.strings.decode(np.unique(graph.nodes.module)))
+    numbers = {depth: _numbered(graph.strings.decode(np.unique(graph.nodes.module)))
              for depth, graph in graphs.items()}  # fmt: skip
     deepest = max(graphs)
     fit = [
         path
-        for path in found[deepest]
-        if all(found[depth].get(path) == set(range(depth)) for depth in graphs)
+        for path in numbers[deepest]
+        if all(numbers[depth].get(path) == set(range(depth)) for depth in graphs)
     ]
     if len(fit) == 1:
         return fit[0]
-    seen = ", ".join(f"{path}.0-{max(n)}" for path, n in sorted(found[deepest].items())) or "none"
+    listed = ", ".join(f"{path}.0-{max(n)}" for path, n in sorted(numbers[deepest].items()))
     raise DepthError(
-        f"at {deepest} layers the trace has numbered modules {seen}: expected one list of modules "
-        f"with as many members as layers were built, found {len(fit)}. A model that torch.compile "
-        "takes as a whole shows no modules: capture it uncompiled"
+        f"at {deepest} layers the trace has the numbered modules {listed or 'none'}; expected one "
+        f"list with as many members as layers, found {len(fit)}\n"
+        "  capture the model uncompiled: torch.compile of the whole model hides its modules",
+        code="depth-no-layer-list",
     )
 
 
 def _numbered(modules: Iterable[str]) -> dict[str, set[int]]:
-    """Return path -> the numbers of the modules right under it."""
+    """Return path -> numbers of its direct child modules."""
     paths: dict[str, set[int]] = defaultdict(set)
     for module in modules:
         for number in _NUMBER.finditer(module):
@@ -115,22 +116,22 @@ def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
     """Find the layers of a graph.
 
     Raises:
-        DepthError: the graph does not walk from layer to layer.
+        DepthError: the graph does not run layer by layer.
     """
     position = np.empty(len(graph), dtype=np.int64)
     position[graph.topological_order()] = np.arange(len(graph))
     lanes: dict[Lane, list[int]] = defaultdict(list)
     nodes = graph.nodes
-    beside = _beside(graph)
+    concurrent = _concurrent_calls(graph)
     for node in np.argsort(position).tolist():
-        if beside[node]:
-            lane = "beside", int(nodes.group[node])
+        if concurrent[node]:
+            lane = "concurrent", int(nodes.group[node])
         elif nodes.stream[node] != UNKNOWN:
             lane = "stream", int(nodes.stream[node])
         else:
             lane = "thread", int(nodes.thread[node])
         lanes[lane].append(node)
-    launcher = _launchers(graph, lanes, beside)
+    launcher = _launchers(graph, lanes, concurrent)
     launched: dict[int, list[int]] = defaultdict(list)
     for lane, members in lanes.items():
         if lane[0] != "thread":
@@ -138,52 +139,58 @@ def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
                 launched[int(launcher[node])].append(node)
     for members in launched.values():
         members.sort(key=lambda node: int(position[node]))
-    made = LayeredGraph(
+    layered = LayeredGraph(
         graph=graph,
         module=module,
         layers=layers,
         lanes=dict(lanes),
-        asked_ns=nodes.start_ns[launcher],
+        issued_ns=nodes.start_ns[launcher],
         launched=dict(launched),
         passes=[],
         place=[None] * len(graph),
     )
     layer_of = _layer_of(graph, module)
-    for (sort, number), members in lanes.items():
-        if sort == "thread":
-            _add_passes(made, number, members, layer_of)
-    if not made.passes:
-        raise DepthError(f"no operator runs in {module}.0 to {module}.{layers - 1}")
-    return made
+    for (kind, number), members in lanes.items():
+        if kind == "thread":
+            _add_passes(layered, number, members, layer_of)
+    if not layered.passes:
+        raise DepthError(
+            f"no operator runs in {module}.0 to {module}.{layers - 1}", code="depth-no-layer-nodes"
+        )
+    return layered
 
 
-def _beside(graph: Graph) -> npt.NDArray[np.bool_]:
-    """Return which calls of a CPU run beside their thread: its next operator does not wait."""
+def _concurrent_calls(graph: Graph) -> Mask:
+    """Return which CPU collectives run concurrently: their thread's next operator does not wait."""
     edges, nodes = graph.edges, graph.nodes
     followed = np.zeros(len(graph), dtype=bool)
     followed[edges.source[edges.reason == Reason.PROGRAM_ORDER]] = True
     return graph.communication & (nodes.stream == UNKNOWN) & ~followed
 
 
-def _launchers(graph: Graph, lanes: dict[Lane, list[int]], beside: npt.NDArray[np.bool_]) -> I64:
-    """Return per node the host node that asked for it: itself, its launcher, else as before it."""
+def _launchers(graph: Graph, lanes: dict[Lane, list[int]], concurrent: Mask) -> I64:
+    """Return per node the host node that issued it.
+
+    For a host node that is itself. A node without a launch edge has the launcher of the node before
+    it in its lane.
+    """
     launcher = np.full(len(graph), -1, dtype=np.int64)
     reason, target = graph.edges.reason, graph.edges.target
     launches = reason == Reason.LAUNCH
-    launches |= beside[target] & (reason == Reason.PROGRAM_ORDER)
+    launches |= concurrent[target] & (reason == Reason.PROGRAM_ORDER)
     launcher[graph.edges.target[launches]] = graph.edges.source[launches]
     first = min(
-        (members[0] for (sort, _), members in lanes.items() if sort == "thread"),
+        (members[0] for (kind, _), members in lanes.items() if kind == "thread"),
         key=lambda node: int(graph.nodes.start_ns[node]),
     )
-    for (sort, _), members in lanes.items():
-        before = first
+    for (kind, _), members in lanes.items():
+        previous = first
         for node in members:
-            if sort == "thread":
+            if kind == "thread":
                 launcher[node] = node
             elif launcher[node] < 0:
-                launcher[node] = before
-            before = int(launcher[node])
+                launcher[node] = previous
+            previous = int(launcher[node])
     return launcher
 
 
@@ -192,34 +199,35 @@ def _layer_of(graph: Graph, module: str) -> I64:
     inside = re.compile(re.escape(module + "." if module else "") + r"(\d+)(?:\.|$)")
     codes, inverse = np.unique(graph.nodes.module, return_inverse=True)
     numbers = [
-        int(found[1]) if (found := inside.match(text)) else -1
+        int(match[1]) if (match := inside.match(text)) else -1
         for text in graph.strings.decode(codes)
     ]
     return np.array(numbers, dtype=np.int64)[inverse]
 
 
-def _add_passes(made: LayeredGraph, thread: int, lane: list[int], layer_of: I64) -> None:
+def _add_passes(layered: LayeredGraph, thread: int, lane: list[int], layer_of: I64) -> None:
     """Split a thread's nodes into passes, and each pass into layers."""
-    nodes = made.graph.nodes
-    walks: list[list[tuple[int, int]]] = []  # of each pass, (position in the lane, layer) in order
+    nodes = layered.graph.nodes
+    walks: list[list[tuple[int, int]]] = []  # per pass, (position in the lane, layer) in order
     key: tuple[int, int] | None = None
     for at, node in enumerate(lane):
         layer = int(layer_of[node])
         if layer < 0:
             continue
         walk = walks[-1] if walks else []
-        now = (int(nodes.phase[node]), int(nodes.micro_batch[node]))
-        if now != key or (layer != walk[-1][1] and _complete(walk, made.layers)):
+        node_key = (int(nodes.phase[node]), int(nodes.micro_batch[node]))
+        # A phase of a micro-batch may walk all layers more than once.
+        if node_key != key or (layer != walk[-1][1] and _complete(walk, layered.layers)):
             walks.append([])
         walks[-1].append((at, layer))
-        key = now
+        key = node_key
     for walk in walks:
         phase = Phase(int(nodes.phase[lane[walk[0][0]]]))
         number = int(nodes.micro_batch[lane[walk[0][0]]])
         label = (
             f"{phase.name.lower()} of micro-batch {number}" if number > 0 else phase.name.lower()
         )
-        _add_pass(made, Pass(thread, label, _ascends(walk, phase)), lane, walk)
+        _add_pass(layered, Pass(thread, label, _ascends(walk, phase)), lane, walk)
 
 
 def _complete(walk: list[tuple[int, int]], layers: int) -> bool:
@@ -231,27 +239,33 @@ def _ascends(walk: list[tuple[int, int]], phase: Phase) -> bool:
     return first < last if first != last else phase is not Phase.BACKWARD
 
 
-def _add_pass(made: LayeredGraph, one: Pass, lane: list[int], walk: list[tuple[int, int]]) -> None:
+def _add_pass(
+    layered: LayeredGraph, layer_pass: Pass, lane: list[int], walk: list[tuple[int, int]]
+) -> None:
+    """Split the nodes of a pass into layers and add it; check that it visits each layer once."""
     starts: list[tuple[int, int]] = []
     for at, layer in walk:
         if not starts or layer != starts[-1][1]:
             starts.append((at, layer))
-    order = list(range(made.layers)) if one.ascending else list(reversed(range(made.layers)))
+    layers = range(layered.layers)
+    order = list(layers) if layer_pass.ascending else list(reversed(layers))
     if [layer for _, layer in starts] != order:
-        walked = ", ".join(str(layer) for _, layer in starts[:12])
+        visited = ", ".join(str(layer) for _, layer in starts[:12])
+        visited += ", ..." if len(starts) > 12 else ""
         raise DepthError(
-            f"the {one.label} pass walks the layers {walked}{', ...' if len(starts) > 12 else ''}: "
-            f"expected each of the {made.layers} layers of {made.module} once, one after another. "
-            "Layers that interleave (shared ones, checkpoints that span several) cannot be "
-            "repeated; capture the model at its own depth"
+            f"the {layer_pass.label} pass visits the layers {visited}; expected each of the "
+            f"{layered.layers} layers of {layered.module} once, in order. Interleaved layers "
+            "(shared ones, checkpoints over several) cannot be repeated\n"
+            "  capture the model at its own depth",
+            code="depth-interleaved-layers",
         )
     ends = [at for at, _ in starts[1:]] + [walk[-1][0] + 1]
-    number = len(made.passes)
+    number = len(layered.passes)
     for (start, layer), end in zip(starts, ends, strict=True):
         block: list[int] = []
         for node in lane[start:end]:
-            block += [node, *made.launched.get(node, ())]
+            block += [node, *layered.launched.get(node, ())]
         for position, node in enumerate(block):
-            made.place[node] = (number, layer, position)
-        one.blocks[layer] = block
-    made.passes.append(one)
+            layered.place[node] = (number, layer, position)
+        layer_pass.blocks[layer] = block
+    layered.passes.append(layer_pass)

@@ -1,4 +1,4 @@
-"""The period after which a model's layers repeat, and which layers are copied."""
+"""Find the period after which a model's layers repeat, and choose the layers to copy."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -13,44 +13,44 @@ from onerank.ir.errors import DepthError
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What is copied: `period` layers from `start` on become layers up to `depth`.
+    """The captured layers to copy: `copies` copies of `period` layers from `start` on.
 
     Attributes:
-        start: first layer of the period that is copied.
-        period: layers that are copied together.
-        copies: how often.
-        alike: captured layers that do the same, period by period, and stand between others.
+        start: first layer of the copied period.
+        period: number of layers that are copied together.
+        copies: number of copies.
+        equal_layers: inner captured layers that repeat period by period.
     """
 
     start: int
     period: int
     copies: int
-    alike: range
+    equal_layers: range
 
     @classmethod
-    def of(cls, period: int, alike: range, captured: int, depth: int) -> "LayerPlan":
-        """Copy the period in the middle of the `alike` layers."""
-        inner = range(max(alike.start, 1), min(alike.stop, captured - 1))
+    def of(cls, period: int, equal_layers: range, captured: int, depth: int) -> "LayerPlan":
+        """Choose the period in the middle of the equal layers, away from the first and last."""
+        inner = range(max(equal_layers.start, 1), min(equal_layers.stop, captured - 1))
         start = (inner.start + inner.stop - period + 1) // 2
         return cls(start, period, (depth - captured) // period, inner)
 
-    def like(self, layer: int) -> list[int]:
-        """Return the captured layers, itself among them, that do what `layer` does."""
-        return [other for other in self.alike if (other - layer) % self.period == 0]
+    def equivalents(self, layer: int) -> list[int]:
+        """Return the captured layers that do the same as `layer`, itself included."""
+        return [other for other in self.equal_layers if (other - layer) % self.period == 0]
 
     @property
     def added(self) -> int:
-        """Layers that are copies."""
+        """Number of layers that are copies."""
         return self.period * self.copies
 
     def layer(self, captured: int, copy: int) -> int:
-        """Return the number that a captured layer, or its copy, has among all."""
+        """Return the number of a captured layer, or of its copy, in the whole model."""
         if captured < self.start + self.period:
             return captured + copy * self.period
         return captured + self.added
 
     def instance(self, layer: int) -> tuple[int, int]:
-        """Return (captured layer, copy) that has a number among all."""
+        """Return (captured layer, copy) of a layer of the whole model."""
         if layer < self.start + self.period:
             return layer, 0
         if layer >= self.start + self.period + self.added:
@@ -60,7 +60,7 @@ class LayerPlan:
 
 
 class Renaming:
-    """Paths of modules, their layers renumbered."""
+    """Renumbers the layers in module paths."""
 
     def __init__(self, module: str, plan: LayerPlan) -> None:
         self._lead = f"{module}." if module else ""
@@ -68,16 +68,16 @@ class Renaming:
         self._plan = plan
 
     def layer(self, path: str) -> int | None:
-        """Return the captured layer that a path lies in, None outside all."""
-        found = self._numbered.match(path)
-        return int(found[1]) if found else None
+        """Return the captured layer of a path, None outside the layers."""
+        match = self._numbered.match(path)
+        return int(match[1]) if match else None
 
     def moved(self, path: str, layer: int) -> str:
-        """Return the path of the same module in another layer; as it is outside all."""
+        """Return the path of the same module in another layer; unchanged outside the layers."""
         return self._numbered.sub(f"{self._lead}{layer}", path, count=1)
 
     def instances(self, layer: int) -> list[tuple[int, int]]:
-        """Return (copy, number among all) of a captured layer and its copies."""
+        """Return (copy, number in the whole model) of a captured layer and its copies."""
         plan = self._plan
         inside = plan.start <= layer < plan.start + plan.period
         return [(copy, plan.layer(layer, copy)) for copy in range(plan.copies + 1 if inside else 1)]
@@ -87,146 +87,149 @@ _COLUMNS = (
     *("kind", "name", "op", "stream", "grid", "block"),
     *("collective", "comm_bytes", "group", "comm_src", "comm_dst"),
 )
-"""What makes two nodes the same work, beside the module and the operands."""
+"""Columns that must agree for two nodes to do the same work, besides module and operands."""
 
 _AT_ENDS = 2
 """Layers at either end that may differ from the others."""
 
-Work = tuple[int, str, int]
-"""Number of the columns' values, module as seen from the layer, code of the operands' shapes."""
+Signature = tuple[int, str, int]
+"""Number of the column values, module relative to the layer, code of the operand shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Layers of which the first `first` stand alone and the rest repeat every `period` layers."""
+    """A model whose first `first` layers are unique and whose others repeat every `period`."""
 
     first: int
     period: int
 
     @classmethod
     def of(cls, kinds: Sequence[Hashable]) -> "Pattern":
-        """Return the pattern of least layers in all for layers of these kinds."""
+        """Return the shortest pattern (first plus period) for layers of these kinds."""
         count = len(kinds)
-        found = [
+        patterns = [
             cls(first, period)
             for period in range(1, count + 1)
             for first in range(count - period + 1)
             if all(kinds[at] == kinds[at + period] for at in range(first, count - period))
         ]
-        return min(found, key=lambda one: (one.first + one.period, one.period))
+        return min(patterns, key=lambda pattern: (pattern.first + pattern.period, pattern.period))
 
     @property
     def deepest(self) -> int:
-        """Least depth at which a whole period lies between other layers."""
+        """Smallest depth at which a whole period has layers on both sides."""
         return self.first + self.period + 2
 
     def fits(self, layers: int, depth: int) -> bool:
-        """Whether `layers` hold a whole period, and are whole periods away from `depth`."""
+        """Whether `layers` contain a whole period and differ from `depth` by whole periods."""
         return layers >= self.first + self.period and (depth - layers) % self.period == 0
 
 
-def layer_signatures(outline: LayeredGraph) -> list[Work]:
-    """Return per node what it does, the same for the same work at another layer."""
-    nodes = outline.graph.nodes
+def layer_signatures(layered: LayeredGraph) -> list[Signature]:
+    """Return a signature per node that is equal for the same work in another layer."""
+    nodes = layered.graph.nodes
     stacked = np.stack([getattr(nodes, column).astype(np.int64) for column in _COLUMNS])
     _, inverse = np.unique(stacked, axis=1, return_inverse=True)
-    modules = outline.graph.text("module")
-    lead = len(outline.module) + 1 if outline.module else 0
-    found: list[Work] = []
+    modules = layered.graph.text("module")
+    lead = len(layered.module) + 1 if layered.module else 0
+    signatures: list[Signature] = []
     numbers = zip(inverse.ravel().tolist(), nodes.input_shapes.tolist(), strict=True)
-    for (work, shapes), module, place in zip(numbers, modules, outline.place, strict=True):
-        if place is not None and module.startswith(outline.module) and module != outline.module:
-            number, _, rest = module[lead:].partition(".")
+    for (columns, shapes), module, place in zip(numbers, modules, layered.place, strict=True):
+        if place is not None and module.startswith(layered.module) and module != layered.module:
+            number, _, inner = module[lead:].partition(".")
             ahead = int(number) - place[1] if number.isdigit() else 0
-            module = f"{ahead:+d}.{rest}" if number.isdigit() else module  # noqa: PLW2901
-        found.append((work, module, shapes))
-    return found
+            module = f"{ahead:+d}.{inner}" if number.isdigit() else module  # noqa: PLW2901
+        signatures.append((columns, module, shapes))
+    return signatures
 
 
-def find_pattern(outline: LayeredGraph) -> Pattern:
-    """Return the pattern of least layers in all, first ones and a period, that the nodes bear out.
+def find_pattern(layered: LayeredGraph) -> Pattern:
+    """Return the shortest pattern (first layers plus period) that the nodes confirm.
 
     Raises:
-        DepthError: no period shows twice; the message says which layers differ and where.
+        DepthError: no period appears twice; the message says which layers differ and where.
     """
-    own, count = layer_signatures(outline), outline.layers
-    found = [Pattern(first, period) for period in range(1, count - 1)
+    signatures, count = layer_signatures(layered), layered.layers
+    patterns = [Pattern(first, period) for period in range(1, count - 1)
              for first in range(count - period - 1)]  # fmt: skip
-    for pattern in sorted(found, key=lambda one: (one.first + one.period, one.period)):
-        if _alike(outline, own, pattern):
+    for pattern in sorted(patterns, key=lambda each: (each.first + each.period, each.period)):
+        if _equal_layers(layered, signatures, pattern):
             return pattern
     raise DepthError(
-        f"no layer of {outline.module} repeats among the {count} captured: "
-        f"{_differences(outline, own)}. Layers that take turns need a deepest capture of their "
-        "period and two more; layers without a period cannot be extrapolated"
+        f"no layer of {layered.module} repeats among the {count} captured: "
+        f"{_differences(layered, signatures)}\n"
+        "  capture at least two layers more than a period; layers without a period cannot be "
+        "extrapolated",
+        code="depth-no-period",
     )
 
 
-def alike_layers(outline: LayeredGraph, pattern: Pattern) -> range:
-    """Return the layers that repeat as they are said to, without those that differ at the ends.
+def equal_layers_of(layered: LayeredGraph, pattern: Pattern) -> range:
+    """Return the layers that follow the pattern, without first and last layers that differ.
 
-    The first and last layers may differ in what is done for their neighbours: sharded states are
-    fetched for the next layer and handed on for the one before.
+    The first and last layers may differ in work for their neighbours: sharded states are fetched
+    for the next layer and released for the previous one.
 
     Raises:
         DepthError: the layers between do not repeat; the message says where they differ.
     """
-    own = layer_signatures(outline)
-    if found := _alike(outline, own, pattern):
-        return found
+    signatures = layer_signatures(layered)
+    if equal_layers := _equal_layers(layered, signatures, pattern):
+        return equal_layers
     raise DepthError(
-        f"the layers of {outline.module} should repeat every {pattern.period}, and those captured "
-        f"do not: {_differences(outline, own, pattern.period)}. What is not done layer by layer "
-        "(buckets of gradients that span layers, tokens routed by chance) cannot be repeated; if "
-        "only the first and last layers differ, capture deeper; else capture the model whole"
+        f"the layers of {layered.module} should repeat every {pattern.period}, but "
+        f"{_differences(layered, signatures, pattern.period)}\n"
+        "  capture deeper if only the first and last layers differ, else capture the whole model: "
+        "gradient buckets over several layers and random token routing cannot be repeated",
+        code="depth-layers-differ",
     )
 
 
-def _alike(outline: LayeredGraph, own: list[Work], pattern: Pattern) -> range:
+def _equal_layers(layered: LayeredGraph, signatures: list[Signature], pattern: Pattern) -> range:
     """Return the layers that repeat, an empty range if they do not."""
-    period, count = pattern.period, outline.layers
-    same = [not _difference(outline, own, at, at + period) for at in range(count - period)]
+    period, count = pattern.period, layered.layers
+    same = [not _difference(layered, signatures, at, at + period) for at in range(count - period)]
     inner = range(max(pattern.first, 1), count - period)
     runs = [[at for at, _ in run] for kept, run in
-            groupby(enumerate(same[pattern.first :], pattern.first), lambda one: one[1])
+            groupby(enumerate(same[pattern.first :], pattern.first), lambda item: item[1])
             if kept]  # fmt: skip
     if not runs:
         return range(0)
     run = max(runs, key=lambda members: sum(at in inner for at in members))
-    found = range(run[0], run[-1] + period + 1)
-    at_ends = max(found[0] - pattern.first, count - 1 - found[-1])
-    borne_out = any(at in inner for at in run) or not inner
-    return found if borne_out and at_ends <= max(_AT_ENDS, period) else range(0)
+    repeating = range(run[0], run[-1] + period + 1)
+    at_ends = max(repeating[0] - pattern.first, count - 1 - repeating[-1])
+    confirmed = any(at in inner for at in run) or not inner
+    return repeating if confirmed and at_ends <= max(_AT_ENDS, period) else range(0)
 
 
-def _same(a: Work, b: Work) -> bool:
-    """Whether two nodes do the same; operands that the trace does not tell may be any."""
+def _same(a: Signature, b: Signature) -> bool:
+    """Whether two nodes do the same work; unrecorded operand shapes (code 0) match any."""
     return a[:2] == b[:2] and (a[2] == b[2] or not a[2] or not b[2])
 
 
-def _at_end(outline: LayeredGraph, ascending: bool, a: int, b: int) -> bool:
-    """Whether one is the layer that a pass ends with, of which nothing tells the end."""
-    return (outline.layers - 1 if ascending else 0) in (a, b)
+def _at_end(layered: LayeredGraph, ascending: bool, a: int, b: int) -> bool:
+    """Whether `a` or `b` is the last layer of a pass, whose end no next layer marks."""
+    return (layered.layers - 1 if ascending else 0) in (a, b)
 
 
-def _differences(outline: LayeredGraph, own: list[Work], period: int = 1) -> str:
-    inner = range(1, outline.layers - 1 - period)
-    found = [
+def _differences(layered: LayeredGraph, signatures: list[Signature], period: int = 1) -> str:
+    inner = range(1, layered.layers - 1 - period)
+    differences = [
         f"layers {at} and {at + period} differ, {difference}"
         for at in inner
-        if (difference := _difference(outline, own, at, at + period))
+        if (difference := _difference(layered, signatures, at, at + period))
     ]
-    return "; ".join(found[:3]) or "too few of them stand between others"
+    return "; ".join(differences[:3]) or "too few of them have layers on both sides"
 
 
-def _difference(outline: LayeredGraph, own: list[Work], a: int, b: int) -> str:
-    """Say in which pass and node two layers differ first, "" for layers that do the same."""
-    names = outline.graph.text("name")
-    for one in outline.passes:
-        first, second = one.blocks[a], one.blocks[b]
-        for mine, other in zip(first, second, strict=False):
-            if not _same(own[mine], own[other]):
-                return f"in the {one.label} pass {names[mine]} stands against {names[other]}"
-        if len(first) != len(second) and not _at_end(outline, one.ascending, a, b):
-            return f"in the {one.label} pass {len(first)} nodes stand against {len(second)}"
+def _difference(layered: LayeredGraph, signatures: list[Signature], a: int, b: int) -> str:
+    """Return the first pass and node in which two layers differ, "" for equal layers."""
+    names = layered.graph.text("name")
+    for layer_pass in layered.passes:
+        first, second = layer_pass.blocks[a], layer_pass.blocks[b]
+        for node, other in zip(first, second, strict=False):
+            if not _same(signatures[node], signatures[other]):
+                return f"{names[node]} versus {names[other]} in the {layer_pass.label} pass"
+        if len(first) != len(second) and not _at_end(layered, layer_pass.ascending, a, b):
+            return f"{len(first)} versus {len(second)} nodes in the {layer_pass.label} pass"
     return ""

@@ -1,11 +1,11 @@
-"""Allocations of a deeper model: each layer's blocks repeated, resident memory extrapolated.
+"""Extrapolate the memory log and the resident memory to all layers.
 
-Blocks of memory at a depth that was not captured: the deepest capture's, copied with its layers.
+An event is an allocation or a free. A layer owns the events of the deepest capture from its first
+allocation to that of the next layer. A copy of a layer allocates the same blocks. It frees them at
+the same distance in layers as in the capture, or at the same place outside the layers.
 
-Of the deepest capture's allocations and frees a layer has those from its first allocation to the
-next layer's. What a layer allocates its copy allocates too; it is freed as many layers away as in
-the capture, or at the same place outside of the layers. What an operator outside allocates follows
-the shallowest and the deepest capture: as many blocks grow on a line, more are repeated.
+Blocks of operators outside the layers follow the shallowest and the deepest capture: equally many
+blocks grow linearly, a surplus is repeated.
 """
 
 from collections import Counter, defaultdict
@@ -23,18 +23,30 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
 from onerank.ir import Blocks, Measurement, MemoryLog
 
 Moment = tuple[int, int, int]
-"""Place in the composed course: start of the copied stretch, turn of the copy in it, event."""
+"""Place in the composed timeline: start of the copied range, repetition in it, event."""
 
 NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a log, its node as a row of the graph."""
+    """A block of a memory log.
+
+    Attributes:
+        bytes: size.
+        memory_class: number of the memory class.
+        allocated: event that allocates it, NONE before the step.
+        freed: event that frees it, NONE after the step.
+        row: index of its node in the graph.
+        phase: phase of the allocation.
+        pool: allocator pool.
+        spare: bytes that rounding adds.
+        lingers: as in `Blocks`.
+    """
 
     bytes: int
     memory_class: int
-    made: int
+    allocated: int
     freed: int
     row: int
     phase: int
@@ -44,8 +56,8 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """Events that appear again: [first, stop), `copies` times more, before or after themselves."""
+class _RepeatedRange:
+    """Events [first, stop) that repeat `copies` more times, before or after themselves."""
 
     first: int
     stop: int
@@ -55,7 +67,7 @@ class _Copied:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """Nodes of the deepest capture that are copied: of layers in a pass, or a unit of a loop."""
+    """Nodes of the deepest capture that are copied: layers of a pass, or a unit of a loop."""
 
     nodes: Sequence[int]
     copies: int
@@ -64,7 +76,7 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """All nodes that are copied, and (node of the capture, number of its copy) -> id."""
+    """All copied nodes, and (captured node, number of its copy) -> id."""
 
     of: Sequence[Copying]
     number: Mapping[tuple[int, int], int]
@@ -72,12 +84,12 @@ class Copies:
 
 @dataclass(slots=True)
 class MemoryTimeline:
-    """The deepest capture's events: where each layer's are, and which appear again.
+    """The events of a capture: those of each layer, and those that repeat.
 
     Attributes:
         first: (pass, layer) -> its first event.
-        stop: (pass, layer) -> where they end.
-        at_layer: event -> (pass, layer), of those within layers.
+        stop: (pass, layer) -> end of its events.
+        at_layer: event -> (pass, layer), within layers.
         copied: event -> the stretch it is in, of those that appear again.
         frees: event -> the block it frees.
     """
@@ -87,248 +99,265 @@ class MemoryTimeline:
     first: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     stop: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     at_layer: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    copied: dict[int, _Copied] = field(default_factory=dict[int, _Copied])
+    copied: dict[int, _RepeatedRange] = field(default_factory=dict[int, _RepeatedRange])
     frees: dict[int, Block] = field(default_factory=dict[int, Block])
 
     def tags(self, event: int) -> range:
-        """Return the numbers of an event's instances: 0, and those of its copies."""
+        """Return the instance numbers of an event: 0 for itself, then its copies."""
         span = self.copied.get(event)
         return range(1 if span is None else span.copies + 1)
 
     def moment(self, event: int, tag: int) -> Moment:
-        """Return when an instance of an event comes."""
+        """Return the place of an instance of an event."""
         span = self.copied.get(event)
         if span is None:
             return event, 0, event
         tag = min(tag, span.copies)
         return span.first, span.copies - tag if span.before else tag, event
 
-    def freed(self, made: int, tag: int, freed: int) -> Moment:
-        """Return when an instance of a block is freed."""
-        if made in self.at_layer and freed in self.at_layer:
-            return self._freed_in_layer(self.at_layer[made][1], tag, freed)
-        span = self.copied.get(made)
+    def freed(self, allocated: int, tag: int, freed: int) -> Moment:
+        """Return the place at which an instance of a block is freed."""
+        if allocated in self.at_layer and freed in self.at_layer:
+            return self._freed_in_layer(self.at_layer[allocated][1], tag, freed)
+        span = self.copied.get(allocated)
         if span is None:
             return self.moment(freed, tag)
-        if made not in self.at_layer and tag < span.copies and self._let_go_next(made, freed):
+        if (
+            allocated not in self.at_layer
+            and tag < span.copies
+            and self._freed_in_next_iteration(allocated, freed)
+        ):
             return self.moment(span.first + freed - span.stop, tag + 1)
         return self.moment(freed, tag)
 
-    def _let_go_next(self, made: int, freed: int) -> bool:
-        """Whether a loop lets go of what it made in its next turn."""
-        span = self.copied[made]
-        like = self.frees.get(span.first + freed - span.stop)
+    def _freed_in_next_iteration(self, allocated: int, freed: int) -> bool:
+        """Whether a loop frees the block in its next iteration."""
+        span = self.copied[allocated]
+        previous = self.frees.get(span.first + freed - span.stop)
         return (
             span.stop <= freed < span.stop + span.stop - span.first
-            and like is not None
-            and like.bytes == self.frees[freed].bytes
-            and like.made < span.first
+            and previous is not None
+            and previous.bytes == self.frees[freed].bytes
+            and previous.allocated < span.first
         )
 
     def _freed_in_layer(self, layer: int, tag: int, freed: int) -> Moment:
-        walk, other = self.at_layer[freed]
+        number_of_pass, other = self.at_layer[freed]
         if other == layer:
             return self.moment(freed, tag)
         number = self.plan.layer(layer, tag) + other - layer
         captured, copy = self.plan.instance(min(max(number, 0), self.depth - 1))
-        where = walk, captured
-        event = self.first[where] + freed - self.first[walk, other]
-        return self.moment(min(event, self.stop[where] - 1), copy)
+        layer_of_pass = number_of_pass, captured
+        event = self.first[layer_of_pass] + freed - self.first[number_of_pass, other]
+        return self.moment(min(event, self.stop[layer_of_pass] - 1), copy)
 
 
-def blocks_of(one: LayeredGraph) -> list[Block] | None:
-    log = one.graph.job.measurement.memory
+def blocks_of(capture: LayeredGraph) -> list[Block] | None:
+    """Return the blocks of a capture's memory log, None without one."""
+    log = capture.graph.job.measurement.memory
     if log is None:
         return None
-    row = {int(number): place for place, number in enumerate(one.graph.nodes.id.tolist())}
-    told = log.blocks
-    rows = [row.get(number, NONE) for number in told.node]
-    none = (0,) * len(told)
+    row = {int(number): place for place, number in enumerate(capture.graph.nodes.id.tolist())}
+    blocks = log.blocks
+    rows = [row.get(number, NONE) for number in blocks.node]
+    zeros = (0,) * len(blocks)
     columns = (
-        *(told.bytes, told.memory_class, told.allocated_at, told.freed_at, rows, told.phase),
-        *(told.pool or none, told.spare_bytes or none, told.lingers or none),
+        *(blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at),
+        *(rows, blocks.phase),
+        *(blocks.pool or zeros, blocks.spare_bytes or zeros, blocks.lingers or zeros),
     )
     return [Block(*values) for values in zip(*columns, strict=True)]
 
 
-def course_of(
+def memory_timeline(
     deep: LayeredGraph, plan: LayerPlan, copying: Sequence[Copying], blocks: list[Block]
 ) -> MemoryTimeline | None:
-    """Find the events of the layers and of what is copied; None where they are in no order."""
-    own: dict[int, list[int]] = defaultdict(list)  # by node
+    """Find the events of the layers and of the copied nodes; None if those of layers overlap."""
+    allocations: dict[int, list[int]] = defaultdict(list)  # by node
     for block in blocks:
-        if block.made >= 0 and block.row >= 0:
-            own[block.row].append(block.made)
-    made = sorted((event, row) for row, several in own.items() for event in several)
-    found = MemoryTimeline(plan, deep.layers + plan.added)
-    found.frees = {block.freed: block for block in blocks if block.freed >= 0}
-    events = 1 + max((max(block.made, block.freed) for block in blocks), default=0)
+        if block.allocated >= 0 and block.row >= 0:
+            allocations[block.row].append(block.allocated)
+    in_order = sorted((event, row) for row, events in allocations.items() for event in events)
+    timeline = MemoryTimeline(plan, deep.layers + plan.added)
+    timeline.frees = {block.freed: block for block in blocks if block.freed >= 0}
+    count = 1 + max((max(block.allocated, block.freed) for block in blocks), default=0)
 
     def end(inside: set[int], after: int) -> int:
-        return next((event for event, row in made if event > after and row not in inside), events)
+        later = (event for event, row in in_order if event > after and row not in inside)
+        return next(later, count)
 
-    for walk, one in enumerate(deep.passes):
-        order = sorted(one.blocks, reverse=not one.ascending)
-        starts = [min((e for row in one.blocks[layer] for e in own.get(row, ())), default=NONE)
+    for number, layer_pass in enumerate(deep.passes):
+        order = sorted(layer_pass.blocks, reverse=not layer_pass.ascending)
+        starts = [min((e for row in layer_pass.blocks[layer] for e in allocations.get(row, ())),
+                      default=NONE)
                   for layer in order]  # fmt: skip
-        last = max((e for row in one.blocks[order[-1]] for e in own.get(row, ())), default=NONE)
-        stops = [*starts[1:], end(set(one.blocks[order[-1]]), last)]
+        last = max(
+            (e for row in layer_pass.blocks[order[-1]] for e in allocations.get(row, ())),
+            default=NONE,
+        )
+        stops = [*starts[1:], end(set(layer_pass.blocks[order[-1]]), last)]
         for layer, start, stop in zip(order, starts, stops, strict=True):
             if start < 0 or stop <= start:
                 return None
-            found.first[walk, layer], found.stop[walk, layer] = start, stop
+            timeline.first[number, layer], timeline.stop[number, layer] = start, stop
             for event in range(start, stop):
-                if found.at_layer.setdefault(event, (walk, layer)) != (walk, layer):
+                if timeline.at_layer.setdefault(event, (number, layer)) != (number, layer):
                     return None
     for copied in copying:
         inside = set(copied.nodes)
-        mine = [event for row in inside for event in own.get(row, ())]
-        if not mine:
+        events = [event for row in inside for event in allocations.get(row, ())]
+        if not events:
             continue
-        start, stop = min(mine), end(inside, max(mine))
-        if start in found.at_layer:
-            where = {found.at_layer[event] for event in mine if event in found.at_layer}
-            stop = max(found.stop[one] for one in where)
-        span = _Copied(start, stop, copied.copies, copied.before)
+        start, stop = min(events), end(inside, max(events))
+        if start in timeline.at_layer:
+            where = {timeline.at_layer[event] for event in events if event in timeline.at_layer}
+            stop = max(timeline.stop[each] for each in where)
+        span = _RepeatedRange(start, stop, copied.copies, copied.before)
         for event in range(start, stop):
-            if found.copied.setdefault(event, span) is not span:
+            if timeline.copied.setdefault(event, span) is not span:
                 return None
-    return found
+    return timeline
 
 
 OUTSIDE = -2
-"""In place of a node's row: held before the step, and let go outside of layers."""
+"""In place of a node's row: allocated before the step, and freed outside the layers."""
 
 
-def composed_log(
+def compose_memory_log(
     shallow: LayeredGraph,
     deep: LayeredGraph,
     plan: LayerPlan,
     changes: NonlayerChanges,
     copies: Copies,
 ) -> MemoryLog | None:
-    """Return the allocations and frees of a step at the model's own depth.
+    """Return the memory log of the whole model.
 
     Args:
-        shallow: the capture of least layers.
-        deep: that of most.
-        plan: which of its layers are copied.
-        changes: what changes outside of them.
-        copies: all nodes that are copied.
+        shallow: the capture with the fewest layers.
+        deep: the capture with the most layers.
+        plan: layers of `deep` that are copied.
+        changes: changes outside the layers.
+        copies: all copied nodes.
 
     Returns:
-        The log; None where a capture has none, or its layers allocate in no order.
+        The log; None if a capture has none, or the allocations of its layers overlap.
     """
     few, many = blocks_of(shallow), blocks_of(deep)
     log = deep.graph.job.measurement.memory
     if few is None or many is None or log is None:
         return None
-    course = course_of(deep, plan, copies.of, many)
-    other = course_of(shallow, plan, (), few)
-    if course is None or other is None:
+    deep_timeline = memory_timeline(deep, plan, copies.of, many)
+    shallow_timeline = memory_timeline(shallow, plan, (), few)
+    if deep_timeline is None or shallow_timeline is None:
         return None
-    found: list[_Instance] = []
-    for block, tags in _instances(few, other, many, course, changes):
-        for begins, ends in tags:
-            made = course.moment(block.made, begins) if block.made >= 0 else None
-            freed = course.freed(block.made, ends, block.freed) if block.freed >= 0 else None
-            if made is not None and freed is not None:
-                freed = max(made, freed)
-            tag = begins if made is not None else ends
+    instances: list[_Instance] = []
+    for block, tags in _instances(few, shallow_timeline, many, deep_timeline, changes):
+        for first, last in tags:
+            allocated = freed = None
+            if block.allocated >= 0:
+                allocated = deep_timeline.moment(block.allocated, first)
+            if block.freed >= 0:
+                freed = deep_timeline.freed(block.allocated, last, block.freed)
+            if allocated is not None and freed is not None:
+                freed = max(allocated, freed)
+            tag = first if allocated is not None else last
             node = copies.number.get((block.row, tag), copies.number.get((block.row, 0), NONE))
-            found.append(_Instance(block, made, freed, node))
-    return _numbered(found, log)
+            instances.append(_Instance(block, allocated, freed, node))
+    return _numbered(instances, log)
 
 
 @dataclass(frozen=True, slots=True)
 class _Instance:
-    """A block at the model's own depth, and when it is allocated and freed."""
+    """A block of the whole model, and the places of its allocation and free."""
 
     block: Block
-    made: Moment | None
+    allocated: Moment | None
     freed: Moment | None
     node: int
 
 
 def _instances(
     few: list[Block],
-    other: MemoryTimeline,
+    few_timeline: MemoryTimeline,
     many: list[Block],
-    course: MemoryTimeline,
+    many_timeline: MemoryTimeline,
     changes: NonlayerChanges,
 ) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
-    """Yield the blocks as they are at the model's depth, with their instances.
+    """Yield the blocks of the whole model with their instances.
 
-    An instance is the copy of the event that allocates, and the copy of the one that frees. What
-    Python allocates behind a loop counts for its last operator, and is there once.
+    An instance is (copy of the allocating event, copy of the freeing event).
     """
-    mine, lasting = _by_node(few, other), _by_node(many, course)
+    few_blocks, many_blocks = _by_node(few, few_timeline), _by_node(many, many_timeline)
     partner = {b: a for a, b in changes.pairs}
-    for row, blocks in lasting.items():
+    for row, blocks in many_blocks.items():
         if row != OUTSIDE and row not in partner:
-            like = Counter(one.bytes for one in lasting.get(changes.before.get(row, NONE), []))
+            # Memory that Python allocates after a loop is recorded for the last operator of the
+            # loop, and exists once: the previous repetition has no block of that size.
+            previous = many_blocks.get(changes.before.get(row, NONE), [])
+            sizes = Counter(each.bytes for each in previous)
             for block in blocks:
-                tags = course.tags(block.made if block.made >= 0 else block.freed)
-                again = row not in changes.before or like[block.bytes] > 0
-                like[block.bytes] -= 1
-                yield block, [(tag, tag) for tag in (tags if again else tags[:1])]
+                event = block.allocated if block.allocated >= 0 else block.freed
+                tags = many_timeline.tags(event)
+                repeats = row not in changes.before or sizes[block.bytes] > 0
+                sizes[block.bytes] -= 1
+                yield block, [(tag, tag) for tag in (tags if repeats else tags[:1])]
             continue
-        others = mine[row if row == OUTSIDE else partner[row]]
-        for block, more in _grown(others, blocks, changes.stretch):
+        others = few_blocks[row if row == OUTSIDE else partner[row]]
+        for block, more in _grown(others, blocks, changes.extrapolation):
             yield block, [(0, tag) for tag in range(more + 1)]
 
 
-def _by_node(blocks: list[Block], course: MemoryTimeline) -> dict[int, list[Block]]:
-    """Group blocks by their nodes; those held before and let go outside of layers in one."""
-    found: dict[int, list[Block]] = defaultdict(list)
+def _by_node(blocks: list[Block], timeline: MemoryTimeline) -> dict[int, list[Block]]:
+    """Group blocks by node; those resident before the step and freed outside layers are one."""
+    by_node: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
-        held = block.made < 0 and block.freed not in course.at_layer
-        found[OUTSIDE if held else block.row].append(block)
-    return found
+        resident = block.allocated < 0 and block.freed not in timeline.at_layer
+        by_node[OUTSIDE if resident else block.row].append(block)
+    return by_node
 
 
 def _grown(
-    few: list[Block], many: list[Block], stretch: DepthExtrapolation
+    few: list[Block], many: list[Block], extrapolation: DepthExtrapolation
 ) -> Iterator[tuple[Block, int]]:
-    """Yield blocks in the sizes, and how often more, that two captures tell."""
+    """Yield blocks with extrapolated sizes, and the number of their further repetitions."""
     if len(few) == len(many):
         for one, other in zip(few, many, strict=True):
             yield (
                 replace(
                     other,
-                    bytes=stretch.number(one.bytes, other.bytes),
-                    spare=stretch.number(one.spare, other.spare),
+                    bytes=extrapolation.value(one.bytes, other.bytes),
+                    spare=extrapolation.value(one.spare, other.spare),
                 ),
                 0,
             )
         return
     before, after = ([(one.bytes, one.memory_class) for one in blocks] for blocks in (few, many))
-    found = align(before, after, stretch.between)
+    found = align(before, after, extrapolation.periods_between)
     units = [] if found is None else found.units
     again = {at for start, length in units for at in range(start, start + length)}
-    yield from ((one, stretch.beyond * (at in again)) for at, one in enumerate(many))
+    yield from ((one, extrapolation.periods_beyond * (at in again)) for at, one in enumerate(many))
     if found is None and many:
-        total = stretch.number(*(sum(one.bytes for one in blocks) for blocks in (few, many)))
+        total = extrapolation.value(*(sum(one.bytes for one in blocks) for blocks in (few, many)))
         more = total - sum(one.bytes for one in many)
         if more > 0:
             yield replace(many[-1], bytes=more, spare=0), 0
 
 
-def _numbered(found: list[_Instance], log: MemoryLog) -> MemoryLog:
-    """Put all allocations and frees in order, and number them."""
+def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
+    """Return a log with all allocations and frees in order and numbered."""
     moments = [
-        (moment, sort, at)
-        for at, one in enumerate(found)
-        for sort, moment in enumerate((one.made, one.freed))
+        (moment, kind, at)
+        for at, instance in enumerate(instances)
+        for kind, moment in enumerate((instance.allocated, instance.freed))
         if moment is not None
     ]
-    place = {(at, sort): number for number, (_, sort, at) in enumerate(sorted(moments))}
+    place = {(at, kind): number for number, (_, kind, at) in enumerate(sorted(moments))}
     rows = [
-        (place.get((at, 0), NONE), place.get((at, 1), NONE), one.node, one.block)
-        for at, one in enumerate(found)
+        (place.get((at, 0), NONE), place.get((at, 1), NONE), each.node, each.block)
+        for at, each in enumerate(instances)
     ]
     rows.sort(key=lambda row: row[0] if row[0] >= 0 else row[1])
-    made, freed, node, blocks = zip(*rows, strict=True) if rows else ((), (), (), ())
+    allocated, freed, node, blocks = zip(*rows, strict=True) if rows else ((), (), (), ())
 
     def unless_zero(column: tuple[int, ...]) -> tuple[int, ...]:
         return column if any(column) else ()
@@ -337,7 +366,7 @@ def _numbered(found: list[_Instance], log: MemoryLog) -> MemoryLog:
         Blocks(
             bytes=tuple(one.bytes for one in blocks),
             memory_class=tuple(one.memory_class for one in blocks),
-            allocated_at=made,
+            allocated_at=allocated,
             freed_at=freed,
             node=node,
             phase=tuple(one.phase for one in blocks),
@@ -354,33 +383,33 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 class ResidentMemory(NamedTuple):
-    """Class of memory -> bytes, and pool, of each storage: as `Measurement` has them."""
+    """Bytes and pool of each storage by memory class, as in `Measurement`."""
 
     bytes: Sizes
     pools: Sizes
 
 
 class BucketSizes(NamedTuple):
-    """Bytes of DDP's buckets: in both captures, and at the model's own depth."""
+    """Bytes of DDP's gradient buckets in both captures and in the whole model."""
 
     shallow: list[int]
     deep: list[int]
-    made: list[int]
+    whole: list[int]
 
 
 NO_BUCKETS = BucketSizes([], [], [])
 
 
-def held_at_depth(
+def resident_at_depth(
     shallow: Measurement,
     deep: Measurement,
-    stretch: DepthExtrapolation,
+    extrapolation: DepthExtrapolation,
     buckets: BucketSizes = NO_BUCKETS,
 ) -> ResidentMemory:
-    """Return what is held at the model's own depth; nothing where a capture does not tell.
+    """Return the resident memory of the whole model; empty if a capture records none.
 
-    Storages that the deeper capture has more of are repeated; what has another size in each (a flat
-    buffer of all parameters) is on the line through both. Buckets do neither.
+    A surplus of storages in the deeper capture is repeated. A storage whose size differs (a flat
+    buffer of all parameters) is extrapolated linearly. Gradient buckets follow their own sizes.
     """
     sizes: Sizes = {}
     pools: Sizes = {}
@@ -388,18 +417,18 @@ def held_at_depth(
         return ResidentMemory(sizes, pools)
     for name in deep.resident_bytes:
         few, many = _storages(shallow, name), _storages(deep, name)
-        own = [_buckets_in(*pair) for pair in ((few, buckets.shallow), (many, buckets.deep))]
-        apart = name == "other" and all(own)
-        if apart:
-            few, many = few - own[0], many - own[1]
-        found = _grown_held(few, many, stretch)
-        if found is not None and apart:
-            pool = min(pool for _, pool in own[1])
-            found = sorted([*found, *((size, pool) for size in buckets.made)], reverse=True)
-        if found is None:
+        of_buckets = [_buckets_in(*pair) for pair in ((few, buckets.shallow), (many, buckets.deep))]
+        has_buckets = name == "other" and all(of_buckets)
+        if has_buckets:
+            few, many = few - of_buckets[0], many - of_buckets[1]
+        storages = _extrapolated_storages(few, many, extrapolation)
+        if storages is not None and has_buckets:
+            pool = min(pool for _, pool in of_buckets[1])
+            storages = sorted([*storages, *((size, pool) for size in buckets.whole)], reverse=True)
+        if storages is None:
             return ResidentMemory({}, {})
-        sizes[name] = tuple(size for size, _ in found)
-        pools[name] = tuple(pool for _, pool in found)
+        sizes[name] = tuple(size for size, _ in storages)
+        pools[name] = tuple(pool for _, pool in storages)
     return ResidentMemory(sizes, pools if deep.resident_pools else {})
 
 
@@ -410,28 +439,28 @@ def _storages(measured: Measurement, name: str) -> Counter[tuple[int, int]]:
 
 
 def _buckets_in(storages: Counter[tuple[int, int]], sizes: list[int]) -> Counter[tuple[int, int]]:
-    """Return the storages that are buckets; none where not all of these sizes are there."""
-    left = Counter(sizes)
-    found = Counter[tuple[int, int]]()
+    """Return the storages that are buckets, none unless there is one of every size."""
+    missing = Counter(sizes)
+    of_buckets = Counter[tuple[int, int]]()
     for (size, pool), count in storages.items():
-        taken = min(count, left[size])
-        found[size, pool] += taken
-        left[size] -= taken
-    return Counter() if left.total() else +found
+        matched = min(count, missing[size])
+        of_buckets[size, pool] += matched
+        missing[size] -= matched
+    return Counter() if missing.total() else +of_buckets
 
 
-def _grown_held(
-    few: Counter[tuple[int, int]], many: Counter[tuple[int, int]], stretch: DepthExtrapolation
+def _extrapolated_storages(
+    few: Counter[tuple[int, int]], many: Counter[tuple[int, int]], extrapolation: DepthExtrapolation
 ) -> list[tuple[int, int]] | None:
-    """Return (bytes, pool) of each storage, the largest first; None where fewer are held deeper."""
+    """Return (bytes, pool) of each storage, largest first; None if the deep capture has fewer."""
     kept = few & many
     other = sorted((few - kept).elements(), reverse=True)
     surplus = sorted((many - kept).elements(), reverse=True)
     if len(other) > len(surplus):
         return None
-    found = Counter(kept)
+    storages = Counter(kept)
     for (before, _), (after, pool) in zip(other, surplus, strict=False):
-        found[stretch.number(before, after), pool] += 1
+        storages[extrapolation.value(before, after), pool] += 1
     for storage, count in Counter(surplus[len(other) :]).items():
-        found[storage] += stretch.number(0, count)
-    return sorted(found.elements(), reverse=True)
+        storages[storage] += extrapolation.value(0, count)
+    return sorted(storages.elements(), reverse=True)

@@ -1,18 +1,14 @@
-"""Work outside the layers at another depth: loops over parameters and tensor lists grow with it.
+"""Extrapolate the part of a step outside the layers to another depth.
 
-What grows with the number of layers outside of them: loops over parameters, lists of tensors.
+- Embedding, head and loss exist once at any depth and keep their captured times.
+- Operators on all parameters at once (a foreach or fused optimizer, gradient clipping) stay, and
+  their tensor lists, bytes, kernels and durations grow. All follow the line through the shallowest
+  and the deepest capture. This includes operators within the first or last layer, such as the sum
+  of a flat gradient buffer.
+- A loop over the parameters gets more iterations.
 
-Two sequences, of a shallow and of a deep capture, are matched; where the deep one has more, the
-surplus must be a unit repeated once per layer (or period of layers) that was added.
-
-The part of a step outside the layers, at a depth that was not captured.
-
-Embedding, head and loss are there once at any depth and keep what was measured. Of what works on
-all parameters at once (a foreach or fused optimizer, the clipping of gradients) the operators are
-the same and their tensor lists, bytes, kernels and durations grow: all on the line through the
-shallowest and the deepest capture. Of a loop over the parameters the repeated unit is found. What
-works on all of them within the first or last layer (a flat buffer, summed with the last of its
-gradients) grows likewise.
+The nodes of a shallow and of a deep capture are aligned. A surplus of the deep capture must be a
+unit that repeats once per added period of layers.
 """
 
 import json
@@ -31,33 +27,35 @@ from onerank.ir.nodes import UNKNOWN
 _LIST_TYPE = "GenericList["
 
 Named = tuple[Any, ...]
-"""Key of an operator: name, phase, and what else tells it from others."""
+"""Key of an operator: name, phase, and further properties that distinguish it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthExtrapolation:
-    """How far beyond the deep capture to go.
+    """Extrapolates values linearly from two captured depths to the depth of the model.
 
     Attributes:
-        between: periods of layers between the shallow and the deep capture.
-        beyond: periods between the deep capture and the model's own depth.
+        periods_between: periods of layers between the shallow and the deep capture.
+        periods_beyond: periods of layers between the deep capture and the model.
     """
 
-    between: int
-    beyond: int
+    periods_between: int
+    periods_beyond: int
 
-    def number(self, shallow: int, deep: int) -> int:
-        """Return a figure on the line through two, rounded, 0 at least."""
-        return max(0, deep + round(Fraction((deep - shallow) * self.beyond, self.between)))
+    def value(self, shallow: int, deep: int) -> int:
+        """Return the value at the model's depth on the line through both, rounded, 0 at least."""
+        return max(
+            0, deep + round(Fraction((deep - shallow) * self.periods_beyond, self.periods_between))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Two sequences matched.
+    """Alignment of a shallow and a deep sequence.
 
     Attributes:
-        pairs: (position in the shallow one, position in the deep one) of the same element.
-        units: (start, length) in the deep one, of the last repetition of every surplus.
+        pairs: (position in the shallow, position in the deep sequence) of the same element.
+        units: (start, length) in the deep sequence of the last repetition of every surplus.
     """
 
     pairs: list[tuple[int, int]]
@@ -68,16 +66,17 @@ def align(
     shallow: Sequence[Hashable],
     deep: Sequence[Hashable],
     between: int,
-    alike: Sequence[Sequence[Hashable]] = ((), ()),
+    weak_keys: Sequence[Sequence[Hashable]] = ((), ()),
 ) -> Alignment | None:
-    """Match two sequences; None when the surplus of `deep` is no repetition.
+    """Align two sequences; return None if the surplus of `deep` is no repetition.
 
     Args:
         shallow: elements of the shallow capture.
-        deep: elements of the deep one.
-        between: how often the unit of a surplus must be repeated in it.
-        alike: of both, weaker keys by which elements may pair up where nothing else fits.
+        deep: elements of the deep capture.
+        between: number of repetitions that a surplus must consist of.
+        weak_keys: weaker keys of both, by which elements may pair if no full key fits.
     """
+    # Depth-first search; the shortest unit is tried first, since it is pushed last.
     stack: list[tuple[int, int, Any]] = [(0, 0, None)]
     seen: set[tuple[int, int]] = set()
     while stack:
@@ -92,79 +91,83 @@ def align(
             continue
         seen.add((i, j))
         surplus = (len(deep) - j) - (len(shallow) - i)
-        if alike[0] and i < len(shallow) and j < len(deep) and alike[0][i] == alike[1][j]:
+        if (
+            weak_keys[0]
+            and i < len(shallow)
+            and j < len(deep)
+            and weak_keys[0][i] == weak_keys[1][j]
+        ):
             stack.append((i + 1, j + 1, ("same", i, j, 1, trail)))
-        for unit in range(surplus // between, 0, -1):  # the shortest is tried first
+        for unit in range(surplus // between, 0, -1):
             after = j + unit * between
-            goes_on = _goes_on(shallow, i, deep, after) or (
-                bool(alike[0]) and _goes_on(alike[0], i, alike[1], after)
+            continues = _continues(shallow, i, deep, after) or (
+                bool(weak_keys[0]) and _continues(weak_keys[0], i, weak_keys[1], after)
             )
-            if _repeats(deep, j, unit, between) and goes_on:
+            if _repeats(deep, j, unit, between) and continues:
                 grown = ("grown", j + unit * (between - 1), unit, 0, trail)
                 stack.append((i, j + unit * between, grown))
     return None
 
 
 def align_without(
-    aside: Set[str], shallow: Sequence[Named], deep: Sequence[Named], between: int
+    excluded: Set[str], shallow: Sequence[Named], deep: Sequence[Named], between: int
 ) -> tuple[Alignment | None, list[int], list[int]]:
-    """Match two captures, elements of some names left out of both.
+    """Align two captures, ignoring elements with `excluded` names in both.
 
-    An element is its name, its phase and what else tells it from others; where nothing fits,
-    elements of the same name and phase pair up.
+    Elements of the same name and phase may pair if no full key fits.
 
     Returns:
-        The match, or None; the positions left out in the shallow and in the deep one.
+        The alignment, or None; the ignored positions in the shallow and in the deep capture.
     """
-    few = [at for at, key in enumerate(shallow) if key[0] not in aside]
-    many = [at for at, key in enumerate(deep) if key[0] not in aside]
-    a, b = [shallow[at] for at in few], [deep[at] for at in many]
-    found = align(a, b, between, ([key[:2] for key in a], [key[:2] for key in b]))
-    if found is None:
+    shallow_at = [at for at, key in enumerate(shallow) if key[0] not in excluded]
+    deep_at = [at for at, key in enumerate(deep) if key[0] not in excluded]
+    a, b = [shallow[at] for at in shallow_at], [deep[at] for at in deep_at]
+    alignment = align(a, b, between, ([key[:2] for key in a], [key[:2] for key in b]))
+    if alignment is None:
         return None, [], []
-    pairs = [(few[i], many[j]) for i, j in found.pairs]
-    ends = [(many[start], many[start + length - 1] + 1) for start, length in found.units]
+    pairs = [(shallow_at[i], deep_at[j]) for i, j in alignment.pairs]
+    ends = [(deep_at[start], deep_at[start + n - 1] + 1) for start, n in alignment.units]
     units = [(start, end - start) for start, end in ends]
-    left, right = (
-        [at for at, key in enumerate(keys) if key[0] in aside] for keys in (shallow, deep)
+    only_shallow, only_deep = (
+        [at for at, key in enumerate(keys) if key[0] in excluded] for keys in (shallow, deep)
     )
-    return Alignment(pairs, units), left, right
+    return Alignment(pairs, units), only_shallow, only_deep
 
 
 def align_loosely(
     shallow: Sequence[Hashable], deep: Sequence[Hashable], between: int
 ) -> tuple[Alignment, list[int], list[int]]:
-    """Match two captures that differ in more than their depth (one step logs its loss, say).
+    """Align two captures that differ in more than their depth, such as a step that logs its loss.
 
     Returns:
-        What matches; the positions in the shallow and in the deep one that have no counterpart.
+        The alignment; the positions in the shallow and in the deep capture without a counterpart.
     """
-    found = Alignment([], [])
-    left: list[int] = []
-    right: list[int] = []
+    alignment = Alignment([], [])
+    only_shallow: list[int] = []
+    only_deep: list[int] = []
     codes = SequenceMatcher(None, shallow, deep, autojunk=False).get_opcodes()
     for code, i, i_end, j, j_end in codes:
         if code == "equal":
-            found.pairs.extend(zip(range(i, i_end), range(j, j_end), strict=True))
+            alignment.pairs.extend(zip(range(i, i_end), range(j, j_end), strict=True))
             continue
         units = range((j_end - j) // between, 0, -1)
         unit = next((u for u in units if _repeats(deep, j - u, u, between + 1)), 0)
         if unit:
-            found.units.append((j + unit * (between - 1), unit))
-        left += range(i, i_end)
-        right += range(j + unit * between, j_end)
-    return found, left, right
+            alignment.units.append((j + unit * (between - 1), unit))
+        only_shallow += range(i, i_end)
+        only_deep += range(j + unit * between, j_end)
+    return alignment, only_shallow, only_deep
 
 
 def _repeats(deep: Sequence[Hashable], start: int, unit: int, times: int) -> bool:
-    """Whether `times` units begin at `start`; a single one must repeat the unit before it."""
+    """Whether `times` equal units begin at `start`; a single one must repeat the unit before it."""
     first = start - unit if times == 1 else start
     if first < 0 or start + unit * times > len(deep):
         return False
     return all(deep[at] == deep[at + unit] for at in range(first, start + unit * (times - 1)))
 
 
-def _goes_on(shallow: Sequence[Hashable], i: int, deep: Sequence[Hashable], j: int) -> bool:
+def _continues(shallow: Sequence[Hashable], i: int, deep: Sequence[Hashable], j: int) -> bool:
     if i == len(shallow) or j == len(deep):
         return i == len(shallow) and j == len(deep)
     return shallow[i] == deep[j]
@@ -174,54 +177,54 @@ def _retrace(trail: Any) -> Alignment:
     pairs: list[tuple[int, int]] = []
     units: list[tuple[int, int]] = []
     while trail is not None:
-        sort, first, second, length, trail = trail
-        if sort == "grown":
+        kind, first, second, length, trail = trail
+        if kind == "grown":
             units.append((first, second))
         else:
             pairs += [(first + k, second + k) for k in reversed(range(length))]
     return Alignment(pairs[::-1], units[::-1])
 
 
-def stretched(deep: Sequence[Any], units: Sequence[tuple[int, int]], beyond: int) -> list[Any]:
-    """Return a sequence with each unit repeated `beyond` times more, after its last."""
-    made: list[Any] = []
-    done = 0
+def repeat_units(deep: Sequence[Any], units: Sequence[tuple[int, int]], beyond: int) -> list[Any]:
+    """Return the sequence with `beyond` more repetitions after the last one of each unit."""
+    repeated: list[Any] = []
+    copied = 0
     for start, length in units:
-        made += deep[done : start + length]
-        made += list(deep[start : start + length]) * beyond
-        done = start + length
-    return [*made, *deep[done:]]
+        repeated += deep[copied : start + length]
+        repeated += list(deep[start : start + length]) * beyond
+        copied = start + length
+    return [*repeated, *deep[copied:]]
 
 
 def operand_key(shapes: str) -> str:
-    """Return operand shapes with every list of tensors as one word: those may grow."""
+    """Return operand shapes with every list of tensors as one word, since such lists may grow."""
     operands = json.loads(shapes or "[]")
-    return json.dumps(["tensors" if _is_tensors(one) else one for one in operands])
+    return json.dumps(["tensors" if _is_tensors(each) else each for each in operands])
 
 
-def stretch_shapes(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
-    """Return operand shapes at the model's own depth; None when they follow no rule.
+def extrapolate_shapes(shallow: str, deep: str, extrapolation: DepthExtrapolation) -> str | None:
+    """Return operand shapes at the model's depth; None if they follow no rule.
 
     Args:
         shallow: JSON of the shallow capture, one entry per operand.
-        deep: that of the deep one.
-        stretch: how far to go.
+        deep: JSON of the deep capture.
+        extrapolation: the captured depths and the depth of the model.
     """
     if shallow == deep:
         return deep
-    made = _shape(json.loads(shallow or "[]"), json.loads(deep or "[]"), stretch)
-    return None if made is None else json.dumps(made, separators=(",", ":"))
+    shapes = _shape(json.loads(shallow or "[]"), json.loads(deep or "[]"), extrapolation)
+    return None if shapes is None else json.dumps(shapes, separators=(",", ":"))
 
 
-def stretch_types(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
-    """Return operand types at the model's own depth; None when they follow no rule."""
+def extrapolate_types(shallow: str, deep: str, extrapolation: DepthExtrapolation) -> str | None:
+    """Return operand types at the model's depth; None if they follow no rule."""
     if shallow == deep:
         return deep
     first, second = json.loads(shallow or "[]"), json.loads(deep or "[]")
     if len(first) != len(second):
         return None
-    made = [_type(a, b, stretch) for a, b in zip(first, second, strict=True)]
-    return None if None in made else json.dumps(made, separators=(",", ":"))
+    types = [_type(a, b, extrapolation) for a, b in zip(first, second, strict=True)]
+    return None if None in types else json.dumps(types, separators=(",", ":"))
 
 
 def _is_tensors(operand: Any) -> bool:
@@ -232,42 +235,46 @@ def _integers(values: list[Any]) -> bool:
     return any(isinstance(value, int) for value in values)
 
 
-def _shape(shallow: Any, deep: Any, stretch: DepthExtrapolation) -> Any:
+def _shape(shallow: Any, deep: Any, extrapolation: DepthExtrapolation) -> Any:
     if isinstance(shallow, int) and isinstance(deep, int):
-        return stretch.number(shallow, deep)
+        return extrapolation.value(shallow, deep)
     if not isinstance(shallow, list) or not isinstance(deep, list):
         return deep if shallow == deep else None
     a, b = cast("list[Any]", shallow), cast("list[Any]", deep)
     if len(a) == len(b):
-        made = [_shape(one, other, stretch) for one, other in zip(a, b, strict=True)]
-        return None if None in made else made
-    return _grown([json.dumps(one) for one in a], [json.dumps(one) for one in b], b, stretch)
+        shapes = [_shape(each, other, extrapolation) for each, other in zip(a, b, strict=True)]
+        return None if None in shapes else shapes
+    return _grown(
+        [json.dumps(each) for each in a], [json.dumps(each) for each in b], b, extrapolation
+    )
 
 
-def _type(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
+def _type(shallow: str, deep: str, extrapolation: DepthExtrapolation) -> str | None:
     if shallow == deep:
         return deep
     if not (shallow.startswith(_LIST_TYPE) and deep.startswith(_LIST_TYPE)):
         return None
     a, b = (text[len(_LIST_TYPE) : -1].split(",") for text in (shallow, deep))
-    made = _grown(a, b, b, stretch)
-    return None if made is None else f"{_LIST_TYPE}{','.join(made)}]"
+    types = _grown(a, b, b, extrapolation)
+    return None if types is None else f"{_LIST_TYPE}{','.join(types)}]"
 
 
 def _grown(
-    a: Sequence[str], b: Sequence[str], elements: Sequence[Any], stretch: DepthExtrapolation
+    a: Sequence[str], b: Sequence[str], elements: Sequence[Any], extrapolation: DepthExtrapolation
 ) -> list[Any] | None:
-    found = align(a, b, stretch.between)
-    return None if found is None else stretched(elements, found.units, stretch.beyond)
+    alignment = align(a, b, extrapolation.periods_between)
+    if alignment is None:
+        return None
+    return repeat_units(elements, alignment.units, extrapolation.periods_beyond)
 
 
 _AMOUNTS = ("bytes_allocated", "bytes_freed", "flops", "bytes_read", "bytes_written", "comm_bytes")
 
 _TEXTS = (
-    ("input_shapes", stretch_shapes),
-    ("input_types", stretch_types),
-    ("output_shapes", stretch_shapes),
-    ("output_types", stretch_types),
+    ("input_shapes", extrapolate_shapes),
+    ("input_types", extrapolate_types),
+    ("output_shapes", extrapolate_shapes),
+    ("output_types", extrapolate_types),
 )
 
 
@@ -276,17 +283,17 @@ class NonlayerChanges:
     """Changes to the deep capture's nodes outside the layers.
 
     Attributes:
-        stretch: how far beyond the deep capture to go.
-        columns: node -> columns that differ at the model's own depth.
-        units: nodes that appear again, and how often more; each unit is one run of host nodes
-            with what they launched, or a single GPU operation.
-        pairs: host nodes of the shallow and of the deep capture that are the same.
-        before: host node of a unit -> the same in the repetition before it.
-        unmatched: host nodes that only one of the captures has, by name.
-        unruled: host nodes whose operands follow no rule, by name.
+        extrapolation: the captured depths and the depth of the model.
+        columns: node -> columns that differ at the model's depth.
+        units: (nodes, further repetitions); each unit is a run of host nodes with the GPU
+            operations they launched, or a single GPU operation.
+        pairs: corresponding host nodes of the shallow and the deep capture.
+        before: host node of a unit -> its counterpart in the previous repetition.
+        unmatched: host nodes that only one of the captures has, counted by name.
+        unruled: host nodes whose operands follow no rule, counted by name.
     """
 
-    stretch: DepthExtrapolation
+    extrapolation: DepthExtrapolation
     columns: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     units: list[tuple[list[int], int]] = field(default_factory=list[tuple[list[int], int]])
     pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -301,133 +308,144 @@ class NonlayerChanges:
 
 
 def match_nonlayer_nodes(
-    shallow: LayeredGraph, deep: LayeredGraph, stretch: DepthExtrapolation, alike: range
+    shallow: LayeredGraph,
+    deep: LayeredGraph,
+    extrapolation: DepthExtrapolation,
+    equal_layers: range,
 ) -> NonlayerChanges:
-    """Match the two captures outside of their layers and say what changes with depth.
+    """Match two captures outside their layers; return the changes at the model's depth.
 
     Args:
-        shallow: the capture of least layers.
-        deep: that of most.
-        stretch: how far beyond it to go.
-        alike: its layers that do the same; those before and after them are held against those of
-            the shallow one.
+        shallow: the capture with the fewest layers.
+        deep: the capture with the most layers.
+        extrapolation: the captured depths and the depth of the model.
+        equal_layers: layers of `deep` that repeat. The layers before and after them are compared
+            with those of `shallow`, since they may do work for all parameters.
 
     Raises:
-        DepthError: the captures do not have the same threads.
+        DepthError: the captures have different numbers of threads.
     """
-    work = _Matching(shallow, deep, stretch, NonlayerChanges(stretch))
+    work = _Matching(shallow, deep, extrapolation, NonlayerChanges(extrapolation))
     for few, many in _threads(shallow, deep):
-        found = work.match(few, many)
-        for i, j in found.pairs:
-            work.made.pairs.append((few[i], many[j]))
-            work.operator(few[i], many[j])
-        for start, length in found.units:
-            work.made.before |= zip(
+        alignment = work.match(few, many)
+        for i, j in alignment.pairs:
+            work.changes.pairs.append((few[i], many[j]))
+            work.extrapolate_operator(few[i], many[j])
+        for start, length in alignment.units:
+            work.changes.before |= zip(
                 many[start : start + length], many[max(start - length, 0) : start], strict=False
             )
             unit: list[int] = []
             for node in many[start : start + length]:
                 unit += [node, *deep.launched.get(node, ())]
-            work.made.units.append((unit, stretch.beyond))
-    for one, other in zip(shallow.passes, deep.passes, strict=False):
+            work.changes.units.append((unit, extrapolation.periods_beyond))
+    for few_pass, many_pass in zip(shallow.passes, deep.passes, strict=False):
         for layer in range(deep.layers):
-            if layer not in alike:
-                work.end(one.blocks, other.blocks, layer, layer < alike.start)
-    return work.made
+            if layer not in equal_layers:
+                work.extrapolate_end_layer(
+                    few_pass.blocks, many_pass.blocks, layer, layer < equal_layers.start
+                )
+    return work.changes
 
 
 def _threads(shallow: LayeredGraph, deep: LayeredGraph) -> list[tuple[list[int], list[int]]]:
-    """Pair up the threads of two captures, by the passes that they run, else by number."""
+    """Pair the threads of two captures by the passes that they run, else by number."""
 
-    def ordered(one: LayeredGraph) -> list[int]:
-        runs = {t: {(p.ascending, p.label) for p in one.passes if p.thread == t}
-                for sort, t in one.lanes if sort == "thread"}  # fmt: skip
-        return sorted(runs, key=lambda thread: (sorted(runs[thread]), thread))
+    def ordered(capture: LayeredGraph) -> list[int]:
+        passes = {t: {(p.ascending, p.label) for p in capture.passes if p.thread == t}
+                  for kind, t in capture.lanes if kind == "thread"}  # fmt: skip
+        return sorted(passes, key=lambda thread: (sorted(passes[thread]), thread))
 
     few, many = ordered(shallow), ordered(deep)
     if len(few) != len(many):
         raise DepthError(
-            f"the captures ran operators in {len(few)} and {len(many)} threads: expected the same "
-            "number; capture again"
+            f"the captures ran operators in {len(few)} and {len(many)} threads; expected the same "
+            "number\n  capture again",
+            code="depth-different-threads",
         )
-    return [(shallow.outside(a), deep.outside(b)) for a, b in zip(few, many, strict=True)]
+    return [
+        (shallow.nonlayer_hosts(a), deep.nonlayer_hosts(b)) for a, b in zip(few, many, strict=True)
+    ]
 
 
 @dataclass(slots=True)
 class _Matching:
-    """The two captures; in each method the first node is the shallow one's."""
+    """Matches two captures. In each method `few` are shallow nodes and `many` deep nodes."""
 
     shallow: LayeredGraph
     deep: LayeredGraph
-    stretch: DepthExtrapolation
-    made: NonlayerChanges
+    extrapolation: DepthExtrapolation
+    changes: NonlayerChanges
 
     def match(self, few: list[int], many: list[int]) -> Alignment:
-        """Pair up the host nodes of a thread; find those that are repeated.
-
-        Operators whose name only one of the captures has are set aside, the shallow one's first:
-        what DTensor works out once per process, the later capture may have found in its cache.
-        """
+        """Align the host nodes of a thread, and find repeated units."""
         a, b = _keys(self.shallow, few), _keys(self.deep, many)
         names, others = {key[0] for key in a}, {key[0] for key in b}
-        for aside in (set[str](), names - others, names ^ others):
-            found, left, right = align_without(aside, a, b, self.stretch.between)
-            if found is not None:
+        # Operators that only one capture has are ignored if needed, those of the shallow one
+        # first: DTensor infers shapes once per process, and the later capture may find them in
+        # its cache.
+        for excluded in (set[str](), names - others, names ^ others):
+            alignment, only_few, only_many = align_without(
+                excluded, a, b, self.extrapolation.periods_between
+            )
+            if alignment is not None:
                 break
         else:
-            found, left, right = align_loosely(a, b, self.stretch.between)
-        self.made.unmatched.update(self.shallow.graph.node(few[i]).name for i in left)
-        self.made.unmatched.update(self.deep.graph.node(many[j]).name for j in right)
-        return found
+            alignment, only_few, only_many = align_loosely(a, b, self.extrapolation.periods_between)
+        self.changes.unmatched.update(self.shallow.graph.node(few[i]).name for i in only_few)
+        self.changes.unmatched.update(self.deep.graph.node(many[j]).name for j in only_many)
+        return alignment
 
-    def operator(self, few: int, many: int) -> None:
+    def extrapolate_operator(self, few: int, many: int) -> None:
         """Extrapolate a host node and the GPU operations it launched."""
         nodes = self.deep.graph.nodes
         texts, grows = self._texts(few, many)
-        some, more = self.shallow.launched.get(few, []), self.deep.launched.get(many, [])
-        grows = grows or len(some) != len(more)
-        self.made.change(many, **texts, **self._amounts(few, many))
-        for kernel in more:  # those that carry the operator's operands
+        few_gpu = self.shallow.launched.get(few, [])
+        many_gpu = self.deep.launched.get(many, [])
+        grows = grows or len(few_gpu) != len(many_gpu)
+        self.changes.change(many, **texts, **self._amounts(few, many))
+        for kernel in many_gpu:
+            # A GPU node that records the operands of its operator gets the new ones too.
             carried = {c: t for c, t in texts.items()
                        if getattr(nodes, c)[kernel] == getattr(nodes, c)[many]}  # fmt: skip
-            self.made.change(kernel, **carried)
+            self.changes.change(kernel, **carried)
         if grows:
             self._time([few], [many], 1)
-        runs, others = _runs(self.shallow, some), _runs(self.deep, more)
+        runs, others = _runs(self.shallow, few_gpu), _runs(self.deep, many_gpu)
         if [name for name, _ in runs] != [name for name, _ in others]:
-            self._time(some, more, len(more))
+            self._time(few_gpu, many_gpu, len(many_gpu))
             return
         for (_, a), (_, b) in zip(runs, others, strict=True):
-            count = max(len(b), self.stretch.number(len(a), len(b)))
+            count = max(len(b), self.extrapolation.value(len(a), len(b)))
             if count > len(b):
-                self.made.units.append(([b[_full(b)]], count - len(b)))
+                self.changes.units.append(([b[_full(b)]], count - len(b)))
             if grows:
                 self._time(a, b, count)
             if len(a) == len(b):
-                for one, other in zip(a, b, strict=True):
-                    self.made.change(other, **self._amounts(one, other))
+                for node, other in zip(a, b, strict=True):
+                    self.changes.change(other, **self._amounts(node, other))
                     if self.deep.graph.communication[other]:
-                        self.made.change(other, **self._texts(one, other)[0])
+                        self.changes.change(other, **self._texts(node, other)[0])
 
-    def end(
+    def extrapolate_end_layer(
         self, few: dict[int, list[int]], many: dict[int, list[int]], layer: int, first: bool
     ) -> None:
         """Extrapolate what grows in a first or last layer that both captures have."""
         same = layer if first else layer - self.deep.layers + self.shallow.layers
         a, b = (
-            list(one.hosted(blocks.get(at, [])))
-            for blocks, at, one in ((few, same, self.shallow), (many, layer, self.deep))
+            list(capture.hosted(blocks.get(at, [])))
+            for blocks, at, capture in ((few, same, self.shallow), (many, layer, self.deep))
         )
-        names = [[one.graph.node(n).name for n in block]
-                 for one, block in ((self.shallow, a), (self.deep, b))]  # fmt: skip
+        names = [[capture.graph.node(n).name for n in block]
+                 for capture, block in ((self.shallow, a), (self.deep, b))]  # fmt: skip
         if names[0] == names[1]:
-            self.made.pairs += zip(a, b, strict=True)
+            self.changes.pairs += zip(a, b, strict=True)
             for i, j in zip(a, b, strict=True):
                 if self._texts(i, j)[0]:
-                    self.operator(i, j)
+                    self.extrapolate_operator(i, j)
 
     def _texts(self, few: int, many: int) -> tuple[dict[str, Any], bool]:
-        """Return the operand columns that change, and whether the operands do."""
+        """Return the operand columns to change, and whether the operands grow with depth."""
         first, second = self.shallow.graph.node(few), self.deep.graph.node(many)
         columns: dict[str, Any] = {}
         grows = False
@@ -436,9 +454,9 @@ class _Matching:
             if before == after:
                 continue
             grows = True
-            text = rule(before, after, self.stretch)
+            text = rule(before, after, self.extrapolation)
             if text is None:
-                self.made.unruled[second.name] += 1
+                self.changes.unruled[second.name] += 1
             elif text != after:
                 columns[column] = text
         return columns, grows
@@ -449,24 +467,28 @@ class _Matching:
             before = int(getattr(self.shallow.graph.nodes, column)[few])
             after = int(getattr(self.deep.graph.nodes, column)[many])
             if before != after and UNKNOWN not in (before, after):
-                changed[column] = self.stretch.number(before, after)
+                changed[column] = self.extrapolation.value(before, after)
         return changed
 
     def _time(self, few: list[int], many: list[int], count: int) -> None:
-        """Let `many` nodes, and copies of one up to `count`, take the time on the line in all."""
+        """Set durations so that `count` launches take the extrapolated time in total.
+
+        There are `len(many)` of them in the deep capture; the others are copies of one.
+        """
         if not many:
             return
         durations = {node: int(self.deep.graph.nodes.duration_ns[node]) for node in many}
         before = int(self.shallow.graph.nodes.duration_ns[few].sum())
         after = sum(durations.values())
         total = after + (count - len(many)) * durations[many[_full(many)]]
-        wanted = self.stretch.number(before, after)
+        target = self.extrapolation.value(before, after)
         for node, duration in durations.items():
-            self.made.change(node, duration_ns=round(duration * wanted / total) if total else 0)
+            self.changes.change(node, duration_ns=round(duration * target / total) if total else 0)
 
 
-def _keys(one: LayeredGraph, members: list[int]) -> list[tuple[Any, ...]]:
-    nodes, strings = one.graph.nodes, one.graph.strings
+def _keys(capture: LayeredGraph, members: list[int]) -> list[tuple[Any, ...]]:
+    """Return the alignment key of each node."""
+    nodes, strings = capture.graph.nodes, capture.graph.strings
     return [
         (
             strings[int(nodes.name[node])],
@@ -479,11 +501,13 @@ def _keys(one: LayeredGraph, members: list[int]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _runs(one: LayeredGraph, members: list[int]) -> list[tuple[str, list[int]]]:
-    """Group the GPU operations of one operator by name, neighbours of one name together."""
-    return [(name, list(run)) for name, run in groupby(members, lambda n: one.graph.node(n).name)]
+def _runs(capture: LayeredGraph, members: list[int]) -> list[tuple[str, list[int]]]:
+    """Group consecutive GPU operations of the same name."""
+    names = groupby(members, lambda node: capture.graph.node(node).name)
+    return [(name, list(run)) for name, run in names]
 
 
 def _full(run: list[int]) -> int:
-    """Return the place in a run of launches to repeat: the last one is not full."""
+    """Return the position in a run of launches to repeat."""
+    # The last launch of a foreach operator covers the remaining tensors only.
     return len(run) - 2 if len(run) > 1 else 0

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from onerank.converters.expand.layers.ddp_buckets import find_buckets, find_calls, with_calls
+from onerank.converters.expand.layers.ddp_buckets import (
+    find_bucket_calls,
+    find_buckets,
+    insert_bucket_calls,
+)
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Phase, Reason
 
 MIB = 1 << 20
@@ -76,22 +80,22 @@ def test_buckets_follow_from_the_sizes():
 
 def test_calls_are_taken_out_and_put_back_as_they_were():
     graph = backward(SIZES, CALLS)
-    found = find_calls(graph)
+    found = find_bucket_calls(graph)
     assert found is not None
     without = found.without()
     assert not without.communication.any()
     assert len(without) == len(graph) - 4
-    again = with_calls(without, found)
+    again = insert_bucket_calls(without, found)
     assert calls(again) == calls(graph)
     assert len(again.edges) == len(graph.edges)
-    assert find_calls(again) is not None
+    assert find_bucket_calls(again) is not None
 
 
 def test_a_longer_backward_has_the_calls_of_its_own_sizes():
-    found = find_calls(backward(SIZES, CALLS))
+    found = find_bucket_calls(backward(SIZES, CALLS))
     assert found is not None
     longer = [2, 10, 10, 10, 1, 10, 10, 10, 1, 40, 3]
-    made = with_calls(backward(longer, []), found)
+    made = insert_bucket_calls(backward(longer, []), found)
     assert calls(made) == calls(backward(longer, [(0, 2), (3, 30), (7, 31), (9, 41), (10, 3)]))
 
 
@@ -101,4 +105,4 @@ def test_a_longer_backward_has_the_calls_of_its_own_sizes():
     ids=["one missing", "a smaller cap", "other bytes"],
 )
 def test_calls_that_do_not_follow_so_are_left_alone(others):
-    assert find_calls(backward(SIZES, others)) is None
+    assert find_bucket_calls(backward(SIZES, others)) is None

@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
 from onerank.converters.expand.layers.nonlayer_nodes import (
     DepthExtrapolation,
     align,
-    stretch_shapes,
-    stretch_types,
-    stretched,
+    extrapolate_shapes,
+    extrapolate_types,
+    repeat_units,
 )
 from onerank.ir import Edges, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
-from onerank.ir.errors import DepthError
 
 FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
 
@@ -275,42 +275,44 @@ def test_at_its_own_depth_the_capture_is_returned_with_the_lines():
 
 
 REFUSED = {
-    "one depth": ({4: step(4)}, 8, None, "at least two depths from 1 to 8"),
-    "deeper than the model": ({2: step(2), 9: step(9)}, 8, None, "at least two depths from 1 to 8"),
+    "one depth": ({4: step(4)}, 8, None, "depth-too-few-captures", "from 1 to 8"),
+    "deeper than the model": (
+        {2: step(2), 9: step(9)}, 8, None, "depth-too-few-captures", "from 1 to 8",
+    ),
     "half a period": (
         {3: step(3, turns=2), 4: step(4, turns=2)}, 8, None,
-        "repeat every 2, and 3 holds no whole period, or does not differ from 8 by whole periods",
+        "depth-capture-layers", "they repeat every 2, and 3 contains no whole period",
     ),
     "no period": (
         {2: step(2, turns=9), 6: step(6, turns=9)}, 8, None,
-        "layers 1 and 2 differ, in the forward pass mm stands against mm",
+        "depth-no-period", "layers 1 and 2 differ, mm versus mm in the forward pass",
     ),
-    "not as it is said": (
+    "another period": (
         {2: step(2, turns=2), 4: step(4, turns=2)}, 8, Pattern(0, 1),
-        "should repeat every 1, and those captured do not",
+        "depth-layers-differ", "should repeat every 1",
     ),
-    "unlike in the middle": (
+    "a different layer in the middle": (
         {4: step(4), 8: step(8, extra=(4,))}, 12, Pattern(0, 1),
-        "layers 3 and 4 differ, in the forward pass 4 nodes stand against 6",
+        "depth-layers-differ", "layers 3 and 4 differ, 4 versus 6 nodes in the forward pass",
     ),
     "no layers": (
-        {2: step(1), 4: step(1)}, 8, None, "numbered modules model.layers.0-0: expected one list",
+        {2: step(1), 4: step(1)}, 8, None, "depth-no-layer-list", "modules model.layers.0-0;",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_captures_that_do_not_suffice(case):
-    graphs, depth, pattern, message = REFUSED[case]
-    with pytest.raises(DepthError) as caught:
+    graphs, depth, pattern, code, detail = REFUSED[case]
+    with raises_code(code) as caught:
         extrapolate(graphs, depth, pattern)
-    assert message in str(caught.value)
+    assert detail in str(caught.value)
 
 
 def test_first_and_last_layers_may_differ():
     made = extrapolate({4: step(4), 6: step(6, extra=(1, 5))}, 8)
     notes = made.job.measurement.notes
-    assert "layers 1 of the 6 captured differ from those between, and stay as captured" in notes
+    assert "layers 1 of the 6 captured differ from the others, and stay as captured" in notes
     names = [node.text("module") for node in made if node.name == "relu"]
     assert names == ["model.layers.1", "model.layers.7"]
 
@@ -321,13 +323,13 @@ def test_calls_that_span_layers_are_refused():
     sizes = graphs[4].nodes.comm_bytes.copy()
     sizes[np.flatnonzero(graphs[4].communication)[0]] += 4096  # in the first layer alone
     graphs[4] = graphs[4].with_columns(comm_bytes=sizes)
-    with pytest.raises(DepthError) as caught:
+    with raises_code("depth-calls-span-layers") as caught:
         extrapolate(graphs, 8, Pattern(0, 1))
     assert "communicate 8320 and 20736 bytes, which makes 45568 at 8 layers" in str(caught.value)
-    assert "make 37376: some span layers" in str(caught.value)
+    assert "make 37376" in str(caught.value)
 
 
-def test_operators_of_one_capture_alone_are_told():
+def test_operators_of_only_one_capture_are_noted():
     short, long = Step(2), Step(4)
     long.host("print", FORWARD_THREAD, "", Phase.OPTIMIZER)
     short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
@@ -338,7 +340,7 @@ def test_operators_of_one_capture_alone_are_told():
     assert (names.count("print"), names.count("item"), names.count("read")) == (1, 8, 8)
 
 
-def test_what_a_process_works_out_once_is_set_aside():
+def test_operators_that_run_once_per_process_are_ignored():
     """DTensor infers the operands of a new shape, which the later capture has in its cache."""
 
     def loop(layers: int, cached: bool) -> Graph:
@@ -370,7 +372,7 @@ def test_what_a_process_works_out_once_is_set_aside():
 def test_a_surplus_is_a_unit_repeated(shallow, deep, between, expected):
     found = align(shallow, deep, between)
     assert found is not None
-    assert "".join(stretched(deep, found.units, beyond=2)) == expected
+    assert "".join(repeat_units(deep, found.units, beyond=2)) == expected
 
 
 def test_a_surplus_that_is_no_repetition():
@@ -379,18 +381,20 @@ def test_a_surplus_that_is_no_repetition():
 
 
 def test_operands_stretch():
-    stretch = DepthExtrapolation(between=1, beyond=2)
-    assert stretch_shapes("[[[5],[1,2],[9]],[3]]", "[[[5],[1,2],[1,2],[9]],[4]]", stretch) == (
-        "[[[5],[1,2],[1,2],[1,2],[1,2],[9]],[6]]"
-    )
-    assert stretch_types('["GenericList[A,B]"]', '["GenericList[A,B,B]"]', stretch) == (
+    extrapolation = DepthExtrapolation(periods_between=1, periods_beyond=2)
+    assert extrapolate_shapes(
+        "[[[5],[1,2],[9]],[3]]", "[[[5],[1,2],[1,2],[9]],[4]]", extrapolation
+    ) == ("[[[5],[1,2],[1,2],[1,2],[1,2],[9]],[6]]")
+    assert extrapolate_types('["GenericList[A,B]"]', '["GenericList[A,B,B]"]', extrapolation) == (
         '["GenericList[A,B,B,B,B]"]'
     )
-    assert stretch_shapes("[[5]]", '[[5],"other"]', stretch) is None
+    assert extrapolate_shapes("[[5]]", '[[5],"other"]', extrapolation) is None
 
 
-def test_a_model_too_shallow_to_leave_layers_out_is_told_so():
-    with pytest.raises(DepthError, match=r"must have at least 4: leave --capture-layers out$"):
+def test_a_model_too_shallow_to_leave_layers_out_is_refused():
+    with raises_code("depth-capture-layers") as caught:
         check_depths([1, 2], 2, Pattern(1, 1))
-    with pytest.raises(DepthError, match=r"must have at least 4: try --capture-layers 3,4$"):
+    assert str(caught.value).endswith("at least 4\n  leave --capture-layers out")
+    with raises_code("depth-capture-layers") as caught:
         check_depths([2, 3], 8, Pattern(1, 1))
+    assert str(caught.value).endswith("at least 4\n  try --capture-layers 3,4")
