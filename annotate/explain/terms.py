@@ -57,9 +57,9 @@ def work_lines(kernels: KernelFeatures, gpu: Gpu) -> Lines:
 
 
 def figure_lines(kernels: KernelFeatures, gpu: Gpu, beside: Gpu | None = None) -> Lines:
-    """Return the figures of a description that the terms are made of, and where each is from.
+    """Return the figures of a description that enter the terms, with their sources.
 
-    Of a GPU `beside` itself, with figures that are set, only these.
+    If `beside` is the same GPU without overrides, return only overridden figures.
     """
     if kernels.over_link[0]:
         return []
@@ -170,7 +170,7 @@ def interval_lines(
     there: Gpu,
     others: Others,
 ) -> Lines:
-    """Return the interval of a prediction; `here` is None where nobody measured the kernel."""
+    """Return the interval of a prediction; `here` is None if the kernel was not measured."""
     moved, rules, doubt = made
     c = shipped()
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
@@ -211,14 +211,14 @@ def interval_lines(
 
 
 def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
-    """Return what figures that are set make of a time that was looked up without them.
+    """Return a looked-up time after the target's figures were overridden.
 
     Args:
-        told: what was looked up, in ns, float64[1].
-        rules: by what rule, uint8[1].
-        before: what the model says of it, float64[1].
-        after: the same with the figures set, float64[1].
-        there: the target with them.
+        told: the looked-up time, in ns, float64[1].
+        rules: its rule, uint8[1].
+        before: the model's prediction without overrides, float64[1].
+        after: the model's prediction with them, float64[1].
+        there: the target with overrides.
     """
     if rules[0] not in BY_DATABASE:
         return []
@@ -246,7 +246,7 @@ def least_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
 
 
 def wave_lines(kernels: KernelFeatures, there: Gpu) -> Lines:
-    """Return how the tiles fall on another number of SMs, where that is what is asked."""
+    """Return how tiles divide over another number of SMs, if the SM count is overridden."""
     before = there.as_described
     if before.sm_count == there.sm_count:
         return []
@@ -303,7 +303,7 @@ def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
 
 
 def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -> Lines:
-    """Return how an operator that nobody measured is costed: by datasheet, and by its tiles."""
+    """Return how an unmeasured operator is costed: by datasheet, and by its tiles."""
     moved, rule = made
     rate = kernels.rates(there).sustained[0]
     passes = float(kernels.passes[0])

@@ -11,18 +11,18 @@ from onerank.annotate.models.residual import issue_rate
 I64 = npt.NDArray[np.int64]
 
 MODEL = "datasheet"
-"""What the annotation of a graph says that nobody measured."""
+"""Model name in the annotation of a graph that was not measured."""
 
 
 def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
-    The floor is that of the operator's class, see `launch_floors`; memory streams the bytes as many
-    times over as the operator's kernels do, see `passes`; bandwidth is the achievable, rates are
-    the sustained ones. A data type that the target has no units for runs at the rate of a wider
-    one, see `kernels`. Where there is none either, and for an operator without formula, memory
-    alone counts. Elements that are handled one by one take cycles of the SMs. Of a recurrent layer
-    that is told of each of its products, step by step, see `record.Part`.
+    The floor is that of the operator's class (see `launch_floors`). Memory streams the bytes as
+    often as the operator's kernels do (see `passes`), at the achievable bandwidth; rates are the
+    sustained ones. A dtype without units on the target runs at the rate of a wider one (see
+    `kernels`). Without any rate, or without a formula for the operator, only memory counts.
+    Elements handled one by one take cycles of the SMs. A recurrent layer is costed GEMM by GEMM,
+    step by step (see `record.Part`).
     """
     rates = kernels.rates(target)
     rate = rates.sustained
