@@ -125,7 +125,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def l2_partitions(self) -> int:
-        """Partitions of the last-level cache that each keep their own copy of data; 1 if not known."""
+        """Partitions of the last-level cache that each cache data separately; 1 if not known."""
         return round(self._scaled("l2_partitions", 1) or 1)
 
     @property

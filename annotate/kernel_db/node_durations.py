@@ -37,9 +37,7 @@ class Best(NamedTuple):
 
     @classmethod
     def of(cls, told: Lookups, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
-        """Return the database's durations where they are better, otherwise the model's times and
-        rules.
-        """
+        """Return the database's durations where they are better, else the model's."""
         return cls(
             np.where(better, told.time_ns, otherwise[0]),
             np.where(better, told.rules, otherwise[1]).astype(np.uint8),
@@ -91,9 +89,7 @@ def best_of(
 
 
 def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
-    """Return a note on the database: how many nodes it covers, and its versions against the
-    graph's.
-    """
+    """Return a note on the database: nodes it covers, and its versions against the graph's."""
     rows = [row for some in library.target.values() for row in some]
     days = sorted({row.date[:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -148,8 +144,7 @@ def best_resized(
     *,
     where: Mask,
 ) -> Best:
-    """Return the prediction with the narrower interval: a model's ratio of both sizes or the
-    database's.
+    """Return the narrower prediction: a model's ratio of both sizes or the database's.
 
     On the GPU that measured the step, a node takes its measured time times the ratio of the rows of
     both sizes; on another GPU the time of the new size's rows.

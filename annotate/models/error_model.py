@@ -65,10 +65,10 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
 
 
 def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
-    """Return the same for what is made of several products.
+    """Return the weight for calls that are made of several GEMMs.
 
-    1 for NVIDIA's GPUs as near as a T4: convolutions are told there by the tiles alone, and the
-    other model has them as one product, which on a V100 and a T4 takes half their time.
+    1 for NVIDIA GPUs as near as a T4: there the tiles alone predict convolutions. The other model
+    sees one GEMM, which takes half their time on a V100 and a T4.
     """
     near = _HELD[1] if gpu.is_nvidia else _PROVEN
     return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
@@ -148,12 +148,12 @@ TINY_NS = 3000
 
 
 class Uncertainty(NamedTuple):
-    """What is known of n look-ups beside their kind.
+    """Uncertainty of n look-ups, in addition to that of their kind.
 
     Attributes:
-        own: standard deviation in ln of each, beside that of its kind, float64[n].
+        own: standard deviation in ln of each, in addition to that of its kind, float64[n].
         otherwise: whether the row was measured with other versions than the trace, bool[n].
-        loosely: whether the time depends on more than the call tells, bool[n].
+        loosely: whether the time depends on more than the key records, bool[n].
     """
 
     own: F64
@@ -241,14 +241,14 @@ def least_known(source: Gpu | None, target: Gpu) -> Gpu:
 
 
 def widening(target: Gpu, c: Coefficients, kind: str) -> float:
-    """Return the factor on the errors of a kind of prediction for a GPU unlike those fitted to.
+    """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
-    With a die family left out of the fit, errors grew by about a quarter for each unit that it was
-    outside, see `likeness`; none was more than 1.3 outside, so beyond they grow faster. The rules
-    for `_UNFITTED` know no GPU better than another; what was looked up on the GPU itself, or goes
-    from one size to another by its bytes, is not widened. Nor is what goes by bandwidth, on GPUs of
-    the vendor of those measured: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and
-    elementwise kernels of 30 us and more are as near their roofline as on an A100.
+    With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
+    `likeness`). None was more than 1.3 outside, so errors grow faster beyond. The rules for
+    `_UNFITTED` kinds do not know one GPU better than another. Look-ups on the GPU itself, and
+    changes of size by bytes, are not widened. Nor is anything memory-bound on GPUs of the measured
+    vendor: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us
+    and more are as close to their roofline as on an A100.
     """
     if kind in _WITHOUT_MODEL:
         return 1.0

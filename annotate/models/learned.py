@@ -37,12 +37,12 @@ def predict_by_ratio(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple
 
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
 
-    Rates are datasheet peaks, of the kernel's own data type or, where a GPU has no units for it,
-    of a wider one (counted; see `kernels`). A kernel is compute-bound when its
-    FLOPs per byte exceed the source GPU's peak FLOPS over its peak bandwidth. Of a kernel whose
-    FLOPs are not known: matrix products and attention go by the 16-bit peak, all others by
-    bandwidth, since what has no formula here is mostly fused pointwise work, sorting and scans,
-    which stream memory. Both are counted. See `measured` for what stays as it is.
+    Rates are datasheet peaks of the kernel's dtype or, if a GPU has no units for it, of a wider one
+    (counted; see `kernels`). A kernel is compute-bound if its FLOPs per byte exceed the source
+    GPU's peak FLOPS over its peak bandwidth. For kernels with unknown FLOPs, GEMMs and attention
+    use the 16-bit peak; others use bandwidth, since operators without formula are mostly fused
+    pointwise work, sorting and scans, which stream memory. Both are counted. See `measured` for
+    nodes that keep their duration.
     """
     by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
     rates, new_rates = kernels.rates(source), kernels.rates(target)
@@ -82,26 +82,27 @@ def predict_learned(
 ) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels.
 
-    A product's time on the target comes from its shape, see `tiles` and `misaligned`.
+    A GEMM's time on the target follows from its shape (see `gemm_tiles`) with fitted coefficients
+    (see `coefficients`). The measurement on the source also counts, as ln(measured / predicted on
+    the source):
 
-    The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
-    counts too, as ln(measured / predicted on the source):
+    1. To a GPU of the same die (H100 and H200), the share `same_die` carries over for GEMMs,
+    because libraries pick
+       the same kernels, and all of it for attention.
+    2. To another die, the share `product_carried` carries over, because libraries pick other
+    kernels, and all of the
+       excess beyond 1.0: such a kernel does more than the product, or has a bad layout. For forward
+       attention the share is `attention_carried`. Where nothing was fitted, the deviation is the
+       model's: for GEMMs in 8 bits the share is `eight_bit_carried`, for backward attention all.
+    3. For a GPU far from the fitted ones, part of the prediction is the residual model's (see
+    `likeness`). 4. For convolutions and recurrent layers, which are several GEMMs, all of it is.
+    From a V100 to a T4 and back
+       DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52 for the gradients of input
+       and filter; with the residual model 1.29, 1.32 and 1.47 (benchmarks/deepbench.py).
 
-    1. To a GPU of the same die, as H100 and H200 are, the part `same_die` of a product's is carried
-       over, for the libraries pick the same kernels, and all of attention's.
-    2. To another die the part `product_carried` is, for they pick others, and all of the excess
-       beyond 1.0: such a kernel does more than the product, or has a bad layout. Of forward
-       attention's the part `attention_carried` is. Where nothing was fitted, the deviation is the
-       model's: of products in 8 bits `eight_bit_carried` is, of backward attention all.
-    3. To a GPU unlike those fitted to, part goes by the residual model, see `likeness`.
-    4. Of convolutions and recurrent layers, made of several products, all of it is. From a V100 to
-       a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52 for the
-       gradients of input and filter; by the residual model 1.29, 1.32 and 1.47
-       (benchmarks/deepbench.py).
-
-    Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
-    and products in data types without matrix units, goes by the residual model. No kernel is
-    faster than the target's description allows, see `least`.
+    Attention becomes the kernel that the target runs (see `attention_kernels`). Everything else,
+    and GEMMs in dtypes without matrix units, uses the residual model. No kernel is faster than the
+    target's lower bound (see `least`).
     """
     c = coefficients or shipped()
     moved, rules = residual.predict(kernels, source, target)
@@ -150,14 +151,14 @@ def sorts_of(kernels: KernelFeatures, rows: Mask) -> npt.NDArray[np.int_]:
 def carried(
     deviation: F64, sort: npt.NDArray[np.int_], source: Gpu, target: Gpu, c: Coefficients
 ) -> F64:
-    """Return the part of ln(measured / predicted on the source) that the target shares.
+    """Return the share of ln(measured / predicted on the source) that carries over to the target.
 
     Args:
         deviation: float64[d].
         sort: a `Sort` for each.
         source: GPU it was measured on.
-        target: GPU predicted.
-        c: as fitted.
+        target: GPU to predict.
+        c: fitted coefficients.
     """
     if source.board == target.board:  # what if one of its figures were another
         return deviation
@@ -180,7 +181,7 @@ def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
 def predict_alone(
     kernels: KernelFeatures, target: Gpu, coefficients: Coefficients | None = None
 ) -> tuple[F64, U8]:
-    """Return (durations in ns, rules) of kernels that nobody measured, from shapes alone."""
+    """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""
     c = coefficients or shipped()
     moved, rules = from_datasheet(kernels, target)
     made, attention = by_tiles(kernels, target, c)
@@ -252,10 +253,10 @@ def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
 
 
 def by_parts(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
-    """Return the time of each node's whole operator that is made of several products, in ns.
+    """Return the time of each operator that is made of several GEMMs, in ns.
 
-    nan for others, and where the tiles have nothing to say. One product is done after another, each
-    beside the launches that it takes.
+    nan for other operators, and if the tiles do not apply. GEMMs run one after another, each with
+    its additional launches.
     """
     made = np.full(len(kernels.call), np.nan)
     composed = np.zeros(len(kernels.gemm), dtype=bool)

@@ -230,9 +230,7 @@ class Encoder:
         pieces.add(rows, texts, sizes)
 
     def _add_dependencies(self, pieces: Pieces, rows: I64) -> Numbers:
-        """Append `ctrl_deps` and `data_deps` as packed varints; return the `data_deps` of single
-        nodes.
-        """
+        """Append `ctrl_deps` and `data_deps` as packed varints; return single `data_deps`."""
         offsets, middle = self._deps.offsets, self._middle[rows]
         self._add_lists(pieces, offsets[rows], middle, b"\x22", 1)
         end = offsets[rows + 1]

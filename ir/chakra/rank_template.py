@@ -153,8 +153,7 @@ class Likeness:
         return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
 
     def record(self, node: int, ending: bytes) -> Record | None:
-        """Return a node with the group and peers of another file; None if `ending` is not a valid
-        ending.
+        """Return a node with the group and peers of another file; None for a bad `ending`.
 
         A valid ending has the attributes of the template's ending, in the same order and types.
 

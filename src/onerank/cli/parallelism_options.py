@@ -248,8 +248,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def loading_capture() -> Generator[None]:
-    """Import `onerank.capture` in this context: torch's log lines are off; a missing torch is an
-    error.
+    """Import `onerank.capture` in this context, with torch's log lines off.
 
     Raises:
         CaptureError: torch or transformers is not installed.
