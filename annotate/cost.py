@@ -95,29 +95,37 @@ def load_prices(path: Path) -> Prices:
     try:
         found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Prices)
     except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+        raise FormatError(
+            f"{path}: cannot be read: {error.strerror}", code="prices-unreadable"
+        ) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FormatError(f"{path}: not valid TOML: {error}") from None
+        raise FormatError(f"{path}: not valid TOML: {error}", code="prices-not-toml") from None
     except msgspec.ValidationError as error:
-        raise FormatError(f"{path}: {error}") from None
+        raise FormatError(f"{path}: {error}", code="prices-malformed") from None
     for sort, table in (("rent", found.rent), ("own", found.own)):
         for gpu, entry in table.items():
             for name, value in msgspec.structs.asdict(entry).items():
                 _check(f"{path}: {sort}.{gpu}.{name}", name, value)
     if not found.rent and not found.own:
-        raise FormatError(f"{path}: lists no price; give [rent.GPU] or [own.GPU] tables")
+        raise FormatError(
+            f"{path}: lists no price; give [rent.GPU] or [own.GPU] tables", code="prices-empty"
+        )
     return found
 
 
 def _check(where: str, name: str, value: object) -> None:
     if isinstance(value, str):
         if not value.strip():
-            raise FormatError(f"{where} is empty; say where the price is from")
+            raise FormatError(
+                f"{where} is empty; say where the price is from", code="prices-no-source"
+            )
         return
     bounds = _BOUNDS[name]
     if not isinstance(value, float) or math.isnan(value) or not bounds.low <= value <= bounds.high:
         raise FormatError(
-            f"{where} is {value}, outside {bounds.low:g} to {bounds.high:g}: it is {bounds.meaning}"
+            f"{where} is {value}, outside {bounds.low:g} to {bounds.high:g}: it is "
+            f"{bounds.meaning}",
+            code="prices-out-of-range",
         )
 
 
@@ -216,7 +224,9 @@ def report_cost(
         bills.append(_bill("own", hourly, job, tuple(lines)))
     if not bills:
         known = ", ".join(dict.fromkeys([*prices.rent, *prices.own]))
-        raise AnnotateError(f"{path}: no price for {name}; it has prices for {known}")
+        raise AnnotateError(
+            f"{path}: no price for {name}; it has prices for {known}", code="prices-no-gpu"
+        )
     notes = [
         "the step is as long as this rank's: what a slower rank or the network adds is not in it"
     ]

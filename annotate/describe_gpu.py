@@ -160,7 +160,8 @@ def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
         raise TargetError(
             f"measured: {error}. Is it the description of another GPU? Give --base-gpu with the "
             "right "
-            "one"
+            "one",
+            code="gpu-measurement-mismatch",
         ) from None
     return made
 

@@ -201,7 +201,8 @@ def report_energy(
     if not timed.any():
         raise AnnotateError(
             "no compute node has a duration, so there is no energy to reckon; annotate the trace "
-            "for a GPU first"
+            "for a GPU first",
+            code="energy-no-durations",
         )
     c = coefficients_of(gpu, model)
     base = c.base + links / tdp
@@ -309,7 +310,8 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
         raise AnnotateError(
             f"the description of {gpu.name} lacks {' and '.join(lacking)}: set "
             f"{'them' if len(lacking) > 1 else 'it'} with "
-            f"{' '.join(f'--override {name}=WATTS' for name in lacking)}"
+            f"{' '.join(f'--override {name}=WATTS' for name in lacking)}",
+            code="energy-gpu-incomplete",
         )
     return gpu.tdp_w, gpu.idle_w
 

@@ -73,22 +73,30 @@ def capture_at_depths(
 def _check(layers: Sequence[int], options: Options) -> None:
     asked = ",".join(map(str, layers))
     if any(count < 1 for count in layers):
-        raise DepthError(f"--capture-layers {asked}: a model has at least 1 layer")
+        raise DepthError(
+            f"--capture-layers {asked}: a model has at least 1 layer", code="layers-below-one"
+        )
     if sorted(set(layers)) != list(layers):
-        raise DepthError(f"--capture-layers {asked}: expected ascending depths, each once")
+        raise DepthError(
+            f"--capture-layers {asked}: expected ascending depths, each once",
+            code="layers-not-ascending",
+        )
     if len(layers) < 2:
         raise DepthError(
             f"--capture-layers {asked}: one depth does not tell what a layer adds: name two, "
-            f"such as --capture-layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}"
+            f"such as --capture-layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}",
+            code="layers-one-depth",
         )
     if options.real_job:
         raise DepthError(
             "--capture-layers with --record-real-job: real ranks train the model they have; "
-            "choose one"
+            "choose one",
+            code="layers-with-real-job",
         )
     if options.world.sizes.get("pp", 1) > 1:
         raise DepthError(
             f"--capture-layers {asked} with --pp {options.world.sizes['pp']}: a pipeline stage "
             "has a part "
-            "of the layers already; capture the stage whole, or leave --pp out"
+            "of the layers already; capture the stage whole, or leave --pp out",
+            code="layers-with-pp",
         )

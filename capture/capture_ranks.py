@@ -61,7 +61,7 @@ def capture_ranks(
         CaptureError: a rank cannot be captured as asked, or which ranks are alike is not known.
     """
     if not script.is_file():
-        raise CaptureError(f"{script}: no such script")
+        raise CaptureError(f"{script}: no such script", code="script-missing")
     itself = uses_torch_distributed(script, options)
     _check(script, options, ranks, itself=itself)
     check_free(options.raw_dir)
@@ -97,24 +97,28 @@ def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itsel
     world = options.world
     if options.real_job:
         raise CaptureError(
-            "--ranks with --record-real-job: every real rank is captured; leave --ranks out"
+            "--ranks with --record-real-job: every real rank is captured; leave --ranks out",
+            code="ranks-with-real-job",
         )
     if ranks is None:
         if world.size == 1:
             raise CaptureError(
                 "--ranks distinct: the world has 1 rank; name its axes (--tp, --pp, ...), or "
-                "leave --ranks out"
+                "leave --ranks out",
+                code="ranks-of-one",
             )
         if itself:
             raise CaptureError(
                 f"--ranks distinct: {script} uses torch.distributed itself, so that it alone knows "
-                f"which ranks do the same work: {_named(world)}"
+                f"which ranks do the same work: {_named(world)}",
+                code="ranks-classes-unknown",
             )
         if world.ep > 1 and options.moe_routing == MODEL:
             raise CaptureError(
                 f"--ranks distinct: --moe-routing {MODEL} leaves it to the model's router which "
                 "ranks receive how many tokens, so that it is not known which are alike: name the "
-                "ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE"
+                "ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE",
+                code="ranks-model-routing",
             )
         return
     text = ",".join(map(str, ranks))
@@ -122,10 +126,11 @@ def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itsel
     if outside:
         raise CaptureError(
             f"--ranks {text}: the world has {world}; expected 0 to {world.size - 1}, found "
-            f"{', '.join(map(str, outside))}"
+            f"{', '.join(map(str, outside))}",
+            code="ranks-out-of-range",
         )
     if len(set(ranks)) < len(ranks):
-        raise CaptureError(f"--ranks {text}: expected each rank once")
+        raise CaptureError(f"--ranks {text}: expected each rank once", code="ranks-repeated")
 
 
 def _named(world: World) -> str:
@@ -146,7 +151,8 @@ def _check_told(
     if classes != expected:
         raise CaptureError(
             f"rank {rank} tells other classes of equal ranks than rank {first} ({_places(classes)} "
-            f"against {_places(expected)}): let the script build the same model on every rank"
+            f"against {_places(expected)}): let the script build the same model on every rank",
+            code="ranks-classes-differ",
         )
 
 

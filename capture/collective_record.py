@@ -131,7 +131,9 @@ def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
         if tensor.dtype not in _DTYPES:
             raise CaptureError(
                 f"{collective} of dtype {tensor.dtype}: the recorder knows "
-                f"{', '.join(_DTYPES.values())}; view the tensor as one of them (uint8 always fits)"
+                f"{', '.join(_DTYPES.values())}; view the tensor as one of them (uint8 always "
+                "fits)",
+                code="collective-unknown-dtype",
             )
         dtypes.add(_DTYPES[tensor.dtype])
         elements += tensor.numel()
@@ -143,5 +145,7 @@ def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
     if collective == "all_gather":  # it only moves bytes, and NCCL takes mixed types there
         return Payload("uint8", size, size)
     raise CaptureError(
-        f"one {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue one call for each"
+        f"one {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue one call for "
+        "each",
+        code="collective-mixed-dtypes",
     )

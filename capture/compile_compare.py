@@ -103,7 +103,8 @@ def capture_compiled(
     if not kernels:
         raise CaptureError(
             f"{script}: under --compile {mode} Inductor generated no kernel: the script calls no "
-            "module that can be compiled, or compiles with another backend"
+            "module that can be compiled, or compiles with another backend",
+            code="compile-no-kernel",
         )
     return CompiledCapture(eager, compiled, kernels, by_script, roots)
 

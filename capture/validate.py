@@ -55,18 +55,20 @@ def validate(script: Path, options: Options) -> bool:
         CaptureError: there is no such script, or an option is not for it or for the world.
     """
     if not script.is_file():
-        raise CaptureError(f"{script}: no such script")
+        raise CaptureError(f"{script}: no such script", code="script-missing")
     world = options.world
     if not 0 <= options.rank < world.size:
         raise CaptureError(
-            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
+            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
+            code="rank-out-of-range",
         )
     check_free(options.raw_dir)
     itself = uses_torch_distributed(script, options)
     if options.torchrun and not itself:
         raise CaptureError(
             "--torchrun runs a script as it is, and --sharding-plan slices its models: give one "
-            "of them"
+            "of them",
+            code="torchrun-with-plan",
         )
     if options.nproc_per_node is not None and (options.real_job or not itself):
         why = (
@@ -77,7 +79,8 @@ def validate(script: Path, options: Options) -> bool:
         raise CaptureError(
             f"--nproc-per-node {options.nproc_per_node} is what torchrun would be given, and "
             f"{why}: "
-            "leave it out"
+            "leave it out",
+            code="nproc-unused",
         )
     if options.true_local_rank and (options.real_job or not itself):
         why = (
@@ -87,14 +90,16 @@ def validate(script: Path, options: Options) -> bool:
         )
         raise CaptureError(
             f"--true-local-rank tells ranks that torchrun would start their LOCAL_RANK, and {why}: "
-            "leave it out"
+            "leave it out",
+            code="local-rank-unused",
         )
     ranks_per_node(world.size, options.nproc_per_node)
     if options.sequence_parallel and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
             f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
             if itself
-            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
+            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}",
+            code="sp-unused",
         )
     if options.cp_comm != "all_gather" and (itself or "cp" not in world.sizes):
         raise CaptureError(
@@ -102,18 +107,21 @@ def validate(script: Path, options: Options) -> bool:
             f"--cp, but {script.name} distributes itself"
             if itself
             else f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks "
-            f"of --cp, and the world has {world}"
+            f"of --cp, and the world has {world}",
+            code="cp-comm-unused",
         )
     if options.pp_layers and (itself or "pp" not in world.sizes):
         why = f"{script.name} distributes itself" if itself else f"the world has {world}"
         raise CaptureError(
-            f"--pp-layers says how many layers each stage of --pp has, and {why}: leave it out"
+            f"--pp-layers says how many layers each stage of --pp has, and {why}: leave it out",
+            code="pp-layers-unused",
         )
     if itself and options.data_parallel is not None:
         raise CaptureError(
             f"{script} {'is given --torchrun' if options.torchrun else 'names torch.distributed'}, "
             "so it is run as it is, and --ddp, --fsdp and --zero are for scripts that do not: "
-            "leave them out; --dp then gives the world's shape only"
+            "leave them out; --dp then gives the world's shape only",
+            code="dp-strategy-unused",
         )
     return itself
 
@@ -170,7 +178,8 @@ def nothing_parallel(
         )
     return CaptureError(
         f"{script}: in its first steps in a world of {options.world} {found}. "
-        f"To capture it whole, leave the sizes out. {why}"
+        f"To capture it whole, leave the sizes out. {why}",
+        code="nothing-parallel",
     )
 
 
@@ -178,5 +187,6 @@ def nothing_routed(script: Path, options: Options) -> CaptureError:
     """Return the error of a script whose tokens are to be routed, and none of whose models is."""
     return CaptureError(
         f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
-        f"(--tp, --ep), and in a world of {options.world} it sliced none of {script}: leave it out"
+        f"(--tp, --ep), and in a world of {options.world} it sliced none of {script}: leave it out",
+        code="routing-unused",
     )

@@ -62,7 +62,8 @@ def scopes_of(graph: Graph, grain: Grain) -> Scoping:
     if not graph.job.modules:
         raise GraphError(
             "the trace holds no table of the model's modules, so their layers and roles are not "
-            "known: capture the script again, or leave the grain out"
+            "known: capture the script again, or leave the grain out",
+            code="graph-no-modules",
         )
     table = {module.path: module for module in graph.job.modules}
     unknown = Module(path="")

@@ -115,7 +115,9 @@ class Graph:
         """
         order, leftover = topological_order(self.edges)
         if len(leftover):
-            raise GraphError(f"the graph has a cycle: {self._name_cycle(leftover)}")
+            raise GraphError(
+                f"the graph has a cycle: {self._name_cycle(leftover)}", code="graph-cycle"
+            )
         return order
 
     def _name_cycle(self, leftover: npt.NDArray[np.int64]) -> str:

@@ -207,7 +207,8 @@ def explain(
     """
     if model not in ("auto", "learned"):
         raise AnnotateError(
-            f'the arithmetic shown is the learned model\'s; of "{model}" there is none to show'
+            f'the arithmetic shown is the learned model\'s; of "{model}" there is none to show',
+            code="explain-model-unsupported",
         )
     check_measured(graph)
     there = load_gpu(target) if isinstance(target, str) else target
@@ -215,7 +216,8 @@ def explain(
         raise AnnotateError(
             "the trace's nodes have counts of work and no times; each takes the launch floor and "
             "the longer of num_ops at the target's rate and tensor_size at its bandwidth, and "
-            "nothing else is known to explain"
+            "nothing else is known to explain",
+            code="explain-counted-work",
         )
     on_cpu = graph.job.device.runs_operators
     if on_cpu:
@@ -241,7 +243,8 @@ def _row_of(graph: Graph, found: OpCosts, node: int) -> int:
     if not len(rows):
         raise AnnotateError(
             f"no compute node has the id {node}; `onerank show --text` lists them, and host "
-            "operators and communication are not re-costed"
+            "operators and communication are not re-costed",
+            code="explain-unknown-node",
         )
     return int(rows[0])
 

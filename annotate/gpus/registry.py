@@ -52,7 +52,8 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
         return _read(path)
     raise TargetError(
         f'unknown GPU "{name_or_path}"{_near_gpus(_key(name_or_path))} `onerank gpus` lists all; '
-        "or give the path of a description (a .toml file)"
+        "or give the path of a description (a .toml file)",
+        code="gpu-unknown",
     )
 
 
@@ -97,11 +98,13 @@ def _read(path: Path) -> Gpu:
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
     except OSError as error:
-        raise TargetError(f"{path}: cannot be read: {error.strerror}") from None
+        raise TargetError(
+            f"{path}: cannot be read: {error.strerror}", code="gpu-file-unreadable"
+        ) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TargetError(f"{path}: not valid TOML: {error}") from None
+        raise TargetError(f"{path}: not valid TOML: {error}", code="gpu-file-not-toml") from None
     except (msgspec.ValidationError, TargetError) as error:
-        raise TargetError(f"{path}: {error}") from None
+        raise TargetError(f"{path}: {error}", code="gpu-file-malformed") from None
     return gpu
 
 
@@ -113,7 +116,9 @@ def _figures(data: dict[str, Any]) -> dict[str, Figure]:
             figures[name] = msgspec.convert(figure, Figure)
         except msgspec.ValidationError as error:
             form = f'{name} = {{ value = 1.0, source = "datasheet" }}'
-            raise TargetError(f"{name}: {error}; the form is {form}") from None
+            raise TargetError(
+                f"{name}: {error}; the form is {form}", code="gpu-override-malformed"
+            ) from None
     return figures
 
 
@@ -125,12 +130,16 @@ def check_gpu(gpu: Gpu) -> None:
             capability is none.
     """
     if not gpu.name.strip():
-        raise TargetError('name is empty: expected what the GPU is called, as name = "H100-SXM"')
+        raise TargetError(
+            'name is empty: expected what the GPU is called, as name = "H100-SXM"',
+            code="gpu-name-empty",
+        )
     given = gpu.compute_capability
     if given and not re.fullmatch(COMPUTE_CAPABILITY, given):
         raise TargetError(
             f'compute_capability is "{given}": expected CUDA\'s as major.minor, "8.6" of an A10; '
-            "leave it out for a GPU that has none"
+            "leave it out for a GPU that has none",
+            code="gpu-compute-capability",
         )
     check_figures(gpu.figures, gpu.sources)
 

@@ -142,50 +142,63 @@ def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> 
         del required["memory_achievable_fraction"]
     missing = [f"{name} ({required[name]})" for name in required if name not in figures]
     if missing:
-        raise TargetError(f"[figures] lacks {'; '.join(missing)}")
+        raise TargetError(f"[figures] lacks {'; '.join(missing)}", code="gpu-figures-missing")
     for name, figure in figures.items():
         about = RANGES[name]
         if not about.low <= figure.value <= about.high:
             raise TargetError(
                 f"{name} is {figure.value:g}, outside {about.low:g} to {about.high:g}: "
-                f"it is {about.meaning}"
+                f"it is {about.meaning}",
+                code="gpu-figure-out-of-range",
             )
         if figure.source not in sources:
             raise TargetError(
                 f'{name} cites the source "{figure.source}", which is not under [sources]'
-                f"{did_you_mean(figure.source, sources)}"
+                f"{did_you_mean(figure.source, sources)}",
+                code="gpu-source-unlisted",
             )
     if figures["sm_count"].value % 1:
-        raise TargetError(f"sm_count is {figures['sm_count'].value:g}, not a whole number")
+        raise TargetError(
+            f"sm_count is {figures['sm_count'].value:g}, not a whole number", code="gpu-sm-count"
+        )
     _check_measured(figures)
     if {"idle_w", "tdp_w"} <= figures.keys() and figures["idle_w"].value >= figures["tdp_w"].value:
         raise TargetError(
             f"idle_w is {figures['idle_w'].value:g}, and must be below tdp_w, "
-            f"{figures['tdp_w'].value:g}: {RANGES['idle_w'].meaning}"
+            f"{figures['tdp_w'].value:g}: {RANGES['idle_w'].meaning}",
+            code="gpu-idle-power",
         )
     peaks = FRACTIONS.keys() & figures.keys()
     if not peaks:
-        raise TargetError(f"no peak rate; [figures] needs one of {', '.join(FRACTIONS)}")
+        raise TargetError(
+            f"no peak rate; [figures] needs one of {', '.join(FRACTIONS)}", code="gpu-no-peak-rate"
+        )
     for peak in sorted(peaks):
         measured = peak in TENSOR.values() and "measured_gemm_tflops" in figures
         if not measured and not figures.keys() & {*FRACTIONS[peak]}:
             names = " or ".join(FRACTIONS[peak])
             meaning = RANGES[FRACTIONS[peak][-1]].meaning
-            raise TargetError(f"{peak} has no sustained fraction; give {names} ({meaning})")
+            raise TargetError(
+                f"{peak} has no sustained fraction; give {names} ({meaning})",
+                code="gpu-no-sustained-fraction",
+            )
 
 
 def _check_measured(figures: Mapping[str, Figure]) -> None:
     """Refuse a measurement above the peak it is a part of."""
     if "measured_gemm_tflops" in figures and not figures.keys() & {*SIXTEEN_BIT}:
         raise TargetError(
-            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(SIXTEEN_BIT)} too"
+            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(SIXTEEN_BIT)} too",
+            code="gpu-no-16-bit-rate",
         )
     for name, peak in measured_of(figures):
         if name in figures:
             value, most = figures[name].value, figures[peak].value
             if value > most:
                 raise TargetError(
-                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can be"
+                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can "
+                    "be",
+                    code="gpu-figure-above-peak",
                 )
 
 
@@ -201,10 +214,12 @@ def refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
         TargetError: one is not known, or it is no table.
     """
     if not isinstance(found, dict):
-        raise TargetError(f"[{kind}s] is {found!r}, not a table")
+        raise TargetError(f"[{kind}s] is {found!r}, not a table", code="gpu-table-expected")
     for name in cast("dict[str, Any]", found):
         if name not in known:
-            raise TargetError(f'unknown {kind} "{name}"{did_you_mean(name, known)}')
+            raise TargetError(
+                f'unknown {kind} "{name}"{did_you_mean(name, known)}', code="gpu-unknown-key"
+            )
 
 
 _TEXT = {"type": "string", "minLength": 1}

@@ -154,12 +154,13 @@ def read_database(path: Path) -> pl.DataFrame:
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise DatabaseError(
             f"{path}: cannot be read as parquet ({first_line(error)}); expected a kernel "
-            "database, as `onerank bench -o` writes it"
+            "database, as `onerank bench -o` writes it",
+            code="database-unreadable",
         ) from None
     try:
         return _checked(table)
     except DatabaseError as error:
-        raise DatabaseError(f"{path}: {error}") from None
+        raise DatabaseError(f"{path}: {error}", code="database-malformed") from None
 
 
 def merge(tables: Sequence[pl.DataFrame]) -> Merged:
@@ -208,14 +209,21 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
     if lacking:
         raise DatabaseError(
             f"lacks the column{'s' * (len(lacking) > 1)} {', '.join(lacking)}; a kernel database "
-            f"has {', '.join(SCHEMA)}"
+            f"has {', '.join(SCHEMA)}",
+            code="database-missing-column",
         )
     foreign = [name for name in table.columns if name not in SCHEMA]
     if foreign:
-        raise DatabaseError(f"has a column {foreign[0]} that a kernel database does not know")
+        raise DatabaseError(
+            f"has a column {foreign[0]} that a kernel database does not know",
+            code="database-unknown-column",
+        )
     for name, kind in SCHEMA.items():
         if table.schema[name] != kind:
-            raise DatabaseError(f"column {name} holds {table.schema[name]}, expected {kind}")
+            raise DatabaseError(
+                f"column {name} holds {table.schema[name]}, expected {kind}",
+                code="database-column-type",
+            )
     _refuse(table, pl.any_horizontal(pl.col(*_required()).is_null()), "a required value is missing")
     _refuse(table, _holes("shapes", "dtypes", "kernels", "kernel_ns"), "a list has an empty place")
     _refuse(table, ~pl.col("l2").is_in([COLD, WARM]), f'l2 is neither "{COLD}" nor "{WARM}"')
@@ -246,7 +254,8 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
     if double:
         raise DatabaseError(
             f"{double} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
-            "the latest of each"
+            "the latest of each",
+            code="database-repeated-rows",
         )
     return table.select(SCHEMA.names())
 
@@ -265,4 +274,6 @@ def _refuse(table: pl.DataFrame, wrong: pl.Expr, why: str) -> None:
     found: Any = table.select(wrong.fill_null(value=False).arg_true()).to_series()
     if len(found):
         operator = table["operator"][int(found[0])]
-        raise DatabaseError(f"row {found[0]} ({operator}): {why}; {len(found)} such rows")
+        raise DatabaseError(
+            f"row {found[0]} ({operator}): {why}; {len(found)} such rows", code="database-bad-row"
+        )

@@ -159,7 +159,8 @@ def library_for(
     """
     if databases and not model.looks_up:
         raise AnnotateError(
-            f"the {model.name} model looks nothing up: leave the kernel database out, or the model"
+            f"the {model.name} model looks nothing up: leave the kernel database out, or the model",
+            code="database-model-ignores",
         )
     source, target = gpus[0], gpus[1].as_described
     if source == target or not model.looks_up:
@@ -189,7 +190,8 @@ def open_library(
         if not any(is_called(gpu, name) for gpu in gpus for name in held):
             whose = f"measured on {', '.join(held)}" if held else "empty"
             raise AnnotateError(
-                f"{path}: a kernel database {whose}, and the target is {target.name}; leave it out"
+                f"{path}: a kernel database {whose}, and the target is {target.name}; leave it out",
+                code="database-other-gpu",
             )
         tables.append(table)
     if not tables:
@@ -200,7 +202,8 @@ def open_library(
         told = ", ".join(str(path) for path in given)
         raise AnnotateError(
             f"{told}: measured on {gpus[-1].name} alone, which serves only beside rows of the "
-            f"target {target.name}; give a database of it too, or leave it out"
+            f"target {target.name}; give a database of it too, or leave it out",
+            code="database-source-only",
         )
     return library
 

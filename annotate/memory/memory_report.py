@@ -104,7 +104,8 @@ def report_memory(
     if measured.memory is None and not nodes and not measured.peak_memory_bytes:
         raise AnnotateError(
             "the trace tells nothing of memory: no node allocates and no peak was measured; "
-            "capture the step with `capture run`, which records both"
+            "capture the step with `capture run`, which records both",
+            code="memory-not-recorded",
         )
     device = _device(graph, target, beside_bytes)
     if measured.memory is None:

@@ -156,7 +156,10 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
         AnnotateError: the kernel asked for does not run on the target, or there is none such.
     """
     if asked not in CHOICES:
-        raise AnnotateError(f'unknown attention kernel "{asked}"; known are {", ".join(CHOICES)}')
+        raise AnnotateError(
+            f'unknown attention kernel "{asked}"; known are {", ".join(CHOICES)}',
+            code="attention-kernel-unknown",
+        )
     here, there = source.architecture, target.architecture
     if asked == "same":
         return Resolution(ran, ran, 1.0, 1.0, "as asked: the part of the peak that was measured")
@@ -194,14 +197,16 @@ def resolve_alone(target: Gpu, asked: str) -> Resolution:
     if asked == "same":
         raise AnnotateError(
             "the trace was captured on a CPU, so no attention kernel was measured that could stay "
-            "the same; leave `--kernel` out, or name one"
+            "the same; leave `--kernel` out, or name one",
+            code="attention-kernel-cpu",
         )
     _check_runs(asked, target)
     slowness = _SLOWNESS.get((asked, target.architecture))
     if slowness is None:
         raise AnnotateError(
             f"how much slower {asked} is on {target.architecture} than the kernel that libraries "
-            "run there was measured on no GPU; leave `--kernel` out"
+            "run there was measured on no GPU; leave `--kernel` out",
+            code="attention-kernel-unmeasured",
         )
     return Resolution("", asked, slowness.forward, slowness.backward, slowness.source)
 
@@ -216,4 +221,7 @@ def _check_runs(asked: str, target: Gpu, *beside: str) -> None:
     if there not in _RUN[asked]:
         able = [name for name, where in _RUN.items() if there in where]
         told = f"choose {', '.join([*able, *beside])}" if able or beside else "leave it out"
-        raise AnnotateError(f"{asked} does not run on {target.name} ({there}); {told}")
+        raise AnnotateError(
+            f"{asked} does not run on {target.name} ({there}); {told}",
+            code="attention-kernel-unsupported",
+        )

@@ -65,7 +65,8 @@ def work_of(
     if max(work.flops, work.bytes_read, work.bytes_written, call.output_bytes) >= _MOST:
         raise AnnotateError(
             f"{op} of shapes {inputs[0]} would be {max(work.flops, work.bytes_read):.3g} FLOPs or "
-            f"bytes: expected less than {_MOST:.3g}; are the sizes those of the step?"
+            f"bytes: expected less than {_MOST:.3g}; are the sizes those of the step?",
+            code="cost-too-large",
         )
     if fills and call.op in pointwise.WRITES_INTO_ZEROS:
         return replace(work, bytes_written=work.bytes_written + call.output_bytes)

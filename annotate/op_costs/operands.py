@@ -81,7 +81,8 @@ class Call:
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise AnnotateError(
                 f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
-                f"types of equal length, found {inputs[0]} and {inputs[1]}. Convert the trace anew"
+                f"types of equal length, found {inputs[0]} and {inputs[1]}. Convert the trace anew",
+                code="operands-unreadable",
             ) from error
 
     def tensor(self, position: int) -> Tensor | None:

@@ -105,12 +105,16 @@ def retyped(graph: Graph, found: OpCosts, dtype: str, target: Gpu) -> tuple[OpCo
             has no product to change.
     """
     if dtype not in _CHANGES:
-        raise AnnotateError(f'unknown data type "{dtype}"; known are {", ".join(DTYPES)}')
+        raise AnnotateError(
+            f'unknown data type "{dtype}"; known are {", ".join(DTYPES)}', code="dtype-unknown"
+        )
     _check_units(dtype, target)
     change, able = _CHANGES[dtype], _able(graph, found, dtype)
     if not able.any():
         why = _why_none(graph, found, dtype)
-        raise AnnotateError(f"no matrix product can change to {dtype}: {why}")
+        raise AnnotateError(
+            f"no matrix product can change to {dtype}: {why}", code="dtype-nothing-to-change"
+        )
     changed = np.zeros(len(found.works), dtype=bool)
     changed[found.call[able]] = True
     works = tuple(
@@ -183,7 +187,8 @@ def _check_units(dtype: str, target: Gpu) -> None:
     if dtype not in units:
         raise AnnotateError(
             f"{target.name} has no matrix units for {dtype}; it has them for "
-            f"{', '.join(units) or 'no data type'}"
+            f"{', '.join(units) or 'no data type'}",
+            code="dtype-unsupported-by-gpu",
         )
 
 

@@ -278,14 +278,18 @@ class Fuse:
         """
         del target
         if self.what not in CHOICES:
-            raise AnnotateError(f'unknown fusion "{self.what}"; known are {", ".join(CHOICES)}')
+            raise AnnotateError(
+                f'unknown fusion "{self.what}"; known are {", ".join(CHOICES)}',
+                code="fusion-unknown",
+            )
         graph = characterise(graph)
         chains = chains_of(graph, CHOICES[self.what])
         if not chains:
             raise AnnotateError(
                 f"no two neighbouring kernels can be fused by {self.what}: that takes kernels of "
                 "one stream that pass data on, with operands that the trace tells apart (an "
-                "execution trace, or a CPU capture re-costed for a GPU)"
+                "execution trace, or a CPU capture re-costed for a GPU)",
+                code="fusion-nothing-to-fuse",
             )
         made = _with_columns(graph, chains, _FUSED[self.what])
         made = _without(made, chains)

@@ -23,7 +23,8 @@ def rehost(graph: Graph, factor: float) -> Graph:
     if graph.job.device.runs_operators:
         raise AnnotateError(
             "the trace was captured on a CPU, so its operators are its compute: re-cost it for a "
-            "GPU instead of giving it another host"
+            "GPU instead of giving it another host",
+            code="host-scale-cpu-capture",
         )
     made = with_host_factor(graph, factor)
     host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)

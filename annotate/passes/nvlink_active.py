@@ -122,19 +122,22 @@ def _check(graph: Graph, target: Gpu) -> None:
     if not names:
         raise AnnotateError(
             "the graph's rank communicates with nobody, so no link is awake: leave "
-            "`--nvlink-active` out"
+            "`--nvlink-active` out",
+            code="nvlink-no-communication",
         )
     if any(name.startswith(_REALLY_RAN) for name in names):
         raise AnnotateError(
             "the graph's communication really ran when it was captured, its links awake: leave "
-            "`--nvlink-active` out"
+            "`--nvlink-active` out",
+            code="nvlink-already-active",
         )
     lacking = [n for n in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, n) is None]
     if lacking:
         settings = " ".join(f"--override {name}=WATTS" for name in lacking)
         raise AnnotateError(
             f"the description of {target.name} lacks {' and '.join(lacking)}; give {settings}, or "
-            "leave `--nvlink-active` out"
+            "leave `--nvlink-active` out",
+            code="nvlink-gpu-incomplete",
         )
     tdp, idle, links = (
         value or 0.0 for value in (target.tdp_w, target.idle_w, target.link_awake_w)
@@ -142,7 +145,8 @@ def _check(graph: Graph, target: Gpu) -> None:
     if links >= tdp - idle:
         raise AnnotateError(
             f"link_awake_w is {links:g}, and of {target.name}'s limit of {tdp:g} W its idle power "
-            f"leaves {tdp - idle:g}: links cannot draw as much"
+            f"leaves {tdp - idle:g}: links cannot draw as much",
+            code="nvlink-power-above-limit",
         )
 
 

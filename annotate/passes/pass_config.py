@@ -59,7 +59,8 @@ def parse_kernels(settings: tuple[str, ...]) -> str:
         if operator != "attention" or kernel not in CHOICES:
             raise AnnotateError(
                 f'kernel "{setting}": expected attention=KERNEL with KERNEL one of '
-                f"{', '.join(CHOICES)}"
+                f"{', '.join(CHOICES)}",
+                code="kernel-option-malformed",
             )
         asked = kernel
     return asked

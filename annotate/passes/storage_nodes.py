@@ -73,15 +73,19 @@ def _check(storage: Storage) -> None:
     if not 0 < storage.gbps <= 1e5:
         raise AnnotateError(
             f"storage of {storage.gbps:g} GB/s: expected above 0 and up to 100000, in 1e9 bytes "
-            "per second for one rank"
+            "per second for one rank",
+            code="storage-rate-out-of-range",
         )
     for name in ("batch_bytes", "checkpoint_every", "checkpoint_bytes"):
         if (getattr(storage, name) or 0) < 0:
-            raise AnnotateError(f"{name} is {getattr(storage, name)}: expected 0 or more")
+            raise AnnotateError(
+                f"{name} is {getattr(storage, name)}: expected 0 or more", code="storage-negative"
+            )
     if not storage.batch_bytes and not storage.checkpoint_every:
         raise AnnotateError(
             "nothing to add: give the bytes of a batch (`--batch-bytes`) or the steps from one "
-            "checkpoint to the next (`--checkpoint-every`), 1 or more"
+            "checkpoint to the next (`--checkpoint-every`), 1 or more",
+            code="storage-nothing-to-add",
         )
 
 
@@ -94,7 +98,8 @@ def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
     if not whole:
         raise AnnotateError(
             "the trace does not tell what parameters and optimizer hold, so a checkpoint's size is "
-            "not known: give it with `--checkpoint-bytes`"
+            "not known: give it with `--checkpoint-bytes`",
+            code="storage-checkpoint-unknown",
         )
     return whole
 

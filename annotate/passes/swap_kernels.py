@@ -229,7 +229,9 @@ def check_resolves(model: CostModel, asked: str) -> None:
     """
     if not model.resolves_kernels:
         raise AnnotateError(
-            f"only the learned model tells kernels apart; for attention={asked} leave `--model` out"
+            f"only the learned model tells kernels apart; for attention={asked} leave `--model` "
+            "out",
+            code="kernel-needs-learned-model",
         )
 
 

@@ -36,7 +36,8 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     if not rates:
         raise AnnotateError(
             f"{target.name} has no rate of products in {', '.join(_DTYPES)}, at which the trace's "
-            "counts could run: add one to its description"
+            "counts could run: add one to its description",
+            code="recost-counts-no-rate",
         )
     dtype, rate = next(iter(rates.items()))
     elements = counts_elements(graph)
@@ -77,7 +78,8 @@ def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
             node = graph.node(int(size.argmax()))
             raise AnnotateError(
                 f"node {node.id} ({node.name!r}) has {name} of {size.max()} elements: expected "
-                f"{MOST} at most"
+                f"{MOST} at most",
+                code="recost-counts-too-large",
             )
         columns[name] = np.where(size == UNKNOWN, UNKNOWN, item_bytes * size)
     return graph.with_columns(**columns)

@@ -280,7 +280,8 @@ def _check_shapes(found: OpCosts) -> None:
         raise AnnotateError(
             f"none of the {int(works.sum())} operators has shapes, so what they would take on "
             "another device is not known; record them with record_shapes=True, or "
-            "capture the script with `capture run`"
+            "capture the script with `capture run`",
+            code="recost-no-shapes",
         )
 
 

@@ -69,7 +69,8 @@ def to_gpu(
     if len(graph) and not len(found.index):
         raise AnnotateError(
             f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
-            "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
+            "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`",
+            code="recost-no-compute",
         )
     captured, dtype, said = in_half(found, passes.dtype, gpus)
     step = Step.as_captured(graph, captured)

@@ -49,7 +49,8 @@ def check_capture_on_cpu(source: str | None) -> None:
     if source is not None:
         raise AnnotateError(
             f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
-            "leave `--source` out"
+            "leave `--source` out",
+            code="recost-source-of-cpu",
         )
 
 
@@ -68,7 +69,8 @@ def check_measured(graph: Graph) -> None:
         made = f", predicted for {last.target} by the {last.model} model" if last else ""
         raise AnnotateError(
             f"{count} of {len(predicted)} compute nodes are not measured{made}; start from the "
-            "measured trace, so that one prediction is not built on another"
+            "measured trace, so that one prediction is not built on another",
+            code="recost-not-measured",
         )
 
 
@@ -89,7 +91,8 @@ def source_gpu(graph: Graph, source: str | None) -> Gpu:
         )
         raise AnnotateError(
             f"the trace was measured {measured}; give the GPU it was measured on with `--source` "
-            "(a name, or the path of a description)"
+            "(a name, or the path of a description)",
+            code="recost-source-unknown",
         )
     return found
 
@@ -211,7 +214,8 @@ class PredictDurations:
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
                     "the trace's nodes have counts of work, no times and no shapes, so there is "
-                    "nothing to scale or to change; give `--target` alone"
+                    "nothing to scale or to change; give `--target` alone",
+                    code="recost-counts-no-target",
                 )
             return counted.to_gpu(graph, target)
         gpus = source_gpu(graph, source), target
@@ -356,10 +360,16 @@ def recost(
         OSError: a database cannot be read.
     """
     if model not in MODELS:
-        raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
+        raise AnnotateError(
+            f'unknown cost model "{model}"; known are {", ".join(MODELS)}',
+            code="recost-unknown-model",
+        )
     if passes.overlap not in CHOICES:
         known = ", ".join(CHOICES)
-        raise AnnotateError(f'overlap "{passes.overlap}" is not known; known are {known}')
+        raise AnnotateError(
+            f'overlap "{passes.overlap}" is not known; known are {known}',
+            code="recost-unknown-overlap",
+        )
     gpu = load_gpu(target) if isinstance(target, str) else target
     recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases)
     for step in PASSES:

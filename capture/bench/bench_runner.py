@@ -155,7 +155,9 @@ class Bench:
                 _refuse_waiting(made.function)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             self._refuse_broken(error)
-            raise CaptureError(f"{call.op}: {first_line(error)}") from error
+            raise CaptureError(
+                f"{call.op}: {first_line(error)}", code="bench-call-failed"
+            ) from error
         return made
 
     def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
@@ -202,7 +204,9 @@ class Bench:
                 timing = replays.timing()
         except RuntimeError as error:
             self._refuse_broken(error)
-            raise CaptureError(f"{call.op}: {first_line(error)}") from error
+            raise CaptureError(
+                f"{call.op}: {first_line(error)}", code="bench-call-failed"
+            ) from error
         reading = self.board.reading() if self.board else None
         clock = power.sm_clock_mhz if power else None
         now = datetime.datetime.now(datetime.UTC)

@@ -35,10 +35,13 @@ def on_device(index: int) -> Generator[Device]:
     if not count:
         raise CaptureError(
             f"no GPU at hand: torch {torch.__version__} finds no CUDA device; run this on a "
-            "machine with one, with a build of torch for CUDA"
+            "machine with one, with a build of torch for CUDA",
+            code="bench-no-gpu",
         )
     if index >= count:
-        raise CaptureError(f"no GPU {index}: this machine has 0 to {count - 1}")
+        raise CaptureError(
+            f"no GPU {index}: this machine has 0 to {count - 1}", code="bench-unknown-gpu"
+        )
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.cuda.set_device(index)
     try:

@@ -73,7 +73,9 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
             refused.setdefault(unit, first_line(error))
         told()
     if not any(one.unit in ("bf16", "fp16") for one in held):
-        raise CaptureError(f"this GPU takes no products in 16 bits: {refused}")
+        raise CaptureError(
+            f"this GPU takes no products in 16 bits: {refused}", code="bench-no-16-bit"
+        )
     for call, each in _moves():
         held.append(_hold(bench, "", (), call, each))
         told()

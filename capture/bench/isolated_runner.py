@@ -72,7 +72,10 @@ def measured_apart(
             account.add(run.account)
         left = run.left()
         if not run.finished and not run.tried:
-            raise CaptureError(f"what measures {run.why} before it tried a call; see above")
+            raise CaptureError(
+                f"what measures {run.why} before it tried a call; see above",
+                code="bench-process-died",
+            )
         if not run.finished and len(run.tried) == 1:
             culprit = run.tried[0]
             account.failed[f"{wanted[culprit].layouts[0].op}: {run.why}"] += 1

@@ -68,7 +68,9 @@ class BenchCall:
             CaptureError: an argument is of a kind that cannot be made again.
         """
         if not values:
-            raise CaptureError(f"{op}: its argument values were not recorded")
+            raise CaptureError(
+                f"{op}: its argument values were not recorded", code="bench-no-arguments"
+            )
         columns = [json.loads(text) for text in (shapes, types, values)]
         arguments = tuple(_argument(op, *one) for one in zip(*columns, strict=True))
         return cls(op, arguments, same=tuple(_same(arguments, columns[2])))
@@ -134,7 +136,9 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
         if "nullptr" in name:
             return None
         if name not in DTYPES:
-            raise CaptureError(f"{op}: nobody knows how to make a tensor of {name}")
+            raise CaptureError(
+                f"{op}: nobody knows how to make a tensor of {name}", code="bench-unknown-dtype"
+            )
         return Operand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
     if value == "<None>":
         return None

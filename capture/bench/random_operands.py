@@ -170,7 +170,9 @@ def overload_of(call: BenchCall) -> Any:
     namespace, _, name = call.op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
     if not name or packet is None:
-        raise CaptureError(f"torch {torch.__version__} has no operator {call.op}")
+        raise CaptureError(
+            f"torch {torch.__version__} has no operator {call.op}", code="bench-unknown-operator"
+        )
     overloads = [getattr(packet, variant) for variant in packet.overloads()]
     for overload in sorted(overloads, key=lambda one: len(one._schema.arguments)):
         arguments = overload._schema.arguments
@@ -182,7 +184,8 @@ def overload_of(call: BenchCall) -> Any:
                 return overload
     raise CaptureError(
         f"no overload of {call.op} takes {len(call.arguments)} arguments of these kinds; the trace "
-        "may be of another torch version, or the operator of a kind that is not measured"
+        "may be of another torch version, or the operator of a kind that is not measured",
+        code="bench-no-overload",
     )
 
 
@@ -297,7 +300,8 @@ def _refuse_indices(base: str, call: BenchCall) -> None:
                     and one.shape for one in some)  # fmt: skip
         if whole and base not in _NO_INDICES and position not in _BOUNDS.get(base, {}):
             raise CaptureError(
-                f"{call.op}: argument {position} are whole numbers of a range that nobody knows"
+                f"{call.op}: argument {position} are whole numbers of a range that nobody knows",
+                code="bench-unknown-range",
             )
 
 

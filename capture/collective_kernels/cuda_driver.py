@@ -21,7 +21,9 @@ def driver() -> Any:
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError as error:
-        raise CaptureError(f"stand-in kernels need the CUDA driver: {error}") from error
+        raise CaptureError(
+            f"stand-in kernels need the CUDA driver: {error}", code="collective-no-driver"
+        ) from error
     pointer, count = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
     return library
@@ -41,7 +43,10 @@ def allocate(size: int, needs: str, way_out: str) -> int:
     pointer = ctypes.c_uint64()
     if driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
         free, _ = torch.cuda.mem_get_info()
-        raise CaptureError(f"{needs}: {size} bytes, and the GPU has {free} free: {way_out}")
+        raise CaptureError(
+            f"{needs}: {size} bytes, and the GPU has {free} free: {way_out}",
+            code="collective-memory",
+        )
     return pointer.value
 
 

@@ -240,7 +240,10 @@ class CollectiveKernels:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
-            raise CaptureError(f"a stand-in kernel could not be launched: {reason}")
+            raise CaptureError(
+                f"a stand-in kernel could not be launched: {reason}",
+                code="collective-launch-failed",
+            )
 
 
 def _compile(name: str) -> Any:
@@ -248,12 +251,15 @@ def _compile(name: str) -> Any:
     if compiler is None:
         raise CaptureError(
             f"torch {torch.__version__} cannot compile a kernel at run time; collectives on CUDA "
-            "need torch 2.9 or newer"
+            "need torch 2.9 or newer",
+            code="collective-old-torch",
         )
     try:
         return compiler(SOURCE, name).func
     except (RuntimeError, OSError) as error:
-        raise CaptureError(f"the kernel {name} could not be compiled: {error}") from error
+        raise CaptureError(
+            f"the kernel {name} could not be compiled: {error}", code="collective-compile-failed"
+        ) from error
 
 
 def _segments(source: Memory, target: Memory | None) -> list[Segment]:

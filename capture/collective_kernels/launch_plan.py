@@ -35,7 +35,8 @@ def standin_of(switch: str | None, network: Path | None, busbw_gb_per_s: float |
         raise CaptureError(
             f"--network {network} and --busbw-gb-s {busbw_gb_per_s:g} both describe the network: "
             "give "
-            "one of them"
+            "one of them",
+            code="network-given-twice",
         )
     found = load_network(network) if network is not None else None
     found = uniform(busbw_gb_per_s) if busbw_gb_per_s is not None else found
@@ -43,7 +44,8 @@ def standin_of(switch: str | None, network: Path | None, busbw_gb_per_s: float |
         raise CaptureError(
             "--collective-kernels on: how long a collective takes depends on the network: give "
             "--network FILE "
-            "or --busbw-gb-s G as well"
+            "or --busbw-gb-s G as well",
+            code="network-missing",
         )
     return StandIn(None if switch == "off" else found)
 

@@ -103,7 +103,8 @@ class Network:
         if found is None:
             raise CaptureError(
                 f"the network has no entry for group {group!r} of {ranks} ranks: add "
-                f"[group.{group}], [size.{ranks}] or [default] with busbw_gb_per_s"
+                f"[group.{group}], [size.{ranks}] or [default] with busbw_gb_per_s",
+                code="network-unknown-group",
             )
         return found
 
@@ -127,24 +128,34 @@ def load_network(path: Path) -> Network:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise CaptureError(f"--network {path}: cannot be read ({reason})") from error
+        raise CaptureError(
+            f"--network {path}: cannot be read ({reason})", code="network-unreadable"
+        ) from error
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise CaptureError(f"--network {path}: not TOML: {error}") from error
+        raise CaptureError(
+            f"--network {path}: not TOML: {error}", code="network-not-toml"
+        ) from error
     known = ("default", "group", "size", "node_size", "nvls")
     _only(path, "the file", given, known)
     if not any(key in given for key in ("default", "group", "size")):
-        raise CaptureError(f"--network {path}: has no [default], [group.NAME] or [size.N] entry")
+        raise CaptureError(
+            f"--network {path}: has no [default], [group.NAME] or [size.N] entry",
+            code="network-empty",
+        )
     node_size = given.get("node_size", NODE_SIZE)
     if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1:
         raise CaptureError(
             f"--network {path}: node_size is {node_size!r}; expected a whole number of GPUs, "
-            "1 or more"
+            "1 or more",
+            code="network-node-size",
         )
     nvls = given.get("nvls", False)
     if not isinstance(nvls, bool):
-        raise CaptureError(f"--network {path}: nvls is {nvls!r}; expected true or false")
+        raise CaptureError(
+            f"--network {path}: nvls is {nvls!r}; expected true or false", code="network-nvls"
+        )
     default = _link(path, "[default]", given["default"]) if "default" in given else None
     groups = {
         name: _link(path, f"[group.{name}]", entry)
@@ -154,7 +165,8 @@ def load_network(path: Path) -> Network:
     for name, entry in _table(path, "[size]", given.get("size", {})).items():
         if not name.isdecimal() or int(name) < 2:
             raise CaptureError(
-                f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more"
+                f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more",
+                code="network-bad-size",
             )
         sizes[int(name)] = _link(path, f"[size.{name}]", entry)
     return Network(default, groups, sizes, node_size, nvls)
@@ -162,7 +174,9 @@ def load_network(path: Path) -> Network:
 
 def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CaptureError(f"--network {path}: {place} is {value!r}; expected a table")
+        raise CaptureError(
+            f"--network {path}: {place} is {value!r}; expected a table", code="network-not-a-table"
+        )
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -170,7 +184,9 @@ def _link(path: Path, place: str, value: Any) -> Link:
     entry = _table(path, place, value)
     _only(path, place, entry, (*_KEYS, *COLLECTIVES))
     if "busbw_gb_per_s" not in entry:
-        raise CaptureError(f"--network {path}: {place} has no busbw_gb_per_s (GB/s)")
+        raise CaptureError(
+            f"--network {path}: {place} has no busbw_gb_per_s (GB/s)", code="network-no-bandwidth"
+        )
     figures = {
         key: _positive(f"--network {path}: {place} {key}", entry[key])
         for key in _KEYS
@@ -187,14 +203,19 @@ def _link(path: Path, place: str, value: Any) -> Link:
 def _curve(place: str, value: Any) -> Curve:
     points: list[tuple[int, float]] = []
     if not isinstance(value, list) or not value:
-        raise CaptureError(f"{place} is {value!r}; expected [bytes, us] pairs")
+        raise CaptureError(
+            f"{place} is {value!r}; expected [bytes, us] pairs", code="network-bad-times"
+        )
     for pair in value:  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(pair, list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            raise CaptureError(f"{place} has {pair!r}; expected [bytes, us]")
+            raise CaptureError(
+                f"{place} has {pair!r}; expected [bytes, us]", code="network-bad-times"
+            )
         size, time = (_positive(f"{place} {pair}", figure) for figure in pair)  # pyright: ignore[reportUnknownVariableType]
         if points and size <= points[-1][0]:
             raise CaptureError(
-                f"{place}: {size:g} bytes after {points[-1][0]}; expected sizes that rise"
+                f"{place}: {size:g} bytes after {points[-1][0]}; expected sizes that rise",
+                code="network-times-not-ascending",
             )
         points.append((int(size), time))
     return Curve(tuple(points))
@@ -204,12 +225,15 @@ def _only(path: Path, place: str, given: dict[str, Any], known: tuple[str, ...])
     if unknown := sorted(set(given) - set(known)):
         raise CaptureError(
             f"--network {path}: {place} has unknown {', '.join(unknown)}; "
-            f"expected {', '.join(known)}"
+            f"expected {', '.join(known)}",
+            code="network-unknown-key",
         )
 
 
 def _positive(place: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        raise CaptureError(f"{place} is {value!r}; expected a number above 0")
+        raise CaptureError(
+            f"{place} is {value!r}; expected a number above 0", code="network-not-positive"
+        )
     return float(value)

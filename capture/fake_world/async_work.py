@@ -110,7 +110,8 @@ class AsyncWork(_c10d.Work):
         if len(found) < len(self._faded):
             raise CaptureError(
                 f"the tensors of asynchronous call {self._sequence} are gone: keep them, or wait "
-                "for the call, before you ask for its result"
+                "for the call, before you ask for its result",
+                code="work-tensors-freed",
             )
         return found
 

@@ -43,7 +43,8 @@ def block_launchers() -> Generator[None]:
                 told = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
                 raise CaptureError(
                     f"the script starts a process as {name} {given[name]} ({told}), and a capture "
-                    "runs one rank alone: give --torchrun, which tells it that all are started"
+                    "runs one rank alone: give --torchrun, which tells it that all are started",
+                    code="spawn-launcher",
                 )
         original(self, args, *more, **named)
 
@@ -65,7 +66,8 @@ def _call(
         raise CaptureError(
             f"torch.multiprocessing.spawn: the script starts {nprocs} processes, and the world has "
             f"{size} ranks; expected as many, or a part of them for each of several hosts: ask for "
-            f"{nprocs} ranks (--dp {nprocs}), or let the script start {size}"
+            f"{nprocs} ranks (--dp {nprocs}), or let the script start {size}",
+            code="spawn-rank-count",
         )
     fn(rank % nprocs, *args)
     return None if join else _Ended()

@@ -91,7 +91,8 @@ def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -
         raise CaptureError(
             f"{collective}: the full tensor has {large.numel()} elements, the shard "
             f"{small.numel()}; a group of {world} ranks needs "
-            f"{world} x {small.numel()} = {world * small.numel()}"
+            f"{world} x {small.numel()} = {world * small.numel()}",
+            code="collective-sizes",
         )
 
 
@@ -134,7 +135,9 @@ class Kernels:
         override(kernels, self._refusal, undo)
 
     def _refusal(self, operator: str, why: str) -> CaptureError:
-        error = CaptureError(f"c10d::{operator} cannot be recorded: {why}")
+        error = CaptureError(
+            f"c10d::{operator} cannot be recorded: {why}", code="collective-unsupported"
+        )
         self._recorder.refused = error  # a script may catch it
         return error
 

@@ -225,7 +225,8 @@ def check_contiguous(tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise CaptureError(
             f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first"
+            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first",
+            code="collective-not-contiguous",
         )
 
 

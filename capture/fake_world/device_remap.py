@@ -45,7 +45,8 @@ def ranks_per_node(size: int, asked: int | None) -> int:
     if size % asked:
         raise CaptureError(
             f"--nproc-per-node {asked}: the world has {size} ranks, which are no whole number of "
-            "such nodes"
+            "such nodes",
+            code="nodes-indivisible",
         )
     return asked
 

@@ -81,7 +81,8 @@ class FakeStore(_Store):
                 f"the script waits for key {missing[0]!r} of torch.distributed's store, which rank "
                 f"{self._rank} has not set, and other ranks are not there to set it: let them send "
                 "it by broadcast_object_list or send_object_list, for which the script is run as "
-                "the rank that sends"
+                "the rank that sends",
+                code="store-key-missing",
             )
 
     def delete_key(self, key: str) -> bool:

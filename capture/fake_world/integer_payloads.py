@@ -104,7 +104,10 @@ class Values:
             return False
         try:
             if not _small(tensors, parts):
-                raise CaptureError(f"values are carried up to {LARGEST_BYTES} bytes a call")
+                raise CaptureError(
+                    f"values are carried up to {LARGEST_BYTES} bytes a call",
+                    code="payload-too-large",
+                )
             given = messages.receive(source, to)[place::parts]
             _check(source, given, tensors)
         except CaptureError as error:
@@ -169,4 +172,6 @@ def _check(source: int, given: Sequence[object], tensors: Sequence[Tensor]) -> N
     found = [len(data) if isinstance(data, bytes) else type(data).__name__ for data in given]
     expected = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if found != expected:
-        raise CaptureError(f"rank {source} sends {found} bytes, and {expected} are received")
+        raise CaptureError(
+            f"rank {source} sends {found} bytes, and {expected} are received", code="payload-size"
+        )

@@ -235,7 +235,10 @@ def _group_rank(group: Group, rank: int | None, group_rank: int | None) -> int:
     if rank is None:
         return cast("int", group_rank)
     if rank not in group.ranks:
-        raise CaptureError(f"rank {rank} is not in group {group.name!r}: ranks {group.ranks}")
+        raise CaptureError(
+            f"rank {rank} is not in group {group.name!r}: ranks {group.ranks}",
+            code="group-rank-not-member",
+        )
     return group.ranks.index(rank)
 
 

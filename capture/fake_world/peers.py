@@ -51,7 +51,8 @@ class RealPeers:
             found = "nothing" if None in launched else f"rank {launched[0]} of {launched[1]}"
             raise CaptureError(
                 f"real peers were asked for as rank {rank} of {world_size}, but torchrun launched "
-                f"{found}: launch {world_size} processes with torchrun"
+                f"{found}: launch {world_size} processes with torchrun",
+                code="real-job-rank-count",
             )
         self.groups: dict[str, tuple[int, ...]] = {}
         self.paced = False

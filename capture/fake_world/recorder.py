@@ -72,11 +72,13 @@ class Recorder:
         if world_size > _LARGEST_WORLD:
             raise CaptureError(
                 f"a world of {world_size} ranks: expected up to {_LARGEST_WORLD}, whose groups fit "
-                "into memory"
+                "into memory",
+                code="world-too-large",
             )
         if not 0 <= rank < world_size:
             raise CaptureError(
-                f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}"
+                f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}",
+                code="rank-out-of-range",
             )
         self.rank = rank
         self.world_size = world_size
@@ -126,7 +128,8 @@ class Recorder:
         if dist.is_initialized():
             raise CaptureError(
                 "a default process group exists already, and the recorder needs to create it: "
-                "start before init_process_group, and stop a recorder that is still running"
+                "start before init_process_group, and stop a recorder that is still running",
+                code="group-exists",
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave)
@@ -169,12 +172,14 @@ class Recorder:
         if self.rank not in members:
             raise CaptureError(
                 f"group {name!r} has ranks {members} without rank {self.rank}, which this process "
-                "stands for: create only the groups that it belongs to"
+                "stands for: create only the groups that it belongs to",
+                code="group-without-rank",
             )
         if self.groups.get(name, members) != members:
             raise CaptureError(
                 f"group {name!r} exists with ranks {self.groups[name]}: "
-                f"choose another name for ranks {members}"
+                f"choose another name for ranks {members}",
+                code="group-redefined",
             )
         return c10d.new_group(list(members), group_desc=name)
 
@@ -202,7 +207,8 @@ class Recorder:
         if found not in self._known:
             raise CaptureError(
                 f"process group {found.group_name!r} ({found.group_desc!r}) was not created "
-                "through torch.distributed while the recorder was on: use dist.new_group"
+                "through torch.distributed while the recorder was on: use dist.new_group",
+                code="group-unknown",
             )
         return self._known[found]
 
@@ -242,7 +248,8 @@ class Recorder:
         if peer is not None and not 0 <= peer < group.size:
             raise CaptureError(
                 f"{collective} with rank {peer} of group {group.name!r}: its ranks are 0 to "
-                f"{group.size - 1}"
+                f"{group.size - 1}",
+                code="peer-out-of-range",
             )
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
         if collective == "scatter":  # a part for each, which the root alone has

@@ -92,7 +92,8 @@ def _find(
         if wanted in waiting or wanted.src == captured:
             raise CaptureError(
                 f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
-                f"{wanted.waiting}"
+                f"{wanted.waiting}",
+                code="sender-cycle",
             )
         sent, needs = _act_out(wanted, log, act, actors)
         for to, messages in sent.items():
@@ -102,7 +103,9 @@ def _find(
         if needs is not None:
             _find(needs, log, act, actors, [*waiting, wanted], captured=captured)
         else:
-            raise CaptureError(f"rank {wanted.src} ran to its end without sending them")
+            raise CaptureError(
+                f"rank {wanted.src} ran to its end without sending them", code="sender-sent-nothing"
+            )
     return message
 
 
@@ -297,7 +300,8 @@ class Rehearsal:
         if message is None:
             raise CaptureError(
                 f"rank {self._rank} waits for objects of rank {channel[0]} that no message of the "
-                "second step stands for, and later steps are taken to repeat it"
+                "second step stands for, and later steps are taken to repeat it",
+                code="sender-not-repeated",
             )
         return pickle.loads(message)
 
@@ -315,7 +319,8 @@ class Rehearsal:
         if isinstance(answer, str):
             self._failed[src, to] = CaptureError(
                 f"rank {self._rank} waits for objects that rank {src} sends, and the script run as "
-                f"other ranks did not get there: {answer}"
+                f"other ranks did not get there: {answer}",
+                code="sender-failed",
             )
             raise self._failed[src, to]
         return answer

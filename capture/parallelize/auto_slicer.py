@@ -138,7 +138,8 @@ class ModelSlicing:
                 self._failure = SliceError(
                     f"{name or type(module).__name__} ({type(module).__name__}) was put into "
                     f"{type(part).__name__} after that was sliced, which a model is as it is first "
-                    "moved (.to()), cast or called: add adapters and replace layers before"
+                    "moved (.to()), cast or called: add adapters and replace layers before",
+                    code="slice-replaced-module",
                 )
                 raise self._failure
 
@@ -160,7 +161,8 @@ class ModelSlicing:
         elif not hasattr(model, _SLICED):
             raise SliceError(
                 f"{type(model).__name__} holds a model that was used, and so sliced, before: call "
-                f"the whole {type(model).__name__} first, or move it with .to()"
+                f"the whole {type(model).__name__} first, or move it with .to()",
+                code="slice-model-used",
             )
         self._done.update(model.modules())
         self._inside.update(model.modules())

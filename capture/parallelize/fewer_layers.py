@@ -108,7 +108,8 @@ class FewerLayers:
                 "(transformers.PreTrainedModel): --capture-layers knows how to build those with "
                 "fewer "
                 "layers, not a script's own modules. Give the script fewer layers itself, or leave "
-                "--capture-layers out"
+                "--capture-layers out",
+                code="layers-no-model",
             )
 
     def _shrink(self, asked: Depth, model: str, config: PretrainedConfig) -> None:
@@ -119,18 +120,21 @@ class FewerLayers:
             raise DepthError(
                 f"{model} has an encoder and a decoder, each with layers of its own: "
                 "--capture-layers "
-                "takes models of one list of layers. Leave it out"
+                "takes models of one list of layers. Leave it out",
+                code="layers-encoder-decoder",
             )
         depth = getattr(text, "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise DepthError(
                 f"{model}: its configuration, {type(text).__name__}, has no num_hidden_layers, so "
-                "--capture-layers cannot tell how many layers it has. Leave it out"
+                "--capture-layers cannot tell how many layers it has. Leave it out",
+                code="layers-no-config-key",
             )
         if self.layers is not None and self.layers.depth != depth:
             raise DepthError(
                 f"the script builds {self._model} of {self.layers.depth} layers and {model} of "
-                f"{depth}: --capture-layers takes one depth. Leave it out"
+                f"{depth}: --capture-layers takes one depth. Leave it out",
+                code="layers-two-depths",
             )
         if self.layers is None:
             self.layers, self._model = self._whole(asked, model, text, depth), model
@@ -144,14 +148,16 @@ class FewerLayers:
             raise DepthError(
                 f"--capture-layers {captured}: {model} has {depth} layers, and {deepest} were "
                 "asked for: "
-                f"name depths up to {depth}"
+                f"name depths up to {depth}",
+                code="layers-too-deep",
             )
         kinds = self._fingerprints(model, text, depth)
         pattern = Pattern.of([repr(kind) for kind in kinds])
         if deepest < depth and pattern.deepest > depth:
             raise DepthError(
                 f"--capture-layers {captured}: the {depth} layers of {model} do not repeat: "
-                f"{_unlike(kinds)}. Capture it whole: leave --capture-layers out"
+                f"{_unlike(kinds)}. Capture it whole: leave --capture-layers out",
+                code="layers-not-repeating",
             )
         check_depths(list(asked.captured), depth, pattern)
         return Layers(depth, pattern)
@@ -165,7 +171,8 @@ class FewerLayers:
             raise DepthError(
                 f"{model}: transformers' AutoModel does not know {type(text).__name__}, so "
                 "--capture-layers cannot tell which of its layers are alike "
-                f"({first_line(error)}). Leave it out"
+                f"({first_line(error)}). Leave it out",
+                code="layers-unknown-config",
             ) from error
         finally:
             self._probing = False
@@ -173,7 +180,8 @@ class FewerLayers:
         if not lists:
             raise DepthError(
                 f"{model}: no list of {depth} modules in it, which its configuration calls its "
-                "num_hidden_layers, so --capture-layers cannot tell its layers. Leave it out"
+                "num_hidden_layers, so --capture-layers cannot tell its layers. Leave it out",
+                code="layers-no-list",
             )
         largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
         return _without_indices([_fingerprint(layer) for layer in largest])

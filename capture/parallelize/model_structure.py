@@ -67,7 +67,8 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected a causal language model with a "
             f"list of its {count} layers and a head; found "
-            f"{'no such list' if not lists else 'no head'}: leave --pp out"
+            f"{'no such list' if not lists else 'no head'}: leave --pp out",
+            code="pp-model-structure",
         )
     path, trunk, layers = lists[0]  # parents come before what is inside them
     embeddings: dict[str, nn.Embedding] = {}
@@ -97,7 +98,8 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
-            f"and a head, in this order; what is {shown}{more} for is not known: leave --pp out"
+            f"and a head, in this order; what is {shown}{more} for is not known: leave --pp out",
+            code="pp-module-order",
         )
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
@@ -129,7 +131,8 @@ def refuse_encoder_decoder(model: nn.Module, option: str) -> None:
         raise SliceError(
             f"{option}: {type(model).__name__} is an encoder and a decoder that attends to it, and "
             f"{option} is known for one stack of layers: leave {option} out; --tp, --sp, --pp and "
-            "the forms of --dp run it"
+            "the forms of --dp run it",
+            code="encoder-decoder-unsupported",
         )
 
 
@@ -151,7 +154,8 @@ def refuse_early_norm(
         if not begun:
             raise SliceError(
                 f"{option}: {type(model).__name__} runs its final norm before its layers as well, "
-                f"and what is to run there of a slice is not known: leave {option} out"
+                f"and what is to run there of a slice is not known: leave {option} out",
+                code="pp-norm-twice",
             )
 
     model.register_forward_pre_hook(start)

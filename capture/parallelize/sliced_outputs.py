@@ -138,7 +138,7 @@ def unusable(why: str) -> Any:
     """Return what stands for a tensor that is not there, and says `why` as it is used."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise SliceError(why)
+        raise SliceError(why, code="output-not-available")
 
     names = [f"__{name}__" for name in (*_ARITHMETIC, "getattr", "getitem", "len", "iter")]
     members = {**dict.fromkeys(names, refuse), "__torch_function__": classmethod(refuse)}

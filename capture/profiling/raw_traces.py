@@ -27,9 +27,15 @@ def check_free(directory: Path | None) -> None:
     if directory is None or not directory.exists():
         return
     if any(directory.iterdir()):
-        raise CaptureError(f"--raw-dir {directory}: the directory is not empty: name another")
+        raise CaptureError(
+            f"--raw-dir {directory}: the directory is not empty: name another",
+            code="raw-directory-not-empty",
+        )
     if directory.samefile(Path.cwd()):
-        raise CaptureError(f"--raw-dir {directory}: the working directory; name one in it")
+        raise CaptureError(
+            f"--raw-dir {directory}: the working directory; name one in it",
+            code="raw-directory-is-cwd",
+        )
 
 
 def keep(raw: Path, directory: Path) -> None:

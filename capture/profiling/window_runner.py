@@ -88,7 +88,8 @@ class Windows:
                 f"a loss scaler skipped {self._in_a_row} steps in a row, far more than it takes to "
                 "find a scale: gradients are infinite or no numbers, whatever it is. Beside absent "
                 "ranks a script computes with other numbers than its job: capture with a smaller "
-                "learning rate, or in bfloat16"
+                "learning rate, or in bfloat16",
+                code="script-scaler-skips",
             )
         self._work.end_step()
         try:

@@ -117,7 +117,9 @@ def run_script(
     except SystemExit as exit_:
         windows.close()
         if not windows.complete and boundary.failure is None:
-            raise ScriptError(_exited(exit_, script, args, windows, boundary.taken)) from exit_
+            raise ScriptError(
+                _exited(exit_, script, args, windows, boundary.taken), code="script-exited"
+            ) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
@@ -127,6 +129,7 @@ def run_script(
         raise ScriptError(
             f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
             _own_traceback(error, script),
+            code="script-raised",
         ) from error
     finally:
         windows.close()
@@ -143,9 +146,13 @@ def run_script(
             f"{script} ended without an optimizer step: a step is a call of the method step() of a "
             "torch.optim optimizer, or of an object that holds the parameters in its attributes; "
             "let the script train, or update parameters in such a method. One that a loss scaler "
-            "skips is none"
+            "skips is none",
+            code="script-no-step",
         )
-    raise ScriptError(f"{script} ended after {_steps(boundary.taken)}; " + _need(windows))
+    raise ScriptError(
+        f"{script} ended after {_steps(boundary.taken)}; " + _need(windows),
+        code="script-too-few-steps",
+    )
 
 
 class _Boundary:

@@ -150,7 +150,8 @@ def _compare_steps(watched: list[Step], plain: list[Step]) -> list[Comparison]:
             raise CaptureError(
                 f"step {number} got other inputs in one run of the script than in the other, so "
                 "that nothing can be compared: seed every source of its data (torch, numpy and "
-                "random are seeded before it starts), and shuffle with a seed"
+                "random are seeded before it starts), and shuffle with a seed",
+                code="verify-inputs-differ",
             )
         rows = differences["profiled" if found.profiled else "plain"]
         for what, mine, theirs in (

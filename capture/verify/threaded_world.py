@@ -217,7 +217,8 @@ for _name in (
     def _refuse(*_: Any, name: str = _name, **__: Any) -> NoReturn:
         raise CaptureError(
             f"{name} between slices cannot be verified: the exact world has all_reduce, reduce, "
-            "broadcast, all_gather, reduce_scatter, all_to_all, barrier, send and recv"
+            "broadcast, all_gather, reduce_scatter, all_to_all, barrier, send and recv",
+            code="verify-collective",
         )
 
     setattr(ThreadedGroup, _name, _refuse)
@@ -258,7 +259,9 @@ def _reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
     for name, method in reductions.items():
         if operation == getattr(_ReduceOp, name):
             return getattr(stacked, method)(0).to(stacked.dtype)
-    raise CaptureError(f"a reduction {operation} between slices cannot be verified")
+    raise CaptureError(
+        f"a reduction {operation} between slices cannot be verified", code="verify-reduction"
+    )
 
 
 def _pieces(large: Tensor, small: Tensor, size: int) -> list[Tensor]:
@@ -306,7 +309,8 @@ class ThreadedWorld:
         if dist.is_initialized():
             raise CaptureError(
                 "a process group exists already, and the ranks of an exact world need groups of "
-                "their own: destroy it first"
+                "their own: destroy it first",
+                code="verify-group-exists",
             )
         results: dict[int, _T] = {}
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -394,7 +398,8 @@ class ThreadedWorld:
         if rank != self._running:
             raise CaptureError(
                 f"the slice of rank {self._running} communicates as rank {rank}: slices share "
-                "something global, so that they cannot be verified in one process"
+                "something global, so that they cannot be verified in one process",
+                code="verify-shared-state",
             )
 
     def tell(self) -> None:
@@ -406,7 +411,11 @@ class ThreadedWorld:
             return
         if not any(done() for done, _ in self._blocked.values()):
             waiting = "; ".join(f"rank {r} in {what}" for r, (_, what) in self._blocked.items())
-            self._fail(CaptureError(f"the slices wait for each other in vain: {waiting}"))
+            self._fail(
+                CaptureError(
+                    f"the slices wait for each other in vain: {waiting}", code="verify-deadlock"
+                )
+            )
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None and not isinstance(error, _AbandonedError):

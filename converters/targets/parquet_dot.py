@@ -37,7 +37,8 @@ def to_dot(graph: Graph) -> str:
     if len(graph) > LARGEST_DRAWING:
         raise ExportError(
             f"the graph has {len(graph)} nodes and a drawing holds {LARGEST_DRAWING}; draw a "
-            "coarser one: onerank coarsen --granularity submodule"
+            "coarser one: onerank coarsen --granularity submodule",
+            code="dot-too-large",
         )
     lines = ["digraph step {", "  rankdir=LR; node [shape=box, fontsize=10];"]
     names = graph.text("name")

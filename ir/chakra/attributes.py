@@ -71,7 +71,8 @@ def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.ND
             index = int(np.argmax(bad))
             raise ChakraError(
                 f"node {nodes.id[index]}: {column} is {values[index]}; Chakra's times are"
-                " unsigned: shift the times so that none is negative"
+                " unsigned: shift the times so that none is negative",
+                code="chakra-negative-time",
             )
     for column, words in _ENUMS.items():
         values = getattr(nodes, column)
@@ -82,7 +83,8 @@ def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.ND
             index = int(np.argmax(bad))
             raise ChakraError(
                 f"node {nodes.id[index]}: {column} is {values[index]};"
-                f" expected one of {members(words)}"
+                f" expected one of {members(words)}",
+                code="chakra-unknown-enum",
             )
 
 

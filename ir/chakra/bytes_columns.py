@@ -269,6 +269,7 @@ def _not_unicode(nodes: Nodes, strings: StringTable) -> ChakraError:
             except UnicodeEncodeError as error:
                 return ChakraError(
                     f"node {nodes.id[row]}: {named.get(column, column)} has no UTF-8 form"
-                    f" ({error}); replace that character"
+                    f" ({error}); replace that character",
+                    code="chakra-not-utf8",
                 )
     raise AssertionError("every text has a UTF-8 form")

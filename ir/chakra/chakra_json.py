@@ -28,7 +28,9 @@ def to_json(path: str | Path) -> str:
             try:
                 texts.append(MessageToJson(Node.FromString(message)))
             except UNREADABLE as error:
-                raise ChakraError(f"{file.place(number)} is not a Chakra Node: {error}") from error
+                raise ChakraError(
+                    f"{file.place(number)} is not a Chakra Node: {error}", code="chakra-bad-node"
+                ) from error
     return "\n".join([*texts, ""])
 
 
@@ -48,14 +50,18 @@ def from_json(source: Path, target: Path) -> int:
         except (ParseError, TypeError, ValueError) as error:
             kind = "metadata" if metadata is None else f"node {len(nodes)}"
             raise ChakraError(
-                f"{source}: line {line}: the {kind} is not what Chakra's schema has: {error}"
+                f"{source}: line {line}: the {kind} is not what Chakra's schema has: {error}",
+                code="chakra-json-schema",
             ) from error
         if metadata is None:
             metadata = message.SerializeToString()
         else:
             nodes.append(message.SerializeToString())
     if metadata is None:
-        raise ChakraError(f"{source}: the file is empty; expected Chakra's messages as JSON")
+        raise ChakraError(
+            f"{source}: the file is empty; expected Chakra's messages as JSON",
+            code="chakra-json-empty",
+        )
     replace_file(target, frame([metadata, *nodes]))
     return len(nodes)
 
@@ -65,11 +71,16 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.lstrip()[:1] not in (b"{", b""):
-        raise ChakraError(f"{path}: line 1: not JSON: expected an object, found {head[:8]!r}")
+        raise ChakraError(
+            f"{path}: line 1: not JSON: expected an object, found {head[:8]!r}",
+            code="chakra-json-malformed",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ChakraError(f"{path}: byte {error.start} is not UTF-8; expected JSON") from error
+        raise ChakraError(
+            f"{path}: byte {error.start} is not UTF-8; expected JSON", code="chakra-json-not-utf8"
+        ) from error
     decoder, position, line, counted = json.JSONDecoder(), 0, 1, 0
     while True:
         while position < len(text) and text[position].isspace():
@@ -81,5 +92,7 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
             value, position = decoder.raw_decode(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
             told = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
-            raise ChakraError(f"{path}: line {line}: not JSON: {told}") from error
+            raise ChakraError(
+                f"{path}: line {line}: not JSON: {told}", code="chakra-json-malformed"
+            ) from error
         yield line, value

@@ -42,7 +42,8 @@ def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
         edge = int(np.argmax(bad))
         raise ChakraError(
             f"node {nodes.id[edges.target[edge]]}: edge from node {nodes.id[edges.source[edge]]}"
-            f" has reason {edges.reason[edge]}; expected one of {members(Reason)}"
+            f" has reason {edges.reason[edge]}; expected one of {members(Reason)}",
+            code="chakra-unknown-reason",
         )
     ids, reason = nodes.id[edges.source], edges.reason.astype(np.uint8, copy=False)
     if (reason == Reason.CONTROL).any():

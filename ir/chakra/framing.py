@@ -258,7 +258,8 @@ class File:
         if not self._size:
             raise EmptyFileError(
                 f"{self.path}: the file is empty; a Chakra trace starts with a GlobalMetadata"
-                " message"
+                " message",
+                code="chakra-empty-file",
             )
         head = self._read(0, _HEAD_BYTES)
         self._begin = self._needed(head, 0, 0)
@@ -305,7 +306,8 @@ class File:
             raise TruncatedError(
                 f"{self.path}: message {number} at byte {begin} is {length} bytes long by its"
                 f" own account, but {left} are left in the file; it was cut short,"
-                " or is no Chakra trace"
+                " or is no Chakra trace",
+                code="chakra-truncated",
             )
         return first + length
 
@@ -317,7 +319,8 @@ class File:
                 raise TruncatedError(
                     f"{self.path}: the file ends at byte {base + place}, inside the length of"
                     f" message {message} that starts at byte {base + start}; it was cut short,"
-                    " copy or write it again"
+                    " copy or write it again",
+                    code="chakra-truncated",
                 )
             byte = octets[place]
             length |= (byte & 0x7F) << shift
@@ -328,7 +331,8 @@ class File:
         raise ChakraError(
             f"{self.path}: the length of message {message} at byte {base + start} is over"
             f" {_LARGEST_MESSAGE} bytes, protobuf's limit; the file is damaged, or is no Chakra"
-            " trace"
+            " trace",
+            code="chakra-message-too-long",
         )
 
 
@@ -369,7 +373,8 @@ def _end_of_long(octets: bytes, position: int) -> int:
 def _two_empty(path: Path, message: int, byte: int) -> ChakraError:
     return ChakraError(
         f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so that both "
-        "would be a node of id 0; the file is damaged, or is no Chakra trace"
+        "would be a node of id 0; the file is damaged, or is no Chakra trace",
+        code="chakra-empty-messages",
     )
 
 
@@ -384,14 +389,16 @@ def _refuse_other_formats(path: Path, data: bytes) -> None:
     if data.startswith(b"\x1f\x8b\x08"):
         raise ChakraError(
             f"{path}: the file is gzip-compressed; gunzip it first, or convert it if it is a "
-            "profiler's (`onerank convert`)"
+            "profiler's (`onerank convert`)",
+            code="chakra-compressed",
         )
     if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
         text = data[:256].decode("utf-8", "replace")
         if all(char.isprintable() or char in "\t\n\r" for char in text):
             raise ChakraError(
                 f"{path}: the file is JSON; expected Chakra's protobuf (.et):"
-                " convert the trace first (`onerank convert`)"
+                " convert the trace first (`onerank convert`)",
+                code="chakra-is-json",
             )
 
 
@@ -403,7 +410,9 @@ def _require_metadata(path: Path, message: bytes) -> None:
         if _is_node(message):
             raise _node_first(place) from error
         raise ChakraError(
-            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra trace"
+            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra "
+            "trace",
+            code="chakra-bad-metadata",
         ) from error
     if len(UnknownFieldSet(metadata)) and _is_node(message):
         raise _node_first(place)
@@ -412,7 +421,8 @@ def _require_metadata(path: Path, message: bytes) -> None:
 def _node_first(place: str) -> MissingMetadataError:
     return MissingMetadataError(
         f"{place} is a Node; expected a GlobalMetadata, which must come first: readers take the"
-        " first message for it whatever it is, and this node would be lost"
+        " first message for it whatever it is, and this node would be lost",
+        code="chakra-no-metadata",
     )
 
 

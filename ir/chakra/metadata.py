@@ -61,7 +61,8 @@ def decode_job(message: bytes, place: str) -> Job:
     if schema.startswith("onerank ") and schema != SCHEMA:
         raise ChakraError(
             f"{place}: the file has schema {schema!r}, this onerank reads {SCHEMA!r};"
-            " use the onerank that wrote it"
+            " use the onerank that wrote it",
+            code="chakra-newer-schema",
         )
     found: dict[str, Any] = {}
     for name, (field, kind) in SECTIONS.items():
@@ -74,7 +75,8 @@ def decode_job(message: bytes, place: str) -> Job:
             if schema == SCHEMA:
                 raise ChakraError(
                     f"{place}: metadata attribute {name!r} is not what onerank writes there:"
-                    f" {error}; the file was edited, write it again"
+                    f" {error}; the file was edited, write it again",
+                    code="chakra-edited-metadata",
                 ) from error
     return Job(**found)
 
@@ -128,6 +130,7 @@ def _sections(job: Job) -> dict[str, str]:
         except (TypeError, ValueError, OverflowError) as error:
             raise ChakraError(
                 f"the job's {field} has no JSON form: {error}; use plain numbers, texts, lists"
-                " and mappings"
+                " and mappings",
+                code="chakra-job-not-json",
             ) from error
     return texts

@@ -61,7 +61,8 @@ def not_a_node(place: str, error: Exception) -> ChakraError:
     if isinstance(error, UnicodeDecodeError) or "UTF-8" in reason:
         reason = f"a text in it is not UTF-8 ({reason})"
     return ChakraError(
-        f"{place} is not a Chakra Node: {reason}; the file is damaged, or not a Chakra 1.0 trace"
+        f"{place} is not a Chakra Node: {reason}; the file is damaged, or not a Chakra 1.0 trace",
+        code="chakra-bad-node",
     )
 
 
@@ -322,7 +323,8 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
         first, second = order[twice[0]], order[twice[0] + 1]
         raise GraphError(
             f"{path}: nodes {first} and {second} of the file both have id {by_id[twice[0]]};"
-            " ids must be unique, number them again"
+            " ids must be unique, number them again",
+            code="graph-repeated-id",
         )
     if not len(deps.ids):
         return Edges(deps.offsets, np.empty(0, dtype=np.int64), deps.reason)
@@ -332,7 +334,8 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
         waiting = int(np.count_nonzero(deps.offsets <= missing[0])) - 1
         raise GraphError(
             f"{path}: node {nodes.id[waiting]} waits for node {deps.ids[missing[0]]}, which is"
-            f" not in the file ({len(missing)} such edges); add the node or drop the edge"
+            f" not in the file ({len(missing)} such edges); add the node or drop the edge",
+            code="graph-dangling-edge",
         )
     return Edges(deps.offsets, order[places], deps.reason)
 

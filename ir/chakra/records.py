@@ -128,7 +128,8 @@ def _proto(name: str, given: Attribute, place: str) -> AttributeProto:
             setattr(proto, given.variant, given.value)
     except (AttributeError, TypeError, ValueError) as error:
         raise ChakraError(
-            f"{place}: attribute {name} cannot hold {given.value!r} as {given.variant}: {error}"
+            f"{place}: attribute {name} cannot hold {given.value!r} as {given.variant}: {error}",
+            code="chakra-attribute-value",
         ) from error
     return proto
 

@@ -65,7 +65,8 @@ def with_counted_work(graph: Graph) -> Graph:
             node = graph.node(index)
             raise GraphError(
                 f"node {node.id} ({node.name!r}) counts {flops} operations and a size of {size}: "
-                f"expected {MOST} at most"
+                f"expected {MOST} at most",
+                code="graph-counts-too-large",
             )
         per_count = 2 if stage and told.get(OP_TYPE) == _EINSUM else 1
         columns["flops"][index], columns["bytes_read"][index] = per_count * flops, size

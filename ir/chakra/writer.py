@@ -181,7 +181,8 @@ def _require_unique(ids: U64) -> None:
     if len(distinct) < len(ids):
         raise GraphError(
             f"{int(counts.max())} nodes have id {distinct[np.argmax(counts)]}; ids must be unique,"
-            " number the nodes again"
+            " number the nodes again",
+            code="graph-repeated-id",
         )
 
 

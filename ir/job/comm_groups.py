@@ -60,7 +60,8 @@ def with_groups(graph: Graph, path: Path) -> Graph:
         if told[name] and beside[name] != told[name]:
             raise FormatError(
                 f'{path}: its node {_INIT} and {file} tell other ranks of group "{name}" '
-                f"({shown_ranks(told[name])}; {shown_ranks(beside[name])}); mend or remove one"
+                f"({shown_ranks(told[name])}; {shown_ranks(beside[name])}); mend or remove one",
+                code="groups-contradict",
             )
     given = beside | told
     if not given:
@@ -90,7 +91,9 @@ def read_groups(path: Path) -> dict[str, list[int]]:
         groups = msgspec.json.decode(path.read_bytes(), type=dict[str, list[int]])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(
-            f'{path}: {error}; expected {{"1": [0, 1], ...}}, ranks by group, as ASTRA-sim reads it'
+            f'{path}: {error}; expected {{"1": [0, 1], ...}}, ranks by group, as ASTRA-sim '
+            "reads it",
+            code="groups-malformed",
         ) from error
     for name, ranks in groups.items():
         _check_distinct(f'{path}: group "{name}"', ranks)
@@ -101,7 +104,8 @@ def _beside(path: Path) -> Path | None:
     found = group_files(path.parent, path.name)
     if len(found) > 1:
         raise FormatError(
-            f"{found[0]} and {found[1].name} both hold groups of {path.name}; remove one"
+            f"{found[0]} and {found[1].name} both hold groups of {path.name}; remove one",
+            code="groups-ambiguous",
         )
     return found[0] if found else None
 
@@ -131,7 +135,8 @@ def _told(graph: Graph, path: Path) -> dict[str, list[int]]:
         except msgspec.MsgspecError as error:
             raise FormatError(
                 f'{place}: {error}; expected [{{"pg_name": "1", "ranks": [0, 1]}}, ...] in its '
-                "input values, as torch records its groups"
+                "input values, as torch records its groups",
+                code="groups-malformed-node",
             ) from error
         for group in told:
             _check_distinct(f'{place}: group "{group.pg_name}"', group.ranks)
@@ -144,7 +149,9 @@ def _check_distinct(place: str, ranks: list[int]) -> None:
     for rank in ranks:
         if rank < 0 or rank in seen:
             what = "is no rank" if rank < 0 else "is named twice"
-            raise FormatError(f"{place}: {rank} {what}; expected distinct ranks from 0")
+            raise FormatError(
+                f"{place}: {rank} {what}; expected distinct ranks from 0", code="groups-bad-rank"
+            )
         seen.add(rank)
 
 
@@ -172,7 +179,8 @@ def _check_ranks(groups: Mapping[str, tuple[int, ...]], world: int, source: Path
         if max(ranks) >= world:
             raise FormatError(
                 f'{source}: group "{name}" holds rank {max(ranks)}, and beside it are the traces '
-                f"of ranks 0 to {world - 1}; add the other traces or mend the group"
+                f"of ranks 0 to {world - 1}; add the other traces or mend the group",
+                code="groups-missing-traces",
             )
 
 
@@ -187,12 +195,14 @@ def _check_used(
         if name not in groups:
             raise FormatError(
                 f'{path}: node {node} is of group "{name}", which {source} does not hold '
-                f"(it has {', '.join(groups)}); add it there"
+                f"(it has {', '.join(groups)}); add it there",
+                code="groups-unknown-group",
             )
         if rank is not None and rank not in groups[name]:
             raise FormatError(
                 f'{path}: node {node} is of group "{name}", whose ranks '
-                f"{shown_ranks(groups[name])} ({source}) do not hold the trace's own rank {rank}"
+                f"{shown_ranks(groups[name])} ({source}) do not hold the trace's own rank {rank}",
+                code="groups-rank-not-member",
             )
 
 

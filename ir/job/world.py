@@ -49,11 +49,12 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
         sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         for axis, size in {**sizes, "ep": ep}.items():
             if size < 1:
-                raise JobError(f"--{axis} {size}: expected 1 or more")
+                raise JobError(f"--{axis} {size}: expected 1 or more", code="world-size-below-one")
         if cp * dp % ep:
             raise JobError(
                 f"--ep {ep} must divide cp * dp, whose ranks share out the experts "
-                f"({cp} * {dp} = {ep} x {cp * dp // ep} + {cp * dp % ep})"
+                f"({cp} * {dp} = {ep} x {cp * dp // ep} + {cp * dp % ep})",
+                code="world-ep-indivisible",
             )
         return cls({axis: size for axis, size in sizes.items() if size > 1}, ep)
 

@@ -255,7 +255,8 @@ class Run:
         if not graph.nodes.duration_ns.any():
             raise GraphError(
                 f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay;"
-                " annotate it for a GPU first: annotate --target H100 ..."
+                " annotate it for a GPU first: annotate --target H100 ...",
+                code="replay-no-durations",
             )
         self._take(graph, queues=queues)
         lanes = _lanes(graph)

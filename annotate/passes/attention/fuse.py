@@ -253,7 +253,7 @@ class FusedAttention:
         flow = Flow.of(graph)
         found = [] if graph.job.measurement.depths is not None else eager_calls(flow)
         if not found:
-            raise AnnotateError(_lacking(graph, softmaxes(flow)))
+            raise AnnotateError(_lacking(graph, softmaxes(flow)), code="fuse-no-eager-attention")
         gone = taken(graph, flow, found)
         told, peak = without_scores(graph, flow, found, gone.unused)
         before = int(graph.nodes.duration_ns[gone.dropped & graph.gpu_compute].sum())

@@ -184,7 +184,8 @@ class EagerAttention:
         if not calls:
             raise AnnotateError(
                 "no kernel is fused attention of known sizes, so that there is none to take apart; "
-                "a trace of eager attention has products and a softmax in its place"
+                "a trace of eager attention has products and a softmax in its place",
+                code="unfuse-no-fused-attention",
             )
         made, new = _expanded(graph, calls)
         made = self._timed(made, new, target)

@@ -314,7 +314,8 @@ class Overlap:
         if not needs.of:
             raise AnnotateError(
                 f"none of the graph's {len(needs.fixed)} calls tells which tensors it uses, so "
-                "what could run beside it is not known; capture the step with `capture run`"
+                "what could run beside it is not known; capture the step with `capture run`",
+                code="overlap-no-operands",
             )
         made = rewired(graph, lanes, needs, turns_of(graph, lanes, needs))
         order, leftover = topological_order(made.edges)
@@ -325,7 +326,8 @@ class Overlap:
         if not (now > was).any():
             raise AnnotateError(
                 "no communication can run beside more compute than it does: what waits for each of "
-                f"the {len(calls)} calls needs its data"
+                f"the {len(calls)} calls needs its data",
+                code="overlap-data-dependent",
             )
         told = made.job.measurement.untimed(_note(needs, was, now))
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
@@ -340,11 +342,15 @@ def _check(graph: Graph) -> None:
     compute, communicates = compute_mask(graph).any(), graph.communication.any()
     if not compute or not communicates:
         lacking = "communication" if compute else "compute"
-        raise AnnotateError(f"the graph has no {lacking}, so there is nothing to overlap")
+        raise AnnotateError(
+            f"the graph has no {lacking}, so there is nothing to overlap",
+            code="overlap-nothing-to-overlap",
+        )
     if graph.job.measurement.depths is not None:
         raise AnnotateError(
             "the trace was extrapolated, so its copied layers name the tensors of others; for "
-            "--overlap on capture all layers"
+            "--overlap on capture all layers",
+            code="overlap-extrapolated-trace",
         )
 
 

@@ -46,7 +46,8 @@ class NoOverlap:
         if not len(source):
             raise AnnotateError(
                 "no communication can run beside compute in this graph: its edges already hold "
-                "them apart, so that there is no overlap to leave out"
+                "them apart, so that there is no overlap to leave out",
+                code="serialize-already-serial",
             )
         sync = np.full(len(source), Reason.SYNC, dtype=np.uint8)
         joined = Edges.from_pairs(
@@ -70,7 +71,8 @@ class NoOverlap:
         if len(leftover):
             raise AnnotateError(
                 f"the order of issue contradicts the edges of {len(leftover)} nodes, so that "
-                "communication and compute cannot take turns in it; convert the trace anew"
+                "communication and compute cannot take turns in it; convert the trace anew",
+                code="serialize-order-conflict",
             )
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
 
@@ -85,7 +87,10 @@ def _turns(graph: Graph) -> tuple[I64, I64]:
     compute, communicates = compute_mask(graph), graph.communication
     if not compute.any() or not communicates.any():
         lacking = "communication" if compute.any() else "compute"
-        raise AnnotateError(f"the graph has no {lacking}, so there is no overlap to leave out")
+        raise AnnotateError(
+            f"the graph has no {lacking}, so there is no overlap to leave out",
+            code="serialize-nothing-overlaps",
+        )
     device = np.flatnonzero(compute | communicates)
     order = device[_in_issue_order(graph, device)]
     sort = communicates[order]

@@ -43,19 +43,23 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
         found = token_ids(graph)
         if not found and batch and seq is None and count > 1:
             if count == batch.after:
-                raise AnnotateError(f"nothing changes: a micro-batch of {count} would stay one")
+                raise AnnotateError(
+                    f"nothing changes: a micro-batch of {count} would stay one",
+                    code="resize-same-batch",
+                )
             _check_leads(graph, count)
             return Sizing.of(NO_SEQUENCE, batch, graph.job)
         fits = {
             (b, s) for b, s in found if (not length or s == length) and (not count or b == count)
         }
         if len(fits) != 1:
-            raise AnnotateError(_untold(found, length, count))
+            raise AnnotateError(_untold(found, length, count), code="resize-sizes-unknown")
         count, length = fits.pop()
         if count == length:
             raise AnnotateError(
                 f"the captured sequence length and micro-batch are both {count}, so that no shape "
-                f"tells which is which; {_NAME_BOTH}"
+                f"tells which is which; {_NAME_BOTH}",
+                code="resize-sizes-equal",
             )
     made = Sizing.of(
         Change(length, seq.after if seq else length),
@@ -65,7 +69,8 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     if made.seq.before == made.seq.after and made.batch.before == made.batch.after:
         raise AnnotateError(
             f"nothing changes: the step was captured with a sequence length of {length} and a "
-            f"micro-batch of {count}"
+            f"micro-batch of {count}",
+            code="resize-nothing-changes",
         )
     return replace(made, routes=_routes(graph, made))
 
@@ -81,7 +86,8 @@ def _check_leads(graph: Graph, count: int) -> None:
         told = ", ".join(str(size) for size, _ in found.most_common(3))
         raise AnnotateError(
             f"forward has no result of {count} samples, its first dimension; those of most are "
-            f"{told}: which of them was captured?"
+            f"{told}: which of them was captured?",
+            code="resize-batch-ambiguous",
         )
 
 
@@ -99,7 +105,8 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
             raise AnnotateError(
                 "the step routes tokens to experts (aten::topk) that work one after another, and "
                 "how many tokens each gets is no multiple of the sequence: let all work in one "
-                "call (aten::_grouped_mm; transformers: experts_implementation='grouped_mm')"
+                "call (aten::_grouped_mm; transformers: experts_implementation='grouped_mm')",
+                code="resize-expert-tokens",
             )
         return ()
     rows = np.isin(nodes.op, products) & (nodes.phase == Phase.FORWARD)
@@ -112,7 +119,8 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
             raise AnnotateError(
                 f"the experts of this rank got {count} rows of tokens, no multiple of the "
                 f"{max(tokens)} tokens of a micro-batch, so that their share at another size is "
-                "not known; capture with `--moe-routing balanced`, or at the other size"
+                "not known; capture with `--moe-routing balanced`, or at the other size",
+                code="resize-expert-rows",
             )
         found |= times
     return tuple(sorted(found))
@@ -128,24 +136,28 @@ def _check(graph: Graph) -> None:
     if graph.job.measurement.depths is not None:
         raise AnnotateError(
             "the trace was extrapolated from fewer layers, so its tensors cannot be followed; "
-            "capture all layers"
+            "capture all layers",
+            code="resize-extrapolated-trace",
         )
     if graph.job.compilation is not None:
         raise AnnotateError(
             "the step was compiled, and generated kernels do not tell their operands; use the "
-            "eager capture beside it (--compile writes trace.eager.et)"
+            "eager capture beside it (--compile writes trace.eager.et)",
+            code="resize-compiled-trace",
         )
     if any(module.type == "OptimizedModule" for module in graph.job.modules):
         raise AnnotateError(
             "the script compiled its model, and generated kernels do not tell their operands; "
-            "capture it without torch.compile"
+            "capture it without torch.compile",
+            code="resize-compiled-script",
         )
     values = np.unique(graph.nodes.input_values).tolist()
     if not any(tells_tensors(graph.strings[code]) for code in values):
         raise AnnotateError(
             "the trace does not tell which tensors are the same (its operands have no ids), so "
             "sequence and micro-batch cannot be followed; capture it with `capture run`, or "
-            "convert a recording with an execution trace"
+            "convert a recording with an execution trace",
+            code="resize-no-tensor-ids",
         )
 
 

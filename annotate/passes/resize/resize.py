@@ -74,7 +74,8 @@ class Resize:
         if not changed.any():
             raise AnnotateError(
                 f"no operand grows with a sequence length of {sizing.seq.before} or a micro-batch "
-                f"of {sizing.batch.before}; are these what the step was captured with?"
+                f"of {sizing.batch.before}; are these what the step was captured with?",
+                code="resize-nothing-grows",
             )
         strings = graph.strings.copy()
         columns = _shapes(graph, found, changed, sizing, strings)

@@ -50,7 +50,8 @@ def parse_change(option: str, text: str) -> Change:
     if not all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes):
         raise AnnotateError(
             f"{option} {text}: expected a size, {option} 8192, or the captured and the new one, "
-            f"{option} 4096=8192; both 1 or more"
+            f"{option} 4096=8192; both 1 or more",
+            code="resize-option-malformed",
         )
     return Change(*map(int, sizes)) if equals else Change(0, int(text))
 
@@ -122,7 +123,8 @@ class Sizing:
             raise AnnotateError(
                 f"a size of {size} cannot follow: {size} x {_terms(self.seq, self.batch, power)} "
                 f"= {made / parts:.2f} is no whole number; choose a sequence length and a "
-                "micro-batch that divide as the captured ones do"
+                "micro-batch that divide as the captured ones do",
+                code="resize-not-whole",
             )
         return made // parts
 
@@ -186,7 +188,8 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
                 f"{strings[int(nodes.op[row])]} would multiply {left} x {right}, captured as "
                 f"{was[place]} x {was[place + 1]}: a size was lost on the way, as of steps that "
                 "pad their sequences, cut them into pieces of a fixed length or go through them "
-                "one by one; capture the step at the size asked for"
+                "one by one; capture the step at the size asked for",
+                code="resize-operands-disagree",
             )
 
 

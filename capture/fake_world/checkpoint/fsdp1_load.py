@@ -69,7 +69,8 @@ class _Source:
             raise CaptureError(
                 f"FSDP gathers {'.'.join(map(str, self.path))!r}, which was loaded in shards, and "
                 "absent ranks' are read from the checkpoint: the script's load planner "
-                f"{type(planner).__name__} must read it by itself, and as a whole tensor: {error}"
+                f"{type(planner).__name__} must read it by itself, and as a whole tensor: {error}",
+                code="fsdp-load-unknown",
             ) from error
         return read.to(like.device) if elements >= read.numel() else None
 

@@ -125,7 +125,8 @@ def _models(stepped: dict[str, _Stepped]) -> dict[str, _Stepped]:
         raise CaptureError(
             f"rank {dist.get_rank()} holds no element of the {len(stepped)} parameters whose "
             "states FSDP gathers: what the optimizer keeps of them, only absent ranks would know; "
-            "take a rank that holds some, or larger parameters"
+            "take a rank that holds some, or larger parameters",
+            code="fsdp-states-unknown",
         )
     without = {id(one.unit) for one in stepped.values() if one.held and one.state is None}
     return {

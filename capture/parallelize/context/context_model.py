@@ -86,13 +86,15 @@ def _mask(
     if structure is None or options.get("use_vmap"):
         raise SliceError(
             "--cp: the model makes an attention mask of its own kind, and how parts of a sequence "
-            "attend with it is not known: leave --cp out"
+            "attend with it is not known: leave --cp out",
+            code="cp-unknown-mask",
         )
     if structure.packing is not None:
         if not _knows_positions(inspect.currentframe()):
             raise SliceError(
                 "--cp-comm p2p: sequences are packed, and the model lets all of a row attend to "
-                "each other, as it tells its masks no position_ids: use --cp-comm all_gather"
+                "each other, as it tells its masks no position_ids: use --cp-comm all_gather",
+                code="cp-ring-packed-rows",
             )
         return structure.packing
     rows, seen = structure.rows, structure.seen
@@ -184,19 +186,22 @@ def own_part(
     if sequence is None:
         raise SliceError(
             f"--cp: {type(model).__name__} was called without input_ids; a rank gets its part of "
-            "these: call model(input_ids=..., labels=...)"
+            "these: call model(input_ids=..., labels=...)",
+            code="cp-no-input-ids",
         )
     if beside := [name for name in _BESIDE_TEXT if given.get(name) is not None]:
         raise SliceError(
             f"--cp: {type(model).__name__} was called with {', '.join(beside)}, whose features "
             "take the place of tokens anywhere in the sequence; how a rank finds those of its part "
-            "is not known: train on text alone, or leave --cp out"
+            "is not known: train on text alone, or leave --cp out",
+            code="cp-other-inputs",
         )
     kept = given.get("logits_to_keep")
     if isinstance(kept, Tensor) or kept:
         raise SliceError(
             f"--cp: {type(model).__name__} was called with logits_to_keep, places in the whole "
-            "sequence, of which a rank has a part: leave it out"
+            "sequence, of which a rank has a part: leave it out",
+            code="cp-logits-to-keep",
         )
     rows = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
     shifted = given.get("shift_labels")
@@ -222,7 +227,8 @@ def own_part(
         raise SliceError(
             f"--cp: {type(model).__name__} counts its positions from the attention_mask "
             f"({counting}), which leaves out {int((~seen).sum())} of {seen.numel()} tokens: pad "
-            "behind the sequences, with labels of -100 there, or fill them"
+            "behind the sequences, with labels of -100 there, or fill them",
+            code="cp-positions-from-mask",
         )
     count, length = sequence.shape[:2]
     return Batch(own, context.own(rows)[0], count, length, seen, counted, documents, packing)
@@ -235,7 +241,8 @@ def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.shape[1]:
         raise SliceError(
             f"--cp: expected an attention_mask [batch, {rows.shape[1]}], or none; found "
-            f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
+            f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}",
+            code="cp-mask-shape",
         )
     return None if bool(mask.all()) else mask.to(rows.device, torch.bool)
 
@@ -271,7 +278,8 @@ def _packed(model: Any, given: dict[str, Any], rows: Tensor) -> tuple[Tensor, Te
     if told.dim() != 2 or told.shape[1] != rows.shape[1]:
         raise SliceError(
             f"--cp: expected position_ids [batch, {rows.shape[1]}], or none; found "
-            f"{list(told.shape)}"
+            f"{list(told.shape)}",
+            code="cp-positions-shape",
         )
     caches = given.get("use_cache")
     caches = model.config.get_text_config().use_cache if caches is None else caches
@@ -354,7 +362,8 @@ def apply_context_parallel(
         if chunked and batch.documents is not None:
             raise SliceError(
                 f"--cp: {type(module).__name__} attends within chunks, and sequences are packed; "
-                "how parts of those attend is not known: do not pack"
+                "how parts of those attend is not known: do not pack",
+                code="cp-chunked-packed",
             )
         wanted = MASKED if masked else _ATTENTION
         _configure(module, wanted)
@@ -377,7 +386,8 @@ def apply_context_parallel(
         if not running:
             raise SliceError(
                 f"--cp: {type(module).__name__} is called by itself, with whole sequences, which "
-                f"are cut as {type(model).__name__} is called: call that, or leave --cp out"
+                f"are cut as {type(model).__name__} is called: call that, or leave --cp out",
+                code="cp-called-directly",
             )
 
     def leave(_: nn.Module, __: Any, output: Any) -> None:
@@ -388,7 +398,10 @@ def apply_context_parallel(
         if not has_loss or output is None:
             return
         if isinstance(output, tuple):
-            raise SliceError("--cp: the model returns a tuple: leave return_dict=False out")
+            raise SliceError(
+                "--cp: the model returns a tuple: leave return_dict=False out",
+                code="cp-returns-tuple",
+            )
         losses = [key for key in _LOSSES if isinstance(output.get(key), Tensor)]
         if losses:
             parts = [output[key] for key in losses]
@@ -441,7 +454,8 @@ def _check(model: nn.Module, size: int) -> Any:
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SliceError(
             f"--cp {size} cuts the sequence of Hugging Face causal language models, and {kind} is "
-            "none (transformers.PreTrainedModel with a head): leave --cp out"
+            "none (transformers.PreTrainedModel with a head): leave --cp out",
+            code="cp-not-causal-lm",
         )
     refuse_encoder_decoder(model, "--cp")
     config: Any = model.config.get_text_config()
@@ -449,7 +463,8 @@ def _check(model: nn.Module, size: int) -> Any:
     if strange:
         raise SliceError(
             f"--cp {size}: {kind} has layers of {', '.join(strange)}; parts of a sequence are "
-            f"known to attend to the whole in {', '.join(_KNOWN_LAYERS)}: leave --cp out"
+            f"known to attend to the whole in {', '.join(_KNOWN_LAYERS)}: leave --cp out",
+            code="cp-layer-type",
         )
     of_interface = type(model)._can_set_attn_implementation()  # pyright: ignore[reportPrivateUsage]
     if config._attn_implementation not in _KNOWN_ATTENTION or not of_interface:
@@ -458,20 +473,23 @@ def _check(model: nn.Module, size: int) -> Any:
             f"{'' if of_interface else ', in code of its own'}, and how "
             "parts of a sequence attend to the whole is known for 'sdpa' and 'eager' of "
             "transformers' attention interface: "
-            f"{_WITH_SDPA if of_interface else ''}leave --cp out"
+            f"{_WITH_SDPA if of_interface else ''}leave --cp out",
+            code="cp-attention-implementation",
         )
     if any(hasattr(module, _COUNTS_POSITIONS) for module in model.modules()):
         raise SliceError(
             f"--cp {size}: {kind} counts positions from the tokens that are not padding, from its "
             "padding token's number on, and not from 0; parts of a sequence are given positions "
-            "from 0: leave --cp out"
+            "from 0: leave --cp out",
+            code="cp-padding-positions",
         )
     parameters = inspect.signature(type(model).forward).parameters
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if "position_ids" not in parameters or not open_ended:
         raise SliceError(
             f"--cp {size}: {kind}'s forward takes no position_ids, or hands no shift_labels to its "
-            "loss, so that it cannot be given a part of a sequence: leave --cp out"
+            "loss, so that it cannot be given a part of a sequence: leave --cp out",
+            code="cp-forward-signature",
         )
     return config
 
@@ -492,7 +510,8 @@ def _attention(
         if own is None or attention_mask is None:
             raise SliceError(
                 f"--cp: {kind} runs its attention as 'eager', and has no function "
-                "eager_attention_forward that takes a mask: leave --cp out"
+                "eager_attention_forward that takes a mask: leave --cp out",
+                code="cp-eager-function",
             )
         keys, values = layer.context.gathered(key, value)
         return own(module, query, keys, values, attention_mask, **options)
@@ -504,7 +523,8 @@ def _attention(
         raise SliceError(
             f"--cp: {kind} attends with a bias or a cap of its own, or not causally; how parts of "
             "a sequence do so is known for 'eager' alone: build the model with "
-            "attn_implementation='eager' where it has that, or leave --cp out"
+            "attn_implementation='eager' where it has that, or leave --cp out",
+            code="cp-attention-bias",
         )
     keys = query.shape[2] * layer.context.group.size()
     if isinstance(attention_mask, Packing):
@@ -512,7 +532,8 @@ def _attention(
     elif attention_mask is not None and attention_mask.shape[-1] != keys:
         raise SliceError(
             f"--cp: {kind} attends under a mask of its own, for {attention_mask.shape[-1]} keys of "
-            f"the sequence's {keys}; how parts of a sequence do so is not known: leave --cp out"
+            f"the sequence's {keys}; how parts of a sequence do so is not known: leave --cp out",
+            code="cp-own-mask",
         )
     window = options.get("sliding_window")
     if isinstance(attention_mask, Tensor) or (window is not None and window >= keys):

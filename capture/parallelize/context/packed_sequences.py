@@ -89,7 +89,8 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
         raise SliceError(
             f"--cp-comm p2p cuts each packed sequence into 2 x {size} = {2 * size} chunks, and one "
             f"has {odd} tokens ({odd} = {2 * size} x {odd // (2 * size)} + {odd % (2 * size)}): "
-            "pad each, as for TransformerEngine's thd format, or use --cp-comm all_gather"
+            "pad each, as for TransformerEngine's thd format, or use --cp-comm all_gather",
+            code="cp-packed-indivisible",
         )
     chunks = [one // (2 * size) for one in lengths]
     starts = itertools.accumulate(lengths, initial=0)
@@ -198,5 +199,6 @@ def _check(query: Tensor, value: Tensor) -> None:
         raise SliceError(
             f"--cp-comm p2p: packed sequences go round a ring by FlashAttention's kernels, for "
             f"bfloat16 and float16 and values as wide as keys; found {query.dtype}, keys of "
-            f"{query.shape[-1]} features and values of {value.shape[-1]}: use --cp-comm all_gather"
+            f"{query.shape[-1]} features and values of {value.shape[-1]}: use --cp-comm all_gather",
+            code="cp-ring-packed-kernel",
         )

@@ -142,7 +142,8 @@ def check_widths(query: Tensor, value: Tensor) -> None:
         if query.is_cuda and width % 8:
             raise SliceError(
                 f"--cp: attention {what} have {width} features ({width} = 8 x {width // 8} + "
-                f"{width % 8}); the kernels on CUDA need a multiple of 8"
+                f"{width % 8}); the kernels on CUDA need a multiple of 8",
+                code="cp-head-width",
             )
 
 

@@ -49,7 +49,8 @@ class Context:
             raise SliceError(
                 f"--cp {size} cuts the sequence into 2 x {size} = {2 * size} chunks, and the "
                 f"sequence has {length} tokens ({length} = {2 * size} x {length // (2 * size)} + "
-                f"{length % (2 * size)}): pad or cut the batch"
+                f"{length % (2 * size)}): pad or cut the batch",
+                code="cp-sequence-indivisible",
             )
         parts = x.chunk(2 * size, dim=1)
         return torch.cat([parts[chunk] for chunk in chunks_of(self.group)], dim=1)
@@ -87,7 +88,8 @@ class Context:
             raise SliceError(
                 f"--cp-comm p2p: a layer attends to a window of {how.window} tokens of "
                 f"{query.shape[2] * self.group.size()}, and keys that go round a ring are known "
-                "for full attention, as in TransformerEngine: use --cp-comm all_gather"
+                "for full attention, as in TransformerEngine: use --cp-comm all_gather",
+                code="cp-ring-window",
             )
         if isinstance(mask, Packing):
             batch = query.shape[0]
@@ -97,7 +99,8 @@ class Context:
             raise SliceError(
                 "--cp-comm p2p: sequences are padded, and what is before them is to be masked; "
                 "keys that go round a ring are known without masks: pad behind, with labels of "
-                "-100 there, or use --cp-comm all_gather"
+                "-100 there, or use --cp-comm all_gather",
+                code="cp-ring-padding",
             )
         return ring.apply(query, key, value, self.group, how, None)
 
@@ -110,7 +113,8 @@ class Context:
         if self.comm == "p2p":
             raise SliceError(
                 "--cp-comm p2p: the model runs its attention as 'eager', on all keys at once, "
-                "which does not go with a ring: use --cp-comm all_gather"
+                "which does not go with a ring: use --cp-comm all_gather",
+                code="cp-ring-eager",
             )
         return gather_keys(key, self.group), gather_keys(value, self.group)
 

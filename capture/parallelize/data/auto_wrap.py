@@ -77,7 +77,8 @@ def refuse_transforms(module: nn.Module) -> None:
         raise SliceError(
             f"{type(module).__name__} is called under torch.func (grad, vmap), which gives "
             "gradients to nobody but the script, and --ddp and --fsdp communicate as parameters "
-            "get them: use --zero 1, which works on the optimizer"
+            "get them: use --zero 1, which works on the optimizer",
+            code="dp-functional-grad",
         )
 
 
@@ -87,7 +88,8 @@ def refuse_scalars(module: nn.Module) -> None:
         if parameter.dim() == 0:
             raise SliceError(
                 f"{name} of {type(module).__name__} is a scalar, which torch's fully_shard cannot "
-                "shard: make it a tensor of one element, or use --ddp, --zero 1 or --zero 2"
+                "shard: make it a tensor of one element, or use --ddp, --zero 1 or --zero 2",
+                code="fsdp-scalar-parameter",
             )
 
 
@@ -97,18 +99,21 @@ def refuse_model(module: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel):
             raise SliceError(
                 f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
-                f"script, or by a library of its own: {_RUN_AS_IT_IS}"
+                f"script, or by a library of its own: {_RUN_AS_IT_IS}",
+                code="dp-already-ddp",
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SliceError(
                 f"{name or type(module).__name__} has sparse gradients, whose size is not known "
-                "ahead: make it with sparse=False"
+                "ahead: make it with sparse=False",
+                code="dp-sparse-gradient",
             )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise SliceError(
                 f"{name} is a DTensor, so the script, or a library of its own, distributes its "
-                f"model: {_RUN_AS_IT_IS}"
+                f"model: {_RUN_AS_IT_IS}",
+                code="dp-already-dtensor",
             )
 
 
@@ -127,17 +132,20 @@ def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | 
     if len(asked) > 1:
         raise CaptureError(
             f"{' and '.join(asked)}: each says how gradients and states are shared; give one "
-            "(--fsdp is --zero 3)"
+            "(--fsdp is --zero 3)",
+            code="dp-strategy-twice",
         )
     if zero not in (None, 1, 2, 3):
         raise CaptureError(
             f"--zero {zero}: expected 1 (optimizer states sharded), 2 (and gradients) or "
-            "3 (and parameters, the same as --fsdp)"
+            "3 (and parameters, the same as --fsdp)",
+            code="dp-zero-stage",
         )
     if asked and len(data_ranks(world, 0)) == 1:
         raise CaptureError(
             f"{asked[0]} shares work among data-parallel ranks, and the world has {world}: "
-            "give --dp D with D above 1"
+            "give --dp D with D above 1",
+            code="dp-size-missing",
         )
     if ddp:
         return "ddp"
@@ -297,7 +305,8 @@ class DataParallelism:
             raise SliceError(
                 f"{type(module).__name__} holds a model that was trained by itself before: call "
                 f"the whole {type(module).__name__} first, so that its parameters are shared out "
-                "together"
+                "together",
+                code="dp-part-used-first",
             )
         refuse_model(module)
         if self._form == "fsdp":
@@ -371,7 +380,8 @@ class DataParallelism:
                 f"{type(optimizer).__name__} steps {len(strangers)} parameters (the first of shape "
                 f"{tuple(strangers[0].shape)}) that belong to no module that was called to train "
                 "them, so their gradients would not be shared among the ranks: call the module "
-                "that holds them, or use --zero 1, which works on the optimizer"
+                "that holds them, or use --zero 1, which works on the optimizer",
+                code="dp-foreign-parameters",
             )
 
     def _forget_step(self, optimizer: Optimizer) -> None:

@@ -56,7 +56,9 @@ class ReplicatedModel:
                 reducer._pre_forward(*args)
             except RuntimeError as error:
                 if unreduced := _UNREDUCED.search(str(error)):
-                    raise SliceError(self._unused(unreduced[1] or "")) from error
+                    raise SliceError(
+                        self._unused(unreduced[1] or ""), code="ddp-unused-parameter"
+                    ) from error
                 raise
             _ddp._active_ddp_module = reducer  # torch.compile splits by buckets
 

@@ -130,7 +130,8 @@ def once_backward() -> Generator[None]:
                 raise SliceError(
                     "--fsdp: the script differentiates gradients again (create_graph=True), and "
                     "FSDP does not support double backward: its weights are freed behind the "
-                    "first. Use --ddp or --zero 1"
+                    "first. Use --ddp or --zero 1",
+                    code="fsdp-double-backward",
                 )
             return original(*args, **kwargs)
 

@@ -79,7 +79,8 @@ class Rounds:
             raise CaptureError(
                 f"a step of {taken} micro-batches followed steps of {known}: gradients are "
                 "communicated in a step's last backward, which is known from the steps before. "
-                "Let every step take as many micro-batches"
+                "Let every step take as many micro-batches",
+                code="dp-varying-micro-batches",
             )
 
     def end_step(self) -> None:

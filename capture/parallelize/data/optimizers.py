@@ -211,5 +211,6 @@ def _form(optimizer: Optimizer, value: Any) -> Any:
 def _several(optimizer: Optimizer) -> SliceError:
     return SliceError(
         f"{type(optimizer).__name__} holds states of whole parameters before the first step (of a "
-        "checkpoint?), which cannot be cut: start from empty states"
+        "checkpoint?), which cannot be cut: start from empty states",
+        code="optimizer-early-states",
     )

@@ -105,7 +105,8 @@ class Bucket:
         if parameter.grad.is_sparse:
             raise SliceError(
                 f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, whose size "
-                "is not known ahead: make its embedding with sparse=False"
+                "is not known ahead: make its embedding with sparse=False",
+                code="dp-sparse-gradient",
             )
         if self._filling is not None and parameter not in self._missing:
             self.launch()  # the micro-batch before did not complete it
@@ -241,13 +242,15 @@ class ShardedOptimizers:
         if not elementwise(optimizer):  # a slice of a flat buffer is no matrix
             raise SliceError(
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
-                "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors"
+                "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors",
+                code="zero-not-elementwise",
             )
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:
             raise SliceError(
                 f"{kind} and {', '.join(sorted(others))} hold the same parameters (sharpness-aware "
-                f"minimisation, averaging): {_OUTSIDE}"
+                f"minimisation, averaging): {_OUTSIDE}",
+                code="zero-shared-parameters",
             )
         buckets: list[Bucket] = []
         for group in optimizer.param_groups:
@@ -301,7 +304,8 @@ class ShardedOptimizers:
                     raise SliceError(
                         f"{type(optimizer).__name__} got a parameter of shape "
                         f"{tuple(parameter.shape)} after its first step: under --zero 1 and 2 all "
-                        "must be there before"
+                        "must be there before",
+                        code="zero-late-parameter",
                     )
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -324,7 +328,8 @@ class ShardedOptimizers:
                 raise SliceError(
                     f"weights of {type(optimizer).__name__} were changed between a backward and "
                     "its step, and the model is called with them (sharpness-aware minimisation): "
-                    f"{_OUTSIDE}"
+                    f"{_OUTSIDE}",
+                    code="zero-weights-changed",
                 )
 
     def forget(self, optimizer: Optimizer) -> None:
@@ -392,7 +397,8 @@ class ShardedOptimizers:
                 raise SliceError(
                     f"clipping got {len(whole & given)} of the {len(whole)} parameters that "
                     f"{type(optimizer).__name__} steps: under --zero 1 and 2 their gradients lie "
-                    "in flat buffers and are clipped together"
+                    "in flat buffers and are clipped together",
+                    code="zero-partial-clipping",
                 )
             self.finish(optimizer)
         return [bucket for optimizer in known for bucket in self._buckets[optimizer]]

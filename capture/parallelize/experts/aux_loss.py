@@ -74,7 +74,8 @@ def share_balancing_loss(model: nn.Module) -> None:
         raise SliceError(
             f"{type(model).__name__} adds a balancing loss of its routers that is not the one "
             "transformers' models have from Mixtral, and which part of it a part of the sequence "
-            "has is not known: configure output_router_logits=False"
+            "has is not known: configure output_router_logits=False",
+            code="moe-loss-unknown",
         )
 
     def part_or_whole(
@@ -121,7 +122,8 @@ def _counted(mask: Any) -> Tensor | None:
         return mask
     raise SliceError(
         "--sp: the balancing loss of the routers counts tokens by an attention_mask [batch, "
-        f"sequence]; found {list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
+        f"sequence]; found {list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}",
+        code="moe-loss-mask",
     )
 
 

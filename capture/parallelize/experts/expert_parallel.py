@@ -149,7 +149,8 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
     if parts != set(_PARTS):
         raise SliceError(
             f"--ep {group.size()}: the block of {name} has {', '.join(sorted(parts))}; tokens are "
-            f"known to be gathered in one of {', '.join(_PARTS)}, as Llama-4's: leave --ep out"
+            f"known to be gathered in one of {', '.join(_PARTS)}, as Llama-4's: leave --ep out",
+            code="ep-block-inputs",
         )
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +218,7 @@ def share_experts(
     """
     layers, dense = expert_layers(model), dense_layers(model)
     if not layers and not dense:
-        raise SliceError(_without_experts(model, group.size()))
+        raise SliceError(_without_experts(model, group.size()), code="ep-no-experts")
     for name, module in (layers | dense).items():
         _keep_experts(module, name, group)
         module.register_forward_pre_hook(_mark)
@@ -245,7 +246,8 @@ def route_by(model: nn.Module, routing: Routing) -> None:
     if not layers and routing.name != BALANCED:
         raise SliceError(
             f"--moe-routing {routing.name}: {type(model).__name__} has no experts that tokens "
-            "could be routed to: leave it out"
+            "could be routed to: leave it out",
+            code="routing-no-experts",
         )
     for module in layers:
         routing.check(len(layers), module.num_experts)
@@ -288,7 +290,8 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
     if experts % size:
         raise SliceError(
             f"--ep {size} must divide {name}'s {experts} experts "
-            f"({experts} = {size} x {experts // size} + {experts % size})"
+            f"({experts} = {size} x {experts // size} + {experts % size})",
+            code="ep-indivisible-experts",
         )
     module.num_experts = experts // size
     for parameter in module.parameters(recurse=False):

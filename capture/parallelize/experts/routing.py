@@ -51,13 +51,15 @@ class Routing:
         if len(self.table) not in (1, layers):
             raise SliceError(
                 f"--moe-routing {self.name}: {len(self.table)} lines, but the model has {layers} "
-                f"layers with experts: expected {layers} lines, or 1 for all"
+                f"layers with experts: expected {layers} lines, or 1 for all",
+                code="routing-layer-count",
             )
         for number, line in enumerate(self.table, start=1):
             if len(line) != experts:
                 raise SliceError(
                     f"--moe-routing {self.name}: line {number} names tokens for {len(line)} "
-                    f"experts, but the model has {experts}"
+                    f"experts, but the model has {experts}",
+                    code="routing-expert-count",
                 )
 
     def tokens_per_expert(self, layer: int, experts: int, tokens: int, top_k: int) -> list[int]:
@@ -96,7 +98,8 @@ class Routing:
             raise SliceError(
                 f"--moe-routing {self.name}: layer {layer} gives expert {most} "
                 f"{float(share):.1%} of the routed tokens; a token goes to {top_k} different "
-                f"experts, so that each can have 1 / {top_k} = {1 / top_k:.1%} at most"
+                f"experts, so that each can have 1 / {top_k} = {1 / top_k:.1%} at most",
+                code="routing-share-too-large",
             )
 
 
@@ -124,7 +127,8 @@ def parse_routing(text: str) -> Routing | None:
     if not path.is_file():
         raise CaptureError(
             f"--moe-routing {text}: no such file, and none of {BALANCED}, zipf:S (S = 1 is Zipf's "
-            f"law, 0 is balanced) and {MODEL} (its own router)"
+            f"law, 0 is balanced) and {MODEL} (its own router)",
+            code="routing-unknown",
         )
     return Routing(text, table=_table(path))
 
@@ -171,7 +175,8 @@ def _apportion(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
     if sum(1 for weight in weights if weight) < top_k:
         raise SliceError(
             f"each token goes to {top_k} experts, but only "
-            f"{sum(1 for weight in weights if weight)} of {len(weights)} have tokens at all"
+            f"{sum(1 for weight in weights if weight)} of {len(weights)} have tokens at all",
+            code="routing-too-few-experts",
         )
     full: set[int] = set()
     while True:
@@ -197,7 +202,8 @@ def _exponent(text: str, value: str) -> float:
     if not 0 <= exponent < math.inf:
         raise CaptureError(
             f"--moe-routing {text}: the exponent {value or 'is missing'}; expected a number of 0 "
-            "(balanced) or more, as in zipf:1"
+            "(balanced) or more, as in zipf:1",
+            code="routing-bad-exponent",
         )
     return exponent
 
@@ -209,10 +215,11 @@ def _table(path: Path) -> tuple[tuple[float, ...], ...]:
         if not all(0 <= value < math.inf for value in line) or not sum(line) > 0:
             raise FormatError(
                 f"{path}: line {number} is {list(line)}; expected tokens per expert, each 0 or "
-                "more and not all 0"
+                "more and not all 0",
+                code="routing-bad-line",
             )
     if not lines:
-        raise FormatError(f"{path}: no line of tokens per expert")
+        raise FormatError(f"{path}: no line of tokens per expert", code="routing-file-empty")
     return lines
 
 
@@ -221,12 +228,16 @@ def _json_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
         found = msgspec.json.decode(text, type=list[float | list[float]])
     except msgspec.MsgspecError as error:
         raise FormatError(
-            f"{path}: {error}; expected a list of tokens per expert, or a list of such lists"
+            f"{path}: {error}; expected a list of tokens per expert, or a list of such lists",
+            code="routing-file-malformed",
         ) from error
     lists = [tuple(item) for item in found if isinstance(item, list)]
     numbers = tuple(item for item in found if not isinstance(item, list))
     if lists and numbers:
-        raise FormatError(f"{path}: numbers and lists side by side; expected one or the other")
+        raise FormatError(
+            f"{path}: numbers and lists side by side; expected one or the other",
+            code="routing-file-malformed",
+        )
     return (numbers,) if numbers else tuple(lists)
 
 
@@ -238,6 +249,7 @@ def _csv_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
         except ValueError as error:
             raise FormatError(
                 f"{path}: line {len(lines) + 1} is {','.join(row)!r}; expected tokens per expert, "
-                "numbers apart by commas, without a heading"
+                "numbers apart by commas, without a heading",
+                code="routing-bad-line",
             ) from error
     return tuple(line for line in lines if line)

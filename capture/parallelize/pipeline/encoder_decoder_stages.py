@@ -85,14 +85,16 @@ class Passed:
             if given.get(name) is not None:
                 raise SliceError(
                     f"--pp: {type(model).__name__} was called with {name}, which one stage makes "
-                    "of token ids: call it with those, and labels"
+                    "of token ids: call it with those, and labels",
+                    code="pp-other-inputs",
                 )
         decoded = given.get("decoder_input_ids")
         decoded = given.get("labels") if decoded is None else decoded
         if decoded is None:
             raise SliceError(
                 f"--pp: {type(model).__name__} was called without labels or decoder_input_ids, so "
-                "that it has no loss: call model(..., labels=...)"
+                "that it has no loss: call model(..., labels=...)",
+                code="pp-no-labels",
             )
         self._decoded = tuple(decoded.shape)
 
@@ -212,7 +214,8 @@ def split_stacks(
             raise SliceError(
                 f"--pp-layers {','.join(map(str, asked))}: a stage would have layers of the "
                 f"encoder and of the decoder; the first stages are to add up to the encoder's "
-                f"{encoder} layers, the others to the decoder's {decoder}"
+                f"{encoder} layers, the others to the decoder's {decoder}",
+                code="pp-mixed-stage",
             )
         return counts, ends.index(encoder) + 1
     split_layers(encoder + decoder, stages)
@@ -327,7 +330,8 @@ def _stack(model: nn.Module, module: Any) -> _Stack:
         raise SliceError(
             f"{type(model).__name__} cannot be cut into pipeline stages: expected embeddings, one "
             f"list of layers and a norm in {type(module).__name__}; found {', '.join(found)} and "
-            f"{len(lists)} lists: leave --pp out"
+            f"{len(lists)} lists: leave --pp out",
+            code="pp-model-structure",
         )
     return _Stack(module, lists[0], before, norms)
 

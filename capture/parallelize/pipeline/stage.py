@@ -149,13 +149,15 @@ def split_layers(total: int, stages: int, asked: Sequence[int] = ()) -> tuple[in
             raise SliceError(
                 f"--pp-layers {','.join(map(str, asked))}: expected {stages} numbers (--pp "
                 f"{stages}), each at least 1, that add up to the model's {total} layers; found "
-                f"{len(asked)}, {terms} = {sum(asked)}"
+                f"{len(asked)}, {terms} = {sum(asked)}",
+                code="pp-layers-malformed",
             )
         return tuple(asked)
     if total < stages:
         raise SliceError(
             f"--pp {stages}: the model has {total} layers, so that {stages - total} stages would "
-            f"have none; use at most --pp {total}"
+            f"have none; use at most --pp {total}",
+            code="pp-too-many-stages",
         )
     return tuple(total // stages + (stage < total % stages) for stage in range(stages))
 
@@ -186,7 +188,8 @@ def stage_model(
     if not isinstance(model, PreTrainedModel):
         raise SliceError(
             f"--pp cuts Hugging Face models into stages, and {type(model).__name__} is none "
-            "(transformers.PreTrainedModel): leave --pp out"
+            "(transformers.PreTrainedModel): leave --pp out",
+            code="pp-not-transformers",
         )
     stage, stages = group.rank(), group.size()
     model.register_forward_pre_hook(_refuse_balancing, with_kwargs=True)
@@ -225,7 +228,8 @@ def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         raise SliceError(
             f"--pp: {type(module).__name__} adds a balancing loss of its routers, which multiplies "
             "what all layers route, those of other stages too: configure "
-            "output_router_logits=False, or leave --pp out"
+            "output_router_logits=False, or leave --pp out",
+            code="pp-balancing-loss",
         )
 
 
@@ -244,7 +248,8 @@ def _keep_layers(anatomy: Anatomy, own: slice) -> None:
             raise SliceError(
                 f"--pp: {type(trunk.config).__name__} computes the types of its layers by itself, "
                 "and forwards look them up by the place in the model, which a stage does not "
-                "keep: leave --pp out"
+                "keep: leave --pp out",
+                code="pp-layer-types",
             ) from error
         for module in anatomy.layers.modules():  # caches of keys and values go by the same places
             if isinstance(place := getattr(module, "layer_idx", None), int):
@@ -280,7 +285,8 @@ def _unwrap(
         raise SliceError(
             f"{type(layer).__name__}, the stage's first layer, is not given what the stage "
             "received: the model computes on hidden states between its embedding and its layers, "
-            "in a way that cannot be left to the first stage"
+            "in a way that cannot be left to the first stage",
+            code="pp-work-before-layer",
         )
     return args, kwargs
 

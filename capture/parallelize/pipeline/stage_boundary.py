@@ -147,7 +147,8 @@ class StageBorder:
             raise SliceError(
                 f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
                 f"{self.shards} x {length // self.shards} + {length % self.shards}): pad or cut "
-                "the batch"
+                "the batch",
+                code="sp-sequence-indivisible",
             )
         return length // self.shards
 
@@ -174,12 +175,14 @@ class StageBorder:
             raise SliceError(
                 f"stage {self.stage} would send something else than its last layer gives: the "
                 "model computes on hidden states between its layers and its head, in a way that "
-                "cannot be left to the last stage: leave --pp out"
+                "cannot be left to the last stage: leave --pp out",
+                code="pp-work-after-layer",
             )
         if hidden.dtype != self.dtype:
             raise SliceError(
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
-                f"expects {self.dtype}, the type of its parameters: keep the layers of one type"
+                f"expects {self.dtype}, the type of its parameters: keep the layers of one type",
+                code="pp-hidden-dtype",
             )
         beside = () if self.beside is None else (self.beside,)
         # a stage that trains nothing gets its gradient too, as Megatron-LM's does
@@ -288,7 +291,8 @@ class SendingHead(nn.Module):
         raise SliceError(
             "--pp: the weight of the model's head is read, not the head called (a fused loss, as "
             "TRL's trainers and Liger have), and only the last stage has it: call the head, or "
-            "leave --pp out"
+            "leave --pp out",
+            code="head-weight-read",
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
             f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
             f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
             "the sequence are known for an embedding, one stack, a norm and a head that are all "
-            "sliced or planned: leave --sp out"
+            "sliced or planned: leave --sp out",
+            code="sp-model-structure",
         )
     (name,) = names
     return Stack(
@@ -225,7 +226,8 @@ def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 raise SliceError(
                     f"--sp: {type(layer).__name__}, the first layer, is not given the embedding as "
                     f"it is: {node.name()} stands between them, and the embedding is not summed up "
-                    "before the layer: leave --sp out"
+                    "before the layer: leave --sp out",
+                    code="sp-work-before-layer",
                 )
             nodes += [one for one, _ in node.next_functions]
         return hidden
@@ -244,7 +246,8 @@ def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         raise SliceError(
             f"--sp: {type(module).__name__} was given inputs_embeds; under sequence parallelism "
             "the embedding's sum is reduced at the first layer: give it input_ids, or leave out "
-            "--sp"
+            "--sp",
+            code="sp-inputs-embeds",
         )
 
 
@@ -314,7 +317,8 @@ def two_stacks_of(
             f"--sp: {type(model).__name__} has stacks of layers {', '.join(sorted(lists))}, head "
             f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
             "the sequence are known for an encoder and a decoder that begin alike, with "
-            "embeddings and a head that are all sliced or planned: leave --sp out"
+            "embeddings and a head that are all sliced or planned: leave --sp out",
+            code="sp-model-structure",
         )
     return TwoStacks(*stacks)
 

@@ -259,7 +259,7 @@ def _styles(
     if isinstance(model, PreTrainedModel):
         own = with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
         return own | given
-    raise SliceError(without_plan(model))
+    raise SliceError(without_plan(model), code="tp-no-plan")
 
 
 def _adapted(
@@ -272,7 +272,10 @@ def _adapted(
         if (one := adapted(model.get_submodule(name), name, rule.adapter or ())) is None:
             continue
         if name not in styles:
-            raise SliceError(f"the plan names adapters of {name}, which no plan gives a style")
+            raise SliceError(
+                f"the plan names adapters of {name}, which no plan gives a style",
+                code="plan-adapter-unplanned",
+            )
         found[name] = one
     return found
 
@@ -286,7 +289,8 @@ def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, seque
         raise SliceError(
             f"{name} has low-rank adapters, which are known beside colwise and rowwise layers of "
             f"whole inputs, not with {why}: leave "
-            + ("--sp out" if sequence else "the adapter out")
+            + ("--sp out" if sequence else "the adapter out"),
+            code="lora-style",
         )
 
 
@@ -306,7 +310,8 @@ def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:
             if (other := sliced.get(id(parameter))) is not None:
                 raise SliceError(
                     f"{name} is to stay whole, and its {key} is that of {other}, which is planned "
-                    f"as {styles[other]}: slice both, or let both stay whole"
+                    f"as {styles[other]}: slice both, or let both stay whole",
+                    code="plan-tied-parameters",
                 )
 
 
@@ -323,13 +328,16 @@ def _stack(
     model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
 ) -> Stack | TwoStacks:
     if flavour != "megatron":
-        raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-style megatron")
+        raise SliceError(
+            "--sp is Megatron-LM's sequence parallelism: use --tp-style megatron", code="sp-style"
+        )
     closed = _closed(styles)
     for name, style in styles.items():
         if style in (*GATHERED, *SPLIT) and name != head and parent_of(name) not in closed:
             raise SliceError(
                 f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
-                "sequence is not known: leave --sp out"
+                "sequence is not known: leave --sp out",
+                code="sp-module-style",
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]

@@ -162,5 +162,6 @@ def with_hidden_states(
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise SliceError(
         f"{type(module).__name__} takes no hidden states as first argument or by name; "
-        "its tensor-parallel border cannot be placed: use --tp-style hf"
+        "its tensor-parallel border cannot be placed: use --tp-style hf",
+        code="tp-no-hidden-states",
     )

@@ -87,7 +87,8 @@ class Adapted:
             raise SliceError(
                 f"{self.name} ({type(self.module).__name__}) adds its bias in a forward of its "
                 "own, which each rank of a row-parallel layer would do: make it without a bias, "
-                "or keep the linear layer in a module of its own (base_layer)"
+                "or keep the linear layer in a module of its own (base_layer)",
+                code="lora-bias",
             )
         self._cut_base(group, cut, output=False)
         for down in self.downs:
@@ -123,7 +124,8 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> Adapted 
         raise SliceError(
             f"{name} ({type(module).__name__}) has {len(bases)} linear layers and {len(found[0])} "
             f"times {' and '.join(named or _PEFT)}; expected one layer, itself or a part of it, "
-            "and A and B that are parameters, linear layers or lists of these"
+            "and A and B that are parameters, linear layers or lists of these",
+            code="lora-ambiguous",
         )
     base = bases[0]
     rows, columns = matrix_of(base).shape
@@ -137,7 +139,8 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> Adapted 
         raise SliceError(
             f"{name} ({type(module).__name__}) has {', '.join(others) or 'a variant of LoRA'} "
             "beside W, its bias, A and B, and what becomes of it in a slice is not known: use "
-            "LoRA without biases and variants, or leave --tp out"
+            "LoRA without biases and variants, or leave --tp out",
+            code="lora-extra-parameters",
         )
     return Adapted(module, name, base, downs, ups)
 
@@ -160,7 +163,8 @@ def _placed(owner: nn.Module, key: str, features: int, what: str) -> _Matrix:
     if len(shape) != 2 or shape.count(features) != 1:
         raise SliceError(
             f"{what} is a parameter of shape {list(shape)}, expected two dimensions, one of them "
-            f"{features}: which is the layer's is not known"
+            f"{features}: which is the layer's is not known",
+            code="lora-shape",
         )
     return _Matrix(owner, key, shape.index(features))
 

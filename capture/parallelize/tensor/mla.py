@@ -62,7 +62,8 @@ def rotary_width(model: nn.Module, name: str) -> int:
     if not isinstance(width, int):
         raise SliceError(
             f"{type(model).__name__} has latent attention, but its configuration has no "
-            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known"
+            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known",
+            code="mla-no-rope-width",
         )
     return width
 
@@ -99,7 +100,8 @@ class LatentSequence:
         if _NORM not in children:
             raise SliceError(
                 f"--sp: {name} has no {_NORM}, and where its latents are gathered is not known: "
-                "leave --sp out"
+                "leave --sp out",
+                code="mla-no-norm",
             )
         attention.register_forward_pre_hook(self._enter, with_kwargs=True)
         attention.register_forward_hook(self._leave, always_call=True)
@@ -176,7 +178,8 @@ def _without_rotary(
         raise SliceError(
             f"--sp: a latent attention splits its latents by {split_size_or_sections} along "
             f"dimension {dim}; expected {wanted} along the last, latents and the rotary part: "
-            "leave --sp out"
+            "leave --sp out",
+            code="mla-split",
         )
     latents, rotary = held.shard.split(wanted, dim=-1)
     return (

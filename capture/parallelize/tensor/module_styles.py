@@ -42,7 +42,7 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     """Return module name -> style for every module the plan matches."""
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if not plan:
-        raise SliceError(without_plan(model))
+        raise SliceError(without_plan(model), code="tp-no-plan")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): plan[key] for key in plan}
@@ -58,7 +58,8 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
         if style not in _STYLES:
             raise SliceError(
                 f"{type(model).__name__}: {name} is planned as {style!r}; the styles known here "
-                f"are {', '.join(_STYLES)}"
+                f"are {', '.join(_STYLES)}",
+                code="tp-unknown-style",
             )
         styles[name] = style
     return styles
@@ -84,7 +85,8 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
                     f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
                     if attribute == "vocab_size"
                     else ""
-                )
+                ),
+                code="tp-indivisible-heads",
             )
 
 
@@ -104,7 +106,8 @@ def check_exact(model: PreTrainedModel) -> None:
         raise SliceError(
             f"{type(model).__name__} is configured with slow_but_exact and pretraining_tp = "
             f"{parts}: it sums products with slices of its weights itself, and the slices of --tp "
-            "would not be summed: build it with slow_but_exact=False"
+            "would not be summed: build it with slow_but_exact=False",
+            code="tp-slow-but-exact",
         )
 
 
@@ -116,7 +119,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         raise SliceError(
             f"{kind}: its tensor-parallel plan names no row-parallel layer (it names "
             f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole. "
-            "Slice them by a plan file (--sharding-plan), or leave --tp out"
+            "Slice them by a plan file (--sharding-plan), or leave --tp out",
+            code="tp-no-rowwise",
         )
     stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
     blocks = {parent_of(name) for name, style in styles.items() if style in COLUMN} - {""}
@@ -131,7 +135,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
                 "tensor-parallel plan does not say what becomes of them: say so in a plan file "
                 '(--sharding-plan), style = "replicated_with_grad_allreduce" where each rank has a '
                 "part of "
-                'its gradient, else "replicated"; or leave --tp out'
+                'its gradient, else "replicated"; or leave --tp out',
+                code="tp-unplanned-parameters",
             )
         whole = isinstance(module, nn.Linear | Conv1D) and any(
             name.startswith(stack) for stack in stacks
@@ -145,7 +150,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
             f"compute it whole, which Megatron-LM would not do. To let it, {by_flavour}give "
             "--sharding-plan FILE with this, which goes beside the model's own plan:\n\n"
-            f"{whole_plan(model, left_out)}"
+            f"{whole_plan(model, left_out)}",
+            code="tp-unplanned-module",
         )
 
 
@@ -190,7 +196,8 @@ def parts_of(
     if features % sum(proportions):
         raise SliceError(
             f"{name} has {features} {side} features, which parts = {list(proportions)} do not "
-            f"divide: their sum is {sum(proportions)}"
+            f"divide: their sum is {sum(proportions)}",
+            code="plan-parts-indivisible",
         )
     return [features // sum(proportions) * part for part in proportions]
 

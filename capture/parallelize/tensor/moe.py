@@ -76,7 +76,8 @@ def cut_experts(
         if sequence:
             raise SliceError(
                 f"--sp: {name} computes every token for every expert, and how those are gathered "
-                "from shards of the sequence is not known: leave --sp out"
+                "from shards of the sequence is not known: leave --sp out",
+                code="sp-dense-experts",
             )
     elif type(module).__name__ in _OWN_FORWARD:
         form = _Form(transposed=False, fused=2)
@@ -85,12 +86,14 @@ def cut_experts(
     else:
         raise SliceError(
             f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
-            "experts of transformers' experts interface: leave --tp out"
+            "experts of transformers' experts interface: leave --tp out",
+            code="tp-experts-type",
         )
     if getattr(module, "has_post_expert_norm", False):
         raise SliceError(
             f"{name}: experts with a norm after them cannot be sliced by --tp: leave --tp out, and "
-            "share the experts out by --ep"
+            "share the experts out by --ep",
+            code="tp-experts-norm",
         )
     for key, parameter in module.named_parameters(recurse=False):
         if key == _ADDED:

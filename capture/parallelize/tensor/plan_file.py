@@ -121,20 +121,23 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if rules[name].head_bias and not rules[name].divide:
                 raise SliceError(
                     f"the plan slices {', '.join(rules[name].head_bias)} of {name} by heads, and "
-                    "divides no number of its heads: name it in divide, the first"
+                    "divides no number of its heads: name it in divide, the first",
+                    code="plan-no-heads",
                 )
             for attribute in rules[name].divide:
                 if not isinstance(getattr(module, attribute, None), int):
                     raise SliceError(
                         f"the plan divides {name}.{attribute}, but that "
                         f"{type(module).__name__} has no whole number of this name; it has "
-                        f"{_counts(module) or 'none'}"
+                        f"{_counts(module) or 'none'}",
+                        code="plan-unknown-attribute",
                     )
         needed = [pattern for pattern, rule in self.modules.items() if not rule.optional]
         if missing := [pattern for pattern in needed if pattern not in matched]:
             raise SliceError(
                 f"the plan names {', '.join(missing)}, which {type(model).__name__} does not have; "
-                f"its own modules as a plan:\n{skeleton(model)}"
+                f"its own modules as a plan:\n{skeleton(model)}",
+                code="plan-unknown-module",
             )
         return rules
 
@@ -148,21 +151,26 @@ def read_plan(path: Path) -> ShardingPlan:
     try:
         plan = msgspec.toml.decode(path.read_bytes(), type=ShardingPlan)
     except OSError as error:
-        raise SliceError(f"--sharding-plan {path}: {error.strerror}") from error
+        raise SliceError(
+            f"--sharding-plan {path}: {error.strerror}", code="plan-unreadable"
+        ) from error
     except msgspec.MsgspecError as error:
         raise SliceError(
             f'--sharding-plan {path} is not a plan: {error}; expected model = "CLASS" and '
-            '[modules] with lines like "layers.*.up" = { style = "colwise" }'
+            '[modules] with lines like "layers.*.up" = { style = "colwise" }',
+            code="plan-malformed",
         ) from error
     for pattern, rule in plan.modules.items():
         if rule.style and rule.style not in PLAN_STYLES:
             raise SliceError(
                 f"--sharding-plan {path}: {pattern!r} has style {rule.style!r}; styles are "
-                + ", ".join(f"{style} ({what})" for style, what in PLAN_STYLES.items())
+                + ", ".join(f"{style} ({what})" for style, what in PLAN_STYLES.items()),
+                code="plan-unknown-style",
             )
         if not rule.proportions or min(rule.proportions) < 1:
             raise SliceError(
-                f"--sharding-plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1"
+                f"--sharding-plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1",
+                code="plan-bad-parts",
             )
     return plan
 

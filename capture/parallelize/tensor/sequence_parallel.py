@@ -52,7 +52,8 @@ class HeldShard(Tensor):
         if func not in _TELLING:
             raise SliceError(
                 f"--sp: {cls.what.format(getattr(func, '__name__', func))}, of which this rank has "
-                "a shard of the sequence; how that goes with a shard is not known: leave --sp out"
+                "a shard of the sequence; how that goes with a shard is not known: leave --sp out",
+                code="sp-unsupported-module",
             )
         with _DISABLED():
             return func(*args, **(kwargs or {}))
@@ -242,13 +243,15 @@ def _share(x: Tensor, group: dist.ProcessGroup) -> int:
         return x.shape[0] // size
     if x.dim() != 3:
         raise SliceError(
-            f"--sp: hidden states of shape {tuple(x.shape)}; expected [batch, sequence, hidden]"
+            f"--sp: hidden states of shape {tuple(x.shape)}; expected [batch, sequence, hidden]",
+            code="sp-hidden-shape",
         )
     if x.shape[1] % size:
         length = x.shape[1]
         raise SliceError(
             f"--sp: --tp {size} must divide the sequence of {length} tokens "
-            f"({length} = {size} x {length // size} + {length % size}): pad or cut the batch"
+            f"({length} = {size} x {length // size} + {length % size}): pad or cut the batch",
+            code="sp-sequence-indivisible",
         )
     return x.shape[1] // size
 

@@ -29,7 +29,8 @@ def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, T
     if not torch.equal(rounded, places):
         raise SliceError(
             f"{name}: slicing changed values and did not only move them, so that the slice cannot "
-            "be held against the whole model"
+            "be held against the whole model",
+            code="slice-changes-values",
         )
     first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
     origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
@@ -37,7 +38,8 @@ def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, T
     if bool((own < -1).any()):
         raise SliceError(
             f"{name}: its slice holds elements of several parameters of the whole model, so that "
-            "it cannot be held against it"
+            "it cannot be held against it",
+            code="slice-mixes-parameters",
         )
     return origin, own
 
@@ -84,7 +86,8 @@ def cut_blocks(
                 f"{'rows' if dim == 0 else 'columns'} "
                 f"({length} = {group.size()} x {length // group.size()} + "
                 f"{length % group.size()})"
-                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
+                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else ""),
+                code="tp-indivisible-rows",
             )
     with torch.no_grad():
         whole = parameter.data.split(list(parts), dim=dim)
@@ -113,7 +116,8 @@ def cut_parameter(
     if count % size:
         raise SliceError(
             f"--tp {size} must divide {name}'s {count} {what} "
-            f"({count} = {size} x {count // size} + {count % size})"
+            f"({count} = {size} x {count // size} + {count % size})",
+            code="tp-indivisible-features",
         )
     with torch.no_grad():
         parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
@@ -131,7 +135,8 @@ def divide_attributes(
             times = f"--tp {size} times {multiple}" if multiple > 1 else f"--tp {size}"
             raise SliceError(
                 f"{times} must divide {name}.{attribute} = {value} "
-                f"({value} = {unit} x {value // unit} + {value % unit})"
+                f"({value} = {unit} x {value // unit} + {value % unit})",
+                code="plan-multiple-indivisible",
             )
         setattr(module, attribute, value // size)
 
@@ -163,7 +168,8 @@ def slice_head_bias(
         if rows % (size * own) or (four and rows > size * own):
             raise SliceError(
                 f"{name} is given {argument} of shape {list(bias.shape)}, whose {rows} rows are "
-                f"not those of {size} x {own} heads, or of several sequences of them"
+                f"not those of {size} x {own} heads, or of several sequences of them",
+                code="plan-head-bias-shape",
             )
         if four:
             mine = bias.narrow(1, rank * own, own)

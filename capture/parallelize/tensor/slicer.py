@@ -245,7 +245,9 @@ class _Slicing:
 
     def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
         if not isinstance(module, nn.Embedding):
-            raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
+            raise SliceError(
+                f"{name} is planned as {style} but is a {_kind(module)}", code="tp-module-type"
+            )
         cut_module(module, name, self._group, output=True, cut=self._cut)
         reduces = self._stack is None or self._stack.learns_positions
         parallel_embedding(module, self._group, alone=self._alone, reduce=reduces)
@@ -296,7 +298,10 @@ def _kind(module: nn.Module) -> str:
 
 def _linear(module: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, nn.Linear | Conv1D):
-        raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
+        raise SliceError(
+            f"{name} is planned as a sliced linear layer but is a {_kind(module)}",
+            code="tp-not-linear",
+        )
     # a model of transformers' own multiplies as a plain layer does, in words of its own (Falcon)
     known = type(module).__module__.startswith("transformers.")
     if not known and type(module).forward is not nn.Linear.forward:  # adapters, quantised weights
@@ -305,6 +310,7 @@ def _linear(module: nn.Module, name: str) -> nn.Module:
             f"{name} is a {_kind(module)}, whose forward is its own"
             + (f" (it has {', '.join(extra)} beside weight and bias)" if extra else "")
             + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, name its "
-            'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out'
+            'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out',
+            code="tp-own-forward",
         )
     return module

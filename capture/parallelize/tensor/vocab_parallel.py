@@ -193,7 +193,8 @@ def parallel_head(
         if not lossy and getattr(output, "loss", None) is not None:
             raise SliceError(
                 f"{type(module).__name__} computes its loss from the logits by itself, and "
-                "--tp-style megatron keeps those sharded: use --tp-style hf"
+                "--tp-style megatron keeps those sharded: use --tp-style hf",
+                code="tp-loss-from-logits",
             )
         if not lossy or not torch.is_grad_enabled():
             output.logits = gather(logits)
@@ -286,7 +287,8 @@ def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
                 "slice that is a shard, for which nobody communicates. Call the head, or keep it "
                 "whole by a plan file (--sharding-plan FILE), which goes beside the model's own "
                 "plan:\n\n"
-                f"{whole_plan(model, whole)}"
+                f"{whole_plan(model, whole)}",
+                code="head-weight-read",
             )
 
     model.register_forward_pre_hook(before)
@@ -344,7 +346,8 @@ def cross_entropy_head(
                 f"{type(model).__name__} calls cross_entropy with {', '.join(changed) or 'classes'}"
                 f" on input {tuple(input.shape)} and target {tuple(target.shape)}; sharded over "
                 "the vocabulary it is known for [tokens, vocabulary] and [tokens], and a mean: "
-                "plan the head as colwise_gather_output"
+                "plan the head as colwise_gather_output",
+                code="tp-cross-entropy-arguments",
             )
         return causal_loss(
             group, alone, input, target, width, ignore_index=ignored, shift_labels=target

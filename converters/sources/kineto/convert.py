@@ -200,7 +200,8 @@ def _lower(
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():
         raise TraceError(
             f"{sources.kineto}: holds neither operators nor GPU operations: profile with the "
-            "activities CPU and, on a GPU, CUDA"
+            "activities CPU and, on a GPU, CUDA",
+            code="trace-empty",
         )
     used = memory(trace.memory, timeline, history, on_gpu=on_gpu)
     held = activations(trace.memory, timeline, on_gpu=on_gpu)
@@ -225,7 +226,8 @@ def _lower(
     if not len(graph):
         raise TraceError(
             f"{sources.kineto}: nothing in it computes: its {report.host_ops} operators are views "
-            "and allocations, and nothing ran on a GPU; profile a whole step"
+            "and allocations, and nothing ran on a GPU; profile a whole step",
+            code="trace-no-compute",
         )
     graph = replace(graph, job=with_world(graph.job, trace.distributed))
     report.notes.extend(notes)
@@ -254,7 +256,8 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     except (OSError, msgspec.DecodeError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
-            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {found}"
+            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {found}",
+            code="raw-directory-incomplete",
         ) from error
     steps = range(_repeats(directory))
     sources = Sources(

@@ -79,13 +79,15 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
         if rank in found:
             raise TraceError(
                 f"{found[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
-                "one execution trace per rank"
+                "one execution trace per rank",
+                code="traces-same-rank",
             )
         found[rank] = path
     if not kineto:
         raise TraceError(
             f"{directory}: expected the files of `capture run --raw-dir` ({JOB}), directories of "
-            "such files, or a Kineto trace (.json, .json.gz) per rank; found none of these"
+            "such files, or a Kineto trace (.json, .json.gz) per rank; found none of these",
+            code="traces-not-found",
         )
     if et and set(et) != set(kineto):
         rank = min(set(et) ^ set(kineto))
@@ -93,7 +95,8 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
             "an execution trace", "Kineto trace")  # fmt: skip
         raise TraceError(
             f"{directory}: rank {rank} has {here} ({kineto.get(rank) or et[rank]}) and no {other}; "
-            "give both of every rank, or Kineto traces alone"
+            "give both of every rank, or Kineto traces alone",
+            code="traces-unpaired",
         )
     return [
         Rank(f"{_PREFIX}.{rank}", Sources(path, et.get(rank), operators=operators))
@@ -117,7 +120,8 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
     kept = next((rank.sources for rank in ranks if isinstance(rank.sources, Path)), None)
     if kept is not None and step != ALL:
         raise TraceError(
-            f"{kept}: asked for step {step}; what a capture keeps is of one step: leave out --step"
+            f"{kept}: asked for step {step}; what a capture keeps is of one step: leave out --step",
+            code="step-of-capture",
         )
     workers = min(len(ranks), os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
@@ -171,6 +175,7 @@ def _rank(path: Path, head: bytes) -> int:
     if not numbers:
         raise TraceError(
             f"{path}: which rank is it of? Expected `distributedInfo` in the trace, or a name like "
-            "rank-0.json"
+            "rank-0.json",
+            code="trace-rank-unknown",
         )
     return int(numbers[-1])

@@ -114,15 +114,22 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
     if not layout.sizes and ranks is not None:
         layout = Layout({WORLD: ranks}, job.rank)
     if ranks is not None and ranks != layout.ranks:
-        raise ExportError(f"{ranks} ranks are asked for, but the job's world has {layout}")
+        raise ExportError(
+            f"{ranks} ranks are asked for, but the job's world has {layout}",
+            code="export-rank-count",
+        )
     if layout.ranks < 2:
         raise ExportError(
             f"the graph's job has {layout.ranks} rank and a simulated network needs at least 2: "
             "capture the script as one rank of a larger world, or give the number of ranks if "
-            "another tool wrote the graph"
+            "another tool wrote the graph",
+            code="export-one-rank",
         )
     if not 0 <= layout.rank < layout.ranks:
-        raise ExportError(f"the graph is of rank {layout.rank}, but the job's world has {layout}")
+        raise ExportError(
+            f"the graph is of rank {layout.rank}, but the job's world has {layout}",
+            code="export-rank-outside-world",
+        )
     return layout
 
 
@@ -161,7 +168,8 @@ def place(
             if node.collective not in supported:
                 known = ", ".join(one.name for one in Collective if one in supported)
                 raise ExportError(
-                    f"{_named(node)} is {_kind_of(node)}; the simulator has only {known}"
+                    f"{_named(node)} is {_kind_of(node)}; the simulator has only {known}",
+                    code="export-unknown-collective",
                 )
         else:
             placed = Place(shift=_shift_of(node, layout))
@@ -170,7 +178,8 @@ def place(
             places[index] = placed  # it moves nothing that would have to be known
         elif size < 0:
             raise ExportError(
-                f"{_named(node)} does not say how many bytes it moves; set its comm_bytes"
+                f"{_named(node)} does not say how many bytes it moves; set its comm_bytes",
+                code="export-no-bytes",
             )
         elif size == 0:
             left_out[NO_BYTES] += 1
@@ -221,7 +230,10 @@ def place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
         return Place(axis=WORLD)
     if group is None:
         known = ", ".join(repr(known.name) for known in job.groups) or "none"
-        raise ExportError(f"a collective is of group {name!r}; the job's groups are {known}")
+        raise ExportError(
+            f"a collective is of group {name!r}; the job's groups are {known}",
+            code="export-unknown-group",
+        )
     ranks = tuple(sorted(group.ranks))
     if ranks == layout.line(WORLD, 0):
         return Place(axis=WORLD)
@@ -230,12 +242,13 @@ def place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
     if along and layout.rank in ranks and set(ranks) <= set(layout.line(along, layout.rank)):
         return Place(members=tuple(layout.shift_to(rank) for rank in ranks))
     if not group.axis or not layout.has_lines(group.axis):
-        raise ExportError(_unplaceable(group, layout))
+        raise ExportError(_unplaceable(group, layout), code="export-group-not-placeable")
     line = layout.line(group.axis, layout.rank)
     if ranks != line:
         raise ExportError(
             f"group {name!r} has the ranks {list(ranks)}, but the line of axis {group.axis!r} "
-            f"through rank {layout.rank} has {list(line)} in a world of {layout}"
+            f"through rank {layout.rank} has {list(line)} in a world of {layout}",
+            code="export-group-off-axis",
         )
     return Place(axis=group.axis)
 
@@ -273,10 +286,14 @@ def _shift_of(node: Node, layout: Layout) -> tuple[int, ...]:
     peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
     if not 0 <= peer < layout.ranks:
         raise ExportError(
-            f"{_named(node)} has the peer {peer}; expected one of the ranks 0 to {layout.ranks - 1}"
+            f"{_named(node)} has the peer {peer}; expected one of the ranks 0 to "
+            f"{layout.ranks - 1}",
+            code="export-peer-out-of-range",
         )
     if peer == layout.rank:
-        raise ExportError(f"{_named(node)} has its own rank {peer} as its peer")
+        raise ExportError(
+            f"{_named(node)} has its own rank {peer} as its peer", code="export-peer-is-self"
+        )
     return layout.shift_to(peer)
 
 

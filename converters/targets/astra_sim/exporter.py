@@ -54,7 +54,10 @@ def lowered(graph: Graph, places: dict[int, Place]) -> Step:
     """
     step = lower(graph, _lanes(graph, set(places)))
     if not step.index:
-        raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
+        raise ExportError(
+            f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes",
+            code="export-empty-graph",
+        )
     receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
     if len(receives) > _READY:
         hold_back(step, receives)
@@ -124,20 +127,26 @@ def _check_arguments(
     name: str, bandwidth_gb_per_s: float, latency_ns: float, memory_gb_per_s: float | None
 ) -> None:
     if not _NAME.fullmatch(name):
-        raise ExportError(f"the name {name!r} must be letters, digits, '.', '_' and '-'")
+        raise ExportError(
+            f"the name {name!r} must be letters, digits, '.', '_' and '-'", code="export-bad-name"
+        )
     if name.endswith("_roofline"):
         raise ExportError(
-            f"the name {name!r} must not end in _roofline, as the exact traces' does: give another"
+            f"the name {name!r} must not end in _roofline, as the exact traces' does: give another",
+            code="export-reserved-name",
         )
     if not 0 < bandwidth_gb_per_s < inf or not (
         memory_gb_per_s is None or 0 < memory_gb_per_s < inf
     ):
         raise ExportError(
             f"the bandwidths are {bandwidth_gb_per_s} GB/s between ranks and "
-            f"{memory_gb_per_s} GB/s of memory; both must be more than 0"
+            f"{memory_gb_per_s} GB/s of memory; both must be more than 0",
+            code="export-bandwidth",
         )
     if not 0 <= latency_ns < inf:
-        raise ExportError(f"the latency is {latency_ns} ns; it must be 0 or more")
+        raise ExportError(
+            f"the latency is {latency_ns} ns; it must be 0 or more", code="export-latency"
+        )
 
 
 _READ_BACK = 400_000

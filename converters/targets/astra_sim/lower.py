@@ -144,7 +144,10 @@ def check_peers(graph: Graph, step: Step, places: dict[int, Place], layout: Layo
             receives[shift, tag, size].append(number)
     for message in [*sends, *receives]:
         if len(sends[message]) != len(receives[message]):
-            raise ExportError(_unmatched(graph, step, sends[message], receives[message]))
+            raise ExportError(
+                _unmatched(graph, step, sends[message], receives[message]),
+                code="export-unmatched-p2p",
+            )
     pairs = [
         pair for message in receives for pair in zip(sends[message], receives[message], strict=True)
     ]
@@ -179,5 +182,6 @@ def _check_progress(graph: Graph, step: Step, pairs: list[tuple[int, int]]) -> N
             f"node {node.id} ({node.name!r}) receives what its peer sends only after its own such "
             f"receive: if every rank did what rank {graph.job.rank} does, all would wait for each "
             "other. The ranks are not alike (a pipeline's stages, for example), so one rank's "
-            f"graph cannot stand for all of them: {SEVERAL}"
+            f"graph cannot stand for all of them: {SEVERAL}",
+            code="export-p2p-cycle",
         )

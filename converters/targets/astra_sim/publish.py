@@ -117,12 +117,15 @@ def check_target(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise ExportError(f"{directory} is a file; name a directory to export to")
+        raise ExportError(
+            f"{directory} is a file; name a directory to export to", code="export-output-is-file"
+        )
     is_export = (directory / GROUPS).is_file() and (directory / SCRIPT).is_file()
     if not is_export and any(directory.iterdir()):
         raise ExportError(
             f"{directory} is neither empty nor an earlier export (with {GROUPS} and {SCRIPT}), so "
-            "it is not replaced; name another directory"
+            "it is not replaced; name another directory",
+            code="export-output-not-ours",
         )
 
 
@@ -174,5 +177,6 @@ def _refuse(findings: list[Finding]) -> None:
     if len(findings) > _SHOWN:
         lines.append(f"  and {len(findings) - _SHOWN} more")
     raise ExportError(
-        "\n".join([f"ASTRA-sim could not run this workload ({len(findings)} findings):", *lines])
+        "\n".join([f"ASTRA-sim could not run this workload ({len(findings)} findings):", *lines]),
+        code="export-check-failed",
     )

@@ -64,14 +64,20 @@ def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = 
             lanes[index] = ("collectives", node.text("group"))
     step = lower(graph, lanes)
     if not step.index:
-        raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
+        raise ExportError(
+            f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes",
+            code="export-empty-graph",
+        )
     cpus: dict[Hashable, int] = {}
     cpu: dict[int, int] = {}
     for index in step.index:
         lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
         cpu[index] = cpus.setdefault(lane, len(cpus))
     if len(cpus) > CPUS:
-        raise ExportError(f"the graph has {len(cpus)} streams and groups; GOAL has {CPUS} cpus")
+        raise ExportError(
+            f"the graph has {len(cpus)} streams and groups; GOAL has {CPUS} cpus",
+            code="goal-too-many-cpus",
+        )
     left_out = Counter(count_left_out(graph) | dropped)
     return Part(graph, ranks, layout, places, step, cpu, left_out)
 
@@ -112,7 +118,8 @@ class Tags:
         if (known.collective, known.size_bytes) != (call.collective, call.size_bytes):
             raise ExportError(
                 f"call {instance} of the ranks {list(members)} is {_named(known)} on one of them "
-                f"and {_named(call)} on another: the traces are not of one job"
+                f"and {_named(call)} on another: the traces are not of one job",
+                code="goal-calls-differ",
             )
         self._left[key] += 1
         return tag
@@ -138,14 +145,16 @@ class Tags:
                 raise ExportError(
                     f"rank {source} sends {self._sent[ends]} messages of {size} bytes to rank "
                     f"{target}, which receives {self._received[ends]}: the traces are not of one "
-                    "job, or leave out a stage"
+                    "job, or leave out a stage",
+                    code="goal-unmatched-p2p",
                 )
         for (members, instance), calls in self._left.items():
             if calls != len(members):
                 known, _ = self._calls[members, instance]
                 raise ExportError(
                     f"call {instance} of the ranks {list(members)}, {_named(known)}, is made by "
-                    f"{calls} of them: the traces are not of one job"
+                    f"{calls} of them: the traces are not of one job",
+                    code="goal-calls-missing",
                 )
 
     def _take(self, count: int) -> int:
@@ -154,7 +163,8 @@ class Tags:
         if self._next > _MOST:
             raise ExportError(
                 f"the job's communication takes over {_MOST} tags, the most GOAL's binary form "
-                "holds: export fewer ranks or micro-batches"
+                "holds: export fewer ranks or micro-batches",
+                code="goal-too-many-tags",
             )
         return first
 

@@ -132,7 +132,9 @@ def _write(
     told: Sequence[str],
 ) -> Export:
     if gpus_per_node < 1:
-        raise ExportError(f"{gpus_per_node} GPUs per node: expected 1 or more")
+        raise ExportError(
+            f"{gpus_per_node} GPUs per node: expected 1 or more", code="goal-gpus-per-node"
+        )
     of = {rank: part for part in parts for rank in part.ranks}
     tags = Tags()
     operations = 0

@@ -95,13 +95,15 @@ class Slots:
         if size < 0:
             raise ExportError(
                 f"node {node.id} ({node.name!r}) does not say how many bytes it moves; set its "
-                "comm_bytes"
+                "comm_bytes",
+                code="export-no-bytes",
             )
         group, ranks = self._group(node)
         if size * ranks > _MOST_BYTES:
             raise ExportError(
                 f"node {node.id} ({node.name!r}) moves {size} bytes among {ranks} ranks, more than "
-                "any network: the trace's comm_bytes is damaged"
+                "any network: the trace's comm_bytes is damaged",
+                code="simai-too-many-bytes",
             )
         if ranks == 1:
             losses.lose("of a group of one rank", size)
@@ -144,7 +146,8 @@ class Slots:
             known = ", ".join(repr(one.name) for one in self._graph.job.groups) or "none"
             raise ExportError(
                 f"node {node.id} ({node.name!r}) is of group {node.text('group')!r}; the job's "
-                f"groups are {known}"
+                f"groups are {known}",
+                code="export-unknown-group",
             )
         ranks = tuple(sorted(group.ranks)) if group else tuple(range(world.size))
         replicas = "+".join(axis for axis in world.sizes if axis not in ("tp", "pp"))

@@ -162,7 +162,8 @@ def step_of(graph: Graph, grain: Grain) -> Step:
     """
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
         raise ExportError(
-            "the graph holds no GPU time, so a workload of it would be empty. " + REMEDY
+            "the graph holds no GPU time, so a workload of it would be empty. " + REMEDY,
+            code="export-empty-graph",
         )
     device = (graph.gpu_compute | graph.communication).tolist()
     indices: list[int] = graph.topological_order().tolist()

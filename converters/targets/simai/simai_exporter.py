@@ -182,7 +182,7 @@ def export(
     """
     steps = [step_of(graph, grain) for graph in graphs]
     if not steps:
-        raise ExportError("no trace was given")
+        raise ExportError("no trace was given", code="simai-no-trace")
     stages = _stages(steps, schedule)
     chosen = max(stages, key=lambda own: sum(step.total_ns for step in own))
     rows, count = _rows(chosen, micro_batches)
@@ -219,12 +219,14 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
     if len(steps) > 1 and (first.pipeline is None or schedule is None):
         raise ExportError(
             f"{len(steps)} traces are given: several are the stages of a pipeline, and need "
-            "--schedule; one trace stands for all ranks otherwise"
+            "--schedule; one trace stands for all ranks otherwise",
+            code="simai-schedule-missing",
         )
     if schedule is not None and first.pipeline is None:
         raise ExportError(
             f"--schedule {schedule} is for the stages of a pipeline, and the trace of rank "
-            f"{first.rank} is of none: leave it out"
+            f"{first.rank} is of none: leave it out",
+            code="simai-no-pipeline",
         )
     if schedule is None or first.pipeline is None:
         return [[step] for step in steps]
@@ -235,13 +237,15 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
         job = step.graph.job
         if job.rank in captured:
             raise ExportError(
-                f"two traces are of rank {job.rank}, of two GPUs perhaps: give one of them"
+                f"two traces are of rank {job.rank}, of two GPUs perhaps: give one of them",
+                code="simai-same-rank",
             )
         captured.add(job.rank)
         if job.pipeline is None or job.world != first.world or job.classes != first.classes:
             raise ExportError(
                 f"the traces of ranks {first.rank} and {job.rank} are not of one job: give the "
-                "traces of one pipeline"
+                "traces of one pipeline",
+                code="simai-other-job",
             )
         classes = (one.where.get(AXIS, ()) for one in job.classes)
         alike = next((ones for ones in classes if job.pipeline.stage in ones), ())
@@ -254,7 +258,10 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
         why = f"no trace stands for the stages {missing}" if missing else (
             f"its {count} stages are no multiple of the {schedule.chunks} per rank"
         )  # fmt: skip
-        raise ExportError(f"--schedule {schedule} cannot lay out the pipeline: {why}")
+        raise ExportError(
+            f"--schedule {schedule} cannot lay out the pipeline: {why}",
+            code="simai-schedule-impossible",
+        )
     ranks = count // schedule.chunks
     return [
         [of[schedule.stage(ranks, rank, chunk)] for chunk in range(schedule.chunks)]

@@ -125,7 +125,8 @@ def _split(row: WorkloadRow) -> list[WorkloadRow]:
     if count > _MOST_PARTS:
         raise ExportError(
             f"the row {row.name!r} would compute {max(row.times_ns)} ns and a row of SimAI holds "
-            f"{LARGEST_NS} ns, so it would take {count} rows: the trace's durations are no step's"
+            f"{LARGEST_NS} ns, so it would take {count} rows: the trace's durations are no step's",
+            code="simai-row-too-long",
         )
     parts: list[WorkloadRow] = []
     for at in range(count):

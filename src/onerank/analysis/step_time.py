@@ -155,7 +155,10 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
         ranks = len(group.ranks) if group else graph.job.world.size if name == "" else 0
         if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
             what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
-            raise GraphError(f"node {node.id} ({node.name!r}) communicates, and {what} are unknown")
+            raise GraphError(
+                f"node {node.id} ({node.name!r}) communicates, and {what} are unknown",
+                code="replay-unknown-communication",
+            )
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
         duration[index] = round(wire / bandwidth_gb_per_s)  # bytes over GB/s are nanoseconds
     return graph.with_columns(duration_ns=duration)

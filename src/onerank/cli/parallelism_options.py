@@ -264,5 +264,6 @@ def loading_capture() -> Generator[None]:
         from onerank.ir.errors import CaptureError
 
         raise CaptureError(
-            f"capturing needs {error.name}: pip install 'onerank[capture]'"
+            f"capturing needs {error.name}: pip install 'onerank[capture]'",
+            code="capture-not-installed",
         ) from error

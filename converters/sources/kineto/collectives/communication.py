@@ -145,7 +145,8 @@ def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]
         raise TraceError(
             f"{et.path}: a {timeline.name(op)} mark (record id {timeline.rows.rf_id[op]}) has no "
             "execution trace node; the execution trace belongs to another run, or was cut: "
-            "capture again"
+            "capture again",
+            code="trace-mark-not-in-et",
         )
     try:
         values = msgspec.json.decode(timeline.strings[int(et.operands[0, row])])
@@ -154,7 +155,8 @@ def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]
         what = "a call" if kind is Call else "a wait"
         raise TraceError(
             f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {what} as JSON: "
-            f"{error}"
+            f"{error}",
+            code="trace-mark-not-json",
         ) from error
 
 
@@ -170,7 +172,8 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
         number = et.id[timeline.et[op]]
         raise TraceError(
-            f"{et.path}: node {number} names an unknown collective {call.collective!r}"
+            f"{et.path}: node {number} names an unknown collective {call.collective!r}",
+            code="trace-unknown-collective",
         )
     is_collective = kind is Kind.COLLECTIVE
     collective = Collective[call.collective.upper()] if is_collective else Collective.NONE
@@ -253,13 +256,21 @@ def from_kernel(
         ("Dst Rank", args.destination, MOST_RANKS),
     ):
         if not UNKNOWN <= number <= most:
-            raise TraceError(f"{place} has a {what!r} of {number}: expected {most} at most")
+            raise TraceError(
+                f"{place} has a {what!r} of {number}: expected {most} at most",
+                code="trace-number-too-large",
+            )
     name = args.collective.lower()
     kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and name not in NCCL_NAMES:
-        raise TraceError(f"{place} carries an unknown collective {args.collective!r}")
+        raise TraceError(
+            f"{place} carries an unknown collective {args.collective!r}",
+            code="trace-unknown-collective",
+        )
     if args.dtype not in DTYPE_BYTES:
-        raise TraceError(f"{place} communicates an unknown dtype {args.dtype!r}")
+        raise TraceError(
+            f"{place} communicates an unknown dtype {args.dtype!r}", code="trace-unknown-dtype"
+        )
     return Communication(
         kind=kind,
         collective=NCCL_NAMES.get(name, Collective.NONE),

@@ -101,7 +101,10 @@ def join(
     operators = int(rows.is_operator.sum())
     both = f"{kineto} and {et.path}"
     if not operators:
-        raise TraceError(f"{kineto}: holds no operator: profile with the CPU activity on")
+        raise TraceError(
+            f"{kineto}: holds no operator: profile with the CPU activity on",
+            code="trace-no-operators",
+        )
     if not rows.rf_id[rows.is_operator].any():
         why = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
         what = f"{both} cannot be linked: {why}"
@@ -150,7 +153,8 @@ def _join_by_order(
         raise TraceError(
             f"{what}. By the order of operators only {fitted} of {operators} ({share:.1%}) fit, "
             f"expected {least:.0%}. Record both in one window: start an ExecutionTraceObserver "
-            "inside torch.profiler.profile()"
+            "inside torch.profiler.profile()",
+            code="trace-et-mismatch",
         )
     timeline.et = rows
     if not et.whole:  # operands were kept by record ids

@@ -54,7 +54,8 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
         if count > operators // 10:
             raise TraceError(
                 f"{path}: {told}; operators of a thread call each other or follow each other: "
-                "record the trace again"
+                "record the trace again",
+                code="trace-events-overlap",
             )
         notes.append(told)
     rows = gpu.rows

@@ -80,7 +80,8 @@ def read_history(path: Path) -> History | None:
         found = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
             f"{path}: expected the allocator's history as `capture run --raw-dir` leaves it: "
-            f"{found}"
+            f"{found}",
+            code="history-malformed",
         ) from error
 
 

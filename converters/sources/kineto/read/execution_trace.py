@@ -70,7 +70,8 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
         first, second = order[twice[0]], order[twice[0] + 1]
         raise TraceError(
             f"{path}: nodes {first} and {second} both have id {ids[twice[0]]}; ids must be "
-            "unique: record the trace again"
+            "unique: record the trace again",
+            code="et-repeated-id",
         )
     if not len(ids):
         return 0
@@ -83,7 +84,8 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
         raise TraceError(
             f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "
             f"{caller[missing[0]]}, which is not in the file ({callers} such callers): the trace "
-            "was cut, or its nodes changed"
+            "was cut, or its nodes changed",
+            code="et-missing-caller",
         )
     above = np.where(absent, np.arange(len(ids)), order[place])
     climbed = above
@@ -93,7 +95,8 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
     if len(circling):
         raise TraceError(
             f"{path}: node {circling[0]} (id {node[circling[0]]}) is called by itself, by way of "
-            f"its callers ({len(circling)} such nodes): record the trace again"
+            f"its callers ({len(circling)} such nodes): record the trace again",
+            code="et-caller-cycle",
         )
     return len(missing)
 
@@ -130,7 +133,10 @@ def load_execution_trace(
     else:
         known = ", ".join(f"{prefix}*" for prefix in _FLAT_SCHEMAS + _NESTED_SCHEMAS)
         found = f"schema {schema!r}" if schema else "no schema"
-        raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
+        raise TraceError(
+            f"{path}: found {found}, expected an execution trace of schema {known}",
+            code="et-unknown-schema",
+        )
     keep = None if wanted is None else frozenset(wanted.tolist())
     parts: list[ExecutionTrace] = []
     callers: list[I64] = []
@@ -168,7 +174,8 @@ def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
         place = next(n for n, pair in enumerate(zip(*pairs, strict=True)) if max(pair) >= 2**63)
         raise TraceError(
             f"{path}: node {nodes[place].name!r} has id {pairs[0][place]} and caller "
-            f"{pairs[1][place]}, expected numbers below 2^63 = {2**63}"
+            f"{pairs[1][place]}, expected numbers below 2^63 = {2**63}",
+            code="et-number-too-large",
         ) from error
 
 
@@ -195,5 +202,6 @@ def _part(
     except OverflowError as error:
         raise TraceError(
             f"{path}: a node has an id, a thread or a record id of 2^63 or more ({error}); "
-            "record the trace again"
+            "record the trace again",
+            code="et-number-too-large",
         ) from error

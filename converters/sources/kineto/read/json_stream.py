@@ -68,13 +68,16 @@ class ArrayFile(Generic[_T]):
             with self._open() as file:
                 yield from self._parts(file)
         except FileNotFoundError as error:
-            raise TraceError(f"{self._path}: no such file") from error
+            raise TraceError(f"{self._path}: no such file", code="trace-missing") from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise TraceError(
-                f"{self._path}: the gzip stream is cut or damaged ({error})"
+                f"{self._path}: the gzip stream is cut or damaged ({error})",
+                code="trace-damaged-gzip",
             ) from error
         except OSError as error:
-            raise TraceError(f"{self._path}: cannot be read ({error.strerror})") from error
+            raise TraceError(
+                f"{self._path}: cannot be read ({error.strerror})", code="trace-unreadable"
+            ) from error
 
     def _open(self) -> BinaryIO:
         with self._path.open("rb") as file:
@@ -197,7 +200,8 @@ class ArrayFile(Generic[_T]):
     def _refused(self, error: object) -> TraceError:
         return TraceError(
             f"{self._path}: expected {self._expected}, found: {error}; reading the piece that "
-            f"begins at byte {self._at}"
+            f"begins at byte {self._at}",
+            code="trace-malformed",
         )
 
 
@@ -224,7 +228,9 @@ def beginning(path: Path) -> bytes:
         with gzip.open(path) as file:
             return file.read(_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{path}: the gzip stream is cut or damaged ({error})") from error
+        raise TraceError(
+            f"{path}: the gzip stream is cut or damaged ({error})", code="trace-damaged-gzip"
+        ) from error
 
 
 def kind_of(head: bytes) -> Literal["kineto", "et"] | None:

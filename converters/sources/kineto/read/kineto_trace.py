@@ -195,7 +195,8 @@ class _Reader:
             event = events[int(np.argmax(far))]
             raise TraceError(
                 f"{self.path}: event {event.name!r} starts at {event.ts} us and lasts {event.dur} "
-                "us, which is no time of day: record the trace again"
+                "us, which is no time of day: record the trace again",
+                code="trace-bad-time",
             )
         return start.astype(np.int64), duration.astype(np.int64)
 
@@ -246,7 +247,8 @@ class _Reader:
         except ValueError as error:
             raise TraceError(
                 f"{self.path}: an event runs on a stream that is no number ({error}); "
-                "expected the number that the profiler gives"
+                "expected the number that the profiler gives",
+                code="trace-bad-stream",
             ) from error
 
     def _column(self, events: list[Event], values: list[int], name: str) -> I64:
@@ -256,7 +258,8 @@ class _Reader:
             place = next(n for n, value in enumerate(values) if not -(2**63) <= value < 2**63)
             raise TraceError(
                 f"{self.path}: event {events[place].name!r} has {name} {values[place]}, "
-                f"expected a number below 2^63 = {2**63}"
+                f"expected a number below 2^63 = {2**63}",
+                code="trace-number-too-large",
             ) from error
 
 
@@ -327,7 +330,8 @@ def _check_durations(path: Path, events: list[Event], first: int) -> None:
         if event.dur < 0 and event.cat in READ:
             raise TraceError(
                 f"{path}: event {first + number} ({event.name!r}) lasts {event.dur} us; "
-                "a duration cannot be negative: record the trace again"
+                "a duration cannot be negative: record the trace again",
+                code="trace-negative-duration",
             )
 
 
@@ -416,7 +420,8 @@ def choose(trace: KinetoTrace, step: str) -> Step | None:
         raise TraceError(
             f"{trace.path}: asked for step {step}, and the trace has no steps (no ProfilerStep "
             "annotation): call profiler.step() behind each step, or take the whole trace "
-            "(--step all)"
+            "(--step all)",
+            code="step-none-in-trace",
         )
     if step == MEDIAN:
         return sorted(found, key=lambda one: one.duration_ns)[(len(found) - 1) // 2]
@@ -426,7 +431,8 @@ def choose(trace: KinetoTrace, step: str) -> Step | None:
     numbers = ", ".join(str(one.number) for one in found)
     raise TraceError(
         f"{trace.path}: asked for step {step}, expected one of its steps {numbers}, {MEDIAN!r} or "
-        f"{ALL!r}"
+        f"{ALL!r}",
+        code="step-unknown",
     )
 
 

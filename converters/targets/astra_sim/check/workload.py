@@ -63,7 +63,9 @@ def check_file(path: Path | str) -> list[Finding]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FormatError(f"{path} is not a file; expected a Chakra trace (`.et`)")
+        raise FormatError(
+            f"{path} is not a file; expected a Chakra trace (`.et`)", code="check-not-a-file"
+        )
     report = Report()
     read_structure(path, report)
     return report.findings
@@ -94,10 +96,16 @@ def check_workload(
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise FormatError(f"{directory} is not a folder; expected one of PREFIX.RANK.et files")
+        raise FormatError(
+            f"{directory} is not a folder; expected one of PREFIX.RANK.et files",
+            code="check-not-a-directory",
+        )
     traces = sorted(directory.glob("*.et"))
     if not traces:
-        raise FormatError(f"{directory} holds no `.et` file; expected PREFIX.0.et, PREFIX.1.et ...")
+        raise FormatError(
+            f"{directory} holds no `.et` file; expected PREFIX.0.et, PREFIX.1.et ...",
+            code="check-no-traces",
+        )
     report = Report()
     sets: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in traces:

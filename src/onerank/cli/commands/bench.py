@@ -61,7 +61,8 @@ def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> Non
         if known is None:
             raise TargetError(
                 f"no description ships for {device.name}; its datasheet's figures are needed: "
-                "give one with --base-gpu FILE (`onerank gpus --schema` shows its form)"
+                "give one with --base-gpu FILE (`onerank gpus --schema` shows its form)",
+                code="gpu-no-description",
             )
         at_hand = Bench(device.torch)
         with advancing(COUNT, "measuring") as advance:
@@ -189,7 +190,7 @@ def measure(
                     raise
                 write_database(merge([held, table_of(rows)]).table, output)
                 kept = f"what was measured until then, {len(rows)} rows, is in {output}"
-                raise CaptureError(f"{error}; {kept}") from error
+                raise CaptureError(f"{error}; {kept}", code=error.code) from error
     table = merge([held, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
@@ -223,7 +224,8 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
         if not plan.wanted:
             raise CaptureError(
                 f"{path}: holds no GPU operation with an operator's arguments; expected a trace "
-                "captured on a GPU"
+                "captured on a GPU",
+                code="bench-no-operators",
             )
         for one in plan.wanted:
             before = wanted.get(one.layouts)

@@ -70,7 +70,8 @@ def on_gpu(
     if gpu is None:
         raise TargetError(
             f'the durations of {trace} hold for "{device}", which has no description; give '
-            "`--target` (a name, or the path of a description)"
+            "`--target` (a name, or the path of a description)",
+            code="device-no-description",
         )
     return graph, with_figures(gpu, figures), course_of(graph)
 

@@ -122,7 +122,9 @@ def _figure(height_inches: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PicturesError("pictures need matplotlib: pip install 'onerank[report]'") from error
+        raise PicturesError(
+            "pictures need matplotlib: pip install 'onerank[report]'", code="report-not-installed"
+        ) from error
     figure: Any = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
     return figure, figure.subplots()
 
