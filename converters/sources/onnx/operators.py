@@ -14,6 +14,7 @@ from onerank.converters.sources.onnx.node_context import Argument, Call, NodeCon
 
 
 def layer_norm(node: NodeContext) -> list[Call]:
+    """Lower LayerNormalization."""
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
     shape = list(x.shape[axis:])
@@ -23,6 +24,7 @@ def layer_norm(node: NodeContext) -> list[Call]:
 
 
 def rms_norm(node: NodeContext) -> list[Call]:
+    """Lower RMSNormalization."""
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
     rows = Tensor(x.shape[:axis], "FLOAT")
@@ -45,6 +47,7 @@ def skip_norm(name: str) -> Rule:
 
 
 def batch_norm(node: NodeContext) -> list[Call]:
+    """Lower BatchNormalization."""
     channels = node.tensor(1)
     training = bool(node.attributes.get("training_mode"))
     arguments: list[Argument] = [*node.inputs[:5], training, 0.1, 1e-5]
@@ -52,6 +55,7 @@ def batch_norm(node: NodeContext) -> list[Call]:
 
 
 def group_norm(node: NodeContext) -> list[Call]:
+    """Lower GroupNormalization and InstanceNormalization, whose groups are the channels."""
     x = node.tensor(0)
     groups = node.attributes.get("num_groups", x.shape[1])
     rows = Tensor((x.shape[0], groups), "FLOAT")
@@ -60,10 +64,12 @@ def group_norm(node: NodeContext) -> list[Call]:
 
 
 def softmax(name: str) -> Rule:
+    """Return the rule of a softmax; PyTorch's takes an axis and a flag for half precision."""
     return lambda node: [call(name, [node.tensor(0), -1, False], node.out)]
 
 
 def cross_entropy(node: NodeContext) -> list[Call]:
+    """Lower SoftmaxCrossEntropyLoss to a log-softmax and a negative log likelihood."""
     scores, labels = node.tensor(0), node.tensor(1)
     return [
         call("_log_softmax", [scores, 1, False], scores),
@@ -72,6 +78,7 @@ def cross_entropy(node: NodeContext) -> list[Call]:
 
 
 def nll_loss(node: NodeContext) -> list[Call]:
+    """Lower NegativeLogLikelihoodLoss."""
     return _nll(node.tensor(0), node.tensor(1), node.optional(2), node.out)
 
 
@@ -80,6 +87,7 @@ def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> 
 
 
 def matmul_of(node: NodeContext) -> list[Call]:
+    """Lower MatMul."""
     left, right = node.tensor(0), node.tensor(1)
     return [matmul(left, right, node.out)]
 
@@ -97,6 +105,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
 
 
 def gemm(node: NodeContext) -> list[Call]:
+    """Lower Gemm to a product, with a bias to addmm."""
     left, right, bias = node.tensor(0), node.tensor(1), node.optional(2)
     if node.attributes.get("transA"):
         left = left.like(*reversed(left.shape))
@@ -132,6 +141,8 @@ def einsum(node: NodeContext) -> list[Call] | None:
 
 
 def convolution(*, transposed: bool) -> Rule:
+    """Return the rule of Conv or ConvTranspose."""
+
     def rule(node: NodeContext) -> list[Call]:
         x, weight = node.tensor(0), node.tensor(1)
         axes = len(x.shape) - 2
@@ -148,6 +159,7 @@ def convolution(*, transposed: bool) -> Rule:
 
 
 def integer_convolution(node: NodeContext) -> list[Call]:
+    """Lower ConvInteger and QLinearConv."""
     quantised = node.op == "QLinearConv"  # x, scale, zero point, weight ...
     x, weight = node.tensor(0), node.tensor(3 if quantised else 1)
     return [call("_slow_conv2d_forward", [x, weight], node.out)]
