@@ -2,24 +2,24 @@
 
 
 def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
-    """Return the bytes that a bus bandwidth counts, as nccl-tests counts them.
+    """Return the bytes that the bus bandwidth of nccl-tests counts.
 
-    That is doc/PERFORMANCE.md, and for gather, scatter and all-to-all the `GetBw` of their
-    sources: gather.cu takes count * nranks bytes at a factor of (nranks - 1) / nranks, its count
-    being what one rank puts in.
+    Factors are from doc/PERFORMANCE.md; those of gather, scatter and all-to-all from `GetBw` in
+    their sources. gather.cu counts count * nranks bytes at a factor of (nranks - 1) / nranks, where
+    count is the input of one rank.
 
     Args:
-        collective: name in lower case; of others ("broadcast", "reduce", a message) all bytes
-            count.
-        count_bytes: what a rank puts in; of a scatter, what the root does.
-        ranks: of the group.
+        collective: name in lower case; for names not listed below ("broadcast", "reduce",
+            messages) all bytes count.
+        count_bytes: input of one rank; for a scatter, of the root.
+        ranks: size of the group.
     """
     others = ranks - 1
     factor = {
         "all_reduce": 2 * others / ranks,
         "reduce_scatter": others / ranks,
         "reduce_scatter_block": others / ranks,
-        "all_gather": others,  # of the own shard
+        "all_gather": others,  # count_bytes is one shard
         "all_to_all": others / ranks,
         "gather": others,
         "scatter": others / ranks,

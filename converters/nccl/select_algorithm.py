@@ -1,6 +1,6 @@
-"""What NCCL launches for a call: the fastest by its cost model, in how many blocks.
+"""Select the algorithm, protocol and grid that NCCL launches for a call.
 
-After `src/enqueue.cc` of NCCL 2.28.9 (`topoGetAlgoInfo`, `scheduleCollTasksToPlan`,
+Follows `src/enqueue.cc` of NCCL 2.28.9 (`topoGetAlgoInfo`, `scheduleCollTasksToPlan`,
 `scheduleP2pTasksToPlan`).
 """
 
@@ -22,7 +22,7 @@ _MIN_THREADS = 128
 _SIMPLE_THREADS = 512
 _LEAST_TRAFFIC_PER_CHANNEL = 16 << 10
 _POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
-"""What NCCL does with sends and receives, in one kernel."""
+"""Calls that NCCL builds from sends and receives in one kernel."""
 _NVLS = frozenset({"nvls", "nvls_tree"})
 _UNSCALED = _NVLS | {"pat"}
 _LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
@@ -30,7 +30,7 @@ _LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
 
 @dataclass(frozen=True)
 class Choice:
-    """What NCCL launches: a grid of `channels` blocks of `threads`. `latency_us` is its model's."""
+    """A launch of NCCL: `channels` blocks of `threads`; `latency_us` is from its cost model."""
 
     algorithm: str
     protocol: str
@@ -46,11 +46,11 @@ def choose(
 
     Args:
         collective: "all_reduce", "all_gather", "send" and so on, as torch names them.
-        count_bytes: the input of this rank: an all-gather's own shard, a
-            reduce-scatter's whole input.
-        topology: where the group's ranks sit.
-        scaled: whether a reduction divides or multiplies as it sums (AVG, PREMUL_SUM), which
-            neither NVSwitches do nor the trees of a reduce-scatter.
+        count_bytes: input of this rank: one shard of an all-gather, the whole input of a
+            reduce-scatter.
+        topology: placement of the group's ranks.
+        scaled: whether a reduction divides or multiplies as it sums (AVG, PREMUL_SUM). Neither
+            NVSwitches nor the trees of a reduce-scatter (PAT) support that.
     """
     if topology.ranks == 1:
         return Choice("ring", "simple", 1, _MIN_THREADS, lone_latency_us())
@@ -74,7 +74,7 @@ def choose(
 
 
 def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tuple[int, int]:
-    """Return (most channels, threads): fewer where a thread would get too little."""
+    """Return (most channels, threads); both shrink while a thread has too few bytes."""
     if algorithm in _NVLS:
         return topology.nvls_channels, _MAX_THREADS
     channels = topology.channels
@@ -91,14 +91,14 @@ def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tupl
     if algorithm == "tree":
         return channels, _MAX_THREADS
     if protocol == "simple":
-        threads += _WARP  # one more to signal
+        threads += _WARP  # the simple protocol has one more warp, which signals
     return channels, max(threads, 3 * _WARP)
 
 
 def _channels_used(
     collective: str, whole: int, protocol: str, channels: int, topology: Topology
 ) -> int:
-    """Deal the bytes out to the channels in cells; the last channels may get none."""
+    """Return the number of channels with work: bytes are dealt in cells, the last may get none."""
     count, per_byte = whole, 1
     if collective == "all_reduce":
         per_byte = 2
@@ -114,32 +114,33 @@ def _channels_used(
 
 
 def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Choice:
-    """Return the grid of a send, a receive, or of all those that make up a collective."""
+    """Return the grid of a send, a receive, or a collective that is built from them."""
     channels = _power_of_two(topology.channels)
-    most = 2
+    max_parts = 2
     if topology.nodes == 1 and not topology.by_pcie:
-        most = min(channels, _power_of_two(2 * generation(topology.interconnect).links))
-    least = most
-    while least * topology.ranks > channels and least > 1:
-        least //= 2
-    parted = collective in ("all_to_all", "scatter")
-    size = count_bytes // topology.ranks if parted else count_bytes
-    protocol = "ll" if size <= most * _LL_THRESHOLD else "simple"
-    used = _parts(size, protocol, least, most, topology)
-    if collective not in ("send", "recv"):  # one to each peer, and a copy of the own part
-        own = _parts(size, "simple", least, most, topology)
-        used = min(channels, used * (topology.ranks - 1) + own)
+        max_parts = min(channels, _power_of_two(2 * generation(topology.interconnect).links))
+    min_parts = max_parts
+    while min_parts * topology.ranks > channels and min_parts > 1:
+        min_parts //= 2
+    divided = collective in ("all_to_all", "scatter")
+    size = count_bytes // topology.ranks if divided else count_bytes
+    protocol = "ll" if size <= max_parts * _LL_THRESHOLD else "simple"
+    used = _parts(size, protocol, min_parts, max_parts, topology)
+    if collective not in ("send", "recv"):
+        # One message to each peer, and a local copy, which always uses the simple protocol.
+        local = _parts(size, "simple", min_parts, max_parts, topology)
+        used = min(channels, used * (topology.ranks - 1) + local)
     latency = point_to_point_latency_us(protocol, topology)
     return Choice("p2p", protocol, used, _MAX_THREADS, latency)
 
 
-def _parts(size: int, protocol: str, least: int, most: int, topology: Topology) -> int:
-    """Return the channels that one send or receive is split over."""
+def _parts(size: int, protocol: str, min_parts: int, max_parts: int, topology: Topology) -> int:
+    """Return the number of channels that one send or receive is split over."""
     step = 64 << 10 if protocol == "ll" else (512 << 10 if topology.nodes == 1 else 128 << 10)
     smallest, largest = (step // 8, step * 32) if topology.nodes == 1 else (step // 2, step)
-    used = max(1, min(least, _up(size, smallest)))
+    used = max(1, min(min_parts, _up(size, smallest)))
     part = max(smallest, _up(size, used))
-    while part > largest and used <= most // 2:
+    while part > largest and used <= max_parts // 2:
         used *= 2
         part = _up(size, used)
     return used

@@ -1,13 +1,13 @@
-"""GPU generations as NCCL knows them, and the channels it finds between the ranks of a group.
+"""GPU generations as NCCL knows them, and the channels that it finds between the ranks of a group.
 
-GPU generations as NCCL knows them, and the channels that it finds between the ranks of a group.
+Follows `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9.
 
-After `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9. What
-its search finds within a node follows from the links; what it finds between nodes is kept as it
-answers for machines of one NIC per GPU, 200 Gbit/s beside an A100, 400 beside a newer one; GPUs
-without NVLink have PCIe 4.0, a Hopper and those newer than an RTX 4090 5.0, through the host of
-each pair. Of an H100 on PCIe NCCL was not asked: it has what an RTX 5090 gets, as its speeds are
-among those that NCCL tries for a Hopper. Older GPUs than Ampere's are taken for Ampere's.
+- Within a node, the channels follow from the links.
+- Between nodes, the tables below record the results of NCCL's search for machines with one NIC per
+  GPU: 200 Gbit/s for an A100, 400 for newer GPUs.
+- GPUs without NVLink have PCIe 4.0 through the host of each pair; Hopper and GPUs newer than an
+  RTX 4090 have PCIe 5.0.
+- GPUs older than Ampere count as Ampere.
 """
 
 import math
@@ -15,18 +15,22 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-_BY_PCIE = frozenset({"PCIE", "NVL", "A30", "A30X", "A100X", "FHHL", "ACTIVE", "TITAN", "QUADRO"})
-"""Words in names of boards whose generation has others with NVLink. Bridges join an H100 NVL to
-one other at most, an H200 NVL to three."""
+_PCIE_WORDS = frozenset(
+    {"PCIE", "NVL", "A30", "A30X", "A100X", "FHHL", "ACTIVE", "TITAN", "QUADRO"}
+)
+"""Words in the names of PCIe boards of generations that also have NVLink boards.
+
+NVL boards count as PCIe: bridges join an H100 NVL to at most one other, an H200 NVL to three.
+"""
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A GPU as NCCL's choice goes by it.
+    """The properties of a GPU that NCCL's choice depends on.
 
     Attributes:
-        capability: its compute capability, 90 for an H100.
-        nvlink: whether NVLink joins it to all others of its node; else PCIe does.
+        capability: compute capability, 90 for an H100.
+        nvlink: whether NVLink joins it to all other GPUs of its node; else PCIe does.
     """
 
     capability: int = 90
@@ -37,46 +41,46 @@ H100 = Interconnect()
 
 
 def interconnect_of(capability: int, name: str = "") -> Interconnect:
-    """Return the board of a compute capability and a name, as "NVIDIA A100 80GB PCIe".
+    """Return the interconnect of a GPU by compute capability and name ("NVIDIA A100 80GB PCIe").
 
-    A name that is not known leaves the generation to tell: one that was never sold with NVLink
-    between all GPUs of a node has none (Turing; GeForce, RTX and L cards from Ampere on).
+    If the name decides nothing, the generation does: Turing, and GeForce, RTX and L cards from
+    Ampere on, were never sold with NVLink between all GPUs of a node.
     """
-    without = capability == 75 or 86 <= capability <= 89 or capability >= 120
+    never_nvlink = capability == 75 or 86 <= capability <= 89 or capability >= 120
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    return Interconnect(capability, nvlink=not (without or words & _BY_PCIE))
+    return Interconnect(capability, nvlink=not (never_nvlink or words & _PCIE_WORDS))
 
 
-_Figure = TypeVar("_Figure")
+_Entry = TypeVar("_Entry")
 
 _GPUS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Constants of a GPU generation; bandwidths in GB/s, triples by nodes: 1, 2, more.
+    """Constants of a GPU generation; bandwidths in GB/s, triples by number of nodes: 1, 2, more.
 
     Attributes:
-        link: one NVLink.
-        links: NVLinks of the SXM part; 0 where there is PCIe alone.
+        link: bandwidth of one NVLink.
+        links: NVLinks of the SXM board; 0 with PCIe only.
         speeds: per-channel bandwidths tried within a node, descending.
-        net: the NIC usual beside it.
-        ll: most that the LL protocol reaches within a node.
-        ring_ll128: most that a channel reaches, ring and LL128.
-        tree_ll128: likewise, tree and LL128.
-        tree: likewise, tree.
-        trees_inside: a channel of a tree within a node, by its ranks from 2 on; of more, the last.
-        trees_between: likewise of one of two nodes, by its ranks from 1; of more nodes at most a
-            ring's.
+        net: bandwidth of the usual NIC.
+        ll: limit of the LL protocol within a node.
+        ring_ll128: limit of a channel, ring and LL128.
+        tree_ll128: limit of a channel, tree and LL128.
+        tree: limit of a channel, tree.
+        trees_inside: tree channel within a node, by ranks from 2 on; the last entry for more.
+        trees_between: tree channel between two nodes, by ranks per node from 1 on; between more
+            nodes at most that of a ring.
         balanced: whether trees between nodes may end on two GPUs of a node.
-        plain_inside: ranks of a node within which they may not.
-        nvls: part of the links that NVLS reaches; 0 without it.
-        nvls_inside: a channel of NVLS within a node, by its ranks from 2 on.
-        nvls_between: likewise of a node of several.
-        nvls_tree: most that a channel reaches, NVLS in a tree.
-        nvls_channels: blocks of an NVLS kernel, within a node and between several.
-        roads_inside: rings over PCIe and their bandwidth within a node, by its ranks from 2 on.
-        roads_between: likewise of a node of several, by its ranks from 1.
+        plain_inside: numbers of ranks within a node for which they may not.
+        nvls: fraction of the links that NVLS reaches; 0 without NVLS.
+        nvls_inside: NVLS channel within a node, by ranks from 2 on.
+        nvls_between: NVLS channel between nodes, by ranks per node from 2 on.
+        nvls_tree: limit of a channel, NVLS tree.
+        nvls_channels: blocks of an NVLS kernel, within a node and between nodes.
+        pcie_inside: (rings, bandwidth) over PCIe within a node, by ranks from 2 on.
+        pcie_between: (rings, bandwidth) over PCIe between nodes, by ranks per node from 1 on.
     """
 
     link: float
@@ -96,8 +100,8 @@ class Generation:
     nvls_between: tuple[float, ...] = ()
     nvls_tree: tuple[float, float, float] = (0.0, 0.0, 0.0)
     nvls_channels: tuple[int, int] = (0, 0)
-    roads_inside: tuple[tuple[int, float], ...] = ()
-    roads_between: tuple[tuple[int, float], ...] = ()
+    pcie_inside: tuple[tuple[int, float], ...] = ()
+    pcie_between: tuple[tuple[int, float], ...] = ()
 
 
 _AMPERE = Generation(
@@ -125,24 +129,26 @@ _BLACKWELL = Generation(
 
 _PCIE_4 = replace(
     _AMPERE, links=0, trees_inside=(20.0,), trees_between=(48.0, 15.0),
-    roads_inside=((2, 12.0), (1, 20.0)), roads_between=((1, 24.0), (1, 24.0), (1, 20.0)),
+    pcie_inside=((2, 12.0), (1, 20.0)), pcie_between=((1, 24.0), (1, 24.0), (1, 20.0)),
 )  # fmt: skip
 
 _PCIE_5 = replace(
     _BLACKWELL, links=0, plain_inside=(), nvls=0.0,
     trees_inside=(40.0, 20.0), trees_between=(48.0, 22.0, 20.0),
-    roads_inside=((2, 20.0),) * 6 + ((1, 20.0),), roads_between=((2, 24.0), (2, 20.0)),
+    pcie_inside=((2, 20.0),) * 6 + ((1, 20.0),), pcie_between=((2, 24.0), (2, 20.0)),
 )  # fmt: skip
 
+# Not searched with NCCL: an H100 on PCIe gets the results of an RTX 5090, whose speeds are among
+# those that NCCL tries for Hopper.
 _HOPPER_PCIE_5 = replace(
     _HOPPER, links=0, nvls=0.0,
     trees_inside=_PCIE_5.trees_inside, trees_between=_PCIE_5.trees_between,
-    roads_inside=_PCIE_5.roads_inside, roads_between=_PCIE_5.roads_between,
+    pcie_inside=_PCIE_5.pcie_inside, pcie_between=_PCIE_5.pcie_between,
 )  # fmt: skip
 
 
 def generation(interconnect: Interconnect) -> Generation:
-    """Return the constants for a board's compute capability, as NCCL maps them."""
+    """Return the constants of an interconnect's generation, as NCCL maps compute capabilities."""
     if interconnect.capability >= 100:
         return _BLACKWELL if interconnect.nvlink else _PCIE_5
     if interconnect.capability >= 90:
@@ -152,13 +158,13 @@ def generation(interconnect: Interconnect) -> Generation:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a group sit.
+    """Placement of the ranks of a group.
 
     Attributes:
-        ranks: how many there are.
-        nodes: how many nodes they are spread over, evenly.
-        interconnect: what their GPUs are.
-        nvls: whether NVSwitches reduce and copy for them, where the GPUs are a Hopper or newer.
+        ranks: number of ranks.
+        nodes: number of nodes, with the ranks spread evenly.
+        interconnect: what joins their GPUs.
+        nvls: whether NVSwitches reduce and copy (NVLS), which takes Hopper GPUs or newer.
     """
 
     ranks: int
@@ -168,70 +174,71 @@ class Topology:
 
     @property
     def per_node(self) -> float:
-        """Ranks of one node."""
+        """Ranks per node."""
         return self.ranks / self.nodes
 
     @property
-    def across(self) -> int:
-        """Index into a triple by nodes: 1, 2, more."""
+    def nodes_index(self) -> int:
+        """Index into a triple by number of nodes: 1, 2, more."""
         return min(self.nodes, 3) - 1
 
     @property
-    def _of_a_node(self) -> int:
-        """Ranks of the largest node, as far as its GPUs have a NIC each."""
+    def _ranks_of_node(self) -> int:
+        """Ranks of the largest node, at most its number of NICs."""
         return min(_GPUS_OF_A_NODE, math.ceil(self.per_node))
 
     @property
     def rings(self) -> tuple[int, float]:
         """Channels that the topology search finds, and the bandwidth of each in GB/s."""
-        made = generation(self.interconnect)
-        if not made.links and self.nodes > 1:
-            return _at(made.roads_between, self._of_a_node - 1)
-        if not made.links:
-            return _at(made.roads_inside, self.ranks - 2)
+        constants = generation(self.interconnect)
+        if not constants.links and self.nodes > 1:
+            return _at(constants.pcie_between, self._ranks_of_node - 1)
+        if not constants.links:
+            return _at(constants.pcie_inside, self.ranks - 2)
         if self.nodes > 1:
-            found, speed = self._of_a_node, made.net
+            channels, speed = self._ranks_of_node, constants.net
         else:
-            total = made.link * made.links
-            speed = max(made.speeds, key=lambda speed: (int(total / speed) * speed, speed))
-            found = int(total / speed)
-        if speed < 25.0 or (self.interconnect.capability > 80 and speed < 50.0 and found > 4):
-            return found, speed
-        return 2 * found, speed / 2
+            total = constants.link * constants.links
+            speed = max(constants.speeds, key=lambda speed: (int(total / speed) * speed, speed))
+            channels = int(total / speed)
+        if speed < 25.0 or (self.interconnect.capability > 80 and speed < 50.0 and channels > 4):
+            return channels, speed
+        # NCCL doubles the channels of fast links and halves their bandwidth.
+        return 2 * channels, speed / 2
 
     @property
     def tree(self) -> float:
-        """Bandwidth of a channel of a tree, GB/s; there are as many as rings."""
-        made = generation(self.interconnect)
+        """Bandwidth of a tree channel, GB/s; there are as many channels as rings."""
+        constants = generation(self.interconnect)
         if self.nodes == 1:
-            return _at(made.trees_inside, math.ceil(self.per_node) - 2)
-        inside = _at(made.trees_between, self._of_a_node - 1)
+            return _at(constants.trees_inside, math.ceil(self.per_node) - 2)
+        inside = _at(constants.trees_between, self._ranks_of_node - 1)
         return inside if self.nodes == 2 else min(inside, self.rings[1])
 
     @property
     def balanced(self) -> bool:
-        """Whether a tree's channel ends on two GPUs of a node, so that none is a bottleneck."""
-        made = generation(self.interconnect)
+        """Whether a tree channel ends on two GPUs of a node, so that neither is a bottleneck."""
+        constants = generation(self.interconnect)
         if self.nodes > 1:
-            return made.balanced and self._of_a_node > 1
-        return self.ranks not in made.plain_inside
+            return constants.balanced and self._ranks_of_node > 1
+        return self.ranks not in constants.plain_inside
 
     @property
     def heads(self) -> int:
-        """Channels of NVLS that the search finds, one for each GPU of a node; 0 without NVLS."""
-        able = self.nvls and generation(self.interconnect).nvls > 0 and self.per_node > 1
-        return self._of_a_node if able else 0
+        """NVLS channels that the search finds, one per GPU of a node; 0 without NVLS."""
+        supported = self.nvls and generation(self.interconnect).nvls > 0 and self.per_node > 1
+        return self._ranks_of_node if supported else 0
 
     @property
     def head(self) -> float:
-        """Bandwidth of one of them, GB/s."""
-        made = generation(self.interconnect)
-        by_ranks = made.nvls_inside if self.nodes == 1 else made.nvls_between
+        """Bandwidth of an NVLS channel, GB/s."""
+        constants = generation(self.interconnect)
+        by_ranks = constants.nvls_inside if self.nodes == 1 else constants.nvls_between
         return _at(by_ranks, self.heads - 2)
 
     @property
-    def alike(self) -> bool:
-        """Whether all rings take the same way, so that a broadcast's latency is one hop's."""
+    def equal_rings(self) -> bool:
+        """Whether all rings take the same path; a broadcast's latency is then that of one hop."""
         return self.nodes == 1 or self.per_node == 1 or not generation(self.interconnect).links
 
     @property
@@ -241,9 +248,9 @@ class Topology:
 
     @property
     def channels(self) -> int:
-        """Channels of a communicator: each one found is used twice."""
-        found, speed = self.rings
-        channels = 2 * found
+        """Channels of a communicator: NCCL uses each ring that it finds twice."""
+        rings, speed = self.rings
+        channels = 2 * rings
         if self.nodes > 1 and self.interconnect.capability >= 90 and speed > 45.0 and channels < 16:
             channels *= 2  # few ranks per node
         return channels
@@ -254,6 +261,6 @@ class Topology:
         return generation(self.interconnect).nvls_channels[self.nodes > 1]
 
 
-def _at(by_ranks: tuple[_Figure, ...], place: int) -> _Figure:
-    """Return the figure of a number of ranks; of more than are listed, the last."""
+def _at(by_ranks: tuple[_Entry, ...], place: int) -> _Entry:
+    """Return the entry at `place`; the last one beyond the end."""
     return by_ranks[max(0, min(place, len(by_ranks) - 1))]

@@ -1,6 +1,6 @@
-"""NCCL's cost model: what a call takes by each algorithm and protocol.
+"""NCCL's cost model: the time of a call by algorithm and protocol.
 
-After `src/graph/tuning.cc` of NCCL 2.28.9 (`ncclTopoTuneModel`, `ncclTopoGetAlgoTime`) and its
+Follows `src/graph/tuning.cc` of NCCL 2.28.9 (`ncclTopoTuneModel`, `ncclTopoGetAlgoTime`) and its
 constants.
 """
 
@@ -22,8 +22,9 @@ _NVLINK_LATENCY_US = {
 _PCIE_LATENCY_US = {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)}
 _NET_LATENCY_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0), "nvls_tree": (0, 0, 20.9)}
 _NET_OVERHEAD_US = 1.0
-# The model's latency is a whole call's. H200, NCCL 2.28.9: the kernel of a 1 KiB broadcast takes
-# 3.5 us for 7.2, of a send 4.2 for 7.2, of an all-reduce among four 7.8 for 10.2.
+# The latency of the model is that of a whole call, and the kernel is shorter. Measured on H200 with
+# NCCL 2.28.9 (kernel versus model): a 1 KiB broadcast 3.5 versus 7.2 us, a send 4.2 versus 7.2, an
+# all-reduce among four GPUs 7.8 versus 10.2.
 _LL_LAUNCH_US = 3.0
 _IN_PARTS = ("all_reduce", "all_gather", "reduce_scatter")
 _LL_MAX_BW_INTEL = (39.0, 39.0, 20.4)  # by nodes: 1, 2, more
@@ -43,64 +44,67 @@ def _steps(collective: str, ranks: int) -> int:
 
 def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
     """Return the algorithm bandwidth of NCCL's model in GB/s, 0 where it does not apply."""
-    if protocol == "ll128" and topology.by_pcie:  # which keeps no order of writes
-        return 0.0
+    if protocol == "ll128" and topology.by_pcie:
+        return 0.0  # LL128 needs ordered writes, which PCIe does not give
     if algorithm == "ring":
         return _ring_bandwidth(collective, protocol, topology)
     if algorithm == "tree":
         return _tree_bandwidth(protocol, topology) if collective == "all_reduce" else 0.0
     if protocol != "simple" or collective not in _IN_PARTS:
         return 0.0
-    if algorithm == "pat":  # one GPU of each node
+    if algorithm == "pat":
+        # PAT runs with one GPU per node only.
         able = topology.nodes == topology.ranks > 1 and collective != "all_reduce"
         return 0.75 * topology.rings[0] * topology.tree if able else 0.0
     return _nvls_bandwidth(collective, algorithm, topology)
 
 
 def _ring_bandwidth(collective: str, protocol: str, topology: Topology) -> float:
-    made, across = generation(topology.interconnect), topology.across
+    constants, index = generation(topology.interconnect), topology.nodes_index
     channels, speed = topology.rings
     bus = channels * speed
     if protocol == "ll":
-        bus = min(_most_of_ll(topology), bus * 0.5)
+        bus = min(_ll_limit(topology), bus * 0.5)
     if protocol == "ll128":
-        bus = min(bus * 0.92, channels * made.ring_ll128[across])
+        bus = min(bus * 0.92, channels * constants.ring_ll128[index])
     return bus * topology.ranks / _steps(collective, topology.ranks)
 
 
 def _tree_bandwidth(protocol: str, topology: Topology) -> float:
-    made, across = generation(topology.interconnect), topology.across
+    constants, index = generation(topology.interconnect), topology.nodes_index
     channels = topology.rings[0]
-    bus = min(channels * topology.tree * 0.92, channels * made.tree[across])
+    bus = min(channels * topology.tree * 0.92, channels * constants.tree[index])
     if protocol == "ll":
-        bus = min(bus / 3.8, _most_of_ll(topology))
+        bus = min(bus / 3.8, _ll_limit(topology))
     if protocol == "ll128":
         share = 7 / 9 if topology.nodes == 1 else 120 / 128
-        bus = min(bus * share, channels * made.tree_ll128[across])
+        bus = min(bus * share, channels * constants.tree_ll128[index])
     return bus * 0.5 * (1 if topology.balanced else 0.85)
 
 
-def _most_of_ll(topology: Topology) -> float:
+def _ll_limit(topology: Topology) -> float:
     if topology.nodes == 1:
         return generation(topology.interconnect).ll
-    return _LL_MAX_BW_INTEL[topology.across]
+    return _LL_MAX_BW_INTEL[topology.nodes_index]
 
 
 def _nvls_bandwidth(collective: str, algorithm: str, topology: Topology) -> float:
-    """A kernel within a node, a tree of them between several: the switches reduce in each."""
-    made, heads = generation(topology.interconnect), topology.heads
+    """Return the bandwidth of NVLS within a node, or of trees of NVLS nodes between several."""
+    constants, heads = generation(topology.interconnect), topology.heads
     one_node = topology.nodes == 1
     if heads < 2 or one_node != (algorithm == "nvls"):
         return 0.0
     if collective != "all_reduce" and not (one_node and heads == topology.ranks):
         return 0.0
-    inside = topology.head * made.nvls * (heads - 1) / heads
+    inside = topology.head * constants.nvls * (heads - 1) / heads
     if collective == "all_reduce":
         inside *= 2
     else:
         inside *= (topology.per_node - 1) / topology.per_node
-    between = made.speeds[0] if one_node else made.net * (2 if topology.nodes == 2 else 1)
-    speed = min(inside, between, math.inf if one_node else made.nvls_tree[topology.across])
+    between = constants.speeds[0] if one_node else constants.net * (2 if topology.nodes == 2 else 1)
+    speed = min(
+        inside, between, math.inf if one_node else constants.nvls_tree[topology.nodes_index]
+    )
     if collective != "all_reduce":
         return heads * speed
     return heads * speed * topology.ranks / _steps(collective, topology.ranks)
@@ -110,13 +114,13 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
     place = PROTOCOLS.index(protocol)
     base = _BASE_LATENCY_US[algorithm][place]
     doublings = int(math.log2(topology.nodes))
-    lone = topology.per_node == 1  # one GPU of each node: nothing hides the network
+    one_per_node = topology.per_node == 1  # then nothing hides the network latency
     if algorithm == "pat":
         return base + doublings * _NET_LATENCY_US["tree"][place] / 3.5 + 2.8 * topology.ranks
     inside = (_PCIE_LATENCY_US if topology.by_pcie else _NVLINK_LATENCY_US)[algorithm][place]
     if algorithm == "nvls":
         return base + inside
-    between = _NET_LATENCY_US["tree" if lone else algorithm][place]
+    between = _NET_LATENCY_US["tree" if one_per_node else algorithm][place]
     if algorithm == "nvls_tree":
         return base + inside + 2 * doublings * between
     if algorithm == "tree":
@@ -124,7 +128,7 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
     steps = _steps(collective, topology.ranks)
     if collective in ("broadcast", "reduce"):
         hop = inside if topology.nodes == 1 else _NET_LATENCY_US["ring"][place]  # ring's is tree's
-        return base + (1 if topology.alike else steps) * hop
+        return base + (1 if topology.equal_rings else steps) * hop
     crossings = 0
     if topology.nodes > 1:
         inside = max(inside, _NET_OVERHEAD_US * (3 if protocol == "simple" else 1))
@@ -135,7 +139,7 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
 def time_us(
     collective: str, algorithm: str, protocol: str, whole: int, topology: Topology
 ) -> float | None:
-    """Return what a call of `whole` bytes takes, None where the algorithm does not apply."""
+    """Return the time of a call of `whole` bytes, None if the algorithm does not apply."""
     rate = bandwidth(collective, algorithm, protocol, topology)
     if rate == 0:
         return None
@@ -150,7 +154,7 @@ def time_us(
 
 
 def lone_latency_us() -> float:
-    """Return the latency of a call of a rank that is alone in its group."""
+    """Return the latency of a call in a group of one rank."""
     return _BASE_LATENCY_US["ring"][PROTOCOLS.index("simple")]
 
 
@@ -160,7 +164,7 @@ def kernel_latency_us(collective: str, algorithm: str, protocol: str, topology: 
 
 
 def point_to_point_latency_us(protocol: str, topology: Topology) -> float:
-    """Return the latency of the kernel of a send, a receive, or of several in one."""
+    """Return the latency of a kernel of one or several sends and receives."""
     place = PROTOCOLS.index(protocol)
     inside = _PCIE_LATENCY_US if topology.by_pcie else _NVLINK_LATENCY_US
     hop = (inside if topology.nodes == 1 else _NET_LATENCY_US)["ring"][place]
@@ -168,5 +172,5 @@ def point_to_point_latency_us(protocol: str, topology: Topology) -> float:
 
 
 def _launch_us(protocol: str) -> float:
-    """Return what the model's latency holds beside the kernel, seen where the kernel is short."""
+    """Return the part of the model's latency outside the kernel, seen with short kernels."""
     return _LL_LAUNCH_US if protocol == "ll" else 0.0

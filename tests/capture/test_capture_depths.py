@@ -270,10 +270,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "half a period": (
         {"kind": "Gemma3Text",
          "changes": {**TAKES_TURNS, "layer_types": ["sliding_attention", "full_attention"] * 3}},
-        (1, 3), "repeat every 2, and 1 holds no whole period, or does not differ from"),
+        (1, 3), "repeat every 2, and 1 contains no whole period, or does not differ from"),
     "no layer between others": (
-        {}, (1, 2), "2 is too few for a whole period between other layers; the deepest must have "
-        "at least 3: try --capture-layers 2,3"),
+        {}, (1, 2), "2 is too few for a whole period with layers on both sides; the deepest must "
+        "have at least 3\n  try --capture-layers 2,3"),
     "layers that are all unlike the last": (
         {"kind": "DeepseekV3", "changes": UNLIKE}, (2, 4),
         "do not repeat: layer 5 differs from layer 4 in mlp (DeepseekV3MoE against"),

@@ -90,7 +90,7 @@ class MemoryTimeline:
         first: (pass, layer) -> its first event.
         stop: (pass, layer) -> end of its events.
         at_layer: event -> (pass, layer), within layers.
-        copied: event -> the stretch it is in, of those that appear again.
+        copied: event -> its repeated range.
         frees: event -> the block it frees.
     """
 
@@ -321,26 +321,32 @@ def _grown(
 ) -> Iterator[tuple[Block, int]]:
     """Yield blocks with extrapolated sizes, and the number of their further repetitions."""
     if len(few) == len(many):
-        for one, other in zip(few, many, strict=True):
+        for block, other in zip(few, many, strict=True):
             yield (
                 replace(
                     other,
-                    bytes=extrapolation.value(one.bytes, other.bytes),
-                    spare=extrapolation.value(one.spare, other.spare),
+                    bytes=extrapolation.value(block.bytes, other.bytes),
+                    spare=extrapolation.value(block.spare, other.spare),
                 ),
                 0,
             )
         return
-    before, after = ([(one.bytes, one.memory_class) for one in blocks] for blocks in (few, many))
-    found = align(before, after, extrapolation.periods_between)
-    units = [] if found is None else found.units
-    again = {at for start, length in units for at in range(start, start + length)}
-    yield from ((one, extrapolation.periods_beyond * (at in again)) for at, one in enumerate(many))
-    if found is None and many:
-        total = extrapolation.value(*(sum(one.bytes for one in blocks) for blocks in (few, many)))
-        more = total - sum(one.bytes for one in many)
-        if more > 0:
-            yield replace(many[-1], bytes=more, spare=0), 0
+    before, after = (
+        [(block.bytes, block.memory_class) for block in blocks] for blocks in (few, many)
+    )
+    alignment = align(before, after, extrapolation.periods_between)
+    units = [] if alignment is None else alignment.units
+    repeated = {at for start, length in units for at in range(start, start + length)}
+    yield from (
+        (block, extrapolation.periods_beyond * (at in repeated)) for at, block in enumerate(many)
+    )
+    if alignment is None and many:
+        total = extrapolation.value(
+            *(sum(block.bytes for block in blocks) for blocks in (few, many))
+        )
+        missing_bytes = total - sum(block.bytes for block in many)
+        if missing_bytes > 0:
+            yield replace(many[-1], bytes=missing_bytes, spare=0), 0
 
 
 def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
@@ -364,15 +370,15 @@ def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
 
     return MemoryLog(
         Blocks(
-            bytes=tuple(one.bytes for one in blocks),
-            memory_class=tuple(one.memory_class for one in blocks),
+            bytes=tuple(block.bytes for block in blocks),
+            memory_class=tuple(block.memory_class for block in blocks),
             allocated_at=allocated,
             freed_at=freed,
             node=node,
-            phase=tuple(one.phase for one in blocks),
-            pool=unless_zero(tuple(one.pool for one in blocks)),
-            spare_bytes=unless_zero(tuple(one.spare for one in blocks)),
-            lingers=unless_zero(tuple(one.lingers for one in blocks)),
+            phase=tuple(block.phase for block in blocks),
+            pool=unless_zero(tuple(block.pool for block in blocks)),
+            spare_bytes=unless_zero(tuple(block.spare for block in blocks)),
+            lingers=unless_zero(tuple(block.lingers for block in blocks)),
         ),
         events=len(moments),
         settings=log.settings,

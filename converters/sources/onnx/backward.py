@@ -1,4 +1,4 @@
-"""Backward calls of a forward call, as PyTorch's autograd issues them."""
+"""Derive the backward calls of a forward call, as PyTorch's autograd issues them."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Backward = Callable[[Call, tuple[bool, ...]], list[Call]]
 
 
 def backward_of(forward: Call, needs: tuple[bool, ...]) -> list[Call] | None:
-    """Return the calls that give the operands' gradients; None where no rule is known.
+    """Return the calls that compute the operands' gradients; None without a rule.
 
     Args:
         forward: the call.
@@ -31,24 +31,24 @@ def _out(forward: Call) -> Tensor:
     return result
 
 
-def _turned(x: Tensor) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
     return x.like(*x.shape[:-2], *reversed(x.shape[-2:]))
 
 
 def _product(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
-    """Of C = A B: dA = dC B^T and dB = A^T dC, summed over axes that were broadcast."""
+    """Differentiate C = A B: dA = dC B^T and dB = A^T dC, summed over broadcast axes."""
     *bias, left, right = _tensors(forward)
     grad = _out(forward)
     if len(left.shape) < 2 or len(right.shape) < 2:
         return [call("mul", [grad, right], left)] * sum(needs)
-    made: list[Call] = []
+    calls: list[Call] = []
     if needs[len(bias)]:
-        made += _reduced(matmul(grad, _turned(right), _broadcast(grad, left)), left)
+        calls += _reduced(matmul(grad, _transposed(right), _broadcast(grad, left)), left)
     if needs[len(bias) + 1]:
-        made += _reduced(matmul(_turned(left), grad, _broadcast(grad, right)), right)
+        calls += _reduced(matmul(_transposed(left), grad, _broadcast(grad, right)), right)
     if bias and needs[0]:
-        made.append(call("sum", [grad], bias[0]))
-    return made
+        calls.append(call("sum", [grad], bias[0]))
+    return calls
 
 
 def _broadcast(grad: Tensor, operand: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _broadcast(grad: Tensor, operand: Tensor) -> Tensor:
 
 
 def _reduced(product: Call, operand: Tensor) -> list[Call]:
-    """Return the product, and a sum if it is larger than the operand it is the gradient of."""
+    """Return the product, and a sum if the operand was broadcast and is smaller."""
     result = product.outputs[0]
     assert result is not None
     if result.numel <= operand.numel:
@@ -86,15 +86,15 @@ def _norm(name: str) -> Backward:
     return rule
 
 
-def _saving(name: str) -> Backward:
-    """Return the rule of an operator whose gradient takes one saved tensor."""
+def _from_saved(name: str) -> Backward:
+    """Return the rule of an operator whose backward reads one saved tensor."""
     return lambda forward, _: [
         call(name, [_out(forward), _tensors(forward)[0]], _tensors(forward)[0])
     ]
 
 
-def _chained(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
-    """Of y = f(x): the gradient times the derivative, in one pass each."""
+def _chain_rule(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    """Differentiate y = f(x): the gradient times the derivative, one pass per operand."""
     return _elementwise(forward, needs, per_operand=1)
 
 
@@ -104,29 +104,29 @@ def _power(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
 
 def _elementwise(forward: Call, needs: tuple[bool, ...], *, per_operand: int) -> list[Call]:
     grad = _out(forward)
-    made: list[Call] = []
+    calls: list[Call] = []
     for operand, need in zip(_tensors(forward), needs, strict=False):
         if need:
-            made += [call("mul", [grad, grad], grad)] * per_operand
+            calls += [call("mul", [grad, grad], grad)] * per_operand
             if operand.numel < grad.numel:
-                made.append(call("sum", [grad], operand))
-    return made
+                calls.append(call("sum", [grad], operand))
+    return calls
 
 
-def _through(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
-    """Of sums: the gradient itself, summed over axes that were broadcast."""
+def _sum(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    """Differentiate a sum: the gradient itself, summed over broadcast axes."""
     return _elementwise(forward, needs, per_operand=0)
 
 
-def _chosen(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _selection(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
     grad = _out(forward)
-    made: list[Call] = []
+    calls: list[Call] = []
     for operand, need in zip(_tensors(forward), needs, strict=False):
         if need and operand.floating:
-            made.append(call("where", [operand.like(*grad.shape), grad, grad], grad))
+            calls.append(call("where", [operand.like(*grad.shape), grad, grad], grad))
             if operand.numel < grad.numel:
-                made.append(call("sum", [grad], operand))
-    return made
+                calls.append(call("sum", [grad], operand))
+    return calls
 
 
 def _moved(name: str) -> Backward:
@@ -145,10 +145,10 @@ def _embedding(forward: Call, _: tuple[bool, ...]) -> list[Call]:
     return [call("embedding_dense_backward", [_out(forward), index], table)]
 
 
-def _picked(name: str) -> Backward:
+def _indexed(name: str) -> Backward:
     def rule(forward: Call, _: tuple[bool, ...]) -> list[Call]:
-        own, *rest = forward.inputs
-        return [call(name, [own, *rest, _out(forward)], _tensors(forward)[0])]
+        source, *indices = forward.inputs
+        return [call(name, [source, *indices, _out(forward)], _tensors(forward)[0])]
 
     return rule
 
@@ -179,7 +179,7 @@ _RULES: dict[str, Backward] = {
     "native_batch_norm": _norm("native_batch_norm_backward"),
     "native_group_norm": _norm("native_group_norm_backward"),
     **{
-        name: _saving(backward)
+        name: _from_saved(backward)
         for name, backward in {
             "_softmax": "_softmax_backward_data",
             "_log_softmax": "_log_softmax_backward_data",
@@ -205,19 +205,19 @@ _RULES: dict[str, Backward] = {
     **dict.fromkeys(
         """abs neg exp log sqrt reciprocal sin cos tan asin acos atan sinh cosh erf mul div
         _prelu_kernel mean norm linalg_vector_norm amax amin prod logsumexp var""".split(),
-        _chained,
+        _chain_rule,
     ),
     "pow": _power,
-    **dict.fromkeys(["add", "sub", "sum"], _through),
-    **dict.fromkeys(["where", "maximum", "minimum", "clamp"], _chosen),
+    **dict.fromkeys(["add", "sub", "sum"], _sum),
+    **dict.fromkeys(["where", "maximum", "minimum", "clamp"], _selection),
     **dict.fromkeys(["_to_copy", "tril", "cumsum", "flip", "pixel_shuffle"], _moved("copy_")),
     **dict.fromkeys(["repeat", "expand"], _moved("sum")),
     **dict.fromkeys(["slice", "select"], _moved("slice_backward")),
     **dict.fromkeys(["cat", "constant_pad_nd", "view", "clone"], _nothing),
     "embedding": _embedding,
-    "index_select": _picked("index_add"),
-    "gather": _picked("scatter_add"),
-    "index": _picked("index_put"),
+    "index_select": _indexed("index_add"),
+    "gather": _indexed("scatter_add"),
+    "index": _indexed("index_put"),
     "_scaled_dot_product_flash_attention": _attention,
     "nll_loss_forward": _loss,
 }

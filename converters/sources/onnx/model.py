@@ -1,4 +1,4 @@
-"""Read an ONNX model: nodes in order, weights, and the sizes its inputs leave open."""
+"""Read an ONNX model: nodes in order, weights, and the open sizes of its inputs."""
 
 import re
 from collections.abc import Mapping
@@ -70,9 +70,9 @@ class Model:
 
     Attributes:
         path: file it was read from.
-        proto: the model, local functions inlined, control flow written out where it is constant.
+        proto: the model with local functions and constant control flow inlined.
         nodes: its nodes, each after those it depends on.
-        inputs: name -> shape and type of the inputs that are no weights.
+        inputs: name -> shape and type of the inputs that are not weights.
         weights: name -> shape and type of the initializers.
         bound: symbol -> size.
     """
@@ -96,21 +96,21 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
             `seq` in their name.
 
     Raises:
-        OnnxError: no readable model, a size left open or below 1, a symbol the model lacks, or
-            nodes in no order.
+        OnnxError: the file is no readable model, a size is open or below 1, the model lacks a
+            given symbol, or its nodes are out of order.
     """
     proto = _read(path)
     weights = _weights(path, proto)
-    given = [value for value in proto.graph.input if value.name not in weights]
-    bound = _bind(path, given, sizes, batch, seq)
-    inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
+    model_inputs = [value for value in proto.graph.input if value.name not in weights]
+    bound = _bind(path, model_inputs, sizes, batch, seq)
+    inputs = {value.name: tensor for value in model_inputs if (tensor := _of_value(value, bound))}
     stated = {value.name: _of_value(value, bound) for value in proto.graph.value_info}
     inline_control_flow(
         path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis)
     )
     weights = _weights(path, proto)
     nodes = tuple(proto.graph.node)
-    _check_order(path, nodes, {value.name for value in given} | set(weights))
+    _check_order(path, nodes, {value.name for value in model_inputs} | set(weights))
     return Model(path, proto, nodes, inputs, weights, bound)
 
 
@@ -138,14 +138,14 @@ def _read(path: Path) -> Any:
         from onnx.inliner import inline_local_functions
     except ModuleNotFoundError as error:
         raise OnnxError(
-            f"reading {path} needs onnx: pip install 'onerank[onnx]'", code="onnx-not-installed"
+            f"reading {path} needs onnx\n  pip install 'onerank[onnx]'", code="onnx-not-installed"
         ) from error
     size = path.stat().st_size
     if size > _LARGEST:
         raise OnnxError(
-            f"{path}: {size} bytes, and protobuf's limit is {_LARGEST}: no ONNX model; save larger "
-            "models with their weights in files of their own",
-            code="onnx-too-large",
+            f"{path}: {size} bytes exceed protobuf's limit of {_LARGEST}\n"
+            "  save the model with its weights in external files",
+            code="onnx-file-too-large",
         )
     data = path.read_bytes()
     try:
@@ -157,12 +157,11 @@ def _read(path: Path) -> Any:
         ) from error
     if not proto.graph.node and not proto.graph.output:
         raise OnnxError(
-            f"{path}: holds no graph: expected an ONNX model with nodes", code="onnx-no-graph"
+            f"{path}: the graph is empty; expected an ONNX model with nodes", code="onnx-no-graph"
         )
     if not proto.opset_import:
         raise OnnxError(
-            f"{path}: names no operator set, so that its operators mean nothing",
-            code="onnx-no-operator-set",
+            f"{path}: names no operator set, so its operators are undefined", code="onnx-no-opset"
         )
     _check_names(path, proto)
     if proto.functions:
@@ -171,12 +170,13 @@ def _read(path: Path) -> Any:
 
 
 def _check_names(path: Path, proto: Any) -> None:
-    """Check that names are text: protobuf hands out what is not UTF-8 as bytes."""
+    """Check that names are text and types are known."""
+    # protobuf returns a string field as bytes if it is not UTF-8.
     graph = proto.graph
     nodes = [*graph.node, *(node for function in proto.functions for node in function.node)]
     for place, node in enumerate(nodes):
         names = (node.op_type, node.domain, node.name, *node.input, *node.output)
-        _check_text(f"{path}: node {place}", *names, *(one.name for one in node.attribute))
+        _check_text(f"{path}: node {place}", *names, *(each.name for each in node.attribute))
     for value in (*graph.input, *graph.output, *graph.value_info):
         sizes = value.type.tensor_type.shape.dim
         _check_text(f"{path}: a value", value.name, *(size.dim_param for size in sizes))
@@ -194,8 +194,8 @@ def _check_text(place: str, *names: Any) -> None:
     for name in names:
         if not isinstance(name, str):
             raise OnnxError(
-                f"{place} has a name that is not UTF-8 ({name!r}); export it again",
-                code="onnx-bad-name",
+                f"{place} has a name that is not UTF-8 ({name!r})\n  export the model again",
+                code="onnx-name-not-utf8",
             )
 
 
@@ -204,12 +204,12 @@ def _check_type(path: Path, name: str, shape: tuple[int, ...], data_type: int) -
 
     if data_type not in onnx.TensorProto.DataType.values():
         raise OnnxError(
-            f"{path}: {name!r} is of element type {data_type}, which ONNX lacks",
-            code="onnx-unknown-dtype",
+            f"{path}: {name!r} has element type {data_type}, which ONNX does not define",
+            code="onnx-unknown-type",
         )
     if any(size < 0 for size in shape):
         raise OnnxError(
-            f"{path}: {name!r} has the shape {list(shape)}; no size is negative",
+            f"{path}: {name!r} has a negative size in its shape {list(shape)}",
             code="onnx-negative-size",
         )
 
@@ -253,37 +253,38 @@ def _bind(
         elif seq is not None and ((1, 2) in places or re.search("seq", symbol, re.IGNORECASE)):
             bound[symbol] = seq
     if unknown := sorted(set(sizes) - set(symbols)):
-        has = ", ".join(sorted(symbols)) or "none"
+        listed = ", ".join(sorted(symbols)) or "none"
         raise OnnxError(
-            f"{path}: no input has the open size {', '.join(unknown)}; the model's are: {has}",
+            f"{path}: no input has the open size {', '.join(unknown)}; the model's are: {listed}",
             code="onnx-unknown-size",
         )
     if missing := [symbol for symbol in symbols if symbol not in bound]:
-        shapes = "; ".join(f"{value.name} {_spelled(value)}" for value in inputs)
+        shapes = "; ".join(f"{value.name} {_shape_text(value)}" for value in inputs)
         raise OnnxError(
-            f"{path}: the size of {', '.join(missing)} is open (inputs: {shapes}); give --batch, "
-            f"--seq or --size {missing[0]}=N",
+            f"{path}: the size of {', '.join(missing)} is open (inputs: {shapes})\n"
+            f"  give --batch, --seq or --size {missing[0]}=N",
             code="onnx-open-size",
         )
     for symbol, size in bound.items():
         if size < 1:
             raise OnnxError(
-                f"{path}: {symbol} = {size}; a size is 1 or more", code="onnx-size-below-one"
+                f"{path}: {symbol} = {size}; expected a size of 1 or more",
+                code="onnx-size-too-small",
             )
     return bound
 
 
 def _symbols(path: Path, inputs: list[Any]) -> dict[str, list[tuple[int, int]]]:
-    """Return open size -> where it stands: (axis, axes of the input)."""
+    """Return open size -> its places: (axis, number of axes of the input)."""
     symbols: dict[str, list[tuple[int, int]]] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
             continue
         if not value.type.tensor_type.HasField("shape"):
             raise OnnxError(
-                f"{path}: input {value.name!r} has no shape at all; export the model with the "
-                "rank of its inputs",
-                code="onnx-no-shape",
+                f"{path}: input {value.name!r} has no shape\n"
+                "  export the model with the number of axes of its inputs",
+                code="onnx-input-no-shape",
             )
         dims = value.type.tensor_type.shape.dim
         for axis, size in enumerate(dims):
@@ -293,7 +294,8 @@ def _symbols(path: Path, inputs: list[Any]) -> dict[str, list[tuple[int, int]]]:
     return symbols
 
 
-def _spelled(value: Any) -> str:
+def _shape_text(value: Any) -> str:
+    """Return the shape of an input as text, open sizes by name."""
     dims = value.type.tensor_type.shape.dim
     named = (
         str(d.dim_value) if d.HasField("dim_value") else d.dim_param or f"{value.name}.{axis}"
@@ -303,14 +305,14 @@ def _spelled(value: Any) -> str:
 
 
 def _check_order(path: Path, nodes: tuple[Any, ...], known: set[str]) -> None:
-    """Check that every value is made before it is used, as ONNX demands; so there is no cycle."""
-    made = {"", *known}
+    """Check that every value is defined before use, as ONNX demands; this excludes cycles."""
+    defined = {"", *known}
     for place, node in enumerate(nodes):
         for name in node.input:
-            if name not in made:
+            if name not in defined:
                 raise OnnxError(
                     f"{path}: node {place} ({node.name or node.op_type}) reads {name!r}, which no "
-                    "input, weight or node before it makes; the nodes must be in order",
-                    code="onnx-missing-input",
+                    "input, weight or earlier node defines; expected nodes in order",
+                    code="onnx-undefined-value",
                 )
-        made.update(node.output)
+        defined.update(node.output)

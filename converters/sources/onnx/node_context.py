@@ -1,4 +1,4 @@
-"""An ONNX node with what is known of its operands, and the PyTorch calls it becomes."""
+"""Inputs and outputs of the lowering rules: an ONNX node with its operands, and PyTorch calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ Argument = Tensor | tuple[Tensor, ...] | int | float | bool | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call.
+    """A call of a PyTorch operator.
 
     Attributes:
         op: operator with namespace: "aten::mm".
         inputs: arguments by position in the operator's schema.
-        outputs: results, None for one that is not asked for.
+        outputs: results, None for one that is not computed.
     """
 
     op: str
@@ -34,11 +34,11 @@ class Call:
             "output_shapes": [_shape(tensor) for tensor in self.outputs],
             "output_types": [_type(tensor) for tensor in self.outputs],
         }
-        return {name: msgspec.json.encode(given).decode() for name, given in text.items()}
+        return {name: msgspec.json.encode(value).decode() for name, value in text.items()}
 
 
 def call(op: str, inputs: list[Argument], *outputs: Tensor | None) -> Call:
-    """Return a call of one of PyTorch's own operators."""
+    """Return a call of an `aten` operator."""
     return Call(f"aten::{op}", tuple(inputs), outputs)
 
 
@@ -70,16 +70,16 @@ def _value(argument: Argument) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """A node with what is known of its operands.
+    """An ONNX node with the shapes, types and constant data of its operands.
 
     Attributes:
         op: ONNX operator.
         domain: its operator set; "" is ONNX's own.
-        inputs: shapes and types, None for an operand left out.
-        outputs: the same of its results.
+        inputs: shape and type per operand, None for an omitted one.
+        outputs: shape and type per result.
         attributes: name -> value.
-        data: data of the operands that are small constants.
-        weights: which operands are weights.
+        data: per operand, its data if it is a small constant, else None.
+        weights: per operand, whether it is a weight.
     """
 
     op: str
@@ -91,18 +91,18 @@ class NodeContext:
     weights: tuple[bool, ...]
 
     def tensor(self, position: int) -> Tensor:
-        """Return an operand that the operator cannot do without."""
-        found = self.inputs[position]
-        assert found is not None, f"{self.op} lacks operand {position}"
-        return found
+        """Return a required operand."""
+        operand = self.inputs[position]
+        assert operand is not None, f"{self.op} lacks operand {position}"
+        return operand
 
     def optional(self, position: int) -> Tensor | None:
-        """Return an operand that may be left out."""
+        """Return an optional operand."""
         return self.inputs[position] if position < len(self.inputs) else None
 
     @property
-    def given(self) -> list[Tensor]:
-        """The operands that are there."""
+    def present(self) -> list[Tensor]:
+        """The operands that are not omitted."""
         return [tensor for tensor in self.inputs if tensor is not None]
 
     @property

@@ -19,20 +19,20 @@ NAMESPACE = "onnx::"
 
 @dataclass(frozen=True, slots=True)
 class OnnxConversion:
-    """What a model became.
+    """Report on a conversion.
 
     Attributes:
-        nodes: nodes of the model, its local functions inlined.
-        launching: of these, those that became nodes of the graph.
+        nodes: nodes of the model with its local functions inlined.
+        launching: nodes of the model that became nodes of the graph.
         launching_nothing: views, shapes and constants.
-        unknown: operators of no table, kept with their bytes alone -> count.
-        not_expanded: control flow, kept as one node without figures -> count.
-        without_shapes: nodes whose results' shapes could not be told, by reason.
-        without_backward: operators whose backward is not known, left out of it -> count.
+        unknown: operator without a rule, kept with its bytes only -> count.
+        not_expanded: control flow, kept as one node without costs -> count.
+        without_shapes: reason -> count of nodes whose result shapes are unknown.
+        without_backward: operator without a backward rule, omitted from the backward -> count.
         weights: elements of the floating-point weights.
-        weight_bytes: their bytes.
-        sizes: open size -> what it was bound to.
-        notes: sentences a reader should know.
+        weight_bytes: bytes of the floating-point weights.
+        sizes: open size -> its value.
+        notes: limitations to print.
     """
 
     nodes: int
@@ -58,15 +58,15 @@ def convert_onnx(
 ) -> tuple[Graph, OnnxConversion]:
     """Lower a model to a graph of operators with shapes and no times.
 
-    Every operator becomes the PyTorch operator that does the same, so that `annotate` costs a
-    model as it costs a captured script. Edges are the model's own data dependencies.
+    Every operator becomes the equivalent PyTorch operator, so `annotate` costs a model like a
+    captured script. Edges are the data dependencies of the model.
 
     Args:
         path: `.onnx` file; external weights need not be there.
         sizes: open size of an input -> its value.
         batch: value for the open sizes in axis 0 of the inputs.
         seq: value for the open sizes in axis 1 of the inputs with two axes.
-        train: whether to add the backward of every operator and an AdamW step.
+        train: whether to add the backward of every operator and an AdamW builder.
 
     Raises:
         OnnxError: the model cannot be read, or a size is open.
@@ -74,17 +74,17 @@ def convert_onnx(
     """
     model = load(path, sizes or {}, batch, seq)
     shapes = Shapes(model)
-    step = StepBuilder(model, shapes, train=train)
+    builder = StepBuilder(model, shapes, train=train)
     lowering = _Lowering(model, shapes)
     launching = 0
     for place, node in enumerate(model.nodes):
         calls = lowering.calls(place, node)
         launching += bool(calls)
-        step.forward(place, node, calls, _module(node))
+        builder.forward(place, node, calls, _module(node))
     if train:
-        step.backward()
+        builder.backward()
     parameters = [tensor for tensor in model.weights.values() if tensor.floating]
-    without = Counter(shapes.problems.values())
+    unknown_shapes = Counter(shapes.problems.values())
     notes = ["never run: the operators of an ONNX model, in the model's order"]
     if train:
         notes.append(
@@ -97,25 +97,25 @@ def convert_onnx(
         launching_nothing=len(model.nodes) - launching,
         unknown=dict(lowering.unknown),
         not_expanded=dict(lowering.not_expanded),
-        without_shapes=dict(without),
-        without_backward=dict(step.without_backward),
+        without_shapes=dict(unknown_shapes),
+        without_backward=dict(builder.without_backward),
         weights=sum(tensor.numel for tensor in parameters),
         weight_bytes=sum(tensor.nbytes for tensor in parameters),
         sizes=model.bound,
         notes=notes,
     )
     measurement = Measurement(
-        peak_memory_bytes=step.peak_bytes,
-        start_memory_bytes=step.start_bytes,
+        peak_memory_bytes=builder.peak_bytes,
+        start_memory_bytes=builder.start_bytes,
         versions=_versions(model),
         notes=tuple(notes),
     )
     job = Job(device=Device("model", path.name), measurement=measurement)
-    return step.graph(job), report
+    return builder.graph(job), report
 
 
 class _Lowering:
-    """What each node calls; counts those that no table has."""
+    """Lowers nodes to calls, and counts the nodes without a rule."""
 
     def __init__(self, model: Model, shapes: Shapes) -> None:
         self.unknown = Counter[str]()
@@ -124,11 +124,11 @@ class _Lowering:
         self._shapes = shapes
 
     def calls(self, place: int, node: Any) -> list[Call]:
-        """Return the calls of a node; what no table has becomes one call of its ONNX name."""
+        """Return the calls of a node; one without a rule becomes a call of its ONNX name."""
         shapes = self._shapes
         results = [name for name in node.output if name]
         if all(name in shapes.known for name in results):
-            return []  # worked out before the model runs
+            return []  # constant-folded before the model runs
         inputs = tuple(shapes.tensors.get(name) for name in node.input)
         outputs = tuple(shapes.tensors[name] for name in results if name in shapes.tensors)
         opaque = Call(NAMESPACE + node.op_type, tuple(x for x in inputs if x is not None), outputs)
@@ -140,7 +140,7 @@ class _Lowering:
             reason = f"{node.op_type}: an operand's shape is not known"
             shapes.problems.setdefault(place, reason)
             return [opaque]
-        site = NodeContext(
+        context = NodeContext(
             op=node.op_type,
             domain="" if node.domain == "ai.onnx" else node.domain,
             inputs=inputs,
@@ -149,9 +149,9 @@ class _Lowering:
             data=tuple(shapes.known.get(name) for name in node.input),
             weights=tuple(name in self._model.weights for name in node.input),
         )
-        calls = calls_of(site)
+        calls = calls_of(context)
         if calls is None:
-            self.unknown[f"{site.domain}::{site.op}" if site.domain else site.op] += 1
+            self.unknown[f"{context.domain}::{context.op}" if context.domain else context.op] += 1
             return [opaque]
         return calls
 
@@ -164,7 +164,7 @@ def _attribute(attribute: Any) -> Any:
 
 
 def _module(node: Any) -> str:
-    """Return the module path that PyTorch's exporters leave behind, else ""."""
+    """Return the module path that PyTorch's exporters record, else ""."""
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
             try:
@@ -172,13 +172,15 @@ def _module(node: Any) -> str:
             except (ValueError, SyntaxError):
                 continue
             return str(scopes[-2]) if len(scopes) > 1 else ""
-    if node.name.startswith("/"):  # the older exporter's: /model/layers.0/mlp/MatMul
+    # The older exporter puts the path into the name: /model/layers.0/mlp/MatMul.
+    if node.name.startswith("/"):
         return node.name.strip("/").rpartition("/")[0].replace("/", ".")
     return ""
 
 
 def _versions(model: Model) -> dict[str, str]:
-    made = {opset.domain or "onnx opset": str(opset.version) for opset in model.proto.opset_import}
+    opsets = model.proto.opset_import
+    versions = {opset.domain or "onnx opset": str(opset.version) for opset in opsets}
     if model.proto.producer_name:
-        made[model.proto.producer_name] = model.proto.producer_version
-    return made
+        versions[model.proto.producer_name] = model.proto.producer_version
+    return versions

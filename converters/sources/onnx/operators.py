@@ -1,9 +1,8 @@
-"""Each ONNX operator as calls of PyTorch operators.
+"""Lower each ONNX operator to calls of PyTorch operators.
 
-What each ONNX operator does, as calls of PyTorch's operators.
-
-Formulas of FLOPs and bytes belong to those; so a model and a captured script are costed alike.
-An operator that is in no table is kept with its operands under its ONNX name, and counted.
+The formulas for FLOPs and bytes are those of PyTorch operators, so a model and a captured script
+have the same costs. An operator without a rule keeps its operands and its ONNX name, and is
+counted.
 """
 
 from collections.abc import Callable
@@ -14,79 +13,87 @@ from onerank.converters.sources.onnx.model import Tensor
 from onerank.converters.sources.onnx.node_context import Argument, Call, NodeContext, Rule, call
 
 
-def layer_norm(site: NodeContext) -> list[Call]:
-    x = site.tensor(0)
-    axis = site.attributes.get("axis", -1) % len(x.shape)
+def layer_norm(node: NodeContext) -> list[Call]:
+    """Lower LayerNormalization."""
+    x = node.tensor(0)
+    axis = node.attributes.get("axis", -1) % len(x.shape)
     shape = list(x.shape[axis:])
     rows = Tensor(x.shape[:axis], "FLOAT")
-    arguments: list[Argument] = [x, shape, site.optional(1), site.optional(2), 1e-5]
-    return [call("native_layer_norm", arguments, site.out, rows, rows)]
+    arguments: list[Argument] = [x, shape, node.optional(1), node.optional(2), 1e-5]
+    return [call("native_layer_norm", arguments, node.out, rows, rows)]
 
 
-def rms_norm(site: NodeContext) -> list[Call]:
-    x = site.tensor(0)
-    axis = site.attributes.get("axis", -1) % len(x.shape)
+def rms_norm(node: NodeContext) -> list[Call]:
+    """Lower RMSNormalization."""
+    x = node.tensor(0)
+    axis = node.attributes.get("axis", -1) % len(x.shape)
     rows = Tensor(x.shape[:axis], "FLOAT")
-    return [call("_fused_rms_norm", [x, list(x.shape[axis:]), site.optional(1)], site.out, rows)]
+    return [call("_fused_rms_norm", [x, list(x.shape[axis:]), node.optional(1)], node.out, rows)]
 
 
 def skip_norm(name: str) -> Rule:
-    """Return the rule of com.microsoft's residual addition and norm."""
+    """Return the rule of com.microsoft's fused residual addition and norm."""
 
-    def rule(site: NodeContext) -> list[Call]:
-        x = site.tensor(0)
+    def rule(node: NodeContext) -> list[Call]:
+        x = node.tensor(0)
         rows = Tensor(x.shape[:-1], "FLOAT")
-        weight = site.optional(2)
+        weight = node.optional(2)
         return [
-            call("add", [x, site.tensor(1)], site.out),
-            call(name, [site.out, list(x.shape[-1:]), weight], site.out, rows),
+            call("add", [x, node.tensor(1)], node.out),
+            call(name, [node.out, list(x.shape[-1:]), weight], node.out, rows),
         ]
 
     return rule
 
 
-def batch_norm(site: NodeContext) -> list[Call]:
-    channels = site.tensor(1)
-    training = bool(site.attributes.get("training_mode"))
-    arguments: list[Argument] = [*site.inputs[:5], training, 0.1, 1e-5]
-    return [call("native_batch_norm", arguments, site.out, channels, channels)]
+def batch_norm(node: NodeContext) -> list[Call]:
+    """Lower BatchNormalization."""
+    channels = node.tensor(1)
+    training = bool(node.attributes.get("training_mode"))
+    arguments: list[Argument] = [*node.inputs[:5], training, 0.1, 1e-5]
+    return [call("native_batch_norm", arguments, node.out, channels, channels)]
 
 
-def group_norm(site: NodeContext) -> list[Call]:
-    x = site.tensor(0)
-    groups = site.attributes.get("num_groups", x.shape[1])
+def group_norm(node: NodeContext) -> list[Call]:
+    """Lower GroupNormalization and InstanceNormalization, whose groups are the channels."""
+    x = node.tensor(0)
+    groups = node.attributes.get("num_groups", x.shape[1])
     rows = Tensor((x.shape[0], groups), "FLOAT")
-    arguments: list[Argument] = [x, *site.inputs[1:3]]
-    return [call("native_group_norm", arguments, site.out, rows, rows)]
+    arguments: list[Argument] = [x, *node.inputs[1:3]]
+    return [call("native_group_norm", arguments, node.out, rows, rows)]
 
 
 def softmax(name: str) -> Rule:
-    return lambda site: [call(name, [site.tensor(0), -1, False], site.out)]
+    """Return the rule of a softmax; PyTorch's takes an axis and a flag for half precision."""
+    return lambda node: [call(name, [node.tensor(0), -1, False], node.out)]
 
 
-def cross_entropy(site: NodeContext) -> list[Call]:
-    scores, labels = site.tensor(0), site.tensor(1)
+def cross_entropy(node: NodeContext) -> list[Call]:
+    """Lower SoftmaxCrossEntropyLoss to a log-softmax and a negative log likelihood."""
+    scores, labels = node.tensor(0), node.tensor(1)
     return [
         call("_log_softmax", [scores, 1, False], scores),
-        *_nll(scores, labels, site.optional(2), site.out),
+        *_nll(scores, labels, node.optional(2), node.out),
     ]
 
 
-def nll_loss(site: NodeContext) -> list[Call]:
-    return _nll(site.tensor(0), site.tensor(1), site.optional(2), site.out)
+def nll_loss(node: NodeContext) -> list[Call]:
+    """Lower NegativeLogLikelihoodLoss."""
+    return _nll(node.tensor(0), node.tensor(1), node.optional(2), node.out)
 
 
 def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[Call]:
     return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
 
 
-def matmul_of(site: NodeContext) -> list[Call]:
-    left, right = site.tensor(0), site.tensor(1)
-    return [matmul(left, right, site.out)]
+def matmul_of(node: NodeContext) -> list[Call]:
+    """Lower MatMul."""
+    left, right = node.tensor(0), node.tensor(1)
+    return [matmul(left, right, node.out)]
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
-    """Return the product as PyTorch launches it: folded to two axes where `right` has no batch."""
+    """Return the product as PyTorch launches it: folded to two axes if `right` has no batch."""
     if len(left.shape) >= 2 and len(right.shape) == 2:
         rows = left.like(prod(left.shape[:-1]), left.shape[-1])
         return call("mm", [rows, right], out.like(rows.shape[0], right.shape[-1]))
@@ -97,74 +104,78 @@ def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
     return call("matmul", [left, right], out)
 
 
-def gemm(site: NodeContext) -> list[Call]:
-    left, right, bias = site.tensor(0), site.tensor(1), site.optional(2)
-    if site.attributes.get("transA"):
+def gemm(node: NodeContext) -> list[Call]:
+    """Lower Gemm to a product, with a bias to addmm."""
+    left, right, bias = node.tensor(0), node.tensor(1), node.optional(2)
+    if node.attributes.get("transA"):
         left = left.like(*reversed(left.shape))
-    if site.attributes.get("transB"):
+    if node.attributes.get("transB"):
         right = right.like(*reversed(right.shape))
     if bias is None:
-        return [call("mm", [left, right], site.out)]
-    return [call("addmm", [bias, left, right], site.out)]
+        return [call("mm", [left, right], node.out)]
+    return [call("addmm", [bias, left, right], node.out)]
 
 
-def einsum(site: NodeContext) -> list[Call] | None:
-    """Return the batched product that a two-operand equation is."""
-    equation = site.attributes["equation"]
+def einsum(node: NodeContext) -> list[Call] | None:
+    """Return a two-operand equation as a batched product."""
+    equation = node.attributes["equation"]
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     terms, arrow, result = equation.partition("->")
     operands = terms.split(",")
     if "." in equation or not arrow or len(operands) != 2:
-        return [call("einsum", [*site.inputs], site.out)]
+        return [call("einsum", [*node.inputs], node.out)]
     left, right = operands
     size = {
         axis: length
-        for term, tensor in zip(operands, site.given, strict=True)
+        for term, tensor in zip(operands, node.present, strict=True)
         for axis, length in zip(term, tensor.shape, strict=True)
     }
     batch = prod(size[a] for a in size if a in left and a in right and a in result)
     inner = prod(size[a] for a in size if a in left and a in right and a not in result)
     rows = prod(size[a] for a in size if a in left and a not in right)
     columns = prod(size[a] for a in size if a in right and a not in left)
-    x, y = site.given
+    x, y = node.present
     product = call("bmm", [x.like(batch, rows, inner), y.like(batch, inner, columns)],
-                   site.out.like(batch, rows, columns))  # fmt: skip
+                   node.out.like(batch, rows, columns))  # fmt: skip
     return [product]
 
 
 def convolution(*, transposed: bool) -> Rule:
-    def rule(site: NodeContext) -> list[Call]:
-        x, weight = site.tensor(0), site.tensor(1)
+    """Return the rule of Conv or ConvTranspose."""
+
+    def rule(node: NodeContext) -> list[Call]:
+        x, weight = node.tensor(0), node.tensor(1)
         axes = len(x.shape) - 2
-        get = site.attributes.get
+        get = node.attributes.get
         pads = list(get("pads", [0] * (2 * axes)))[:axes]
         arguments: list[Argument] = [
-            *(x, weight, site.optional(2)),
+            *(x, weight, node.optional(2)),
             *(list(get("strides", [1] * axes)), pads, list(get("dilations", [1] * axes))),
             *(transposed, list(get("output_padding", [0] * axes)), int(get("group", 1))),
         ]
-        return [call("convolution", arguments, site.out)]
+        return [call("convolution", arguments, node.out)]
 
     return rule
 
 
-def integer_convolution(site: NodeContext) -> list[Call]:
-    quantised = site.op == "QLinearConv"  # x, scale, zero point, weight ...
-    x, weight = site.tensor(0), site.tensor(3 if quantised else 1)
-    return [call("_slow_conv2d_forward", [x, weight], site.out)]
+def integer_convolution(node: NodeContext) -> list[Call]:
+    """Lower ConvInteger and QLinearConv."""
+    quantised = node.op == "QLinearConv"  # x, scale, zero point, weight ...
+    x, weight = node.tensor(0), node.tensor(3 if quantised else 1)
+    return [call("_slow_conv2d_forward", [x, weight], node.out)]
 
 
-def attention(site: NodeContext) -> list[Call]:
-    """Return ONNX's own Attention: Q, K, V as [b, h, s, d], or [b, s, h * d]."""
-    heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
-    q = _by_head(site.tensor(0), heads[0])
-    k = _by_head(site.tensor(1), heads[1])
-    v = _by_head(site.tensor(2), heads[1])
-    past = site.optional(4)
+def attention(node: NodeContext) -> list[Call]:
+    """Lower ONNX's Attention, with Q, K, V as [b, h, s, d] or [b, s, h * d]."""
+    heads = node.attributes.get("q_num_heads"), node.attributes.get("kv_num_heads")
+    q = _by_head(node.tensor(0), heads[0])
+    k = _by_head(node.tensor(1), heads[1])
+    v = _by_head(node.tensor(2), heads[1])
+    past = node.optional(4)
     if past is not None:
         k = k.like(*k.shape[:2], k.shape[2] + past.shape[2], k.shape[3])
         v = v.like(*v.shape[:2], v.shape[2] + past.shape[2], v.shape[3])
-    causal = bool(site.attributes.get("is_causal", 0))
+    causal = bool(node.attributes.get("is_causal", 0))
     return [_attend(q, k, v, causal=causal)]
 
 
@@ -181,27 +192,29 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
     return call("_scaled_dot_product_flash_attention", arguments, out)
 
 
-def multi_head(site: NodeContext) -> list[Call] | None:
-    """Return com.microsoft's MultiHeadAttention and GroupQueryAttention."""
-    heads = site.attributes.get("num_heads")
-    pairs = site.attributes.get("kv_num_heads", heads)
-    if len(site.given) < 3 or any(len(x.shape) != 3 for x in site.given[:3]):
-        return None  # packed projections
-    q, k, v = site.given[:3]
-    causal = site.op == "GroupQueryAttention" or bool(site.attributes.get("unidirectional"))
-    return [_attend(_by_head(q, heads), _by_head(k, pairs), _by_head(v, pairs), causal=causal)]
+def multi_head(node: NodeContext) -> list[Call] | None:
+    """Lower com.microsoft's MultiHeadAttention and GroupQueryAttention."""
+    heads = node.attributes.get("num_heads")
+    kv_heads = node.attributes.get("kv_num_heads", heads)
+    if len(node.present) < 3 or any(len(x.shape) != 3 for x in node.present[:3]):
+        return None  # packed projections have no rule
+    q, k, v = node.present[:3]
+    causal = node.op == "GroupQueryAttention" or bool(node.attributes.get("unidirectional"))
+    return [
+        _attend(_by_head(q, heads), _by_head(k, kv_heads), _by_head(v, kv_heads), causal=causal)
+    ]
 
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
-def recurrent(site: NodeContext) -> list[Call]:
-    """Return one product for all inputs, then one product and its gates for every step."""
-    x, weight = site.tensor(0), site.tensor(1)
-    batch_first = bool(site.attributes.get("layout"))
+def recurrent(node: NodeContext) -> list[Call]:
+    """Lower to one product for all inputs, then a product and gates for each time step."""
+    x, weight = node.tensor(0), node.tensor(1)
+    batch_first = bool(node.attributes.get("layout"))
     length, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
     directions, width = weight.shape[0], weight.shape[1]
-    hidden = width // _GATES[site.op]
+    hidden = width // _GATES[node.op]
     state = x.like(batch, hidden)
     gates = x.like(batch, width)
     step = [
@@ -215,20 +228,20 @@ def recurrent(site: NodeContext) -> list[Call]:
     return whole * directions
 
 
-def calls_of(site: NodeContext) -> list[Call] | None:
-    """Return what a node calls; an empty list for one that launches nothing, None if unknown."""
-    rule = (_MICROSOFT if site.domain else _ONNX).get(site.op)
-    return None if rule is None else rule(site)
+def calls_of(node: NodeContext) -> list[Call] | None:
+    """Return the calls of a node; [] if it launches nothing, None if it has no rule."""
+    rule = (_MICROSOFT if node.domain else _ONNX).get(node.op)
+    return None if rule is None else rule(node)
 
 
 def _same(name: str) -> Rule:
-    """Return the rule of an operator whose operands are PyTorch's in the same order."""
-    return lambda site: [call(name, [*site.inputs], *site.outputs)]
+    """Return the rule of an operator whose operands are PyTorch's, in the same order."""
+    return lambda node: [call(name, [*node.inputs], *node.outputs)]
 
 
 def _first(name: str) -> Rule:
-    """Return the rule of an operator that moves or maps its first operand alone."""
-    return lambda site: [call(name, [site.tensor(0)], site.out)]
+    """Return the rule of an operator that moves or maps only its first operand."""
+    return lambda node: [call(name, [node.tensor(0)], node.out)]
 
 
 def _nothing(_: NodeContext) -> list[Call]:
@@ -238,63 +251,63 @@ def _nothing(_: NodeContext) -> list[Call]:
 def _variadic(name: str) -> Callable[[NodeContext], list[Call]]:
     """Return the rule of an n-ary operator: n - 1 calls of the binary one."""
 
-    def rule(site: NodeContext) -> list[Call]:
-        first, *rest = site.given
-        if not rest:
-            return [call("clone", [first], site.out)]
-        firsts = [first, *[site.out] * (len(rest) - 1)]
-        return [call(name, [*pair], site.out) for pair in zip(firsts, rest, strict=True)]
+    def rule(node: NodeContext) -> list[Call]:
+        first, *others = node.present
+        if not others:
+            return [call("clone", [first], node.out)]
+        left = [first, *[node.out] * (len(others) - 1)]
+        return [call(name, [*pair], node.out) for pair in zip(left, others, strict=True)]
 
     return rule
 
 
-def _mean(site: NodeContext) -> list[Call]:
-    return [*_variadic("add")(site), call("div", [site.out, len(site.given)], site.out)]
+def _mean(node: NodeContext) -> list[Call]:
+    return [*_variadic("add")(node), call("div", [node.out, len(node.present)], node.out)]
 
 
-def _gather(site: NodeContext) -> list[Call]:
-    """Rows of a table of two axes are an embedding; one fixed place is a view."""
-    table, index = site.tensor(0), site.tensor(1)
-    axis = site.attributes.get("axis", 0) % len(table.shape)
-    if axis == 0 and len(table.shape) == 2 and site.weights[0]:
-        return [call("embedding", [table, index], site.out)]
-    if not index.shape and site.data[1] is not None:
+def _gather(node: NodeContext) -> list[Call]:
+    """Lower rows of a 2-D weight to an embedding, and one constant index, a view, to nothing."""
+    table, index = node.tensor(0), node.tensor(1)
+    axis = node.attributes.get("axis", 0) % len(table.shape)
+    if axis == 0 and len(table.shape) == 2 and node.weights[0]:
+        return [call("embedding", [table, index], node.out)]
+    if not index.shape and node.data[1] is not None:
         return []
-    return [call("index_select", [table, axis, index], site.out)]
+    return [call("index_select", [table, axis, index], node.out)]
 
 
-def _gather_elements(site: NodeContext) -> list[Call]:
-    axis = int(site.attributes.get("axis", 0))
-    return [call("gather", [site.tensor(0), axis, site.tensor(1)], site.out)]
+def _gather_elements(node: NodeContext) -> list[Call]:
+    axis = int(node.attributes.get("axis", 0))
+    return [call("gather", [node.tensor(0), axis, node.tensor(1)], node.out)]
 
 
-def _index(site: NodeContext) -> list[Call]:
-    return [call("index", [site.tensor(0), (site.tensor(1),)], site.out)]
+def _index(node: NodeContext) -> list[Call]:
+    return [call("index", [node.tensor(0), (node.tensor(1),)], node.out)]
 
 
-def _scatter_nd(site: NodeContext) -> list[Call]:
-    data, index, updates = (site.tensor(position) for position in range(3))
-    return [call("index_put", [data, (index,), updates], site.out)]
+def _scatter_nd(node: NodeContext) -> list[Call]:
+    data, index, updates = (node.tensor(position) for position in range(3))
+    return [call("index_put", [data, (index,), updates], node.out)]
 
 
-def _scatter_elements(site: NodeContext) -> list[Call]:
-    axis = int(site.attributes.get("axis", 0))
-    data, index, updates = (site.tensor(position) for position in range(3))
-    return [call("scatter", [data, axis, index, updates], site.out)]
+def _scatter_elements(node: NodeContext) -> list[Call]:
+    axis = int(node.attributes.get("axis", 0))
+    data, index, updates = (node.tensor(position) for position in range(3))
+    return [call("scatter", [data, axis, index, updates], node.out)]
 
 
-def _concat(site: NodeContext) -> list[Call]:
-    if all(known is not None for known in site.data):
+def _concat(node: NodeContext) -> list[Call]:
+    if all(known is not None for known in node.data):
         return []
-    return [call("cat", [tuple(site.given)], site.out)]
+    return [call("cat", [tuple(node.present)], node.out)]
 
 
-def _fill(site: NodeContext) -> list[Call]:
-    return [call("full", [list(site.out.shape)], site.out)]
+def _fill(node: NodeContext) -> list[Call]:
+    return [call("full", [list(node.out.shape)], node.out)]
 
 
 def _pool(name: str) -> Rule:
-    return lambda site: [call(name, [site.tensor(0)], *site.outputs)]
+    return lambda node: [call(name, [node.tensor(0)], *node.outputs)]
 
 
 _ONNX: dict[str, Rule] = {
@@ -324,7 +337,7 @@ _ONNX: dict[str, Rule] = {
     "Cast": _first("_to_copy"), "CastLike": _first("_to_copy"),
     # matrix products
     "MatMul": matmul_of, "MatMulInteger": matmul_of, "Gemm": gemm, "Einsum": einsum,
-    "QLinearMatMul": lambda site: [matmul(site.tensor(0), site.tensor(3), site.out)],
+    "QLinearMatMul": lambda node: [matmul(node.tensor(0), node.tensor(3), node.out)],
     "Conv": convolution(transposed=False), "ConvTranspose": convolution(transposed=True),
     "ConvInteger": integer_convolution, "QLinearConv": integer_convolution,
     "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
@@ -357,12 +370,12 @@ _ONNX: dict[str, Rule] = {
     "DepthToSpace": _first("pixel_shuffle"),
     "SpaceToDepth": _first("pixel_shuffle"), "ReverseSequence": _first("flip"),
     "Trilu": _first("tril"),
-    "TopK": lambda site: [call("topk", [site.tensor(0)], *site.outputs)],
+    "TopK": lambda node: [call("topk", [node.tensor(0)], *node.outputs)],
     "NonZero": _first("nonzero"), "CumSum": _first("cumsum"), "Unique": _first("unique"),
     "ConstantOfShape": _fill, "EyeLike": _fill,
-    "Range": lambda site: [call("arange", [], site.out)],
-    "OneHot": lambda site: [call("one_hot", [site.tensor(0)], site.out)],
-    **{name: lambda site, op=op: [call(op, [], site.out)] for name, op in {
+    "Range": lambda node: [call("arange", [], node.out)],
+    "OneHot": lambda node: [call("one_hot", [node.tensor(0)], node.out)],
+    **{name: lambda node, op=op: [call(op, [], node.out)] for name, op in {
         "RandomNormal": "normal", "RandomNormalLike": "normal", "RandomUniform": "uniform",
         "RandomUniformLike": "uniform", "Bernoulli": "bernoulli", "Multinomial": "multinomial",
     }.items()},
@@ -373,7 +386,7 @@ _ONNX: dict[str, Rule] = {
         "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
         "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
     ], _nothing),
-    "ConcatFromSequence": lambda site: [call("cat", [(site.out,)], site.out)],
+    "ConcatFromSequence": lambda node: [call("cat", [(node.out,)], node.out)],
 }  # fmt: skip
 
 _MICROSOFT: dict[str, Rule] = {
@@ -389,4 +402,4 @@ _MICROSOFT: dict[str, Rule] = {
 }
 
 NOT_EXPANDED = ("If", "Loop", "Scan", "SequenceMap")
-"""Control flow, where the model does not hold how often a body runs."""
+"""Control flow that stays if the model does not determine how often a body runs."""

@@ -1,7 +1,7 @@
-"""Shapes of all values of a model whose input sizes are bound, node by node.
+"""Infer the shapes of all values of a model whose input sizes are bound, node by node.
 
-Where a shape depends on data (the target of a Reshape), the small integer tensors that lead to it
-are computed by ONNX's reference implementation.
+If a shape depends on data (the target of a Reshape), ONNX's reference implementation computes the
+small integer tensors that lead to it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from onerank.converters.sources.onnx.control_flow import data_of
 from onerank.converters.sources.onnx.model import Model, Tensor, shape_of
 
 FOLDABLE = 4096
-"""Elements of the largest tensor whose data are followed."""
+"""Elements of the largest tensor whose data are computed."""
 
 _WITH_SUBGRAPH = ("If", "Loop", "Scan")
 _FROM_SHAPE = ("Shape", "Size")
@@ -22,9 +22,9 @@ class Shapes:
     """Shapes by value name; `known` holds the data of small constants.
 
     Attributes:
-        tensors: name -> shape and type, of every value whose shape could be told.
+        tensors: name -> shape and type, of every value whose shape is known.
         known: name -> data.
-        problems: node place -> why its results' shapes could not be told.
+        problems: node index -> why the shapes of its results are unknown.
     """
 
     def __init__(self, model: Model) -> None:
@@ -49,12 +49,12 @@ class Shapes:
         if self._fold(node):
             return
         try:
-            found = self._infer(node)
-        except Exception as error:  # noqa: BLE001 - whatever the checker says is the reason
+            inferred = self._infer(node)
+        except Exception as error:  # noqa: BLE001 - the message of any checker error is the reason
             self.problems[place] = _reason(node, error)
-            found = {}
+            inferred = {}
         for name in node.output:
-            tensor = shape_of(found[name], {}) if name in found else None
+            tensor = shape_of(inferred[name], {}) if name in inferred else None
             if tensor is None and name in self._stated:
                 tensor = shape_of(self._stated[name], self._model.bound)
             if tensor is not None:
@@ -64,7 +64,7 @@ class Shapes:
                 self.problems.setdefault(place, reason)
 
     def _infer(self, node: Any) -> dict[str, Any]:
-        """Return a ValueInfoProto-like of each result, by name."""
+        """Return a ValueInfoProto for each result, by name."""
         import onnx
         from onnx import defs, helper, shape_inference
 
@@ -76,10 +76,10 @@ class Shapes:
             for name in node.input
             if name in self.known
         }
-        found = shape_inference.infer_node_outputs(
+        result_types = shape_inference.infer_node_outputs(
             schema, node, types, data, opset_imports=self._opsets
         )
-        return {name: helper.make_value_info(name, kind) for name, kind in found.items()}
+        return {name: helper.make_value_info(name, kind) for name, kind in result_types.items()}
 
     def _type(self, name: str) -> Any:
         import onnx
@@ -90,7 +90,7 @@ class Shapes:
         )
 
     def _fold(self, node: Any) -> bool:
-        """Compute a node whose operands are small and known; return whether it was."""
+        """Compute a node whose operands are small and known; return whether that succeeded."""
         if node.op_type in _FROM_SHAPE and node.input[0] in self.tensors:
             self._set(node.output[0], _shape_data(node, self.tensors[node.input[0]]))
             return True
@@ -100,7 +100,7 @@ class Shapes:
             return False
         try:
             values = self._evaluate(node)
-        except Exception:  # noqa: BLE001 - the reference lacks some operators; then types alone
+        except Exception:  # noqa: BLE001 - the reference lacks some operators; infer shapes only
             return False
         small = all(value.size <= FOLDABLE for value in values)
         for name, value in zip(node.output, values, strict=False):
@@ -118,9 +118,9 @@ class Shapes:
             [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name],
         )
         model = onnx.helper.make_model(graph, opset_imports=self._opsets)
-        given = {name: self.known[name] for name in node.input if name}
+        inputs = {name: self.known[name] for name in node.input if name}
         evaluator: Any = ReferenceEvaluator(model)
-        values = evaluator.run(None, given)
+        values = evaluator.run(None, inputs)
         return [np.asarray(value) for value in values]
 
     def _set(self, name: str, value: Any, *, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Build the graph of a step: nodes, data edges, live memory, backward, optimizer."""
+"""Build the graph of one step: nodes, data edges, live memory, backward, optimizer."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -11,20 +11,20 @@ from onerank.ir import Graph, Job, Kind, Phase, Reason
 from onerank.ir.graph import GraphBuilder
 
 _BUFFERS = {"BatchNormalization": (3, 4)}
-"""Operands that are statistics, not parameters."""
+"""Operator -> positions of operands that are statistics, not parameters."""
 _NO_GRADIENT = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "Constant", "Range")
 
 
 class StepBuilder:
-    """One step of a model.
+    """Builds one step of a model.
 
-    Memory is what the values need: each is live from its making to its last use, under `train` to
-    the backward of the node that made it; views share what they are views of.
+    A value is live from its definition to its last use; with `train`, to the backward of the node
+    that defines it. Views share the memory of their base.
 
     Attributes:
-        start_bytes: weights, and under `train` AdamW's two moments.
+        start_bytes: bytes of the weights, and with `train` of AdamW's two moments.
         peak_bytes: most bytes live at once.
-        without_backward: operators whose backward is not known -> count.
+        without_backward: operator without a backward rule -> count.
     """
 
     def __init__(self, model: Model, shapes: Shapes, *, train: bool) -> None:
@@ -32,9 +32,9 @@ class StepBuilder:
         self._shapes = shapes
         self._train = train
         self._builder = GraphBuilder()
-        self._maker: dict[str, int] = {}  # value -> graph node that made it
-        self._storage: dict[str, str] = {}  # view -> value that it is a view of
-        self._done: list[tuple[Any, list[Call], str, list[int]]] = []
+        self._defined_by: dict[str, int] = {}  # value -> graph node that defines it
+        self._storage: dict[str, str] = {}  # view -> its base value
+        self._differentiable: list[tuple[Any, list[Call], str, list[int]]] = []
         self._views: defaultdict[str, list[str]] = defaultdict(list)
         self._last_place = {
             name: place for place, node in enumerate(model.nodes) for name in node.input if name
@@ -56,22 +56,22 @@ class StepBuilder:
     def forward(self, place: int, node: Any, calls: list[Call], module: str) -> None:
         """Add a node's calls, in the model's order."""
         results = [name for name in node.output if name]
-        before = {self._maker[name] for name in node.input if name in self._maker}
+        before = {self._defined_by[name] for name in node.input if name in self._defined_by}
         indices = self._add(calls, before, module, Phase.FORWARD)
         for name in results:
             if indices:
-                self._maker[name] = indices[-1]
+                self._defined_by[name] = indices[-1]
             elif node.input and node.input[0]:
                 self._storage[name] = root = self._root(node.input[0])
                 self._views[root].append(name)
-                if node.input[0] in self._maker:
-                    self._maker[name] = self._maker[node.input[0]]
+                if node.input[0] in self._defined_by:
+                    self._defined_by[name] = self._defined_by[node.input[0]]
         gradient = any(name in self._needs for name in node.input)
         if gradient and node.op_type not in _NO_GRADIENT:
             floating = [n for n in results if (t := self._shapes.tensors.get(n)) and t.floating]
             self._needs.update(floating)
             if floating:
-                self._done.append((node, calls, module, indices))
+                self._differentiable.append((node, calls, module, indices))
         if indices:
             self._allocate(indices[-1], sum(self._size(name) for name in results))
         for root in sorted({self._root(name) for name in node.input if name}):
@@ -83,11 +83,11 @@ class StepBuilder:
         """Add the backward of every node that leads to a parameter, then AdamW."""
         tail = len(self._builder) - 1
         gradients: defaultdict[str, list[int]] = defaultdict(list)
-        for node, calls, module, _ in reversed(self._done):
+        for node, calls, module, _ in reversed(self._differentiable):
             results = [name for name in node.output if name in self._needs]
             ready = {index for name in results for index in gradients[name]}
             if not ready and not any(name in self._outputs for name in results):
-                continue  # no gradient arrives: what it makes ends nowhere
+                continue  # no gradient arrives, since nothing uses the results
             before = ready or {tail}
             for name in results:
                 extra = len(gradients[name]) - 1
@@ -95,8 +95,8 @@ class StepBuilder:
                 for _ in range(extra):
                     sums = [call("add", [tensor, tensor], tensor)]
                     before = {*self._add(sums, before, module, Phase.BACKWARD)}
-            made = self._backward_calls(node, calls)
-            indices = self._add(made, before, module, Phase.BACKWARD)
+            backward_calls = self._backward_calls(node, calls)
+            indices = self._add(backward_calls, before, module, Phase.BACKWARD)
             last = indices[-1:] or sorted(before)
             for name in node.input:
                 if name in self._needs:
@@ -104,7 +104,7 @@ class StepBuilder:
                     gradients[name] += last
                     if fresh and indices and name == self._root(name):
                         self._allocate(indices[-1], self._size(name))
-            if indices and calls:  # the values made, and their gradients
+            if indices and calls:  # the results and their gradients
                 self._free(indices[-1], 2 * sum(self._size(name) for name in results))
         self._optimizer(gradients)
 
@@ -113,7 +113,7 @@ class StepBuilder:
         return self._builder.build(job)
 
     def _backward_calls(self, node: Any, calls: list[Call]) -> list[Call]:
-        made: list[Call] = []
+        backward_calls: list[Call] = []
         if not calls and node.op_type in ("Expand", "Slice", "Split"):
             source = self._shapes.tensors[node.input[0]]
             result = self._shapes.tensors[node.output[0]]
@@ -128,14 +128,15 @@ class StepBuilder:
             needs = tuple(name in self._needs for name in node.input if name)
             if forward.op == "aten::addmm" and node.op_type == "Gemm":
                 needs = (needs[2], *needs[:2])  # PyTorch's bias comes first
-            if position:  # a later call of one node: its first operand is the call before's
+            # A later call of a node takes the result of the previous call as its first operand.
+            if position:
                 needs = (True, *needs)
-            found = backward_of(forward, needs)
-            if found is None:
+            gradient_calls = backward_of(forward, needs)
+            if gradient_calls is None:
                 self.without_backward[forward.op] += 1
             else:
-                made += found
-        return made
+                backward_calls += gradient_calls
+        return backward_calls
 
     def _optimizer(self, gradients: dict[str, list[int]]) -> None:
         updated = [name for name in self._parameters if gradients.get(name)]
@@ -149,16 +150,16 @@ class StepBuilder:
 
     def _add(self, calls: list[Call], before: set[int], module: str, phase: Phase) -> list[int]:
         indices: list[int] = []
-        for one in calls:
+        for each in calls:
             index = self._builder.add(
-                name=one.op,
-                op=one.op,
+                name=each.op,
+                op=each.op,
                 kind=Kind.HOST_OP,
                 thread=0,
                 start_ns=len(self._builder),
                 module=module,
                 phase=phase,
-                **one.columns(),
+                **each.columns(),
             )
             for source in sorted(before):
                 self._builder.edge(source, index, Reason.DATA)
@@ -167,14 +168,14 @@ class StepBuilder:
         return indices
 
     def _allocate(self, index: int, size: int) -> None:
-        given = self._builder.row(index).get("bytes_allocated", 0)
-        self._builder.update(index, bytes_allocated=given + size)
+        allocated = self._builder.row(index).get("bytes_allocated", 0)
+        self._builder.update(index, bytes_allocated=allocated + size)
         self._live += size
         self.peak_bytes = max(self.peak_bytes, self._live)
 
     def _free(self, index: int, size: int) -> None:
-        given = self._builder.row(index).get("bytes_freed", 0)
-        self._builder.update(index, bytes_freed=given + size)
+        freed = self._builder.row(index).get("bytes_freed", 0)
+        self._builder.update(index, bytes_freed=freed + size)
         self._live -= size
 
     def _size(self, name: str) -> int:
@@ -188,4 +189,4 @@ class StepBuilder:
         """Whether neither `root` nor a view of it is used after `place` or is an output."""
         shared = {root, *self._views[root]}
         used = max(self._last_place.get(name, -1) for name in shared)
-        return root in self._maker and used <= place and not shared & self._outputs
+        return root in self._defined_by and used <= place and not shared & self._outputs
