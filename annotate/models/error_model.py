@@ -222,8 +222,8 @@ def kinds_of(
     if doubt is not None and looked_up.any():
         loose = doubt.loosely | (moved <= TINY_NS)
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
-        told = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
-        kind = np.where(looked_up, told, kind)
+        errors = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
+        kind = np.where(looked_up, errors, kind)
     kept = among(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 

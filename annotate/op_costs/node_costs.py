@@ -129,7 +129,7 @@ class OpCosts:
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
-        return among(self.op_class, (CLASSES.index(one) for one in classes))
+        return among(self.op_class, (CLASSES.index(op_class) for op_class in classes))
 
     def only(self, rows: Mask) -> "OpCosts":
         """Return those of some of the nodes, bool[n]."""

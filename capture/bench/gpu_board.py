@@ -142,8 +142,8 @@ class Board:
     def driver(self) -> str:
         """Return the driver's version; "" where nothing tells."""
         if self._nvml is not None:
-            told = self._nvml.nvmlSystemGetDriverVersion()
-            return told.decode() if isinstance(told, bytes) else str(told)
+            version = self._nvml.nvmlSystemGetDriverVersion()
+            return version.decode() if isinstance(version, bytes) else str(version)
         module = Path("/sys/module/nvidia/version")
         return module.read_text().strip() if module.is_file() else ""
 

@@ -138,7 +138,7 @@ def _hold(
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
-    driver = call.op == "aten::copy_" and len({one.dtype for one in call.operands()}) == 1
+    driver = call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
     replays = Replays(calls, on_gpu=bench.on_gpu, queued=driver)
     if bench.board is None:
         timing, watts, clock = replays.hold(_HOLD_S), None, None
@@ -152,7 +152,7 @@ def _hold(
 
 def _moved(call: BenchCall) -> int:
     """Return the bytes of operands and result, each once."""
-    operands = [one for one in call.operands() if one.shape]
+    operands = [operand for operand in call.operands() if operand.shape]
     first = operands[0]
     if call.op in ("aten::mm", "aten::_scaled_mm"):
         m, n = first.shape[0], operands[1].shape[1]

@@ -218,7 +218,7 @@ def _without_indices(layers: list[Fingerprint]) -> list[Fingerprint]:
         for key, value in layers[0].items()
         if type(value) is int and all(one.get(key) == at + value for at, one in enumerate(layers))
     }
-    return [{key: value for key, value in one.items() if key not in counts} for one in layers]
+    return [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
 
 
 def _unlike(kinds: list[Fingerprint]) -> str:

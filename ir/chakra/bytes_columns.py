@@ -120,7 +120,7 @@ class Pieces:
 
     def add_fields(self, numbers: "Sequence[Numbers]") -> None:
         """Append numbers one after another, each to the rows that have it."""
-        given = [one for one in numbers if one.has.any()]
+        given = [number for number in numbers if number.has.any()]
         for begin in range(0, len(given), _TOGETHER):
             self._add_fields(np.arange(self._count), given[begin : begin + _TOGETHER])
 
@@ -164,7 +164,7 @@ class Pieces:
 
     def _add_fields(self, rows: I64, numbers: "Sequence[Numbers]") -> None:
         """Append numbers, those of the rows whose numbers take as many bytes in one go."""
-        digits = [varints(one.values) for one in numbers]
+        digits = [varints(number.values) for number in numbers]
         key = np.zeros(len(rows), dtype=np.int64)
         for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
             key = key * _LENGTHS + lengths * one.has

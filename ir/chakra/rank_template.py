@@ -53,7 +53,7 @@ class Template:
         self._between: list[bytes] = []
         begin = 0
         for place, _ in [*self._slots, (len(messages), 0)]:
-            framed = (varint(len(one)) + one for one in messages[begin:place])
+            framed = (varint(len(message)) + message for message in messages[begin:place])
             self._between.append(b"".join(framed))
             begin = place + 1
         self._laid: dict[tuple[int, ...], _Laid] = {}

@@ -84,7 +84,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     rows = torch.arange(len(documents), device=documents.device).unsqueeze(1)
     numbered = (documents + rows * documents.shape[1]).flatten()
     lengths: list[int] = torch.unique_consecutive(numbered, return_counts=True)[1].tolist()
-    odd = next((one for one in lengths if one % (2 * size)), None)
+    odd = next((length for length in lengths if length % (2 * size)), None)
     if odd is not None:
         raise SliceError(
             f"--cp-comm p2p cuts each packed sequence into 2 x {size} = {2 * size} chunks, and one "
@@ -92,7 +92,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
             "pad each, as for TransformerEngine's thd format, or use --cp-comm all_gather",
             code="cp-packed-indivisible",
         )
-    chunks = [one // (2 * size) for one in lengths]
+    chunks = [length // (2 * size) for length in lengths]
     starts = itertools.accumulate(lengths, initial=0)
     places, halves = list[int](), (list[int](), list[int]())
     for start, chunk in zip(starts, chunks, strict=False):
@@ -101,7 +101,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
             places += range(start + held * chunk, start + (held + 1) * chunk)
     device = documents.device
     indices = [torch.tensor(one, device=device) for one in (places, *halves)]
-    whole, half = (Lengths.of([n * one for one in chunks], device) for n in (2, 1))
+    whole, half = (Lengths.of([n * chunk for chunk in chunks], device) for n in (2, 1))
     return Packing(indices[0], max(lengths), whole, half, indices[1], indices[2])
 
 
@@ -165,7 +165,7 @@ def attend_each_backward(
             *(of.log_sums[0].contiguous(), *_told(lengths), how.dropout, causal, *of.random),
             scale=how.scale,
         )
-        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in gradients)
+        for_query, for_key, for_value = (gradient.transpose(0, 1)[None] for gradient in gradients)
         return for_query, for_key, for_value
     queries = lengths[0]
     drawn = len(of.random) // len(queries.each)
@@ -191,7 +191,7 @@ def _each(query: Tensor, *held: Tensor, lengths: tuple[Lengths, Lengths]) -> lis
 
 def _told(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
     """Return what the kernels are told of queries and keys: starts of each, lengths of both."""
-    return (*(one.starts for one in lengths), *(max(one.each) for one in lengths))
+    return (*(length.starts for length in lengths), *(max(length.each) for length in lengths))
 
 
 def _check(query: Tensor, value: Tensor) -> None:

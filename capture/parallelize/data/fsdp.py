@@ -168,7 +168,7 @@ def _clip(
     norms: list[Tensor] = []
     for parameters in meshes:
         norm = utils.get_total_norm(
-            [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
+            [parameter.grad for parameter in parameters], norm_type, error_if_nonfinite, foreach
         )
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     linalg: Any = torch.linalg

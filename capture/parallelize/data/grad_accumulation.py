@@ -66,7 +66,7 @@ class Rounds:
         """Take note of a backward; see what has gradients, while the rounds are not known."""
         self._newest = len(self._ends) - 1
         if not self._expected:
-            self._filled = [one for one in parameters if one.grad is not None]
+            self._filled = [parameter for parameter in parameters if parameter.grad is not None]
 
     def refuse_fewer(self) -> None:
         """Raise where a step ends before the backward that was to communicate.
@@ -202,7 +202,7 @@ class DeferredGradSync:
                     for one in self._models.values():
                         one.begin_backward()
                 return engine(*args, **kwargs)
-            before = {one: one.put_off(False) for one in self._models.values()}
+            before = {model: model.put_off(False) for model in self._models.values()}
             self._asked = True
             try:
                 return engine(*args, **kwargs)  # torch.autograd.grad's: the caller has the result
@@ -216,20 +216,20 @@ class DeferredGradSync:
     def _end_backward(self) -> None:
         if self._asked:
             return
-        for one in self._models.values():
-            one.end_backward()
+        for model in self._models.values():
+            model.end_backward()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if in_backward():
-            for one in self._models.values():
-                one.steps_within = True
+            for model in self._models.values():
+                model.steps_within = True
         given, named, closure = followed_by(lambda: self._end_step(optimizer), args, kwargs)
         if not closure:
             self._end_step(optimizer)
         return given, named
 
     def _end_step(self, _: Optimizer) -> None:
-        for one in self._models.values():
-            one.end_step()
+        for model in self._models.values():
+            model.end_step()

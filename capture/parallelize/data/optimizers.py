@@ -147,8 +147,11 @@ def taken(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
         SliceError: it has tensors of several values.
     """
     states = [
-        {name: _form(optimizer, value) for name, value in optimizer.state.pop(one, {}).items()}
-        for one in parameters
+        {
+            name: _form(optimizer, value)
+            for name, value in optimizer.state.pop(parameter, {}).items()
+        }
+        for parameter in parameters
     ]
     if any(state != states[0] for state in states):
         raise _several(optimizer)

@@ -97,7 +97,11 @@ class TiedEmbedding:
             self._summed = False
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if any(self.weight is p for one in optimizer.param_groups for p in one["params"]):
+        if any(
+            self.weight is p
+            for param_group in optimizer.param_groups
+            for p in param_group["params"]
+        ):
             self.sum()
             self._summed = False
 

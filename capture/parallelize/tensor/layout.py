@@ -233,7 +233,7 @@ def layout_of(
     """
     styles = _styles(model, rules, group.size(), flavour)
     adapters = _adapted(model, styles, rules)
-    styles |= {inner: WHOLE[0] for one in adapters.values() for inner in one.inner}
+    styles |= {inner: WHOLE[0] for adapter in adapters.values() for inner in adapter.inner}
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
