@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.read.allocator_history import (
     History,
@@ -15,9 +16,7 @@ from onerank.converters.sources.kineto.read.allocator_history import (
 from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
-I64 = npt.NDArray[np.int64]
 
-Mask = npt.NDArray[np.bool_]
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 
+from onerank.ir.arrays import I64, Mask
 from onerank.converters.sources.kineto.collectives.communication import (
     NCCL_NAMES,
     POINT_TO_POINT,
@@ -21,7 +22,7 @@ from onerank.converters.sources.kineto.collectives.communication import (
     with_root,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
-from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace, Mask
+from onerank.converters.sources.kineto.read.schema import (ExecutionTrace)
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 from onerank.ir.nodes import ROOT_COLUMNS
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
@@ -18,7 +19,6 @@ from onerank.ir import Edges, Phase, Reason
 from onerank.ir.edges import topological_order
 from onerank.ir.enums import LAUNCH_NS
 
-I64 = npt.NDArray[np.int64]
 
 
 def numbers(*parts: I64) -> "array[int]":
@@ -124,7 +124,6 @@ def lane_at(streams: dict[tuple[int, int], Lane], time_ns: int) -> Lane:
 
 Columns = dict[str, npt.NDArray[Any]]
 
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     CommunicationKernels,
@@ -20,7 +21,6 @@ from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.errors import TraceError
 
-I64 = npt.NDArray[np.int64]
 
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""

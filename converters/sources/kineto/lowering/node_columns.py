@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from onerank.ir.arrays import I32, I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     from_kernel,
@@ -21,14 +22,7 @@ from onerank.converters.sources.kineto.link.kernel_launches import (
     GpuOps,
 )
 from onerank.converters.sources.kineto.lowering.dependency_edges import Columns
-from onerank.converters.sources.kineto.read.schema import (
-    GPU_CATEGORIES,
-    I32,
-    I64,
-    NO_CALL,
-    ExecutionTrace,
-    pick,
-)
+from onerank.converters.sources.kineto.read.schema import (GPU_CATEGORIES, NO_CALL, ExecutionTrace, pick)
 from onerank.converters.sources.kineto.shape_inference.inputs import UNTOLD
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     awaited,
@@ -26,7 +27,7 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Threads,
     lane_at,
 )
-from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace
+from onerank.converters.sources.kineto.read.schema import (ExecutionTrace)
 from onerank.ir import UNKNOWN, Evidence, Reason
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.ir.arrays import I64, Mask
 from onerank.converters.sources.kineto.collectives.gloo import Runs
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.read.schema import I64, OWN_CALL, Mask
+from onerank.converters.sources.kineto.read.schema import (OWN_CALL)
 from onerank.ir import Phase
 from onerank.ir.enums import DATA_LOADING
 

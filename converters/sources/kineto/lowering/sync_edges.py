@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
     Streams,
@@ -18,7 +19,6 @@ from onerank.converters.sources.kineto.lowering.unexplained_gaps import (
     UnexplainedGaps,
     find_unexplained_gaps,
 )
-from onerank.converters.sources.kineto.read.schema import I64
 from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
 from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait

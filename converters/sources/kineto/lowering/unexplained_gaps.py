@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.lowering.dependency_edges import Lane
-from onerank.converters.sources.kineto.read.schema import I64, GpuRows
+from onerank.converters.sources.kineto.read.schema import (GpuRows)
 from onerank.converters.sources.kineto.sync.inferred_waits import RELEASE_NS, ROUNDING_NS
 from onerank.ir import Reason, StringTable
 

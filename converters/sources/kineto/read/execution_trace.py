@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
 from onerank.converters.sources.kineto.read.schema import (
     ExecutionTrace,
@@ -20,7 +21,6 @@ from onerank.converters.sources.kineto.read.schema import (
 from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
 
-I64 = npt.NDArray[np.int64]
 
 LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes that may be missing in the file, as callers of others."""

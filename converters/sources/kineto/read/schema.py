@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir import StringTable
 
 
@@ -206,11 +207,8 @@ class Distributed(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...] = msgspec.field(name="pg_config", default=())
 
 
-I64 = npt.NDArray[np.int64]
 
-I32 = npt.NDArray[np.int32]
 
-Mask = npt.NDArray[np.bool_]
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 

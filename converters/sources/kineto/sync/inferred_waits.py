@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, launch_times
-from onerank.converters.sources.kineto.read.schema import I64, KinetoTrace, last_of
+from onerank.converters.sources.kineto.read.schema import (KinetoTrace, last_of)
 
 RELEASE_NS = 20_000
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.ir.arrays import I32, I64, Mask
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
-from onerank.converters.sources.kineto.read.schema import I32, I64, KinetoTrace, Mask, last_of
+from onerank.converters.sources.kineto.read.schema import (KinetoTrace, last_of)
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""
