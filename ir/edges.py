@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir.arrays import I64, U8
 from onerank.ir.enums import Reason
-
 
 
 @dataclass(frozen=True, slots=True)

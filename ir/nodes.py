@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import I32, I64, I8, U64, U8
+from onerank.ir.arrays import I8, I32, I64, U8, U64
 from onerank.ir.enums import Collective, Evidence, Kind, Phase
 from onerank.ir.string_table import Codes, StringTable
 

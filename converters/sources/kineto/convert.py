@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.converters.sources.kineto.collectives.gloo import Runs, gloo_runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls, find_gloo_calls
 from onerank.converters.sources.kineto.link.et_join import join
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
@@ -214,7 +214,7 @@ def _lower(
     graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
-        gloo=Runs() if on_gpu else gloo_runs(timeline, et, groups_of(trace.distributed)),
+        gloo=GlooCalls() if on_gpu else find_gloo_calls(timeline, et, groups_of(trace.distributed)),
         waits=synchronizations(trace),
         queue=launch_queue(trace),
         memory=used,

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.arrays import I64, Mask
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.read.allocator_history import (
     History,
@@ -15,8 +13,7 @@ from onerank.converters.sources.kineto.read.allocator_history import (
 )
 from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
-
-
+from onerank.ir.arrays import I64, Mask
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
 

@@ -18,11 +18,11 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-from onerank.ir.arrays import I64, Mask
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, named
 from onerank.converters.sources.kineto.link.kernel_launches import KERNEL_CATEGORY, GpuOps
-from onerank.converters.sources.kineto.read.schema import (MOST_RANKS, NO_CALL, Args, ExecutionTrace)
+from onerank.converters.sources.kineto.read.schema import MOST_RANKS, NO_CALL, Args, ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
 

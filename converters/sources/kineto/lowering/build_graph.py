@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from onerank.converters.sources.kineto.collectives.communication import find_calls
-from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.lowering import diagnostics as notes
@@ -24,7 +24,7 @@ from onerank.converters.sources.kineto.lowering.node_columns import (
     run_columns,
 )
 from onerank.converters.sources.kineto.lowering.recorded_collectives import (
-    PlacedCalls,
+    CallPlacement,
     recorded_calls,
 )
 from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, choose_nodes
@@ -42,7 +42,7 @@ def assemble(
     *,
     timeline: HostTimeline,
     gpu: GpuOps,
-    gloo: Runs,
+    gloo: GlooCalls,
     waits: Synchronizations,
     queue: LaunchQueue,
     memory: Memory,
@@ -72,7 +72,7 @@ def assemble(
     kept, own = chosen.host, chosen.gpu
     work = DependencyEdges(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
-    placing = PlacedCalls(work, streams, threads)
+    placing = CallPlacement(work, streams, threads)
     if len(own):
         work.launches()
         unplaced = placing.on_streams(marked)
@@ -113,7 +113,7 @@ def assemble(
         memory,
         communication=len(given) + len(gloo_calls) + len(measured),
         syncs=syncs,
-        syncs_left_out=waits.unused + idle,
+        syncs_dropped=waits.unused + idle,
         timing=timing,
     )
     report.notes.extend(
@@ -141,7 +141,7 @@ def _counts(
     *,
     communication: int,
     syncs: int,
-    syncs_left_out: Counter[str],
+    syncs_dropped: Counter[str],
     timing: str,
 ) -> Conversion:
     """Return how much of what the traces hold was linked and kept."""
@@ -153,18 +153,18 @@ def _counts(
         gpu_ops=len(gpu),
         gpu_ops_linked=gpu.rules(linked),
         gpu_ops_unlinked=gpu.rules(~linked & ~emulation),
-        gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
+        gpu_ops_dropped=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
         host_ops=int(is_operator.sum()),
         host_ops_kept=int(is_operator[kept].sum()),
         host_ops_without_record=int((is_operator & ~timeline.has_shapes)[kept].sum()),
-        host_ops_left_out=chosen.left_out,
+        host_ops_dropped=chosen.left_out,
         communication=communication,
         backward_ops=len(backward),
         backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
         memory_events=memory.events,
-        memory_events_outside=memory.outside,
-        memory_events_elsewhere=memory.elsewhere,
+        memory_events_outside_operators=memory.outside,
+        memory_events_other_device=memory.elsewhere,
         syncs=syncs,
-        syncs_left_out=dict(syncs_left_out),
+        syncs_dropped=dict(syncs_dropped),
         timing=timing,
     )

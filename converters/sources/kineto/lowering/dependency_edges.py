@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import I64, U8
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.ir import Edges, Phase, Reason
+from onerank.ir.arrays import I64, U8
 from onerank.ir.edges import topological_order
 from onerank.ir.enums import LAUNCH_NS
-
 
 
 def numbers(*parts: I64) -> "array[int]":
@@ -43,7 +42,7 @@ class Times:
 
 
 @dataclass(slots=True)
-class Lane:
+class NodeSequence:
     """Numbers of nodes to be that run one after another."""
 
     times: Times
@@ -59,7 +58,7 @@ class Lane:
         position = bisect_right(self.members, time_ns, key=self.times.end.__getitem__)
         return self.members[position - 1] if position else None
 
-    def begun_at(self, time_ns: int) -> int | None:
+    def starting_at(self, time_ns: int) -> int | None:
         """Return the first one that began at `time_ns`."""
         position = bisect_left(self.members, time_ns, key=self.times.start.__getitem__)
         found = self.members[position] if position < len(self.members) else None
@@ -70,7 +69,7 @@ class Lane:
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)
         return self.members[position] if position < len(self.members) else None
 
-    def outlasting(self) -> list[tuple[int, int]]:
+    def overlapping_pairs(self) -> list[tuple[int, int]]:
         """Return pairs of one that outlasted those behind it, and the first that began at its end.
 
         Where operations overlap, the one before is not all that one begins behind.
@@ -108,9 +107,9 @@ class Lane:
         return neighbour
 
 
-def lane_at(streams: dict[tuple[int, int], Lane], time_ns: int) -> Lane:
+def sequence_at(streams: dict[tuple[int, int], NodeSequence], time_ns: int) -> NodeSequence:
     """Return the lane of the operation asked for last before `time_ns`, else of the first."""
-    latest: tuple[int, Lane] | None = None
+    latest: tuple[int, NodeSequence] | None = None
     for lane in streams.values():
         last = lane.last_launched(time_ns)
         if last is not None:
@@ -123,7 +122,6 @@ def lane_at(streams: dict[tuple[int, int], Lane], time_ns: int) -> Lane:
 
 
 Columns = dict[str, npt.NDArray[Any]]
-
 
 
 @dataclass(slots=True)
@@ -201,11 +199,11 @@ class EdgeList:
         return Edges.from_pairs(count, source[~out], target[~out], reason[~out]), lost, example
 
 
-Streams = dict[tuple[int, int], Lane]
+StreamSequences = dict[tuple[int, int], NodeSequence]
 
 """Device and stream -> lane."""
 
-Threads = dict[int, Lane]
+ThreadSequences = dict[int, NodeSequence]
 
 """Place in the trace's `threads` -> lane."""
 
@@ -246,26 +244,26 @@ class DependencyEdges:
         self.memory_node: dict[int, int] = {}
         self.enclosing = timeline.nearest(is_kept)
 
-    def streams(self) -> Streams:
+    def streams(self) -> StreamSequences:
         """Return one lane per stream, of GPU operations in the order of their start."""
         rows = self.gpu.rows
-        lanes: Streams = {}
+        lanes: StreamSequences = {}
         keys = zip(rows.device[self.own].tolist(), rows.stream[self.own].tolist(), strict=True)
         for number, key in enumerate(keys, start=len(self.kept)):
             lane = lanes.get(key)
             if lane is None:
-                lane = lanes[key] = Lane(self.times)
+                lane = lanes[key] = NodeSequence(self.times)
             lane.members.append(number)
         return lanes
 
-    def threads(self) -> Threads:
+    def threads(self) -> ThreadSequences:
         """Return one lane of operators per thread, in call order."""
-        lanes: Threads = {}
+        lanes: ThreadSequences = {}
         threads = self.timeline.rows.thread[self.kept].tolist()
         for number, thread in enumerate(threads):
             lane = lanes.get(thread)
             if lane is None:
-                lane = lanes[thread] = Lane(self.times)
+                lane = lanes[thread] = NodeSequence(self.times)
             lane.members.append(number)
         return lanes
 
@@ -297,7 +295,7 @@ class DependencyEdges:
         linked = np.flatnonzero(launcher >= 0)
         self.edges.extend(launcher[linked], linked + len(self.kept), Reason.LAUNCH)
 
-    def launch_order(self, own_time_ns: I64, threads: Threads) -> None:
+    def launch_order(self, own_time_ns: I64, threads: ThreadSequences) -> None:
         """Let operations wait for what their operator called before it launched them.
 
         Where it called nothing for longer than its own time, the edge of the launch tells.
@@ -315,11 +313,11 @@ class DependencyEdges:
             if last is not None and last != launcher[place]:
                 self.edges.add(last, int(asked[place]) + len(kept), Reason.PROGRAM_ORDER)
 
-    def order(self, streams: Streams, threads: Threads) -> None:
+    def order(self, streams: StreamSequences, threads: ThreadSequences) -> None:
         """Let what runs on a stream or a thread wait for what is before it there, or hands over."""
         for lane in streams.values():
             self.edges.chain(lane.members, Reason.STREAM_ORDER)
-            for source, target in lane.outlasting():
+            for source, target in lane.overlapping_pairs():
                 self.edges.add(source, target, Reason.STREAM_ORDER)
         for lane in threads.values():
             self.edges.chain(lane.members, Reason.PROGRAM_ORDER)

@@ -5,22 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     CommunicationKernels,
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.lowering.recorded_collectives import Recorded
+from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
 from onerank.converters.sources.kineto.lowering.select_nodes import own_calls
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
-
 
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
@@ -101,22 +99,22 @@ class Conversion:
         gpu_ops: kernels, memcpys and memsets in the trace.
         gpu_ops_linked: of these, by rule.
         gpu_ops_unlinked: of these, kept without an operator, by reason.
-        gpu_ops_left_out: count and summed time of those that emulate communication.
+        gpu_ops_dropped: count and summed time of those that emulate communication.
         host_ops: operators in the trace's window.
         host_ops_kept: of these, those that became nodes.
         host_ops_without_record: kept operators the execution trace does not hold (no shapes).
-        host_ops_left_out: by reason.
+        host_ops_dropped: by reason.
         communication: recorded or measured calls.
         backward_ops: backward operators among the nodes.
         backward_ops_with_module: of these, those whose module is known.
         memory_events: allocations and frees.
-        memory_events_outside: of these, those outside any operator (counted for the peak only).
-        memory_events_elsewhere: left out, since of another kind of device (the host's, on a GPU).
+        memory_events_outside_operators: of these, those outside any operator (counted for the peak only).
+        memory_events_other_device: left out, since of another kind of device (the host's, on a GPU).
         syncs: synchronisations that became edges.
-        syncs_left_out: synchronisations that did not, by reason.
+        syncs_dropped: synchronisations that did not, by reason.
         timing: which file the times come from; of several, how.
         steps: profiled steps each compute node's duration is the median of.
-        steps_left_out: profiled steps whose compute is another sequence.
+        steps_dropped: profiled steps whose compute is another sequence.
         step_times_ns: summed compute of each step used.
         notes: sentences a reader should know.
     """
@@ -124,28 +122,28 @@ class Conversion:
     gpu_ops: int
     gpu_ops_linked: dict[str, int]
     gpu_ops_unlinked: dict[str, int]
-    gpu_ops_left_out: tuple[int, int]
+    gpu_ops_dropped: tuple[int, int]
     host_ops: int
     host_ops_kept: int
     host_ops_without_record: int
-    host_ops_left_out: dict[str, int]
+    host_ops_dropped: dict[str, int]
     communication: int
     backward_ops: int
     backward_ops_with_module: int
     memory_events: int
-    memory_events_outside: int
-    memory_events_elsewhere: int
+    memory_events_outside_operators: int
+    memory_events_other_device: int
     syncs: int
-    syncs_left_out: dict[str, int]
+    syncs_dropped: dict[str, int]
     timing: str
     steps: int = 1
-    steps_left_out: int = 0
+    steps_dropped: int = 0
     step_times_ns: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list[str])
 
 
 def of_communication(
-    found: CommunicationKernels, measured: list[Communication], unplaced: list[Recorded]
+    found: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
 ) -> list[str]:
     """Tell of kernels that communicate by unknown calls, and of calls told in part.
 
@@ -214,7 +212,7 @@ def of_waits(waits: Synchronizations) -> list[str]:
 
 
 def of_no_execution_trace(
-    timeline: HostTimeline, marked: list[Recorded], *, with_operators: bool
+    timeline: HostTimeline, marked: list[RecordedCall], *, with_operators: bool
 ) -> list[str]:
     """Tell what is not in the graph since no execution trace was given."""
     notes: list[str] = []

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.ir.arrays import I32, I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     from_kernel,
@@ -14,7 +13,7 @@ from onerank.converters.sources.kineto.collectives.communication import (
     root_asked,
     with_root,
 )
-from onerank.converters.sources.kineto.collectives.gloo import Run
+from onerank.converters.sources.kineto.collectives.gloo import GlooCall
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import (
     KERNEL_CATEGORY,
@@ -22,9 +21,15 @@ from onerank.converters.sources.kineto.link.kernel_launches import (
     GpuOps,
 )
 from onerank.converters.sources.kineto.lowering.dependency_edges import Columns
-from onerank.converters.sources.kineto.read.schema import (GPU_CATEGORIES, NO_CALL, ExecutionTrace, pick)
+from onerank.converters.sources.kineto.read.schema import (
+    GPU_CATEGORIES,
+    NO_CALL,
+    ExecutionTrace,
+    pick,
+)
 from onerank.converters.sources.kineto.shape_inference.inputs import UNTOLD
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
+from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
@@ -242,7 +247,7 @@ def call_columns(
     }
 
 
-def run_columns(timeline: HostTimeline, runs: list[Run], et: ExecutionTrace) -> Columns:
+def run_columns(timeline: HostTimeline, runs: list[GlooCall], et: ExecutionTrace) -> Columns:
     """Return the columns of what Gloo carried out, but for where and when it ran."""
     ops = np.array([run.op for run in runs], dtype=np.int64)
     callers = np.array([run.caller for run in runs], dtype=np.int64)

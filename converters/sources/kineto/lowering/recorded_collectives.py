@@ -10,29 +10,29 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     awaited,
     from_mark,
 )
-from onerank.converters.sources.kineto.collectives.gloo import Run, end_of_run
+from onerank.converters.sources.kineto.collectives.gloo import GlooCall, first_operator_after
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Columns,
     DependencyEdges,
-    Lane,
-    Streams,
-    Threads,
-    lane_at,
+    NodeSequence,
+    StreamSequences,
+    ThreadSequences,
+    sequence_at,
 )
-from onerank.converters.sources.kineto.read.schema import (ExecutionTrace)
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.ir import UNKNOWN, Evidence, Reason
+from onerank.ir.arrays import I64
 
 
 @dataclass(slots=True, eq=False)
-class Recorded:
+class RecordedCall:
     """A recorded call.
 
     Attributes:
@@ -49,7 +49,7 @@ class Recorded:
     waits: list[int] = field(default_factory=list[int])
 
 
-def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[Recorded]:
+def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[RecordedCall]:
     """Return the recorded calls in the order of their marks.
 
     Raises:
@@ -60,10 +60,10 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
     standing = standing[np.argsort(gpu.rows.start_ns[standing], kind="stable")]
     for row, mark in zip(standing.tolist(), gpu.in_mark[standing].tolist(), strict=True):
         by_mark[mark].append(row)
-    calls: list[Recorded] = []
-    by_sequence: dict[int, Recorded] = {}
+    calls: list[RecordedCall] = []
+    by_sequence: dict[int, RecordedCall] = {}
     for op in np.flatnonzero(timeline.is_mark).tolist():
-        call = Recorded(op, from_mark(timeline, op, et), by_mark[op])
+        call = RecordedCall(op, from_mark(timeline, op, et), by_mark[op])
         calls.append(call)
         by_sequence[call.communication.sequence] = call
     waits = np.flatnonzero(timeline.is_wait)
@@ -73,7 +73,7 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
     return calls
 
 
-def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int64]) -> int:
+def end_of_wait(call: RecordedCall, timeline: HostTimeline, kept: npt.NDArray[np.int64]) -> int:
     """Return the first kept operator that runs behind the wait for a call, -1 for no such.
 
     Where the wait left no mark, the call was issued by DDP's reducer, which waits for all its calls
@@ -95,7 +95,7 @@ def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int
     return int(after[found[0]]) if len(found) else -1
 
 
-def wait_is_known(call: Recorded, timeline: HostTimeline) -> bool:
+def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
     """Whether it can be told where an asynchronous call is waited for, on a CPU."""
     return bool(call.waits) or bool(timeline.in_functions[call.op])
 
@@ -111,10 +111,12 @@ class _Placed:
     waited_ns: int = 0
 
 
-class PlacedCalls:
+class CallPlacement:
     """Puts calls into the lanes of streams and threads, and adds their edges."""
 
-    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
+    def __init__(
+        self, work: DependencyEdges, streams: StreamSequences, threads: ThreadSequences
+    ) -> None:
         self._timeline, self._gpu = work.timeline, work.gpu
         self._kept, self._own = work.kept, work.own
         self._node, self._enclosing = work.node, work.enclosing
@@ -123,12 +125,12 @@ class PlacedCalls:
         self._asynchronous: dict[str, int] = {}
         self._placed: list[_Placed] = []
 
-    def on_streams(self, calls: list[Recorded]) -> list[Recorded]:
+    def on_streams(self, calls: list[RecordedCall]) -> list[RecordedCall]:
         """Add recorded calls where their stand-ins ran; return those without.
 
         The latter are put behind what was launched before them, as if they blocked.
         """
-        unplaced: list[Recorded] = []
+        unplaced: list[RecordedCall] = []
         rows = self._gpu.rows
         for call in calls:
             number = self._communication(call)
@@ -136,22 +138,22 @@ class PlacedCalls:
                 first = call.stand_ins[0]
                 key = int(rows.device[first]), int(rows.stream[first])
                 if key not in self._streams:
-                    self._streams[key] = Lane(self._times)
+                    self._streams[key] = NodeSequence(self._times)
                 self._streams[key].insert_by_start(number)
             else:
-                self._put(number, lane_at(self._streams, self._times.launch[number]))
+                self._put(number, sequence_at(self._streams, self._times.launch[number]))
                 unplaced.append(call)
             launcher = int(self._enclosing[call.op])
             if launcher >= 0 and self._node[launcher] >= 0:
                 self._edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
         return unplaced
 
-    def on_threads(self, calls: list[Recorded], runs: list[Run]) -> list[Recorded]:
+    def on_threads(self, calls: list[RecordedCall], runs: list[GlooCall]) -> list[RecordedCall]:
         """Add the calls recorded on a CPU, and what Gloo ran; return those taken as blocking."""
         timeline = self._timeline
         starts = timeline.rows.start_ns[self._kept]
         by_start = self._kept[np.argsort(starts, kind="stable")]
-        unplaced: list[Recorded] = []
+        unplaced: list[RecordedCall] = []
         for call in calls:
             number = self._communication(call)
             thread = int(timeline.rows.thread[call.op])
@@ -162,17 +164,17 @@ class PlacedCalls:
                     self._edges.add(number, int(self._node[behind]), Reason.SYNC)
             else:
                 if thread not in self._threads:
-                    self._threads[thread] = Lane(self._times)
+                    self._threads[thread] = NodeSequence(self._times)
                 self._put(number, self._threads[thread])
                 unplaced.append(call)
         self._runs_on_threads(runs)
         return unplaced
 
-    def _runs_on_threads(self, runs: list[Run]) -> None:
+    def _runs_on_threads(self, runs: list[GlooCall]) -> None:
         """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
         rows = self._timeline.rows
         by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
-        lanes: Threads = {}
+        lanes: ThreadSequences = {}
         starts = [*self._times.start, *rows.start_ns[[run.op for run in runs]].tolist()]
         since = min(starts, default=0)
         for run in runs:
@@ -182,20 +184,20 @@ class PlacedCalls:
             self._placed.append(placed)
             number = self._times.add(start, end, start)
             if run.caller == NONE or thread != rows.thread[run.caller]:
-                lane = lanes.setdefault(thread, Lane(self._times))
+                lane = lanes.setdefault(thread, NodeSequence(self._times))
                 if run.caller == NONE:
                     before = self._times.end[lane.members[-1]] if len(lane.members) else since
                     placed.waited_ns = max(start - before, 0)
                 lane.members.append(number)
             if run.caller != NONE:
                 self._edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
-            behind = end_of_run(run, self._timeline, by_start)
+            behind = first_operator_after(run, self._timeline, by_start)
             if behind != NONE:
                 self._edges.add(number, int(self._node[behind]), Reason.SYNC)
         for lane in lanes.values():
             self._edges.chain(lane.members, Reason.PROGRAM_ORDER)
 
-    def _communication(self, call: Recorded) -> int:
+    def _communication(self, call: RecordedCall) -> int:
         """Add a recorded call.
 
         It takes the time of what stood in for it on the network it was captured for; without one
@@ -214,7 +216,7 @@ class PlacedCalls:
         self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
         return self._times.add(start, end, launch)
 
-    def _put(self, number: int, lane: Lane) -> None:
+    def _put(self, number: int, lane: NodeSequence) -> None:
         """Put a call into a lane, on the stream or thread of its neighbours."""
         neighbour = lane.insert_by_launch(number)
         if neighbour is None:
@@ -230,7 +232,7 @@ class PlacedCalls:
         else:
             placed.thread = int(self._timeline.rows.thread[self._kept[neighbour]])
 
-    def _beside(self, call: Recorded, number: int) -> None:
+    def _beside(self, call: RecordedCall, number: int) -> None:
         """Let an asynchronous call on a CPU start behind what its thread and group did before."""
         thread = int(self._timeline.rows.thread[call.op])
         self._placed[-1].thread = thread

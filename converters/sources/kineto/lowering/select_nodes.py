@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.ir.arrays import I64, Mask
-from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.read.schema import (OWN_CALL)
+from onerank.converters.sources.kineto.read.schema import OWN_CALL
 from onerank.ir import Phase
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import DATA_LOADING
 
 _WHOLE = frozenset(
@@ -212,7 +212,7 @@ def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
 
 
 def choose_nodes(
-    timeline: HostTimeline, gpu: GpuOps, gloo: Runs, *, with_operators: bool
+    timeline: HostTimeline, gpu: GpuOps, gloo: GlooCalls, *, with_operators: bool
 ) -> SelectedNodes:
     """Choose what becomes a node: all that ran on a GPU but emulates nothing, and operators.
 

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
-    Streams,
-    Threads,
+    StreamSequences,
+    ThreadSequences,
 )
 from onerank.converters.sources.kineto.lowering.unexplained_gaps import (
     NEVER_LATE,
     UnexplainedGaps,
     find_unexplained_gaps,
 )
-from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
+from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWait
 from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
 from onerank.ir import Reason
+from onerank.ir.arrays import I64
 
 
 class SyncEdges:
@@ -34,7 +34,9 @@ class SyncEdges:
         blocked_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
-    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
+    def __init__(
+        self, work: DependencyEdges, streams: StreamSequences, threads: ThreadSequences
+    ) -> None:
         self._edges, self._times = work.edges, work.times
         self._streams, self._threads = streams, threads
         self._gpu, self._own, self._operators = work.gpu, work.own, len(work.kept)
@@ -81,12 +83,12 @@ class SyncEdges:
             if waiter < self._operators:
                 self.blocked_ns[waiter] += waited_ns - known_ns
 
-    def _held(self, held: Sequence[InferredWaits], idle: Counter[str]) -> int:
+    def _held(self, held: Sequence[InferredWait], idle: Counter[str]) -> int:
         """Let operations wait for those of other streams that held them; return how many."""
         by_number = {stream: lane for (_, stream), lane in self._streams.items()}
         made = 0
         for one in held:
-            waiter = by_number[one.stream].begun_at(one.start_ns)
+            waiter = by_number[one.stream].starting_at(one.start_ns)
             source = by_number[one.waited_for].last_ended(one.ended_ns)
             if waiter is not None and source is not None:
                 self._edges.add(source, waiter, Reason.SYNC)
@@ -161,7 +163,7 @@ class SyncEdges:
         return [number for number in first if number is not None]
 
 
-def _awaited(wait: Wait, streams: Streams) -> list[int]:
+def _awaited(wait: Wait, streams: StreamSequences) -> list[int]:
     """Return what a synchronisation waits for: of each stream that it is of, the last launched."""
     found = [
         lane.last_launched(wait.horizon_ns)

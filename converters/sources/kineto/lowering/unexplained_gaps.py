@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from onerank.ir.arrays import I64
-from onerank.converters.sources.kineto.lowering.dependency_edges import Lane
-from onerank.converters.sources.kineto.read.schema import (GpuRows)
+from onerank.converters.sources.kineto.lowering.dependency_edges import NodeSequence
+from onerank.converters.sources.kineto.read.schema import GpuRows
 from onerank.converters.sources.kineto.sync.inferred_waits import RELEASE_NS, ROUNDING_NS
 from onerank.ir import Reason, StringTable
+from onerank.ir.arrays import I64
 
 LATE_NS = 20_000
 """An operation that begins this soon after all that it waits for is not late."""
@@ -84,7 +84,7 @@ class UnexplainedGaps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _StreamIntervals:
     """A stream's operations in the order of their starts.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Stream:
     latest: I64
 
     @classmethod
-    def of(cls, lane: Lane) -> "_Stream":
+    def of(cls, lane: NodeSequence) -> "_StreamIntervals":
         number = np.array(lane.members, dtype=np.int64)
         start = np.array([lane.times.start[one] for one in lane.members], dtype=np.int64)
         end = np.array([lane.times.end[one] for one in lane.members], dtype=np.int64)
@@ -128,7 +128,7 @@ class _Stream:
         return None
 
 
-def find_unexplained_gaps(lanes: Iterable[Lane], ready_ns: I64) -> UnexplainedGaps:
+def find_unexplained_gaps(lanes: Iterable[NodeSequence], ready_ns: I64) -> UnexplainedGaps:
     """Find what held the operations that began late.
 
     Args:
@@ -136,7 +136,7 @@ def find_unexplained_gaps(lanes: Iterable[Lane], ready_ns: I64) -> UnexplainedGa
         ready_ns: when each node to be could begin by all that is known, NEVER_LATE where nothing
             is, int64[n].
     """
-    streams = [_Stream.of(lane) for lane in lanes]
+    streams = [_StreamIntervals.of(lane) for lane in lanes]
     found = UnexplainedGaps()
     for own in streams:
         others = [stream for stream in streams if stream is not own]

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.arrays import I64
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
 from onerank.converters.sources.kineto.read.schema import (
     ExecutionTrace,
@@ -19,8 +17,8 @@ from onerank.converters.sources.kineto.read.schema import (
     SchemaFile,
 )
 from onerank.ir import StringTable
+from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
-
 
 LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes that may be missing in the file, as callers of others."""

@@ -13,10 +13,28 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.ir.arrays import I32, I64, Mask
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
-from onerank.converters.sources.kineto.read.schema import (GPU_CATEGORIES, NO_CALL, Args, DeviceProperties, Distributed, Event, GpuRows, HostRows, KinetoFile, KinetoTrace, LaunchRows, MemoryRows, Rows, SyncRows, last_of, pick, read_distributed)
+from onerank.converters.sources.kineto.read.schema import (
+    GPU_CATEGORIES,
+    NO_CALL,
+    Args,
+    DeviceProperties,
+    Distributed,
+    Event,
+    GpuRows,
+    HostRows,
+    KinetoFile,
+    KinetoTrace,
+    LaunchRows,
+    MemoryRows,
+    Rows,
+    SyncRows,
+    last_of,
+    pick,
+    read_distributed,
+)
 from onerank.ir import StringTable
+from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.errors import TraceError
 
 _BACKENDS = ("cuda", "hip", "xpu", "mtia", "privateuse1")

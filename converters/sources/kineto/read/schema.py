@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir import StringTable
+from onerank.ir.arrays import I32, I64, Mask
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
@@ -205,9 +205,6 @@ class Distributed(msgspec.Struct, frozen=True):
     rank: int = 0
     size: int = msgspec.field(name="world_size", default=1)
     groups: tuple[Group, ...] = msgspec.field(name="pg_config", default=())
-
-
-
 
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -17,7 +17,7 @@ import numpy as np
 from onerank.converters.sources.kineto.link.host_timeline import named
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
-from onerank.converters.sources.kineto.sync.inferred_waits import InferredWaits, Streams
+from onerank.converters.sources.kineto.sync.inferred_waits import InferredWait, StreamTimelines
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 
@@ -26,7 +26,7 @@ QUERIES = frozenset({"cudaEventQuery", "hipEventQuery"})
 STREAM_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 
 
-class Records:
+class EventRecords:
     """The event records of a trace, and the streams that threads launched on.
 
     Calls are told by their row among the trace's launches.
@@ -182,7 +182,7 @@ class Synchronizations:
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
-    held: list[InferredWaits] = field(default_factory=list[InferredWaits])
+    held: list[InferredWait] = field(default_factory=list[InferredWait])
     unused: Counter[str] = field(default_factory=Counter[str])
     inferred: int = 0
     by_time: int = 0
@@ -201,7 +201,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     call_of = last_of(calls.correlation, syncs.correlation).tolist()
     record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
     queries = named(calls.name, trace.strings, QUERIES.__contains__)
-    records: Records | None = None
+    records: EventRecords | None = None
     for place, (name, own, waited_for, event) in enumerate(
         zip(
             trace.strings.decode(syncs.name),
@@ -223,7 +223,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
         waiting = own if on_stream else None
         stream = waited_for if waited_for >= 0 else own
         if record < 0 and (on_stream or name == "Event Sync"):
-            records = records or Records(trace)
+            records = records or EventRecords(trace)
             record = records.record(event, call)
             if record < 0:
                 made.unused["the trace does not tell which event record is waited for"] += 1
@@ -274,8 +274,8 @@ def _of_copies(trace: KinetoTrace) -> list[Wait]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Records:
-    """Records of events and streams' waits for them, per thread in the order of their calls."""
+class _EventCalls:
+    """Event records and streams' waits for them, per thread in the order of their calls."""
 
     starts: dict[int, list[int]]
     recorded: dict[int, list[int]]
@@ -284,7 +284,7 @@ class _Records:
     """When the thread recorded events: all, and those that its next call waited for."""
 
     @classmethod
-    def of(cls, trace: KinetoTrace) -> "_Records":
+    def of(cls, trace: KinetoTrace) -> "_EventCalls":
         calls = trace.launches
         recording = named(calls.name, trace.strings, RECORDS.__contains__)
         asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
@@ -321,7 +321,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
         for code, name in names.items()
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
     ]
-    streams, records = Streams(trace), _Records.of(trace)
+    streams, records = StreamTimelines(trace), _EventCalls.of(trace)
     made.found.extend(_of_copies(trace))
     copied = {(wait.thread, wait.start_ns) for wait in made.found}
     rows = np.flatnonzero(np.isin(calls.name, wanted))
@@ -355,7 +355,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
 
 
 def _blocking(
-    streams: Streams, scope: Scope, start_ns: int, end_ns: int
+    streams: StreamTimelines, scope: Scope, start_ns: int, end_ns: int
 ) -> tuple[int | None, int] | None:
     """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
     done: list[tuple[int, int]] = []
