@@ -108,8 +108,10 @@ class Conversion:
         backward_ops: backward operators among the nodes.
         backward_ops_with_module: of these, those whose module is known.
         memory_events: allocations and frees.
-        memory_events_outside_operators: of these, those outside any operator (counted for the peak only).
-        memory_events_other_device: left out, since of another kind of device (the host's, on a GPU).
+        memory_events_outside_operators: of these, those outside any operator; they count
+            for the memory peak only.
+        memory_events_other_device: dropped: on another device type (the host, in a GPU
+            trace).
         syncs: synchronisations that became edges.
         syncs_dropped: synchronisations that did not, by reason.
         timing: which file the times come from; of several, how.

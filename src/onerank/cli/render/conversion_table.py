@@ -60,7 +60,8 @@ def render_conversion(
     pairs.append(
         (
             "memory",
-            f"{report.memory_events} events, {report.memory_events_outside_operators} outside operators",
+            f"{report.memory_events} events, "
+            f"{report.memory_events_outside_operators} outside operators",
         )
     )
     if report.memory_events_other_device:
