@@ -200,14 +200,14 @@ class Job(msgspec.Struct, frozen=True):
 def report_cost(
     gpu: Gpu, job: Job, prices: Prices, path: Path, energy: Callable[[], EnergyReport]
 ) -> CostReport:
-    """Return what a step costs, for each way to pay that the price list has for the GPU.
+    """Return the cost of a step, for each way to pay that the price list has for the GPU.
 
     Args:
-        gpu: what the job runs on.
+        gpu: the GPU of the job.
         job: GPUs, step and tokens.
         prices: the price list.
         path: its name, for errors and sources.
-        energy: reckons the energy of a step; asked only where power is paid for.
+        energy: computes the energy of a step; called only if power is paid for.
 
     Raises:
         AnnotateError: the list has no price for the GPU, or its power is not known.

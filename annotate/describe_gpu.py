@@ -83,18 +83,18 @@ def described(
 ) -> Gpu:
     """Return the description of a GPU that was measured.
 
-    Sustained fractions are the median over large products; the power model's coefficients are
-    fitted to products in bf16 and to calls that move memory.
+    Sustained fractions are medians over large GEMMs. The power model's coefficients are fitted to
+    bf16 GEMMs and to calls that move memory.
 
     Args:
-        like: gives the datasheet's figures, and those that were not measured.
-        held: calls that were held.
-        others: figures as measured, None where one could not be.
-        source: how all of it was measured.
+        like: provides the datasheet's figures, and figures that were not measured.
+        held: sustained calls.
+        others: measured figures, None if a measurement was impossible.
+        source: how everything was measured.
         date: of the measurement.
 
     Raises:
-        TargetError: a measured figure is outside what can be, so `like` is not this GPU.
+        TargetError: a measured figure is outside its range, so `like` describes another GPU.
     """
     values = {name: value for name, value in others.items() if value is not None}
     values |= _fractions(like, held)

@@ -22,7 +22,7 @@ from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 SETTLED_S = 1.5
-"""Seconds of steps after which a board's sensor tells their power."""
+"""Seconds of steps after which a board's sensor shows their power."""
 
 
 def interval_notes(graph: Graph, gpu: Gpu, model: PowerModel) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def limit_notes(wanted_w: float | None, tdp_w: float) -> tuple[str, ...]:
 
 
 def sensor_notes(graph: Graph) -> tuple[str, ...]:
-    """Return a sentence where the sensor was read for too short a time to tell the step's power."""
+    """Return a note if the sensor was read for too short a time to show the step's power."""
     window = sum(graph.job.measurement.step_ns) * 1e-9
     if measured_mw(graph) is None or window >= SETTLED_S:
         return ()
@@ -73,7 +73,7 @@ def work_notes(links_w: float, unknown: int) -> tuple[str, ...]:
 
 
 def measured_mw(graph: Graph) -> int | None:
-    """Return the median of what the capture's sensor read, in mW; None where there is none."""
+    """Return the median of the capture's sensor readings in mW; None if there are none."""
     sensors = graph.job.device.sensors
     return None if sensors is None or sensors.power_mw is None else sensors.power_mw.median
 
@@ -119,9 +119,9 @@ class EnergyReport(msgspec.Struct, frozen=True):
     Attributes:
         gpu: name of the description.
         coefficients: of the power model.
-        source: what they were fitted on.
+        source: data that they were fitted to.
         step_ns: duration of the step.
-        step_source: where that is from.
+        step_source: source of the duration.
         busy_ns: part of it in which the GPU computes or communicates.
         idle_ns: the rest.
         busy_uj: energy while busy.
@@ -130,14 +130,14 @@ class EnergyReport(msgspec.Struct, frozen=True):
         step_low_uj: lower end of the interval.
         step_high_uj: upper end.
         mean_power_mw: over the step.
-        measured_power_mw: median reading of the capture's sensor; None where there is none, or it
-            is another GPU's.
+        measured_power_mw: median reading of the capture's sensor; None without a sensor or if it is
+            another GPU's.
         classes: by class of work, the largest first; "communication" is at base power.
         node_ids: compute nodes with a duration.
         node_uj: energy of each.
         node_low_uj: lower end of its interval.
         node_high_uj: upper end.
-        notes: what a reader should know.
+        notes: statements on the quality of the result.
     """
 
     gpu: str
@@ -175,18 +175,17 @@ def report_energy(
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
-    A node draws what it uses of the GPU, see `power.drawn`; for a short while that may be more than
-    the power limit. Where the mean over the busy time would pass the limit, the limit holds it
-    back, and all nodes draw less in proportion. What runs beside other work adds what it draws
-    above the base, which counts once; a GPU that communicates alone draws the base; one that does
-    nothing its idle power. Active links (`NvlinkActive`) draw theirs all the time. Intervals
-    hold what the power model is off, and predicted times are.
+    A node draws power according to its use of the GPU (see `power.drawn`), for a short time even
+    above the power limit. If the mean over the busy time would exceed the limit, all nodes draw
+    less in proportion. Overlapping work adds its power above the base; the base counts once. A GPU
+    that only communicates draws the base; an idle one its idle power. Active links (`NvlinkActive`)
+    draw power all the time. Intervals combine the errors of the power model and of predicted times.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
         gpu: the GPU.
-        course: how long the step takes, and is busy.
-        model: as fitted; None: as shipped.
+        course: duration of the step, and of its busy part.
+        model: fitted power model; None: the shipped one.
 
     Raises:
         AnnotateError: the description lacks the power limit or the idle power, or no compute node
@@ -247,12 +246,12 @@ def report_energy(
 
 
 class _Busy(NamedTuple):
-    """Energy of the time in which the GPU is busy.
+    """Energy of the busy time of a GPU.
 
     Attributes:
         each_uj: of each compute node, float64[n].
-        uj: of all that time, in which not all need compute.
-        wanted_uj: what it would be if nothing held the power back.
+        uj: of the whole busy time, communication included.
+        wanted_uj: without the power limit.
     """
 
     each_uj: F64

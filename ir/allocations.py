@@ -29,17 +29,17 @@ class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         bytes: size, as the allocator rounds it.
         memory_class: a `MemoryClass`.
-        allocated_at: place of the allocation among all allocations and frees of the step, from 0;
-            -1 for a block held before the step.
-        freed_at: place of the free; -1 for a block held after the step.
-        node: id of the node whose operator allocated it (of one held before: freed it); -1 where
-            no node stands for the operator.
-        phase: `Phase` of the allocation; NONE for a block held before.
-        pool: number of the allocator's pool (of a stream, or of a CUDA graph on it) that it is of;
-            0 is the default stream's. Empty if all blocks are in it, or if pools are not known.
+        allocated_at: index of the allocation among all allocations and frees of the step, from 0;
+            -1 for a block allocated before the step.
+        freed_at: index of the free; -1 for a block that outlives the step.
+        node: id of the node whose operator allocated it (if allocated before the step: freed it);
+            -1 if no node represents the operator.
+        phase: `Phase` of the allocation; NONE for a block allocated before the step.
+        pool: number of its allocator pool (of a stream, or of a CUDA graph on it); 0 is the default
+            stream's pool. Empty if all blocks are in that pool, or if pools are not known.
         spare_bytes: block size minus requested size; empty if requests are not recorded.
-        lingers: allocations and frees for which its memory is not used again after its free, since
-            another stream was at it (`record_stream`); empty where none lingers.
+        lingers: number of later allocations and frees during which its memory cannot be reused,
+            because another stream uses it (`record_stream`); empty if there is no such block.
     """
 
     bytes: tuple[int, ...] = ()
@@ -88,10 +88,10 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     settings: AllocatorSettings | None = None
 
     def renumbered(self, ids: Sequence[int]) -> "MemoryLog":
-        """Return the log of a graph whose nodes have other ids.
+        """Return the log for a graph whose nodes have other ids.
 
         Args:
-            ids: of each node by its id here; -1 for a node that is gone.
+            ids: new id by old id; -1 for a removed node.
         """
         node = tuple(int(ids[one]) if one >= 0 else one for one in self.blocks.node)
         return msgspec.structs.replace(self, blocks=msgspec.structs.replace(self.blocks, node=node))

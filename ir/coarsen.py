@@ -24,12 +24,12 @@ _NO_ROLE = ("layer", "other")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A layer or a sub-module; what lies outside of any goes by its role.
+    """A layer or sub-module. Nodes outside all of them are grouped by role.
 
     Attributes:
-        path: qualified name of the module; "" where the scope is no module.
-        role: role of the sub-module (see `Module`), "loss", "optimizer" or "other"; at the grain
-            of layers "layer" for all that lies in one.
+        path: qualified name of the module; "" if the scope is not a module.
+        role: role of the sub-module (see `Module`), "loss", "optimizer" or "other"; "layer" for
+            everything in a layer if the granularity is layers.
     """
 
     path: str
@@ -52,12 +52,12 @@ class Scoping:
 def scopes_of(graph: Graph, grain: Grain) -> Scoping:
     """Return the scope of every node.
 
-    A node belongs to the layer and the sub-module that `Job.modules` gives for its module. The
-    optimizer's phase is the optimizer. What belongs to no sub-module and no layer is the loss
-    where it comes after the head in forward, or before all of the model in backward; else other.
+    A node belongs to the layer and sub-module that `Job.modules` names for its module. The
+    optimizer phase is the scope "optimizer". A node outside all sub-modules and layers is "loss" if
+    it follows the head in forward or precedes the model in backward; otherwise "other".
 
     Raises:
-        GraphError: the graph does not tell of its modules.
+        GraphError: the graph has no module table.
     """
     if not graph.job.modules:
         raise GraphError(
@@ -92,9 +92,9 @@ def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> S
 
 
 def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> npt.NDArray[np.bool_]:
-    """Return which nodes run after the head in forward, or before the model in backward.
+    """Return the nodes that run after the head in forward, or before the model in backward.
 
-    Host operators run ahead of the GPU, so they are told apart by their own times.
+    Host operators run ahead of the GPU, so they are ordered by their own times.
     """
     nodes = graph.nodes
     found = np.zeros(len(graph), dtype=bool)
@@ -142,18 +142,19 @@ class _Group:
 def coarsen(graph: Graph, grain: Grain) -> Graph:
     """Return a graph with one node per scope, phase and micro-batch between communications.
 
-    Compute nodes (on a CPU: operators) that follow each other on their stream become one node
-    while their scope, phase and micro-batch stay the same and nothing on another stream has
-    begun to wait for them; communication stays as it is. Durations, bytes allocated and freed are
-    summed, FLOPs and bytes moved where they are known. The spread of a sum is the sum of the
-    spreads, its upper bound. The host's operators beside a GPU are contracted: what waits for one
-    waits for all it waited for; their bytes go to the node they launch, or launch next.
+    Consecutive compute nodes of a stream (on a CPU: operators of a thread) become one node while
+    scope, phase and micro-batch stay the same and no other stream has started to wait for them.
+    Communication is unchanged. Durations and bytes allocated and freed are summed; FLOPs and bytes
+    moved are summed where known. The spread of a sum is the sum of the spreads, an upper bound.
+    Host operators next to a
+    GPU are contracted: a node that waits for one waits for all its dependencies; their bytes go to
+    the node that they launch, or launch next.
 
-    No cycle can arise: a node of one group waits for another group only once that takes no more
-    members, so along the edges the time of the last joining grows.
+    The result has no cycle: a node of one group waits for another group only after that group is
+    closed, so along edges the time of the last member grows.
 
     Raises:
-        GraphError: the graph has a cycle, or records no modules.
+        GraphError: the graph has a cycle, or has no module table.
     """
     scoping = scopes_of(graph, grain)
     work = _Coarsening(graph, scoping.of)
@@ -185,7 +186,7 @@ class _Coarsening:
         self._given: list[tuple[int, int]] = []
 
     def place(self, node: int) -> None:
-        """Put `node` into the open group of its lane, or into one of its own."""
+        """Add `node` to the open group of its lane, or to a new group."""
         awaited = self._graph.edges.of(node)
         frontier: dict[int, int] = {}
         reasons: dict[int, Reason] = {}

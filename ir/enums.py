@@ -58,7 +58,7 @@ class Reason(IntEnum):
 DATA_LOADING = "enumerate(DataLoader)#"
 """What the name of a host operation begins with in which a script waits for its next batch."""
 ASKS_TO_COMMUNICATE = "c10d::"
-"""What the name of a host operation begins with that asks for a collective, a send or a receive."""
+"""Prefixes of host operators that issue a collective, a send or a receive."""
 
 
 class Collective(IntEnum):
@@ -78,15 +78,15 @@ class Collective(IntEnum):
 
 
 class Evidence(IntEnum):
-    """Where a node's duration comes from, from none to strongest.
+    """The source of a node's duration, from none to strongest.
 
-    DATASHEET: not measured; computed from the node's work and a GPU's description.
+    DATASHEET: not measured; computed from the node's work and a GPU description.
     SCALED: measured on another GPU, scaled by the description of this GPU.
-    CALIBRATED: as SCALED; a large matmul and the memory were also measured on this GPU.
-    EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
-    from its own at other depths of the model, or at another size; or of several measured as one.
-    INTERPOLATED: the same work of sizes around these was measured on this GPU by itself.
-    LOOKED_UP: the same work was measured on this GPU by itself.
+    CALIBRATED: like SCALED; a large GEMM and the memory were also measured on this GPU.
+    EXTRAPOLATED: from measurements of the same work in other layers, at other depths of the model,
+    or at another size; or one duration for several nodes measured together.
+    INTERPOLATED: between measurements of neighbouring sizes on this GPU.
+    LOOKED_UP: a measurement of the same work on this GPU.
     """
 
     NONE = 0

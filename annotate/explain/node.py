@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
 
 
 def database_lines(graph: Graph, found: OpCosts, row: int, made: Prediction, basis: Basis) -> Lines:
-    """Return how the database told of the node at `row` of `found`, or that it did not."""
+    """Describe the database's result for the node at `row` of `found`, or its absence."""
     library, index = basis.library, found.index[row : row + 1]
     keyed = keys_of(graph, index, library.operators)
     if not len(keyed.keys):
@@ -194,13 +194,13 @@ def explain(
         graph: as for `recost`, not re-costed yet.
         target: a GPU description, its name or its path.
         node: id of a compute node.
-        model: "learned", or "auto", which looks up beside.
+        model: "learned", or "auto", which also looks up measurements.
         source: GPU the graph was measured on; None: by the name of its device.
         databases: as for `recost`.
 
     Raises:
-        AnnotateError: no compute node has this id, the graph was re-costed before, or databases are
-            given that the model does not look up in, or that are of other GPUs.
+        AnnotateError: no compute node has this id, the graph was re-costed before, the model does
+            not use the given databases, or they are of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
         TargetError: target or source is unknown or its description malformed.
@@ -234,10 +234,10 @@ def explain(
 
 
 def _row_of(graph: Graph, found: OpCosts, node: int) -> int:
-    """Return where the node with an id is among the compute nodes.
+    """Return the index of a node among the compute nodes.
 
     Raises:
-        AnnotateError: it is none of them.
+        AnnotateError: it is not a compute node.
     """
     rows = np.flatnonzero(graph.nodes.id[found.index] == np.uint64(node))
     if not len(rows):
@@ -289,7 +289,7 @@ def _explained(  # noqa: PLR0917
 def _modelled(
     graph: Graph, found: OpCosts, row: int, gpus: tuple[Gpu | None, Gpu], model: str
 ) -> tuple[F64, U8, Others]:
-    """Return (duration, rule) of a node by the model, and what figures set make of it."""
+    """Return (duration, rule) of a node by the model, and with overridden figures."""
     here, there = gpus
     if here is None:
         moved, rules = MODELS[model].alone(
@@ -305,7 +305,7 @@ def _modelled(
 def _terms(
     kernels: KernelFeatures, name: str, gpus: tuple[Gpu | None, Gpu], made: tuple[F64, Rule]
 ) -> Lines:
-    """Return the arithmetic of a duration that the model made by a rule of its own."""
+    """Return the arithmetic of a duration that the model computed by a special rule."""
     here, there = gpus
     moved, rule = made
     if here is None:
@@ -347,7 +347,7 @@ def _looked_up(  # noqa: PLR0917
     made: tuple[F64, U8],
     basis: Basis,
 ) -> tuple[Lines, F64, U8, Uncertainty]:
-    """Return (arithmetic, duration, rule, doubt) after the kernel database was asked."""
+    """Return (arithmetic, duration, rule, uncertainty) after a look-up in the kernel database."""
     moved, rules = made
     one = np.arange(len(found.index)) == row
     predicted = np.where(one, moved, 0.0), np.where(one, rules, Rule.KEPT).astype(np.uint8)

@@ -38,8 +38,8 @@ _UNIT_OF_DTYPE = {
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU. `figures` holds the description as written; the properties convert units.
 
-    `compute_capability` is CUDA's, as "8.6"; "" where there is none, or none known.
-    `before` is the GPU as described, where `with_figures` changed some of its figures.
+    `compute_capability` is CUDA's, such as "8.6"; "" if there is none or it is not known. `before`
+    is the GPU as described, if `with_figures` changed some figures.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def changes(self) -> str:
-        """What was set of this GPU, as its name tells it; "" for nothing."""
+        """The overridden figures, as part of the GPU's name; "" if there are none."""
         return self.name.removeprefix(self.as_described.name).strip(" ()")
 
     @property
@@ -74,7 +74,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether it is one of NVIDIA's, on which alone kernels were measured to fit to."""
+        """Whether the vendor is NVIDIA: the models were fitted only to NVIDIA GPUs."""
         return self.vendor.casefold() == "nvidia"
 
     @property
@@ -125,7 +125,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def l2_partitions(self) -> int:
-        """Parts of the last-level cache that each keep their own copy of data; 1 if not told."""
+        """Partitions of the last-level cache that each cache data separately; 1 if not known."""
         return round(self._scaled("l2_partitions", 1) or 1)
 
     @property
@@ -151,7 +151,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def link_awake_w(self) -> float | None:
-        """What links to peers draw beside the idle power while they are awake."""
+        """Power of active links to peers, above idle power."""
         return self._scaled("link_awake_w", 1)
 
     @property
@@ -211,7 +211,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rate * math.prod(told) ** (1 / len(told))
 
     def _parts_of(self, peak: str) -> list[str]:
-        """Return which figures tell what part of a peak is sustained; their geometric mean does."""
+        """Return the figures whose geometric mean is the sustained fraction of a peak."""
         own, *_ = names = FRACTIONS[peak]
         told = [name for name in names if name in self.figures][:1]
         if (

@@ -123,11 +123,11 @@ def _figures(data: dict[str, Any]) -> dict[str, Figure]:
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Refuse a description that cannot be.
+    """Validate a description.
 
     Raises:
-        TargetError: it has no name, or a figure is missing, or outside what it can be; its compute
-            capability is none.
+        TargetError: the name or a figure is missing, a figure is out of range, or the compute
+            capability is malformed.
     """
     if not gpu.name.strip():
         raise TargetError(
@@ -152,13 +152,13 @@ def _near_gpus(key: str) -> str:
 
 
 def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
-    """Return a GPU that differs in some figures, and tells so in its name.
+    """Return a GPU with other figures, which its name lists.
 
-    What was measured on it stays the same part of a peak that changes; of a fraction that is set
-    nothing measured takes the place. Figures set to what they are change nothing.
+    Measured rates keep their share of a peak that changes. A fraction that is set takes precedence
+    over measurements. Figures set to their present values change nothing.
 
     Raises:
-        TargetError: there is no such figure, or its value is outside what can be.
+        TargetError: there is no such figure, or its value is out of range.
     """
     refuse_unknown(dict(values), RANGES, "figure")
     if not any(_differs(gpu, name, value) for name, value in values.items()):

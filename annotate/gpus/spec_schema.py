@@ -36,7 +36,7 @@ INSTEAD_OF = {
     "measured_copy_gbps": ("memory_achievable_fraction",),
     "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
 }
-"""Measurement -> the fractions that it counts instead of, or beside."""
+"""Measurement -> the fractions that it replaces or complements."""
 
 RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
 """Figure -> the one that it stays in proportion to, where that is set."""

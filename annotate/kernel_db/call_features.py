@@ -31,12 +31,13 @@ _FEW = 8  # operands whose forms are told apart; more are the lists of an optimi
 
 
 class Point(NamedTuple):
-    """Where a call is among others.
+    """A call as a point among comparable calls.
 
     Attributes:
         group: what it shares with the calls it is compared with.
-        sizes: ln of what differs.
-        work: of its operands; of results, which a key does not tell, the largest operand's bytes.
+        sizes: ln of the sizes that differ.
+        work: of its operands. A key does not contain results, so the largest operand's bytes are
+            used.
     """
 
     group: tuple[object, ...]
@@ -108,5 +109,5 @@ def call_of(key: CallKey) -> Call | None:
 
 
 def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
-    """Return what a model says of calls that nobody measured, in ns, float64[d]."""
+    """Return a model's prediction for calls that were not measured, in ns, float64[d]."""
     return alone(kernels_of(works, np.zeros(len(works))), gpu)[0]

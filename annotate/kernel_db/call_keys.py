@@ -48,7 +48,7 @@ class CallKey(NamedTuple):
 
 
 def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | None:
-    """Return the key of a call, None where it has no tensors or one of a type that nobody knows.
+    """Return the key of a call; None if it has no tensors or one of an unknown dtype.
 
     Args:
         op: operator, with or without overload.

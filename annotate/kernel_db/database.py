@@ -23,28 +23,28 @@ class KernelRow(msgspec.Struct, frozen=True):
 
     Attributes:
         gpu: name as CUDA reports it.
-        operator: `aten::mm`, as nodes of a graph name it.
-        shapes: of every tensor operand, those of a list one by one.
+        operator: `aten::mm`, as graph nodes name it.
+        shapes: of every tensor operand, list elements one by one.
         dtypes: of the same operands: "bfloat16".
-        attributes: JSON, other arguments that pick the kernel, by position; see `call_key`.
-        layout: JSON, what a graph does not tell: position of an operand in `shapes` -> its strides,
-            where they are not those of a contiguous tensor, or "host".
-        kernels: what one call launched, copies and fills too, by the profiler's names, in order.
-        kernel_ns: median time of each, by the profiler, beside which nothing else ran.
+        attributes: JSON: other arguments that select the kernel, by position; see `call_key`.
+        layout: JSON: properties that a graph does not record: index of an operand in `shapes` ->
+            its strides if it is not contiguous, or "host".
+        kernels: names of the kernels that one call launched, copies and fills included, in order.
+        kernel_ns: median uncontended time of each, by the profiler.
         median_ns: time of one call by CUDA events around replays of a CUDA graph.
         p10_ns: 10th percentile of the samples.
         p90_ns: 90th percentile.
         samples: replays timed.
         l2: "cold": operands are not in the last-level cache; "warm": as much as fits is.
-        sm_clock_mhz: read as the replays ran; None where nothing tells.
-        power_w: of the board, where the call was held for long enough; else None.
-        temperature_c: read as the replays ran.
-        energy_mj: energy of one call, idle power included, where `power_w` is.
+        sm_clock_mhz: read during the replays; None if not available.
+        power_w: board power, if the call ran long enough; else None.
+        temperature_c: read during the replays.
+        energy_mj: energy of one call, idle power included, if `power_w` is known.
         torch: version.
         cuda: version that torch was built for.
         cudnn: version.
         driver: version.
-        triton: version; "" for any library that is not there.
+        triton: version; "" for any library that is not installed.
         date: UTC, ISO 8601.
     """
 
@@ -171,7 +171,7 @@ def merge(tables: Sequence[pl.DataFrame]) -> Merged:
 
 
 def contents(table: pl.DataFrame) -> pl.DataFrame:
-    """Return what a database holds, a row for each GPU, operator and data type.
+    """Return the contents of a database: one row for each GPU, operator and dtype.
 
     Returns:
         gpu, operator, dtype (of the first operand), calls, rows, shortest_ns, longest_ns, torch.

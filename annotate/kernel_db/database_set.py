@@ -52,12 +52,12 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Rows of the databases at hand.
+    """Rows of all available databases.
 
     Attributes:
-        target: rows of the GPU that is predicted, by call.
+        target: rows of the target GPU, by call.
         source: rows of the GPU that measured the graph, by call.
-        versions: software that the graph ran with -> version; empty where it does not tell.
+        versions: software of the graph -> version; empty if not recorded.
     """
 
     target: dict[CallKey, list[KernelRow]]
@@ -108,7 +108,7 @@ class Library:
         )
 
     def _best(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
-        """Return a row for each layout and state of the cache, by versions and date."""
+        """Return one row for each layout and cache state, chosen by versions and date."""
         ordered = sorted(rows, key=lambda row: (self.ran_with(row), row.date))
         best = {(row.layout, row.l2): row for row in ordered}
         return tuple(best[state] for state in sorted(best))
@@ -120,13 +120,13 @@ class Library:
 
 
 def _each_ns(row: KernelRow, kernel: str) -> float:
-    """Return the mean time of a row's kernels of a name; nan where there is none."""
+    """Return the mean time of a row's kernels with a name; nan if there is none."""
     times = [time for name, time in zip(row.kernels, row.kernel_ns, strict=True) if name == kernel]
     return sum(times) / len(times) if times else np.nan
 
 
 def _rest_ns(row: KernelRow, ran: Collection[str]) -> float:
-    """Return the time of a row's kernels of other names, without copies and fills; or nan."""
+    """Return the time of a row's kernels with other names, without copies and fills; or nan."""
     pairs = list(zip(row.kernels, row.kernel_ns, strict=True))
     own = [pair for pair in pairs if not pair[0].startswith(_MOVES)] or pairs
     return sum(time for name, time in own if name not in ran) or np.nan

@@ -59,13 +59,13 @@ _CHUNK = 128
 
 
 class Interpolated(NamedTuple):
-    """What the measured points tell of q others.
+    """Interpolation results for q points.
 
     Attributes:
-        off: ln(measured / modelled) expected; nan outside of what is interpolated, float64[q].
-        bound: four of five errors of `off` are within this, of points left out, float64[q].
+        off: expected ln(measured / modelled), float64[q]; nan outside the range of interpolation.
+        bound: four of five errors of `off` at left-out points are within it, float64[q].
         near: nearest measured points, int64[q, k].
-        weight: of these, float64[q, k].
+        weight: their weights, float64[q, k].
     """
 
     off: F64
@@ -75,12 +75,12 @@ class Interpolated(NamedTuple):
 
 
 def interpolate(sizes: F64, off: F64, at: F64) -> Interpolated:
-    """Return what measured points tell of others.
+    """Interpolate the error of a model between measured points.
 
     Args:
-        sizes: ln of the sizes that were measured, float64[d, f].
+        sizes: ln of the measured sizes, float64[d, f].
         off: ln(measured / modelled) there, float64[d].
-        at: ln of the sizes asked for, float64[q, f].
+        at: ln of the requested sizes, float64[q, f].
     """
     distance, near = _nearest(sizes, at)
     weight = _weights(distance)
@@ -98,11 +98,11 @@ def interpolate(sizes: F64, off: F64, at: F64) -> Interpolated:
 
 
 def bound_beyond(sizes: F64, off: F64, radius: float) -> float:
-    """Return what four of five errors stay below, of points predicted from those beyond a radius.
+    """Return the bound of four of five errors, for points predicted from those beyond a radius.
 
-    Points at the rim, which the others do not surround, are left out of the count as long as others
-    are there: nothing is interpolated there. nan where fewer than `FEWEST` can be predicted. Of n
-    errors it is the one of rank 0.8 * (n + 1), or the largest: with few, a cautious figure.
+    Points at the rim, not surrounded by others, are ignored if there are others: nothing is
+    interpolated there. nan if fewer than `FEWEST` points can be predicted. Of n errors the bound is
+    the one of rank 0.8 * (n + 1), or the largest, which is cautious for few points.
     """
     if len(sizes) < FEWEST:
         return np.nan
@@ -174,13 +174,13 @@ class Neighbour(NamedTuple):
 
 
 class Between(NamedTuple):
-    """A call that was not measured, and what those around it tell.
+    """A call that was not measured, predicted from its neighbours.
 
     Attributes:
         time_ns: of the operator's own kernels together.
-        modelled_ns: what the model says of it without a measurement.
-        bound: four of five of ln(measured / predicted) of rows left out are within it of 0.
-        neighbours: the largest weight first.
+        modelled_ns: the model's prediction without a measurement.
+        bound: four of five ln(measured / predicted) of left-out rows are within it of 0.
+        neighbours: largest weight first.
     """
 
     time_ns: float
@@ -192,10 +192,10 @@ class Between(NamedTuple):
 def between(
     library: Library, keys: Sequence[CallKey], gpu: Gpu, alone: Alone
 ) -> list[Between | None]:
-    """Return what the rows of `gpu` tell of calls that have none, None where nothing.
+    """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
-    Compared are rows of one operator, data type and form, see `points`; where there are
-    several of a call their geometric mean. See `near` for what is interpolated.
+    Only rows of the same operator, dtype and form are compared (see `points`); several rows of a
+    call are averaged geometrically. See `near` for the range of interpolation.
     """
     made: list[Between | None] = [None] * len(keys)
     asked: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
@@ -244,14 +244,15 @@ def _told(
 
 
 SOURCE_SHARE = 0.5
-"""Part of ln(measured / looked up) on the source that the target shares.
+"""Share of the source's ln(measured / looked up) that carries over to the target.
 
-Two campaigns on one GPU disagree, for clocks, caches and libraries differ, and in part they
-disagree alike on two GPUs. Of 35,742 products measured twice on H200 and on B200 the disagreements
-have a correlation of 0.36, of those over 1 ms 0.48. With half of it carried over the time-weighted
-error falls from 11.1% to 7.9% (H200 to B200) and to 7.7% (back); from A100 to H100 and back in yet
-another campaign from 10.0% to 8.8% and from 8.2% to 6.7%. All of it gives 7.0, 7.2, 9.2 and 9.3%,
-and the largest errors of single products.
+Two campaigns on one GPU disagree, because clocks, caches and libraries differ. In part they
+disagree
+in the same way on two GPUs: for 35,742 GEMMs measured twice on H200 and on B200 the correlation is
+0.36; over 1 ms it is 0.48. Carrying over half reduces the time-weighted error from 11.1% to 7.9%
+(H200 to B200) and to 7.7% (back); from A100 to H100 and back, in another campaign, from 10.0% to
+8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 and 9.3%, and the largest errors
+of single GEMMs.
 """
 
 _BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
@@ -259,13 +260,13 @@ _BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
 
 
 class Basis(NamedTuple):
-    """What predictions are made on.
+    """The inputs of a prediction.
 
     Attributes:
         library: rows of the kernel databases.
-        source: GPU that measured the graph; None where nobody did.
-        target: GPU that is predicted.
-        alone: what a model says of calls that nobody measured, see `model.ProcessRunner`.
+        source: GPU that measured the graph; None if it was not measured.
+        target: GPU to predict.
+        alone: a model's prediction for calls that were not measured, see `model.Alone`.
         errors: of the model, and of look-ups.
     """
 
@@ -295,7 +296,7 @@ class Lookups(NamedTuple):
         return cls(np.full(count, np.nan), np.zeros(count, dtype=np.uint8), Uncertainty.none(count))
 
     def put(self, rows: I64, told: Self) -> None:
-        """Take over what `told` says of the nodes at `rows`."""
+        """Take over the results of `told` for the nodes at `rows`."""
         known = np.isfinite(told.time_ns)
         rows = rows[known]
         self.time_ns[rows], self.rules[rows] = told.time_ns[known], told.rules[known]
@@ -304,12 +305,12 @@ class Lookups(NamedTuple):
 
 
 def look_up(graph: Graph, found: OpCosts, where: Mask, basis: Basis) -> Lookups:
-    """Return what the database says of the nodes of `found`, of those in `where` alone.
+    """Return the database's durations for the nodes of `found` selected by `where`.
 
-    A kernel takes what the kernel of its name takes in the row of its call. Where the target runs
-    others, the operator's kernels share theirs in proportion to what each was measured to take.
-    Where the source has a row with the kernel too, `SOURCE_SHARE` of its deviation from that row is
-    carried over. A call without a row may lie between others, see `between`.
+    A kernel takes the time of the kernel with its name in the row of its call. If the target runs
+    other kernels, the operator's kernels share their time in proportion to their measured
+    durations. If the source also has a row with the kernel, `SOURCE_SHARE` of its deviation from
+    that row carries over. A call without a row may be interpolated (see `between`).
     """
     made = Lookups.nothing(len(where))
     sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
@@ -327,14 +328,14 @@ def look_up(graph: Graph, found: OpCosts, where: Mask, basis: Basis) -> Lookups:
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """Nodes that are looked up.
+    """Nodes to look up.
 
     Attributes:
-        whole: whether each stands for all that its operator launches, as in a CPU capture.
+        whole: whether a node represents everything its operator launches, as in a CPU capture.
         name: codes of their names, int32[n].
-        duration_ns: as measured, float64[n].
-        operator_ns: measured time of the operator instance's own kernels; nan where nobody measured
-            it, and of copies and fills beside them, float64[n].
+        duration_ns: measured, float64[n].
+        operator_ns: measured time of the operator instance's own kernels; nan if not measured, and
+            for copies and fills, float64[n].
     """
 
     whole: bool

@@ -37,7 +37,7 @@ class Best(NamedTuple):
 
     @classmethod
     def of(cls, told: Lookups, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
-        """Return what the database told where that is better, else a model's times and rules."""
+        """Return the database's durations where they are better, else the model's."""
         return cls(
             np.where(better, told.time_ns, otherwise[0]),
             np.where(better, told.rules, otherwise[1]).astype(np.uint8),
@@ -59,19 +59,19 @@ def best_of(
     *,
     where: Mask,
 ) -> Best:
-    """Return what has the narrower interval, a cost model's prediction or what the database says.
+    """Return the prediction with the narrower interval: a cost model's or the database's.
 
-    Rows that another campaign measured, with other libraries, are off by 8 to 11%
-    (`benchmarks/kernel_db_accuracy.py`, "looked up"): a product that was measured on another cut
-    of the target's die is better predicted from there, H100 to H200 and back 6% off
-    (`benchmarks/accuracy.py`). What lies between rows must lie close to them. Where nobody
-    measured the graph, as that of a CPU capture, the database is always taken: the models'
-    intervals are of measured sources.
+    Rows of another campaign, with other libraries, are off by 8 to 11%
+    (`benchmarks/kernel_db_accuracy.py`, "looked up"). A GEMM that was measured on another cut of
+    the target's die is predicted better from there: H100 to H200 and back 6% off
+    (`benchmarks/accuracy.py`). Interpolated calls must lie close to rows. If the graph was not
+    measured (a CPU capture), the database
+    always wins: the models' intervals apply to measured sources.
 
     Args:
         graph: as measured.
-        found: what its nodes do.
-        kernels: the same as cost models see it.
+        found: work of its nodes.
+        kernels: the same as features of cost models.
         predicted: durations in ns and rules of a model, n of each.
         basis: rows, GPUs, and a model.
         where: nodes that may be looked up, bool[n].
@@ -89,7 +89,7 @@ def best_of(
 
 
 def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
-    """Return a sentence on the database: how much it told, and its versions beside the graph's."""
+    """Return a note on the database: nodes it covers, and its versions against the graph's."""
     rows = [row for some in library.target.values() for row in some]
     days = sorted({row.date[:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -144,17 +144,17 @@ def best_resized(
     *,
     where: Mask,
 ) -> Best:
-    """Return what has the narrower interval, a model's ratio of both sizes or the database's.
+    """Return the narrower prediction: a model's ratio of both sizes or the database's.
 
-    On the GPU that measured the step a node takes what was measured times the ratio of the rows of
-    both sizes; on another one what the rows of the new size say.
+    On the GPU that measured the step, a node takes its measured time times the ratio of the rows of
+    both sizes; on another GPU the time of the new size's rows.
 
     Args:
-        sizes: the step as captured, and as asked for.
-        kernels: as asked for, with durations as measured.
-        predicted: durations in ns and rules for the sizes asked for, n of each.
+        sizes: the step as captured, and as requested.
+        kernels: as requested, with measured durations.
+        predicted: durations in ns and rules for the requested sizes, n of each.
         basis: rows, GPUs, and a model.
-        where: nodes that have other shapes, bool[n].
+        where: nodes with other shapes, bool[n].
     """
     target, errors = basis.target, basis.errors
     library = basis.library

@@ -41,7 +41,7 @@ class Block:
         return self.before is None and self.after is None
 
     def split(self, size: int) -> "Block":
-        """Keep `size` bytes; return the rest, a block of its own in no pool."""
+        """Keep `size` bytes; return the remainder as a new block in no pool."""
         rest = Block(
             self.size - size,
             self.address + size,
@@ -74,10 +74,10 @@ class Block:
 
 @dataclass(slots=True)
 class Pool:
-    """Free blocks of one stream and one sort, by size, then address: best fit is the first.
+    """Free blocks of one stream and one size class, by size, then address: best fit is the first.
 
     Attributes:
-        small: whether it is that of small blocks.
+        small: whether it holds small blocks.
         unmapped: free addresses without memory, the lowest first.
     """
 
@@ -243,7 +243,7 @@ ROUND_LARGE_BYTES = 2 << 20
 
 _FIRST_DIVIDED = 20
 
-"""Power of two from which on `roundup_divisions` tell the sizes of each apart."""
+"""Power of two from which `roundup_divisions` has separate sizes."""
 
 
 class OutOfMemoryError(Exception):
@@ -262,7 +262,7 @@ def round_size(size: int, divisions: tuple[int, ...] = ()) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Return what is asked of the driver for a block of `size` (`get_allocation_size`)."""
+    """Return the size requested from the driver for a block of `size` (`get_allocation_size`)."""
     if size <= SMALL_BYTES:
         return SMALL_BUFFER_BYTES
     if size < MIN_LARGE_BYTES:
@@ -353,7 +353,7 @@ class CachingAllocator:
         return block
 
     def _splits(self, rest: int, size: int, pool: Pool) -> bool:
-        """Return whether the rest of a block becomes one of its own (`should_split`)."""
+        """Return whether the remainder of a block becomes a block (`should_split`)."""
         if pool.small or self.settings.expandable_segments:
             return rest >= MIN_BLOCK_BYTES
         most = self.settings.max_split_bytes

@@ -46,25 +46,26 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
     Attributes:
         peak_bytes: most in use at once, from the allocations and frees of the step.
-        measured_peak_bytes: the allocator's own figure, 0 when not known.
+        measured_peak_bytes: the allocator's figure, 0 if not known.
         start_bytes: in use when the step began.
-        peak_node: id of the node whose operator allocated up to the peak; None when not known.
-        classes: class -> bytes in use at the peak; they add up to `peak_bytes`. Empty where the
-            graph does not tell blocks apart.
-        source: how the classes of what was held before the step are known.
-        reserved_bytes: most the caching allocator had reserved in the capture, 0 if not known.
-        simulated_reserved_bytes: the same by simulation from an empty device; None where the
-            graph does not tell blocks apart.
-        fragmentation_bytes: reserved but not in use, at the peak; measured where it can be.
+        peak_node: id of the node whose operator allocated up to the peak; None if not known.
+        classes: class -> bytes in use at the peak; they sum to `peak_bytes`. Empty if the graph
+            does not distinguish blocks.
+        source: how the classes of memory allocated before the step are known.
+        reserved_bytes: most that the caching allocator reserved in the capture, 0 if not known.
+        simulated_reserved_bytes: the same by simulation from an empty device; None if the graph
+            does not distinguish blocks.
+        fragmentation_bytes: reserved but not in use, at the peak; measured if possible.
         modules: activations, workspace and the like at the peak, the largest first.
         nodes: every node that allocated or freed, in order.
-        target: name of the device it is to fit.
-        capacity_bytes: memory of that device, 0 when not known.
-        beside: what the device holds that the allocator does not see; nothing on a CPU.
-        fits: whether it does, with that; None when the capacity is not known.
-        fits_without_overhead: whether it would without that; None when the capacity is not known.
-        remedies: what would make it fit; empty when it does, and when `beside` alone does not.
-        notes: what a reader should know.
+        target: name of the device it should fit.
+        capacity_bytes: memory of that device, 0 if not known.
+        beside: memory outside the allocator; nothing on a CPU.
+        fits: whether it fits, including `beside`; None if the capacity is not known.
+        fits_without_overhead: whether it would fit without `beside`; None if the capacity is not
+            known.
+        remedies: changes that make it fit; empty if it fits, or if `beside` by itself does not.
+        notes: statements on the quality of the result.
     """
 
     peak_bytes: int
@@ -90,15 +91,15 @@ class MemoryReport(msgspec.Struct, frozen=True):
 def report_memory(
     graph: Graph, target: Gpu | None = None, *, beside_bytes: int | None = None
 ) -> MemoryReport:
-    """Return what the step holds in memory, and whether it fits a device.
+    """Return the memory of the step, and whether it fits a device.
 
     Args:
         graph: a captured graph, re-costed or not.
-        target: the device it is to fit; None: the one it was captured on.
-        beside_bytes: what the device holds that the allocator does not see; None: see `beside`.
+        target: the device it should fit; None: the device of the capture.
+        beside_bytes: memory outside the allocator; None: estimated, see `non_allocator`.
 
     Raises:
-        AnnotateError: the graph tells nothing of memory.
+        AnnotateError: the graph has no memory information.
     """
     measured, nodes = graph.job.measurement, _nodes(graph)
     if measured.memory is None and not nodes and not measured.peak_memory_bytes:
@@ -137,7 +138,7 @@ def _device(graph: Graph, target: Gpu | None, beside_bytes: int | None) -> _Devi
 
 
 def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device) -> MemoryReport:
-    """Return what sums alone tell: the peak, and whether it fits."""
+    """Return a report from sums only: the peak, and whether it fits."""
     measured, known = graph.job.measurement, device.capacity_bytes
     start = measured.start_memory_bytes
     peak = max(measured.peak_memory_bytes, start, *(node.live_bytes for node in nodes))
@@ -169,7 +170,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
 def _with_blocks(
     graph: Graph, log: MemoryLog, nodes: tuple[NodeMemory, ...], device: _Device
 ) -> MemoryReport:
-    """Return what blocks tell: classes at the peak, what is reserved, what would make it fit."""
+    """Return a report from blocks: classes at the peak, reserved memory, mitigations."""
     measured, capacity, room = graph.job.measurement, device.capacity_bytes, device.room_bytes
     held, source = held_blocks(graph, log)
     levels = levels_of(log, held)

@@ -39,9 +39,9 @@ class Need(NamedTuple):
     Attributes:
         levels: bytes in use by class at every moment of the step, int64[8, moments]: a row per
             `MemoryClass`, then that of `STEP_ROW`.
-        capacity_bytes: of the device, less what the allocator does not see of it.
-        reserved_per_allocated: what the allocator reserves for a byte in use.
-        recomputed_bytes: activations that recomputing every layer does not hold; 0: no layers.
+        capacity_bytes: of the device, minus memory outside the allocator.
+        reserved_per_allocated: reserved bytes per byte in use.
+        recomputed_bytes: activations that full recomputation does not keep; 0: no layers.
         layers: layers that hold activations at the peak.
         micro_batch: sequences in a captured micro-batch; None: not known.
     """
@@ -69,10 +69,10 @@ class Mitigation(msgspec.Struct, frozen=True):
 
 
 def remedies(need: Need) -> tuple[Mitigation, ...]:
-    """Return what each change alone would do, and where none suffices the largest two together.
+    """Return the effect of each change, and of the two largest together if no single one suffices.
 
-    Each looks at every moment of the step, not at the old peak alone: with fewer activations the
-    optimizer's step may become the highest.
+    Each is evaluated at every moment of the step, not only at the old peak: with fewer activations
+    the optimizer's step may become the peak.
     """
     recomputed = _recomputed(need)
     found = _micro_batch(need)

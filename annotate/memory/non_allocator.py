@@ -45,7 +45,7 @@ class NonAllocatorMemory(msgspec.Struct, frozen=True):
 
 
 def beside(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
-    """Return what the rank of a graph holds beside the allocator's memory."""
+    """Return the memory of a graph's rank outside the allocator."""
     return (
         NonAllocatorMemory(
             "CUDA context, kernels, libraries",
@@ -108,5 +108,5 @@ def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
 
 
 def _size_of(graph: Graph, name: str) -> int:
-    """Return the ranks of a group; 0 where the graph does not tell."""
+    """Return the ranks of a group; 0 if the graph does not know it."""
     return next((len(one.ranks) for one in graph.job.groups if one.name == name), 0)

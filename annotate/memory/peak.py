@@ -15,16 +15,17 @@ from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 I64 = npt.NDArray[np.int64]
 
 Held = dict[MemoryClass, tuple[int, ...]]
-"""Sizes of the blocks held before the step, by class."""
+"""Sizes of the blocks allocated before the step, by class."""
 
 _GRADIENTS = int(MemoryClass.GRADIENTS)
 
 
 def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
-    """Return the sizes of the blocks held before the step by class, and how they are known.
+    """Return the sizes of the blocks allocated before the step by class, and how they are known.
 
-    They add up to what was allocated then. A capture that does not tell has its gradients held:
-    each is as large as its parameter, and what an optimizer holds is a whole number of copies.
+    They sum to the memory allocated at that time. If the capture does not record them, gradients
+    are assumed allocated, each as large as its parameter, and optimizer states a whole number of
+    copies.
     """
     measured = graph.job.measurement
     start = measured.start_memory_bytes
@@ -60,10 +61,11 @@ def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
 
 
 def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, tuple[Piece, ...]]:
-    """Return what to ask of an allocator for what is held before the step, by class.
+    """Return the requests to an allocator for memory allocated before the step, by class.
 
-    Each is of the pool that the capture tells of, else of the default stream's. What is beyond the
-    blocks told is not asked for where the capture tells what was asked for.
+    Each uses its recorded pool, else that of the default stream. If the log records requested
+    sizes, resident memory that is in no logged block is skipped; otherwise it is allocated from the
+    default stream's pool.
     """
     pools = graph.job.measurement.resident_pools
     asked = bool(log.blocks.spare_bytes)
@@ -104,7 +106,7 @@ def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
 
 
 def most_in_use(log: MemoryLog) -> int:
-    """Return the most that the blocks of a step take at once, beside what was held before."""
+    """Return the most that the blocks of a step take at once, in addition to earlier memory."""
     change = np.zeros(log.events, dtype=np.int64)
     for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
         where = np.array(at, dtype=np.int64)
@@ -150,7 +152,7 @@ def peak_of(levels: I64) -> Peak:
 
 
 def node_at(log: MemoryLog, at: int) -> int | None:
-    """Return the id of the node that allocated at event `at`; None where nobody is known to."""
+    """Return the id of the node that allocated at event `at`; None if not known."""
     places = dict(zip(log.blocks.allocated_at, log.blocks.node, strict=True))
     node = places.get(at, -1) if at >= 0 else -1
     return node if node >= 0 else None

@@ -12,7 +12,7 @@ STEPS = 3
 
 
 class Piece(NamedTuple):
-    """Memory that is asked for: bytes, and the pool to take them of."""
+    """A memory request: bytes, and the pool to take them from."""
 
     bytes: int
     pool: int = 0
@@ -40,9 +40,9 @@ def reserve(
 ) -> Reserve:
     """Simulate the allocator from the model's creation over a few steps.
 
-    Parameters and what is of no class come first; the step's allocations and frees follow, in
-    their order, again and again. The optimizer allocates its state as its first step begins. Each
-    stream has a pool of its own where the log tells of streams (a Kineto trace alone does not).
+    Parameters and unclassified memory come first; the step's allocations and frees follow in order,
+    repeatedly. The optimizer allocates its state when its first step begins. Each stream has its
+    own pool if the log records streams (a Kineto trace alone does not).
 
     Raises:
         OutOfMemoryError: the capacity does not hold it.

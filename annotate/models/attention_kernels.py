@@ -110,16 +110,15 @@ _SLOWNESS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What became of the kernels of one family.
+    """How the kernels of one family change on the target.
 
     Attributes:
-        ran: the family that was measured.
-        runs: the family that is predicted.
-        forward: factor on the time above the floor, beside what the cost model says.
+        ran: the measured family.
+        runs: the predicted family.
+        forward: factor on the time above the floor, on top of the cost model.
         backward: the same of the backward pass.
         reason: why, with the source of the factor.
-        slower: how many times as long the forward pass of what was measured takes as the usual
-            one on its architecture.
+        slower: time of the measured family's forward over that of its architecture's usual family.
     """
 
     ran: str
@@ -139,7 +138,7 @@ AS_IT_RAN = Resolution("", "", 1.0, 1.0, "no attention kernel known here")
 
 @cache
 def family_of(name: str) -> str:
-    """Return the family by a kernel's name, one of `_RUN`; "" where it is none of them."""
+    """Return the family of a kernel by its name, one of `_RUN`; "" if unknown."""
     lowered = name.lower()
     return next((family for family, pattern in _NAMES if re.search(pattern, lowered)), "")
 
@@ -150,10 +149,10 @@ def figure_of(family: str, gpu: Gpu) -> Slowness | None:
 
 
 def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolution:
-    """Return which kernel stands for `ran` of `source` on `target`.
+    """Return the kernel that replaces `ran` of `source` on `target`.
 
     Raises:
-        AnnotateError: the kernel asked for does not run on the target, or there is none such.
+        AnnotateError: the requested kernel is unknown or does not run on the target.
     """
     if asked not in CHOICES:
         raise AnnotateError(
@@ -183,11 +182,11 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
 
 
 def resolve_alone(target: Gpu, asked: str) -> Resolution:
-    """Return what the kernel asked for, or the usual one, makes of attention that none measured.
+    """Return the effect of the requested or usual kernel on attention that was not measured.
 
     Raises:
-        AnnotateError: it does not run on the target, its figure there is not known, or it is what
-            was measured.
+        AnnotateError: it does not run on the target, its figure there is not known, or "same" was
+            requested.
     """
     if asked in ("usual", "eager", "fused"):
         runs = _USUAL.get(target.architecture, ("",))[0]

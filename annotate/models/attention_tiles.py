@@ -30,9 +30,11 @@ _FITTED_TO = 128 + 128  # head sizes of query and value
 _EXPONENTIALS = 16  # of an SM in a cycle: NVIDIA's since Volta, a compute unit of AMD's
 _VECTOR_FLOPS = 16  # for each exponential, of cores that are few and wide; measured on none
 _BACKWARD = 1.35
-"""Time of the backward pass's products over the forward's, for each FLOP: 1.36 to 1.42 by
-FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the H200's
-database; less on GPUs whose tensor units are slower beside their exponentials."""
+"""Time per FLOP of the backward pass's products over the forward's.
+
+1.36 to 1.42 by FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the
+H200's database; less on GPUs whose tensor units are slower relative to their exponentials.
+"""
 
 
 def attention_ns(
@@ -45,13 +47,13 @@ def attention_ns(
     """Return the time of fused attention in ns, float64[d].
 
     Args:
-        gpu: where it runs.
-        rates: of each one's data type. It is held back by power less than a product: what counts is
-            the geometric mean of sustained and peak rate.
-        shapes: batch, heads, key heads, query and key length, head size of query and value,
-            causal (2: the queries are those of the last keys), backward, float64[d, 9].
-        c: as fitted.
-        described: the GPU before a what-if changed its figures; None: they are as described.
+        gpu: the GPU.
+        rates: rates of each call's dtype. Power limits attention less than GEMMs: the geometric
+            mean of sustained and peak rate counts.
+        shapes: batch, heads, key heads, query and key length, head size of query and value, causal
+            (2: the queries are those of the last keys), backward, float64[d, 9].
+        c: fitted coefficients.
+        described: the GPU before overrides of its figures; None: no overrides.
     """
     columns: list[F64] = list(shapes.T)
     batch, heads, key_heads, rows, keys, d, dv, causal, back = columns

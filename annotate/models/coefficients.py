@@ -31,22 +31,22 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the time of a product depends on beside shapes and the GPU's description.
+    """Coefficients of the time of a GEMM, in addition to shapes and the GPU's description.
 
     Attributes:
         synchronous: of architectures in `SYNCHRONOUS`.
         asynchronous: of architectures in `ASYNCHRONOUS`.
         tile: edge of the square tile, in elements, whose operands cost as much as its products.
         prologue_cycles: clock cycles before the first product of a tile.
-        step_cycles: latency of 64 elements along the inner size of a tile that is alone.
-        epilogue_cycles: cycles that the last tile of 128 x 128 results takes to be stored.
-        overlap: how well compute and loading hide each other: 1 is not at all.
+        step_cycles: latency of 64 elements along the inner size of a single tile.
+        epilogue_cycles: cycles to store the last tile of 128 x 128 results.
+        overlap: exponent of how compute and loading overlap: 1 is no overlap.
         write_overlap: the same of both and writing results.
-        l2_bytes_per_cycle: what an SM gets from the last-level cache in a cycle.
-        split_ns: what dividing the inner size among SMs costs.
-        burst: part of the way, in ln, from sustained to peak rate that short kernels run at.
-        floor: launch floors that a product takes beside its tiles.
-        choice: spread, in ln of time, of the tiles that a library picks.
+        l2_bytes_per_cycle: bytes per cycle from the last-level cache to an SM.
+        split_ns: cost of dividing the inner size among SMs.
+        burst: position of short kernels between sustained and peak rate, in ln.
+        floor: launch floors in addition to the tiles.
+        choice: spread, in ln of time, of the tilings that a library picks.
         ramp_cycles: cycles until memory streams at full bandwidth.
     """
 
@@ -67,13 +67,13 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same of fused attention.
+    """Coefficients of fused attention.
 
     Attributes:
-        floor: launch floors beside the tiles.
-        efficiency: part of the geometric mean of sustained and peak rate that its products reach.
+        floor: launch floors in addition to the tiles.
+        efficiency: share of the geometric mean of sustained and peak rate that its products reach.
         prologue_cycles: cycles before the first product of a tile of 128 queries.
-        overlap: how well compute and memory hide each other: 1 is not at all.
+        overlap: exponent of how compute and memory overlap: 1 is no overlap.
     """
 
     floor: float
@@ -87,10 +87,10 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         low: four of five are above this and below `high`.
-        high: the same the other way; -`low`, for the next GPU may be off either way.
-        shared: standard deviation of what all kernels on a GPU have in common.
+        high: upper bound; `low` is -`high`, because the next GPU may be off in either direction.
+        shared: standard deviation of the part that all kernels on a GPU share.
         own: standard deviation of the rest.
-        count: predictions these are of.
+        count: number of predictions.
     """
 
     low: float
@@ -101,18 +101,19 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything fitted.
+    """All fitted coefficients.
 
     Attributes:
         provenance: date, versions, data and its licence, GPUs.
-        gemm: the time of products.
-        attention: the time of fused attention.
-        same_die: part of the source's deviation from its tiles that a GPU of the same die shares.
+        gemm: GEMMs.
+        attention: fused attention.
+        same_die: share of the source's deviation from its tiles that carries over to a GPU of the
+            same die.
         product_carried: the same for a GPU of another die.
-        eight_bit_carried: the same of products in 8 bits, whose libraries the fit has not seen.
+        eight_bit_carried: the same of GEMMs in 8 bits, whose libraries the fit has not seen.
         attention_carried: the same of forward attention.
-        hull: property of a GPU -> the least and the most of the GPUs fitted to.
-        errors: sort of prediction -> its errors.
+        hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
+        errors: kind of prediction -> its errors.
     """
 
     provenance: dict[str, str]

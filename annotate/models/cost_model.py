@@ -11,20 +11,20 @@ Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
 
 Alone = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
-"""(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
+"""(kernels, target) -> (durations in ns of unmeasured kernels, a `Rule` for each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A rule from one GPU to another.
+    """A rule to transfer time from one GPU to another.
 
     Attributes:
-        name: in reports, and in the annotation of the graphs made.
+        name: in reports, and in the annotation of re-costed graphs.
         predict: for kernels that a GPU has measured.
-        alone: for kernels that nobody measured, those of a CPU capture.
-        has_intervals: whether the shipped errors are its own.
+        alone: for kernels that were not measured, as in a CPU capture.
+        has_intervals: whether the shipped errors apply to it.
         resolves_kernels: whether attention becomes the kernel that the target runs.
-        looks_up: whether a measurement of the same call on the target takes its place.
+        looks_up: whether a measurement of the same call on the target takes precedence.
     """
 
     name: str

@@ -16,12 +16,12 @@ _UNKNOWN_ARCHITECTURE = 0.7
 _PROVEN = 1.0  # as far outside as the families that were left out
 
 _HELD = 1.3, 3.3
-"""So far outside the weight of this model stays as it is, on NVIDIA's GPUs.
+"""Distance from the fitted NVIDIA GPUs up to which this model keeps its full weight.
 
-An L40S, 1.3 outside where its family is left out, is told best by three parts of this model and one
-of the other. A V100 and a T4 are 2.3 and 3.3 outside: so their products are 1.17 and 1.19 times off
-in DeepBench, from each other's measurement 1.14 and 1.21; were the weight to fall on, 1.25 and
-1.18, 1.23 and 1.28 (benchmarks/deepbench.py).
+An L40S, 1.3 outside if its family is left out, is predicted best by three parts of this model and
+one of the other. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs are 1.17 and 1.19 times off
+in DeepBench, and 1.14 and 1.21 from each other's measurement. If the weight kept falling, they
+would be 1.25 and 1.18, 1.23 and 1.28 off (benchmarks/deepbench.py).
 """
 
 
@@ -52,11 +52,11 @@ def outside(gpu: Gpu, c: Coefficients) -> float:
 
 
 def trust_in(gpu: Gpu, c: Coefficients) -> float:
-    """Return the weight of this model for a GPU: 1 unless it is unlike those fitted to.
+    """Return the weight of this model for a GPU: 1 unless it is far from the fitted GPUs.
 
-    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well. A
-    figure that is set leaves the weight as it was: what it changes is to be seen, and not what
-    another mixture of models would.
+    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
+    Overridden figures
+    do not change the weight: their effect should show, not that of another mixture of models.
     """
     distance, (least, most) = outside(gpu.as_described, c), _HELD
     if gpu.is_nvidia:
@@ -65,10 +65,10 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
 
 
 def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
-    """Return the same for what is made of several products.
+    """Return the weight for calls that are made of several GEMMs.
 
-    1 for NVIDIA's GPUs as near as a T4: convolutions are told there by the tiles alone, and the
-    other model has them as one product, which on a V100 and a T4 takes half their time.
+    1 for NVIDIA GPUs as near as a T4: there the tiles alone predict convolutions. The other model
+    sees one GEMM, which takes half their time on a V100 and a T4.
     """
     near = _HELD[1] if gpu.is_nvidia else _PROVEN
     return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
@@ -112,14 +112,14 @@ KINDS = (
     "looked_up_otherwise",
     "composed",
 )
-"""Kinds of prediction, each with errors of its own; "kept" has none.
+"""Kinds of prediction with separate errors; "kept" has none.
 
-Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
-memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured, and
-so is a product whose rows begin off 16 bytes, of which eight were measured, up to 1.5 times off;
-attention ("attention_alone") is less sure, too. Convolutions and recurrent layers measured nowhere
-("composed") have errors by DeepBench, of two GPUs unlike those fitted to, see
-benchmarks/deepbench.py: they are not widened.
+"resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
+without a measurement ("memory_alone") are much less certain than measured ones. So are GEMMs with
+misaligned rows, of which eight were measured, up to 1.5 times off, and unmeasured attention
+("attention_alone"). Unmeasured convolutions and recurrent layers ("composed") have errors from
+DeepBench, of two GPUs that differ from the fitted ones (benchmarks/deepbench.py), so they are not
+widened.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -130,12 +130,12 @@ _UNFITTED = ("retyped",)
 _OTHER_VENDORS = {"memory": 2.1, "memory_alone": 1.8, "composed": 1.8}
 
 _FARTHER = 2.0
-"""On GPUs of other vendors, to which nothing was fitted: the factor on errors by bandwidth, by
-their kind, and how much farther outside those fitted to products count.
+"""Widening of errors on GPUs of other vendors, to which nothing was fitted.
 
-So wide that 80% hold of what five models took on an MI300X, told from an H100 (public Kineto
-traces, AMD-AGI/TraceLens: 134 shapes by bandwidth, 26 products). Of attention there are three
-shapes, which took 1.5 to 2.2 times as long as told: one is inside.
+A factor on errors by bandwidth and by kind, and the additional distance from the fitted GPUs for
+GEMMs. Wide enough to hold 80% of the times of five models on an MI300X, predicted from an H100
+(public Kineto traces, AMD-AGI/TraceLens: 134 shapes by bandwidth, 26 GEMMs). Of the three attention
+shapes, which took 1.5 to 2.2 times as long as predicted, one is inside.
 """
 
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
@@ -148,12 +148,12 @@ TINY_NS = 3000
 
 
 class Uncertainty(NamedTuple):
-    """What is known of n look-ups beside their kind.
+    """Uncertainty of n look-ups, in addition to that of their kind.
 
     Attributes:
-        own: standard deviation in ln of each, beside that of its kind, float64[n].
+        own: standard deviation in ln of each, in addition to that of its kind, float64[n].
         otherwise: whether the row was measured with other versions than the trace, bool[n].
-        loosely: whether the time depends on more than the call tells, bool[n].
+        loosely: whether the time depends on more than the key records, bool[n].
     """
 
     own: F64
@@ -241,14 +241,14 @@ def least_known(source: Gpu | None, target: Gpu) -> Gpu:
 
 
 def widening(target: Gpu, c: Coefficients, kind: str) -> float:
-    """Return the factor on the errors of a kind of prediction for a GPU unlike those fitted to.
+    """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
-    With a die family left out of the fit, errors grew by about a quarter for each unit that it was
-    outside, see `likeness`; none was more than 1.3 outside, so beyond they grow faster. The rules
-    for `_UNFITTED` know no GPU better than another; what was looked up on the GPU itself, or goes
-    from one size to another by its bytes, is not widened. Nor is what goes by bandwidth, on GPUs of
-    the vendor of those measured: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and
-    elementwise kernels of 30 us and more are as near their roofline as on an A100.
+    With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
+    `likeness`). None was more than 1.3 outside, so errors grow faster beyond. The rules for
+    `_UNFITTED` kinds do not know one GPU better than another. Look-ups on the GPU itself, and
+    changes of size by bytes, are not widened. Nor is anything memory-bound on GPUs of the measured
+    vendor: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us
+    and more are as close to their roofline as on an A100.
     """
     if kind in _WITHOUT_MODEL:
         return 1.0

@@ -24,13 +24,15 @@ _LAUNCHES = {
     OpClass.REDUCTION: 0.77,
 }
 
-"""The shortest kernels of a class over those of products, by which a description tells its floor;
-1 of those that are not here. Measured on an H200 (2640 ns of a product): medians of calls of up to
-300 kB in the shipped kernel database, of copies and embeddings in captured steps.
+"""Shortest kernels of a class relative to GEMMs, which scale a description's launch floor.
 
-Of NVIDIA's GPUs alone. On an MI300X no class is shorter than the others: of public Kineto traces
+1 for classes that are absent. Measured on an H200 (2640 ns for a GEMM): medians of calls of up to
+300 kB in the shipped kernel database; copies and embeddings in captured steps.
+
+For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
 (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
-copies of 4.5, fills of 4.6, reductions of 5.5, products of 2.2 and 6.1."""
+copies of 4.5, fills of 4.6, reductions of 5.5, GEMMs of 2.2 and 6.1.
+"""
 
 
 def launches_of(sort: OpClass) -> float:
@@ -42,12 +44,12 @@ F64 = npt.NDArray[np.float64]
 
 
 class Parts(NamedTuple):
-    """The products of calls that are made of several, see `record.Part`.
+    """GEMMs of calls that are made of several, see `record.Part`.
 
     Attributes:
-        call: of which call each is part, ascending, int64[p].
-        times: how often each is done, float64[p].
-        launches: launch floors beside it, each time, float64[p].
+        call: the call that each belongs to, ascending, int64[p].
+        times: repetitions of each, float64[p].
+        launches: additional launch floors per repetition, float64[p].
         shapes: as `tiles.gemm_ns` takes them, float64[p, 7].
     """
 
@@ -106,12 +108,14 @@ _BLOCK = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Operations per second for the sort of work each node does; nan where there is no rate.
+    """Operations per second for the class of work of each node; nan if there is no rate.
 
     Attributes:
-        peak: datasheet peak, float64[n]; of vector units what they hold, as nothing caps them.
-        sustained: what long kernels hold under the power cap, float64[n].
-        wider: whether both are those of a wider type, for want of units for the node's, bool[n].
+        peak: datasheet peak, float64[n]; for vector units the sustained rate, which no power cap
+            limits.
+        sustained: rate of long kernels under the power cap, float64[n].
+        wider: whether both are rates of a wider dtype, because the GPU has no units for the node's,
+            bool[n].
     """
 
     peak: F64
@@ -121,29 +125,29 @@ class KernelRates:
 
 @dataclass(frozen=True, slots=True)
 class KernelFeatures:
-    """Nodes to re-cost; every array has one entry for each.
+    """Nodes to re-cost; every array has one entry per node.
 
     Attributes:
-        duration_ns: measured durations, 0 where the trace has none, float64[n].
-        flops: FLOPs, nan when not known, float64[n].
-        bytes: bytes read and written, nan when not known, float64[n].
+        duration_ns: measured durations, 0 if the trace has none, float64[n].
+        flops: FLOPs, nan if not known, float64[n].
+        bytes: bytes read and written, nan if not known, float64[n].
         matmul: whether the FLOPs are matrix products, bool[n].
-        matmul_class: whether the class is GEMM or attention, FLOPs known or not, bool[n].
-        over_link: whether it is a copy that crosses the host's link or another GPU's, or
-            communication of which the trace tells no group, bool[n].
-        transfer: whether it is a copy or a fill that no kernel does, bool[n].
+        matmul_class: whether the class is GEMM or attention, with or without known FLOPs, bool[n].
+        over_link: whether it is a copy over the host link or to another GPU, or communication
+            without a recorded group, bool[n].
+        transfer: whether it is a copy or fill by a copy engine, bool[n].
         dtype: positions in `dtypes`, int64[n].
-        dtypes: types of the products' operands; "" for none.
+        dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `gemm` and `attention`, int64[n].
         gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
         attention: the same for `attention_tiles.attention_ns`, float64[d, 9].
-        parts: products of the calls that are made of several, in the order of their calls.
+        parts: GEMMs of calls that are made of several, in the order of their calls.
         operator_ns: time of all kernels of the operator instance, float64[n].
-        launches: part of a description's launch floor that the shortest of its class take,
+        launches: shortest kernel of its class as a share of the description's launch floor,
             float64[n].
-        passes: how many times over its operator's kernels stream the bytes, float64[n].
-        rereads: how many times over the memory sees them, not the cache, float64[n].
-        cycles: of an SM, that its elements take at least, float64[n].
+        passes: how often the operator's kernels stream the bytes, float64[n].
+        rereads: how often memory, not the cache, serves them, float64[n].
+        cycles: SM cycles that its elements take at least, float64[n].
     """
 
     duration_ns: F64
@@ -208,7 +212,7 @@ class KernelFeatures:
 
     @property
     def part_of_operator(self) -> F64:
-        """Part of its operator instance's time that each node takes; 1 where nobody measured."""
+        """Share of its operator instance's time that each node takes; 1 if not measured."""
         measured = self.operator_ns > 0
         alone = np.ones(len(self.operator_ns))
         return np.divide(self.duration_ns, self.operator_ns, out=alone, where=measured)
@@ -245,7 +249,7 @@ class KernelFeatures:
 
 
 def _padded(rows: list[tuple[int, ...]], width: int) -> F64:
-    """Return one row for each call, zeros where there is none, float64[d, width]."""
+    """Return one row for each call, zeros for a call without shape, float64[d, width]."""
     filled = [row or (0,) * width for row in rows]
     return np.array(filled, dtype=np.float64).reshape(-1, width)
 
@@ -314,9 +318,9 @@ def _rates(dtypes: list[str], rate: Callable[[str], float | None]) -> F64:
 
 
 def matmul_ratio(source: Gpu, target: Gpu, *, sustained: bool) -> float | None:
-    """Return source over target rate of 16-bit matrix products, or None when one has none.
+    """Return the source's rate of 16-bit GEMMs over the target's; None if one has no such rate.
 
-    For products whose operands nobody recorded; bfloat16, or float16 where bfloat16 is missing.
+    For GEMMs whose operands were not recorded; bfloat16, or float16 if bfloat16 is missing.
     """
     for dtype in ("bfloat16", "float16"):
         rates = [

@@ -61,14 +61,14 @@ weigh. There products of 25,089 and 5185 rows, whose rows begin well, run at 205
 
 
 def rows_off(gemm: F64) -> tuple[Mask, Mask]:
-    """Return whether the rows of an operand, and of the result, begin off the boundaries.
+    """Return whether the rows of an operand, and of the result, are misaligned.
 
-    The result's rows are n long, an operand's k where it is not transposed. Of a weight's gradient
-    an operand's are m long: the m of tokens is not told from it by the shape, but by the step, in
-    which a layer's width is some product's n.
+    Rows of the result are n long; those of an operand k if it is not transposed. For a weight
+    gradient an operand's rows are m long. The shape does not distinguish m from a number of tokens;
+    the step does, because a layer's width is n in some other GEMM.
 
     Args:
-        gemm: all products of a step as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
+        gemm: all GEMMs of a step as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
 
     Returns:
         Two masks, bool[d].

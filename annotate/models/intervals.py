@@ -31,12 +31,12 @@ HALF_WIDTH = 1.2816
 
 
 class Others(NamedTuple):
-    """What figures that are set make of n times that are known of the target as described.
+    """The effect of overridden figures on n times that are known for the target as described.
 
     Attributes:
-        factor: time with them over time without, by a model, float64[n].
-        rules: by which that model told, uint8[n].
-        known: whether the time without was measured on the target, bool[n].
+        factor: time with overrides over time without, by a model, float64[n].
+        rules: the model's rule, uint8[n].
+        known: whether the time without overrides was measured on the target, bool[n].
     """
 
     factor: F64
@@ -74,19 +74,19 @@ def intervals(
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
-    The step is no shorter than with all nodes at their low ends, and no longer than at their high.
+    The step's interval lies within the sums of all low ends and all high ends.
 
     Args:
-        kernels: what was re-costed.
+        kernels: the re-costed kernels.
         predicted: durations in ns and rules of a model, n of each.
-        source: GPU they were measured on; None: nobody measured them.
+        source: GPU they were measured on; None: not measured.
         target: GPU they are predicted for.
-        c: whose errors.
-        changed: whether a node is another kernel, or has another type, than was measured: then it
-            is no more certain on a GPU of the source's die, bool[n]; None: none is.
-        resized: whether a node was measured at another size, bool[n]; None: none was.
-        doubt: of look-ups; None where there are none.
-        others: what figures of the target that are set make of it; None where none is.
+        c: coefficients with errors.
+        changed: whether a node is another kernel or has another dtype than measured, bool[n]; None:
+            no node. Such a node is no more certain on a GPU of the source's die.
+        resized: whether a node was measured at another size, bool[n]; None: no node.
+        doubt: uncertainty of look-ups; None without look-ups.
+        others: effect of overridden figures; None without overrides.
     """
     moved, _ = predicted
     kinds = kinds_of(kernels, predicted, source, target, doubt)
@@ -127,9 +127,10 @@ class ErrorKinds(NamedTuple):
     def with_others(
         self, kernels: KernelFeatures, moved: F64, others: Others, target: Gpu, c: Coefficients
     ) -> Self:
-        """Return those with what figures that are set make of times known without them.
+        """Return the intervals of times known without overrides, after overrides.
 
-        The ratio errs as the model does between GPUs of one die, but by no more than it changes.
+        The ratio errs as the model does between GPUs of one die, but by no more than the change
+        itself.
         """
         if not others.known.any():
             return self

@@ -22,17 +22,17 @@ def least_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
 def no_less(
     moved_ns: F64, before: KernelFeatures, here: Gpu, after: KernelFeatures, there: Gpu
 ) -> F64:
-    """Return predictions that are at least what the target's description allows.
+    """Return predictions that are at least the target's lower bound.
 
-    A kernel that was measured in less than the source's allows (counted is more than it does: what
-    a mask hides, say, or a convolution by another algorithm) may take as much less on the target.
+    A kernel measured faster than the source's bound (its work is overcounted: a mask hides some, or
+    a convolution uses another algorithm) may be faster than the target's bound by the same factor.
 
     Args:
         moved_ns: predicted durations, float64[n].
-        before: the kernels as measured; where nothing was, the description counts.
-        here: where they were measured.
+        before: the kernels as measured; unmeasured ones use the description.
+        here: the GPU they were measured on.
         after: the kernels as they are predicted.
-        there: where they are predicted.
+        there: the GPU they are predicted for.
     """
     allowed = least_ns(before, here)
     measured = (allowed > 0) & (before.duration_ns > 0)

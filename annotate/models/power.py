@@ -16,8 +16,10 @@ F64 = npt.NDArray[np.float64]
 _SHIPPED = Path(__file__).with_name("power.toml")
 
 _PER_SCORE = 5.0, 9.0
-"""Vector operations for each score of attention, forward and backward: those of a softmax, and of
-its gradient beside it."""
+"""Vector operations per attention score, forward and backward.
+
+Those of a softmax, and of its gradient in the backward.
+"""
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,15 +42,15 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fitted power model, as `power.toml` has it.
+    """The fitted power model, as in `power.toml`.
 
     Attributes:
-        source: where the measurements come from.
+        source: origin of the measurements.
         fitted: when, and to what.
         kernel_low: ln(measured / predicted) of a call of a class left out of the fit, 10 %.
         kernel_high: the same, 90 %.
-        step_error: largest error of summed energy that was not fitted to.
-        step_errors: what these were.
+        step_error: largest error of summed energy outside the fit.
+        step_errors: the steps behind it.
         coefficients: of any GPU.
     """
 

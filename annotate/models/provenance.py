@@ -99,11 +99,11 @@ AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 
 BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
 
-"""Rules of products and attention whose tiles told."""
+"""Rules of GEMMs and attention that used tiles."""
 
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
     *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OTHERS),
 )
 
-"""Rules under which a measurement on the target told."""
+"""Rules that used a measurement on the target."""

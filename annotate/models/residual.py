@@ -13,32 +13,33 @@ from onerank.annotate.models.provenance import Rule
 def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
 
-    The measured time is split; each part goes over to the target by the resource it spends.
+    The measured time is split, and each part scales with the resource that it uses.
 
-    1. The launch floor of the kernel's class becomes the target's (a shorter kernel scales whole).
+    1. The launch floor of the kernel's class becomes the target's (a shorter kernel scales as a
+       whole).
     2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained rate,
-       becomes the target's. Call u the share of the time above the floor that it explains.
-    3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
+       becomes the target's. u is the share of the time above the floor that it explains.
+    3. The rest is inefficiency. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
-       latency and issue slots, which scale with SMs x clock (see `issue_rate`), partly beside the
-       memory's time: time to the power `BESIDE` is the sum of both to that power. Of a product,
-       and to or from a core of another vendor, whose instructions do other things, the rest scales
-       between bandwidth and SMs x clock; the exponents are u and 1 - u.
-    4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
-       time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
+       latency and issue slots, which scale with SMs x clock (see `issue_rate`) and partly overlap
+       memory time: time to the power `BESIDE` is the sum of both to that power. For a GEMM, and to
+       or from a core of another vendor, whose instructions differ, the rest scales between
+       bandwidth and SMs x clock; the exponents are u and 1 - u.
+    4. A memory-bound kernel faster than its roofline finds its data in cache. The share of memory
+       time is then the inverse of u, and the exponents of 3 apply to all of it.
 
-    Copies and fills that no kernel does go above the floor by bandwidth. Products in a data type
-    that a GPU has no units for go by the rate of a wider one (counted; see `kernels`). No kernel
-    is faster than the target's description allows, see `least`.
+    Copies and fills by copy engines scale with bandwidth above the floor. GEMMs in a dtype without
+    units use the rate of a wider one (counted; see `kernels`). No kernel is faster than the
+    target's lower bound (see `least`).
 
-    There is no fitted coefficient but `BESIDE`. The form of 3 (compute-bound) and 4 was chosen
-    among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang
-    0.5.10); over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%, by
-    `benchmarks/gemm_transfer.py`. Kernels with FLOPs unknown: matrix products and attention go
-    above the floor by the sustained 16-bit rate; with bytes known, others go by the roofline's
-    memory term; with neither, above the floor by bandwidth, since what has no formula here is
-    mostly fused pointwise work, sorting and scans, which stream memory. All are counted. See
-    `measured` for what stays as it is.
+    `BESIDE` is the only fitted coefficient. The form of 3 (compute-bound) and 4 was chosen among
+    some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang 0.5.10);
+    over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%
+    (`benchmarks/gemm_transfer.py`). For kernels with unknown FLOPs: GEMMs and attention scale above
+    the floor with the sustained 16-bit rate; others with known bytes use the roofline's memory
+    term; without either, they scale above the floor with bandwidth, since operators without formula
+    are mostly fused pointwise work, sorting and scans, which stream memory. All are counted. See
+    `measured` for nodes that keep their duration.
     """
     moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
     for rows, some in kernels.blocks():
@@ -52,18 +53,18 @@ def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]
 
 
 class Terms(NamedTuple):
-    """What the prediction of n kernels is made of.
+    """Terms of the prediction of n kernels.
 
     Attributes:
-        floor_ns: time of the launch floor on the source, float64[n].
+        floor_ns: launch floor on the source, float64[n].
         above_ns: time above it, float64[n].
-        roof_ns: what the roofline makes of that on the source, float64[n].
+        roof_ns: roofline time on the source, float64[n].
         by_roof: roofline of the target over that of the source, float64[n].
         by_issue: SMs x clock of the source over those of the target.
         by_peak: uncapped peak of the source over that of the target, float64[n].
-        part: of the time above the floor, what the roofline explains; where the data are in cache,
-            what is memory's, float64[n].
-        cached: whether they are, bool[n].
+        part: share of the time above the floor that the roofline explains; for cached data, the
+            share of memory, float64[n].
+        cached: whether the data are cached, bool[n].
         factor: on the time above the floor, float64[n].
         rule: a `Rule` for each, uint8[n].
     """
@@ -81,10 +82,12 @@ class Terms(NamedTuple):
 
 
 BESIDE = 1.5
-"""How far a kernel's memory and its instructions run beside each other: 1 one after the other,
-without end all of the shorter beside the longer. Of 1 to 3 what is nearest in ten captured steps of
-H200 and H100, one told from the other (`benchmarks/paired_steps.py`), in all and of softmaxes too;
-norms, activations and the like of A100 and H100 in another campaign are flat around it.
+"""Exponent of the overlap of a kernel's memory and instruction time.
+
+1: one after the other; infinity: complete overlap. The value of 1 to 3 with the smallest error in
+ten captured steps of H200 and H100, one predicted from the other (`benchmarks/paired_steps.py`),
+over all kernels and for softmaxes; norms, activations and the like of A100 and H100 in another
+campaign do not distinguish values around it.
 """
 
 _SM_BYTES_PER_CYCLE = 64
@@ -92,7 +95,7 @@ _SM_BYTES_PER_CYCLE = 64
 
 
 def issue_rate(gpu: Gpu) -> float:
-    """Return SMs x clock in Hz; a core of another sort counts as the SMs its memory could feed.
+    """Return SMs x clock in Hz; a wide core counts as the SMs that its memory could feed.
 
     A TPU has one or two cores, each as wide as many SMs.
     """
@@ -101,14 +104,14 @@ def issue_rate(gpu: Gpu) -> float:
 
 
 def _together(explained: F64, by_roof: F64, by_issue: float) -> F64:
-    """Return what a kernel's memory and its instructions make of its time, beside each other."""
+    """Return a kernel's time from its overlapping memory and instruction times."""
     memory: F64 = explained**BESIDE
     powers: F64 = memory * by_roof**BESIDE + (1 - memory) * by_issue**BESIDE
     return powers ** (1 / BESIDE)
 
 
 def beside(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Mask:
-    """Return of which kernels the rest is instructions that an SM of either GPU does alike."""
+    """Return the kernels whose rest is instructions that SMs of both GPUs execute equally."""
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 

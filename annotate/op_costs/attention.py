@@ -125,7 +125,7 @@ _LAYOUTS = {
 FORMULAS: dict[str, Formula] = {name: _formula(layout) for name, layout in _LAYOUTS.items()}
 
 NEED_VALUES = frozenset(FORMULAS)
-"""Operators whose cost depends on argument values, not on shapes alone."""
+"""Operators whose cost depends on argument values in addition to shapes."""
 
 
 def causal_position(op: str) -> int:

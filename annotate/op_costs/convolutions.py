@@ -46,7 +46,7 @@ class _Sizes(NamedTuple):
         return 2 * self.small.numel * self.large_channels * self.kernel
 
     def parts(self, *sorts: str) -> tuple[Part, ...]:
-        """Return the products of the sorts of `SLOWER`."""
+        """Return the GEMMs of the kinds in `SLOWER`."""
         return tuple(self._part(sort) for sort in sorts)
 
     def _part(self, sort: str) -> Part:
@@ -93,8 +93,8 @@ def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Form
     """Return the formula of a forward convolution.
 
     Args:
-        transposed_at: argument that tells whether it is transposed; None: none does.
-        transposed: whether it is by its name.
+        transposed_at: argument that says whether it is transposed; None: no such argument.
+        transposed: whether its name says so.
     """
 
     def formula(call: Call) -> Work | None:
@@ -109,7 +109,7 @@ def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Form
 
 
 def _convolution_backward(call: Call) -> Work | None:
-    """The gradients of input and weight take the forward's products once each, if asked for."""
+    """The gradients of input and weight each take the forward's products once, if requested."""
     grad, x, weight = (call.tensor(position) for position in range(3))
     mask = call.value(10)
     if grad is None or x is None or weight is None or not isinstance(mask, list):
@@ -122,7 +122,7 @@ def _convolution_backward(call: Call) -> Work | None:
 
 
 def allowing_tf32(x: Tensor) -> Tensor:
-    """Return what cuDNN multiplies: PyTorch lets it (unlike cuBLAS) use TF32."""
+    """Return the dtype that cuDNN multiplies in: unlike for cuBLAS, PyTorch allows TF32."""
     return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x
 
 
@@ -142,4 +142,4 @@ FORMULAS: dict[str, Formula] = {
 }
 
 NEED_VALUES = frozenset({*_BY_ARGUMENT, "convolution_backward"})
-"""Operators whose cost depends on argument values, not on shapes alone."""
+"""Operators whose cost depends on argument values in addition to shapes."""

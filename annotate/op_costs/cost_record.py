@@ -9,7 +9,7 @@ from onerank.ir import UNKNOWN
 
 
 class Part(NamedTuple):
-    """A dense product [m, k] x [k, n], of those that a call is made of.
+    """A dense product [m, k] x [k, n], one of those that a call is made of.
 
     Attributes:
         batch: how many there are at once.
@@ -17,9 +17,9 @@ class Part(NamedTuple):
         n: columns of the result.
         k: inner size.
         item_bytes: of an element of operands and result.
-        reuse: elements of [m, k] that are one in memory, as an image's are in a convolution.
-        times: how often it is done, or how many times as long as a product it takes.
-        launches: launch floors beside the product, each time.
+        reuse: elements of [m, k] that share one element in memory, as in a convolution's image.
+        times: repetitions, or how many times as long as a GEMM it takes.
+        launches: additional launch floors, each time.
     """
 
     batch: int
@@ -34,22 +34,22 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call does, however fast it does it.
+    """The work of a call, independent of its speed.
 
     Attributes:
         flops: floating-point operations, a multiply-add counting two; UNKNOWN without a formula.
         bytes_read: bytes of the operands, each read once; UNKNOWN without shapes.
         bytes_written: bytes of the results, each written once; UNKNOWN without shapes.
-        matmul: whether the operations are matrix products, so run at `dtype`'s matmul rate.
-        dtype: type of the products' operands; "" when `matmul` is false.
-        gemm: of one dense product, (batch, m, n, k, bytes of an operand's and a result's element).
-        parts: of a convolution or a recurrent layer, the products that libraries make of it.
-        attention: of fused attention, (batch, heads, key heads, query length, key length, head
-            size of query and of value, causal, backward); causal 2: queries of the last keys.
-        launches: part of a description's launch floor that the shortest such calls take.
-        passes: how many times over its kernels stream the bytes.
-        rereads: how many times over the memory sees them, not the cache.
-        cycles: of an SM, that its elements take at least.
+        matmul: whether the operations are matrix products, which run at `dtype`'s GEMM rate.
+        dtype: dtype of the operands; "" if `matmul` is false.
+        gemm: of one dense GEMM, (batch, m, n, k, bytes of an operand's and a result's element).
+        parts: of a convolution or a recurrent layer, the GEMMs that libraries turn it into.
+        attention: of fused attention, (batch, heads, key heads, query length, key length, head size
+            of query and of value, causal, backward); causal 2: queries of the last keys.
+        launches: shortest such call as a share of the description's launch floor.
+        passes: how often its kernels stream the bytes.
+        rereads: how often memory, not the cache, serves them.
+        cycles: SM cycles that its elements take at least.
     """
 
     flops: int = UNKNOWN

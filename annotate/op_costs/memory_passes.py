@@ -38,7 +38,7 @@ _COUNTED = {
     "batch_norm_backward": 5 / 3,
     "native_group_norm_backward": 5 / 3,
 }
-"""By the kernels: sums, then the result; nobody measured them."""
+"""From the kernels' code: sums, then the result. Not measured."""
 
 _LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured as the norms are
 _ADDED_IN_16_BITS = 5.7  # `index_add_` of rows of 4 and 8 kB there
@@ -87,7 +87,7 @@ steps on an H200: 1.25 to 1.56 of `elementwise_kernel` and `unrolled_elementwise
 
 
 def cycles_of(call: Call, sort: OpClass) -> float:
-    """Return the cycles of an SM that a call's elements take; 0 where its bytes tell."""
+    """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
     if sort is OpClass.REDUCTION:
         return call.numel(0) / _ADDED_IN_A_CYCLE
     if sort is OpClass.ELEMENTWISE or call.op == "copy_":

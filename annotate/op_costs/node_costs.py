@@ -18,7 +18,7 @@ from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
 from onerank.ir.errors import AnnotateError
 
 NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
-"""Operators, by base name, whose cost depends on argument values, not on shapes alone."""
+"""Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
 _MOST = 2**61
 """FLOPs or bytes of a call; sums of reads and writes have a place in 64 bits."""
@@ -51,11 +51,11 @@ def work_of(
         inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
         outputs: the same of the results.
         values: input values, for operators that `needs_values`.
-        fills: whether the zeros that it writes a part of are written by it, and not by a kernel
-            beside it: of a CPU capture, whose nodes are whole operators.
+        fills: whether the call itself zeroes a result that it writes in part, and not a separate
+            kernel: in a CPU capture, whose nodes are whole operators.
 
     Raises:
-        AnnotateError: the text cannot be read, or tells of more work than 64 bits count.
+        AnnotateError: the text cannot be read, or the work exceeds 64 bits.
     """
     try:
         call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
@@ -96,22 +96,22 @@ _LARGEST_COUNT = 2.0**62
 
 @dataclass(frozen=True, slots=True)
 class OpCosts:
-    """What the compute nodes of a graph do; every array has one entry for each.
+    """The work of a graph's compute nodes; every array has one entry per node.
 
     Attributes:
         index: their indices in the graph, int64[n].
         op_class: positions in `classes.CLASSES`, uint8[n].
-        flops: FLOPs, UNKNOWN where no formula is known, int64[n].
+        flops: FLOPs, UNKNOWN without a formula, int64[n].
         bytes_read: bytes read, or UNKNOWN, int64[n].
         bytes_written: bytes written, or UNKNOWN, int64[n].
         matmul: whether the FLOPs are matrix products, bool[n].
         dtype: positions in `dtypes`, int64[n].
-        dtypes: types of the products' operands; "" for none.
+        dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `works`, int64[n].
-        works: what each distinct call does.
+        works: the work of each distinct call.
         operator_ns: time of all kernels that the node's operator instance launched, float64[n].
-        beside: whether it is a copy or a fill beside kernels of its operator instance, whose work
-            is not the operator's, bool[n].
+        beside: whether it is a copy or fill of an operator instance whose other kernels do its
+            work, bool[n].
     """
 
     index: I64
@@ -152,13 +152,13 @@ def compute_mask(graph: Graph) -> Mask:
 def characterise(graph: Graph) -> Graph:
     """Return the graph with flops, bytes_read and bytes_written of its compute nodes filled in.
 
-    A figure that a node already has is kept. An operator without formula gets the bytes of its
-    operands and UNKNOWN flops; one without shapes gets neither.
+    Existing figures are kept. An operator without formula gets the bytes of its operands and
+    UNKNOWN FLOPs; one without shapes gets neither.
 
-    The kernels that one operator instance launched share its figures in proportion to their
-    durations, sums kept to the last unit. Which part of, say, a split-K product or a chunked
-    optimizer list a kernel did is not recorded; by time, each ran at the operator's own rates, so
-    that a cost model scales all of them alike.
+    The kernels of one operator instance share its figures in proportion to their durations; sums
+    are exact. Which part of a split-K GEMM or of a chunked optimizer list a kernel did is not
+    recorded. Divided by time, each kernel runs at the operator's rates, so a cost model scales all
+    of them equally.
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
@@ -239,9 +239,9 @@ _NO_STORAGE = ',0,0,0,0,""]'
 
 
 def _of_sparse(graph: Graph, index: I64) -> Mask:
-    """Return which nodes multiply a tensor without storage: a sparse one.
+    """Return the nodes that multiply a tensor without storage: a sparse one.
 
-    Its shape does not tell the work, and how many elements it has is not recorded.
+    Its shape does not determine the work, and its number of elements is not recorded.
     """
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index]).tolist()

@@ -222,8 +222,9 @@ _KERNELS = (
     (OpClass.REDUCTION, r"reduce"),
     (OpClass.ELEMENTWISE, r"elementwise"),
 )
-"""First match wins. Fused compiled kernels carry no operator: only their outer loop is told, and
-the operators in their names are parts of it."""
+"""First match wins. Fused compiled kernels have no operator: their name shows the outer loop, and
+operators in the name are parts of it.
+"""
 
 _NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
 """Types of operands that are named for a library, not for what the kernel does."""
@@ -236,12 +237,12 @@ def base_name(op: str) -> str:
 
 @cache
 def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClass:
-    """Return the sort of work of a node.
+    """Return the class of work of a node.
 
     Args:
-        op: operator, with or without namespace; "" when no operator is known.
-        kernel_name: name of the kernel, read only when the operator says nothing.
-        kind: kind of the node; communication, memcpy and memset speak for themselves.
+        op: operator, with or without namespace; "" if no operator is known.
+        kernel_name: name of the kernel, read only if the operator does not decide.
+        kind: kind of the node; it decides for communication, memcpy and memset.
     """
     if kind.is_communication:
         return OpClass.COMMUNICATION

@@ -51,13 +51,13 @@ Operand = tuple[Tensor, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, as far as its cost depends on it.
+    """One call of an operator, reduced to what its cost depends on.
 
     Attributes:
         op: name without namespace and overload.
         inputs: operands by position in the schema.
         outputs: results by position.
-        values: input values by position; empty unless asked for.
+        values: input values by position; empty unless requested.
     """
 
     op: str
@@ -182,11 +182,11 @@ _TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
 def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, list[str]]:
     """Return (positions in texts, texts) of input values with null for every tensor.
 
-    Values that hold a tensor twice stay as they are.
+    Values that contain a tensor twice are unchanged.
 
     Args:
-        graph: whose strings the codes are of.
-        codes: of input values, int32[n]. The first of the texts is "" and nobody's.
+        graph: graph whose strings the codes index.
+        codes: of input values, int32[n]. The first of the texts is "" and unused.
     """
     distinct, place = np.unique(codes, return_inverse=True)
     told = pl.DataFrame({"told": graph.strings.decode(distinct)}, schema={"told": pl.String})

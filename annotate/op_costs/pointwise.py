@@ -94,11 +94,12 @@ WRITES_INTO_ZEROS = frozenset(
     "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
     "_embedding_bag_dense_backward".split()
 )
-"""Operators that fill their result with zeros, by a kernel of its own on a GPU, and write some."""
+"""Operators that zero their result, by a separate kernel on a GPU, then write part of it."""
 
 NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
-"""Adam's second moment takes the gradient twice (v + w*g*g): told by the operands' ids. The index
-of a gather of whole rows is one number a row, expanded: told by the dimension."""
+"""Adam's second moment takes the gradient twice (v + w*g*g), which equal operand ids show. The
+index of a gather of whole rows is one number per row, expanded, which its dimension shows.
+"""
 
 
 def _elements(call: Call) -> int:
@@ -160,7 +161,7 @@ def _softmax(call: Call) -> Work:
 
 
 def _loss(call: Call) -> Work:
-    """Negative log-likelihood touches one element a row; other losses are pointwise and a sum."""
+    """Negative log-likelihood touches one element per row; other losses: pointwise and a sum."""
     if not call.op.startswith("nll_loss"):
         return vector(call, 2 * call.numel(0), _read(call), _written(call))
     backward = "backward" in call.op
@@ -174,7 +175,7 @@ def _loss(call: Call) -> Work:
 
 
 def _embedding(call: Call) -> Work:
-    """Forward reads the rows asked for, not the table; backward adds each row to its own."""
+    """Forward reads the requested rows, not the table; backward adds each row to its own."""
     if "bag" in call.op or call.op == "embedding_renorm_":
         return _rows_of_bags(call)
     if "backward" in call.op:
@@ -187,9 +188,9 @@ _TABLE_AT = {"_embedding_bag_per_sample_weights_backward": (1, 2)}
 
 
 def _rows_of_bags(call: Call) -> Work:
-    """Each index meets a row of its own; those of a bag become one row, and back.
+    """Each index has its own row; the rows of a bag become one row, and back.
 
-    The gradient of a bag is read once, and added to the row of each of its indices.
+    The gradient of a bag is read once and added to the row of each of its indices.
     """
     at, indices = _TABLE_AT.get(call.op, (0, 1))  # of the dense backward, 0 is the bags' gradient
     table = call.tensor(at)

@@ -12,9 +12,11 @@ from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 STEP_LAUNCHES = 6
-"""Launch floors of a step beside its product: the gates' kernel, what sums a divided product, and
-the gaps between the three. By DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits;
-see benchmarks/deepbench.py."""
+"""Launch floors of a time step in addition to its GEMM.
+
+The gates' kernel, the kernel that sums a split GEMM, and the gaps between the three. From
+DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits; see benchmarks/deepbench.py.
+"""
 
 
 def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
@@ -46,7 +48,7 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
 def _parts(
     tokens: int, matrices: Sequence[Tensor], state: Tensor | None, *, backward: bool
 ) -> tuple[Part, ...]:
-    """Return the products of all layers and directions; none where the sizes tell no steps."""
+    """Return the GEMMs of all layers and directions; none if the steps are not known."""
     pairs = list(zip(matrices[::2], matrices[1::2], strict=False))
     size = pairs[0][1].shape[1] if pairs else 0
     odd = len(matrices) % 2 or any(of_state.shape[1] != size for _, of_state in pairs)

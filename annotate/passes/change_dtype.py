@@ -43,17 +43,17 @@ _MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
 def in_half(
     found: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
 ) -> tuple[OpCosts, str | None, tuple[str, ...]]:
-    """Return what the nodes do in float16 for bfloat16, what is left to `retyped`, and a note.
+    """Return the work of the nodes in float16, the rest for `retyped`, and a note.
 
-    Both have 16 bits, and GPUs with units for both run them at one rate: so what was measured in
-    one stands for the other, of attention and convolutions too, and all is as if it had been
-    captured in float16; what was in float32 beside it stays. Nothing changes for another `dtype`,
-    or from a source that lacks either.
+    Both have 16 bits, and GPUs with units for both run them at one rate. So a measurement in one
+    dtype is valid for the other, for attention and convolutions too, and the step is as if captured
+    in float16; float32 parts stay. Nothing changes for another `dtype`, or from a source that lacks
+    either.
 
     Args:
-        found: what the nodes do, as measured.
-        dtype: what is asked for.
-        gpus: source (None where no GPU measured) and target.
+        found: work of the nodes, as measured.
+        dtype: the requested dtype.
+        gpus: source (None if no GPU measured the graph) and target.
 
     Raises:
         AnnotateError: the target has no matrix units for float16.

@@ -47,13 +47,13 @@ class Outer(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Kernels that become one.
+    """Kernels to fuse into one.
 
     Attributes:
-        nodes: indices, in the order of the stream.
-        reads: tensors read from elsewhere, each once.
-        writes: tensors that others read, or nobody in this step.
-        bytes_before: bytes that the kernels read and write one by one.
+        nodes: indices, in stream order.
+        reads: tensors read from outside the group, each once.
+        writes: tensors that later nodes read, or that nothing in the step reads.
+        bytes_before: bytes that the separate kernels read and write.
     """
 
     nodes: tuple[int, ...]
@@ -99,9 +99,9 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
 
 
 def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np.bool_]:
-    """Return which nodes do all the work of an operator of these classes, not a share of it.
+    """Return the nodes that do all the work of an operator of these classes.
 
-    Fills and copies that a product or a sort launches are its own business.
+    Fills and copies that a GEMM or a sort launches do not count.
     """
     ops = np.unique(graph.nodes.op)
     able = ops[[op_class(graph.strings[int(one)]) in classes for one in ops]]
@@ -243,19 +243,19 @@ CHOICES: dict[str, tuple[OpClass, ...]] = {
     "elementwise": _POINTWISE,
     "norm": (*_POINTWISE, OpClass.REDUCTION, OpClass.NORM, OpClass.SOFTMAX),
 }
-"""Which classes of work become one kernel; with "norm" those that reduce along a row as well."""
+"""Classes of work to fuse into one kernel; "norm" includes reductions along a row."""
 
 _FUSED = {"elementwise": "onerank::fused_elementwise", "norm": "onerank::fused_reduction"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """What if neighbouring kernels that only stream memory were one.
+    """Fuse neighbouring memory-bound kernels.
 
-    Neighbours on a stream become one kernel where each reads or writes what another of them does
-    over as many elements, nothing else waits for one of them but the last, and none but the first
-    waits for anything else. It reads what they read from elsewhere, once, and writes what others
-    read later; what they alone pass among themselves stays in registers.
+    Neighbours on a stream become one kernel if each reads or writes a tensor of another one with
+    the same number of elements, nothing else waits for any of them but the last, and only the first
+    waits for anything else. The fused kernel reads outside tensors once and writes tensors that are
+    read later; tensors passed only inside stay in registers.
 
     Attributes:
         what: one of `CHOICES`.

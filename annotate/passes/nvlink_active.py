@@ -38,18 +38,17 @@ class NvlinkActive:
     """What the links to the peers of a job draw while its step runs."""
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
-        """Return the graph with kernels at the power limit longer, see `slowed`.
+        """Return the graph with longer kernels at the power limit, see `slowed`.
 
-        Their evidence is EXTRAPOLATED where it was MEASURED, and they get an interval.
+        Their evidence becomes EXTRAPOLATED if it was MEASURED, and they get an interval.
 
         Args:
             graph: re-costed for `target`, or captured on it; with GPU kernels.
             target: the GPU they run on.
 
         Raises:
-            AnnotateError: the graph's ranks communicate with nobody, or were there when it was
-                captured; or the description does not tell what awake links draw, or more than the
-                limit leaves them.
+            AnnotateError: the rank does not communicate, its peers existed in the capture, or the
+                description has no power of active links or one above the limit.
         """
         _check(graph, target)
         every, index, factor = _slower(graph, target)
@@ -70,7 +69,7 @@ class NvlinkActive:
 
 
 def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
-    """Return a sentence on what awake links would make of a graph for `target`, if anything."""
+    """Return a note on the effect of active links on a graph for `target`, if there is one."""
     try:
         _check(graph, target)
     except AnnotateError:
@@ -86,16 +85,16 @@ def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
 
 
 def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
-    """Return how many times as long kernels take while the links are awake, float64[n].
+    """Return the slowdown of kernels while the links are active, float64[n].
 
-    What a kernel draws beside the idle GPU's power grows with the square of the clock, near enough
-    (f V^2, on an H200 at its limit 4.0% less power made 2.0% less clock), and a kernel that draws
-    all that the limit leaves takes as much longer as the clock is lower:
-    ((min(drawn, limit) - idle) / (limit - links - idle)) ^ 1/2, where that is above 1.
+    A kernel's power above idle grows about with the square of the clock (f V^2; on an H200 at its
+    limit, 4.0% less power gave 2.0% less clock), and a kernel at the power limit is slower by the
+    same factor as the clock: ((min(drawn, limit) - idle) / (limit - links - idle)) ^ 1/2, where
+    that is above 1.
 
     Args:
         kernels: with their durations on `gpu`.
-        gpu: with power limit, idle power and that of awake links.
+        gpu: with power limit, idle power and power of active links.
     """
     tdp, idle, links = _watts(gpu)
     share = drawn(uses_of(kernels, gpu), coefficients_of(gpu, power_model()))

@@ -10,15 +10,15 @@ from onerank.ir.errors import AnnotateError
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What to change beside the GPU; by default the attention kernel the target usually runs.
+    """Requested changes; the default is the attention kernel that the target usually runs.
 
     Attributes:
-        dtype: "fp8", "bf16", "fp16" or "tf32" for matrix products in a wider type, and "fp16" for
-            what is in bfloat16; None: as measured.
+        dtype: "fp8", "bf16", "fp16" or "tf32" for GEMMs in a wider dtype, and "fp16" for everything
+            in bfloat16; None: as measured.
         attention: one of `attention_kernels.CHOICES`.
         sizes: another sequence length or micro-batch; None: as captured.
-        fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.
-        overlap: one of `overlap.CHOICES`, whether communication runs beside compute.
+        fuse: one of `fuse.CHOICES`, kernels to fuse; None: as captured.
+        overlap: one of `overlap.CHOICES`, the overlap of communication and compute.
         nvlink_active: whether links to peers draw power as in the job.
     """
 
@@ -48,10 +48,10 @@ def parse_sizes(seq: str | None, batch: str | None) -> Resize | None:
 
 
 def parse_kernels(settings: tuple[str, ...]) -> str:
-    """Return the attention kernel that settings of the form `attention=flash2` ask for.
+    """Return the attention kernel requested by settings of the form `attention=flash2`.
 
     Raises:
-        AnnotateError: one has another form, or names no kernel known here.
+        AnnotateError: a setting has another form, or names an unknown kernel.
     """
     asked = "usual"
     for setting in settings:

@@ -34,7 +34,7 @@ def contract(edges: Edges, dropped: npt.NDArray[np.bool_]) -> tuple[I64, I64, U8
 
 
 def one_per_pair(source: I64, target: I64, reason: U8) -> tuple[I64, I64, U8]:
-    """Return the edges with the first of every (source, target) pair alone."""
+    """Return the edges with only the first of every (source, target) pair."""
     size = int(max(source.max(initial=0), target.max(initial=0))) + 1
     _, first = np.unique(target * size + source, return_index=True)
     first = np.sort(first)

@@ -19,14 +19,14 @@ LOAD, STORE = "load the batch", "store a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a rank reads and writes, and how fast.
+    """The storage traffic of a rank.
 
     Attributes:
-        gbps: of one rank, in 1e9 bytes per second.
+        gbps: bandwidth of one rank, in 1e9 bytes per second.
         batch_bytes: read for each step; 0 for none.
         checkpoint_every: steps from one checkpoint to the next; 0 for none.
         checkpoint_bytes: of this rank; None: parameters and optimizer state, as captured.
-        prefetch: whether a batch is read beside the step before; else the step waits for it.
+        prefetch: whether a batch is read during the previous step; otherwise the step waits for it.
     """
 
     gbps: float

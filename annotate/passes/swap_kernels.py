@@ -23,15 +23,15 @@ from onerank.ir.errors import AnnotateError
 
 
 class Altered(NamedTuple):
-    """What is predicted of the compute nodes.
+    """The prediction of the compute nodes.
 
     Attributes:
-        found: what each does.
-        kernels: the same as the cost models see it, with durations as measured.
+        found: work of each node.
+        kernels: the same as features of cost models, with measured durations.
         moved_ns: predicted durations, float64[n].
         rules: the `Rule` of each, uint8[n].
-        changed: whether it is not the kernel or the type that was captured, bool[n].
-        notes: a sentence for each sort of change.
+        changed: whether it differs from the captured kernel or dtype, bool[n].
+        notes: one for each kind of change.
     """
 
     found: OpCosts
@@ -55,17 +55,17 @@ def alter(
     *,
     model: CostModel,
 ) -> Altered:
-    """Return the predictions with attention by the target's kernel and products in another type.
+    """Return the predictions with the target's attention kernel and GEMMs in another dtype.
 
     Args:
         graph: as captured.
-        predicted: for kernels and types as captured.
+        predicted: for kernels and dtypes as captured.
         gpus: source and target.
-        passes: what is asked for.
+        passes: the requested changes.
         model: the cost model.
 
     Raises:
-        AnnotateError: what is asked for cannot be on the target, or nothing can change.
+        AnnotateError: a requested change is impossible on the target, or nothing can change.
     """
     found, kernels, moved, rules, changed, notes = predicted
     if model.resolves_kernels:
@@ -89,11 +89,11 @@ def reshape(
     """Return the predictions for other shapes, see `at_other_size`.
 
     Args:
-        to: what the nodes do with the other shapes, and the same as cost models see it.
+        to: work of the nodes with the other shapes, and the same as features of cost models.
         captured: for the shapes as captured.
-        reshaped: which compute nodes have others, bool[n].
-        target: GPU whose description the model goes by for both.
-        alone: the model of kernels that nobody measured.
+        reshaped: compute nodes with other shapes, bool[n].
+        target: GPU whose description the model uses for both.
+        alone: the model of unmeasured kernels.
     """
     found, after = to
     moved = at_other_size(captured.moved_ns, captured.kernels, after, target, alone)
@@ -114,10 +114,10 @@ SHORTEST_NS = 1000.0
 def at_other_size(
     measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu, alone: Alone
 ) -> F64:
-    """Return what kernels take at another size, from what they take at one on the same GPU.
+    """Return the durations of kernels at another size, from one size on the same GPU.
 
-    Products and attention: times what `alone` says of both sizes. All else by its bytes, see
-    `_streamed`. None is faster than the description allows, see `least`.
+    GEMMs and attention: multiplied by the ratio of `alone`'s predictions. Everything else by its
+    bytes (see `_streamed`). No kernel is faster than the lower bound (see `least`).
     """
     times = [alone(kernels, target)[0] for kernels in (before, after)]
     product = measured_ns * np.divide(times[1], times[0])
@@ -127,15 +127,15 @@ def at_other_size(
 
 
 def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
-    """Return what kernels that stream memory take with other bytes.
+    """Return the durations of memory-bound kernels with other bytes.
 
-    What is above `SHORTEST_NS` grows in proportion to the bytes; of a short kernel that part is
-    latency and noise, so that it gains what the bytes take at the achievable bandwidth instead.
-    Between both stands the mean, by the part above. On norms, activations and the like of A100 and
-    H100 at 2 to 8 times the tokens and back that is 9 to 12% off, in proportion alone as much, the
-    ratio of floor and bytes 16 to 26%. Of pairs of calls in the H200's database of which the
-    smaller took below 1.5 us, the other is off by 1.3 times in the mean at over 100 times the
-    bytes, in proportion alone by 28 times.
+    The part above `SHORTEST_NS` grows in proportion to the bytes. For a short kernel that part is
+    latency and noise, so it grows by the time of the additional bytes at the achievable bandwidth
+    instead. In between, both are averaged, weighted by the part above. For norms, activations and
+    the like of A100 and H100 at 2 to 8 times the tokens and back, the error is 9 to 12%; proportion
+    alone has the same, the ratio of floor and bytes 16 to 26%. For pairs of calls in the H200's
+    database whose smaller one takes below 1.5 us, the mean error over 100 times the bytes is 1.3
+    times, of proportion alone 28 times.
     """
     floor = np.minimum(measured_ns, SHORTEST_NS)
     above = measured_ns - floor
@@ -152,9 +152,9 @@ def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, t
 def _attention(
     graph: Graph, found: OpCosts, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
 ) -> tuple[F64, Mask, tuple[str, ...]]:
-    """Return times with each attention kernel the one that the target runs, which changed, notes.
+    """Return times with the target's attention kernels, which nodes changed, and notes.
 
-    A kernel is told of where it becomes another one, or where a kernel was asked for.
+    A note names a kernel that becomes another one, or that was requested.
     """
     source, target = gpus
     codes, place = np.unique(graph.nodes.name[found.index], return_inverse=True)
@@ -187,17 +187,17 @@ def _attention(
 def attention_alone(
     kernels: KernelFeatures, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
 ) -> tuple[F64, tuple[str, ...]]:
-    """Return times with the attention that no GPU measured by the kernel asked for, and notes.
+    """Return times with the requested kernel for unmeasured attention, and notes.
 
     Args:
         kernels: of a CPU capture.
         predicted: durations in ns and rules, of the kernel that the target usually runs.
         target: GPU they are predicted for.
-        model: by which.
+        model: the cost model.
         asked: one of `attention_kernels.CHOICES`.
 
     Raises:
-        AnnotateError: it does not run there, or the model tells no kernels apart.
+        AnnotateError: it does not run there, or the model does not distinguish kernels.
     """
     moved, rules = predicted
     usual = asked in ("usual", "eager")

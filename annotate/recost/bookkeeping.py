@@ -45,8 +45,8 @@ def job_for(
 ) -> Job:
     """Return the job on its new device.
 
-    Unless all is as measured, what was timed on the old device, steps, modules and how long the
-    GPU was busy, is left out.
+    Unless everything is as measured, figures timed on the old device are dropped: steps, modules
+    and GPU busy time.
     """
     measurement = job.measurement
     if as_measured:

@@ -21,16 +21,14 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def to_gpu(graph: Graph, target: Gpu) -> Graph:
-    """Return the graph with durations of what was counted: launch floor and roofline.
+    """Return the graph with durations from work counts: launch floor and roofline.
 
-    Rates are the sustained ones of bf16 products, or of the next type that the target has, since a
-    count tells neither type nor operator. Where sizes are numbers of elements, the elements have
-    that type, those of communication too. Nodes without a count keep a duration of 0; there are no
-    intervals.
+    Rates are the sustained ones of bf16 GEMMs, or of the next dtype that the target has, since a
+    count names neither dtype nor operator. Sizes in elements are elements of that dtype, also for
+    communication. Nodes without a count keep a duration of 0; there are no intervals.
 
     Raises:
-        AnnotateError: the target's description has a rate for none of them, or a size is out of
-            range.
+        AnnotateError: the target's description has no such rate, or a size is out of range.
     """
     rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
     if not rates:

@@ -111,14 +111,14 @@ def _with_stream(
 
 
 class _Asked(NamedTuple):
-    """What the operators are to do on the GPU.
+    """The work of the operators on the GPU.
 
     Attributes:
-        graph: with the operands of another data type, where one is asked for.
-        found: what each of n operators does, in that type.
-        typed: whether its operands tell that type, so that it may be looked up, bool[n].
+        graph: with operands in another dtype, if one is requested.
+        found: work of each of n operators, in that dtype.
+        typed: whether its operands have a known dtype, so that it may be looked up, bool[n].
         gone: whether it launches nothing, bool[n].
-        notes: what a reader should know.
+        notes: statements on the quality of the result.
     """
 
     graph: Graph
@@ -129,15 +129,15 @@ class _Asked(NamedTuple):
 
 
 class _Predicted(NamedTuple):
-    """What n operators take on the GPU.
+    """The durations of n operators on the GPU.
 
     Attributes:
-        kernels: as the cost models see them.
+        kernels: features for the cost models.
         moved_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
-        doubt: of look-ups.
-        others: what figures of the target that are set make of what was looked up.
-        notes: what a reader should know.
+        doubt: uncertainty of look-ups.
+        others: effect of overridden figures on look-ups.
+        notes: statements on the quality of the result.
     """
 
     kernels: KernelFeatures
@@ -158,22 +158,21 @@ def to_gpu(
 ) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
-    Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
-    place of the PROGRAM_ORDER among operators, and lasts as the model says of what nobody measured
-    (evidence DATASHEET). The order that ties operators and communication together stays. Start
-    times are laid out end to end, communication included. Operators that launch nothing on a GPU
-    (views, allocation, waits for batches, calls that ask for communication) are taken out and
+    Every operator becomes one KERNEL of stream 0. STREAM_ORDER edges in program order replace the
+    PROGRAM_ORDER edges among operators. Its duration is the model's prediction for unmeasured
+    kernels (evidence DATASHEET). The order that ties operators and communication together stays.
+    Start times are laid out end to end, communication included. Operators that launch nothing on a
+    GPU (views, allocation, waits for batches, calls that issue communication) are removed and
     counted.
 
-    This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
-    and its data types; float32 products run at the float32 rate, as TF32 is off by default. Where
-    another type is asked for products run in that, see `data_types.retyped`. Operators of which the
-    kernel databases tell, in that type, last as measured there (evidence LOOKED_UP and
-    INTERPOLATED), see `lookup`.
+    This is the weakest evidence: one kernel per operator, the operators PyTorch picked for a CPU,
+    and its dtypes. float32 GEMMs run at the float32 rate, as TF32 is off by default. If another
+    dtype is requested, GEMMs run in it (see `retyped`). Operators with rows in the kernel
+    databases, in that dtype, take the measured time (evidence LOOKED_UP and INTERPOLATED).
 
     Raises:
-        AnnotateError: no operator has shapes, what `passes` asks for cannot be on the target, or
-            a database is of other GPUs.
+        AnnotateError: no operator has shapes, a requested pass is impossible on the target, or a
+            database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
@@ -188,7 +187,7 @@ def to_gpu(
 
 
 def _resized(graph: Graph, passes: PassOptions) -> Graph:
-    """Return the graph at the sizes asked for."""
+    """Return the graph at the requested sizes."""
     if passes.sizes is None:
         return graph
     made, _, notes = passes.sizes.apply(graph)
@@ -215,7 +214,7 @@ def _asked(graph: Graph, target: Gpu, dtype: str | None) -> _Asked:
 def _predicted(
     graph: Graph, asked: _Asked, target: Gpu, model: CostModel, library: Library | None
 ) -> _Predicted:
-    """Return what the operators take: as the kernel databases tell, else as the model says."""
+    """Return the operators' durations: from the kernel databases, else from the model."""
     kernels = KernelFeatures.of(graph, asked.found)
     moved, rules = model.alone(kernels, target)
     rules = np.where(asked.gone, np.uint8(Rule.DROPPED), rules)
@@ -269,10 +268,10 @@ def _rewritten(
 
 
 def _check_shapes(found: OpCosts) -> None:
-    """Refuse operators of none of which the work is known: launch floors alone tell nothing.
+    """Refuse a graph whose operators have no known work: launch floors alone say nothing.
 
     Raises:
-        AnnotateError: it is so.
+        AnnotateError: no operator has known work.
     """
     works = ~found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     untold = (found.flops == UNKNOWN) & (found.bytes_read == UNKNOWN)

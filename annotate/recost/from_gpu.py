@@ -38,30 +38,30 @@ def to_gpu(
     *,
     databases: Sequence[str | Path] = (),
 ) -> Graph:
-    """Return the graph with its compute nodes as `model` and the kernel databases predict them.
+    """Return the graph with compute nodes as `model` and the kernel databases predict them.
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
-    a target on which a large product and the memory were measured; LOOKED_UP and INTERPOLATED
-    where the kernel databases tell, see `lookup`). As measured stay: copies that
-    cross the host's link, which no description holds; host operators; all communication, which a
-    network simulator times. Nodes of another tool's graph that have no duration keep none. Start
-    times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
-    the source itself as target every duration stays, evidence MEASURED, but for what `passes`
-    changes. With figures of the target set (`with_figures`), what was measured or looked up on it
-    is taken times what the model says with them over what it says without (EXTRAPOLATED).
+    a target on which a large GEMM and the memory were measured; LOOKED_UP and INTERPOLATED from the
+    kernel databases). As measured stay: copies over the host link, which no description includes;
+    host operators; and all communication, which a network simulator times. Nodes of another tool's
+    graph without a duration keep none. Start times stay as measured too: afterwards they only keep
+    the order, and edges determine the times. If the target is the source itself, every duration
+    stays, evidence MEASURED, except for changes by `passes`. With overridden figures of the target
+    (`with_figures`), measured or looked-up times on it are multiplied by the model's ratio with and
+    without overrides (EXTRAPOLATED).
 
-    Where the model has intervals, every predicted node and the step get one, see `intervals`.
+    If the model has intervals, every predicted node and the step get one (see `intervals`).
 
     Args:
         graph: measured.
         gpus: source and target.
         model: the cost model.
-        passes: what is asked for.
-        databases: kernel databases beside the shipped ones.
+        passes: the requested changes.
+        databases: kernel databases in addition to the shipped ones.
 
     Raises:
-        AnnotateError: the graph has no GPU compute; what `passes` asks for cannot be; or a
-            database is of other GPUs.
+        AnnotateError: the graph has no GPU compute, a requested change is impossible, or a database
+            is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
@@ -98,15 +98,15 @@ def _best(  # noqa: PLR0917
     passes: PassOptions,
     databases: Sequence[str | Path],
 ) -> tuple[Altered, Uncertainty, Others]:
-    """Return a model's predictions, or what the kernel databases know better, and how sure it is.
+    """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
     Args:
-        step: what was measured.
-        made: what the model says of it, and what figures of the target that are set make of that.
+        step: the measured step.
+        made: the model's predictions, and the effect of overridden figures of the target.
         gpus: source and target.
         model: the model.
-        passes: what is asked for; in which type, beside what `in_half` does.
-        databases: beside the shipped ones.
+        passes: the requested changes; `in_half` handles 16-bit dtypes.
+        databases: in addition to the shipped ones.
     """
     altered, others = made
     origin, target = gpus
@@ -222,12 +222,12 @@ def _rewritten(
 def _columns(
     graph: Graph, made: Altered, elsewhere: slice | I64
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return what is predicted as columns.
+    """Return the predictions as columns.
 
     Args:
-        graph: with the durations that were measured.
-        made: what is predicted of its compute nodes.
-        elsewhere: nodes whose time alone no longer holds: it is of the source, and what ran there.
+        graph: with measured durations.
+        made: predictions of its compute nodes.
+        elsewhere: nodes whose uncontended time no longer holds, because it is the source's.
     """
     nodes, index = graph.nodes, made.found.index
     names = ("duration_ns", "spread_ns", "uncontended_ns", "p10_ns", "p90_ns", "evidence")

@@ -37,16 +37,16 @@ def ratio(after: F64, before: F64) -> F64:
 def with_others(
     told: tuple[F64, U8], before_ns: F64, after: tuple[F64, U8], others: Others | None = None
 ) -> tuple[F64, U8, Others]:
-    """Return times and rules for a target with figures that are set, where a database told of it.
+    """Return times and rules for a target with overridden figures, after look-ups.
 
-    A time that was looked up is taken times what the model says with them over what it says
-    without; all others are the model's.
+    A looked-up time is multiplied by the model's ratio with and without overrides; all others are
+    the model's.
 
     Args:
         told: times and rules for the target as described, n of each.
-        before_ns: what the model says of that, float64[n].
-        after: times and rules of the model with the figures set.
-        others: what these make of what was measured; None where nobody measured.
+        before_ns: the model's predictions without overrides, float64[n].
+        after: times and rules of the model with overrides.
+        others: effect of overrides on measured times; None if not measured.
     """
     others = others or Others.none(after[1])
     looked_up = among(told[1], BY_DATABASE)
@@ -84,14 +84,14 @@ def others_note(target: Gpu, rules: U8) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A measured graph, as captured and at the size that is asked for.
+    """A measured graph, as captured and at the requested size.
 
     Attributes:
         captured: as measured.
-        found: what its compute nodes do.
-        resized: at the size asked for.
-        there: what they do there.
-        reshaped: which have other shapes there, bool[n].
+        found: work of its compute nodes.
+        resized: at the requested size.
+        there: their work at that size.
+        reshaped: nodes with other shapes there, bool[n].
     """
 
     captured: Graph
@@ -109,19 +109,16 @@ class Step:
 def modelled(
     step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
 ) -> tuple[Altered, Others]:
-    """Return what the model says for a target, what-ifs and all, and what set figures make of it.
+    """Return the model's predictions for a target after all passes, and the effect of overrides.
 
-    On the GPU that measured the graph every time is as measured; with figures of it that are set,
-    times what the model says with them over what it says without.
+    On the GPU that measured the graph every time is as measured; with overridden figures,
+    multiplied by the model's ratio with and without overrides.
 
     Args:
-        step: what was measured.
+        step: the measured step.
         gpus: source and target.
         model: the cost model.
-        passes: what is asked for; its sizes are those of `step`.
-
-    Raises:
-        AnnotateError: what is asked for cannot be on the target.
+        passes: the requested changes; its sizes are those of `step`.
     """
     origin, target = gpus
     kernels = KernelFeatures.of(step.captured, step.found)

@@ -16,7 +16,7 @@ _STYLES = {Reason.PROGRAM_ORDER: "dotted", Reason.STREAM_ORDER: "solid", Reason.
 
 
 def write_parquet(graph: Graph, directory: Path) -> tuple[Path, Path]:
-    """Write `nodes.parquet` (a row a node, all columns) and `edges.parquet`; return their paths.
+    """Write `nodes.parquet` (one row per node) and `edges.parquet`; return their paths.
 
     Raises:
         OSError: the directory cannot be written.

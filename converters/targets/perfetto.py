@@ -25,9 +25,9 @@ def timeline(
 
     Args:
         graph: one rank's step.
-        start_ns: start of each node, int64[n]; as measured when left out.
+        start_ns: start of each node, int64[n]; measured starts by default.
         process: number of the process the tracks are shown under.
-        title: what the process is called.
+        title: name of the process.
     """
     start = graph.nodes.start_ns if start_ns is None else start_ns
     tracks, shown_ns = _side_by_side(graph, _tracks(graph), start)
@@ -78,10 +78,10 @@ def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
 def _side_by_side(
     graph: Graph, tracks: list[tuple[int, str]], start: I64
 ) -> tuple[list[tuple[int, str]], I64]:
-    """Return tracks on which nothing overlaps, and the nanoseconds shown of each node.
+    """Return tracks without overlaps, and the nanoseconds shown of each node.
 
-    A viewer drops slices that overlap and do not nest. What an operator does itself is shown up to
-    the next one on its thread; what ran on a stream at once with another, on a track beside.
+    A viewer drops slices that overlap without nesting. An operator's self time is shown up to the
+    next operator on its thread. Concurrent operations of a stream go to an additional track.
     """
     shown_ns = graph.nodes.duration_ns.copy()
     on_host = (graph.nodes.kind == Kind.HOST_OP).tolist()

@@ -168,7 +168,7 @@ ATTRIBUTES_OF = {field.column: (field.attribute,) for field in FIELDS} | {
     "kind": ("is_cpu_op", "gpu_op"),
     "dependencies": ("data_dep_reasons",),
 }
-"""Column, or "dependencies" -> the attributes its value lies in."""
+"""Column, or "dependencies" -> the attributes that hold its value."""
 
 NODE_TYPES: dict[Kind, int] = {
     Kind.HOST_OP: COMP_NODE,

@@ -135,7 +135,7 @@ class Pieces:
         self.add_each(rows, slices(packed, first, last))
 
     def add_sized(self, rows: I64, sizes: I64, prefix: Callable[[int], bytes]) -> None:
-        """Append to each of `rows` what `prefix` makes of its size."""
+        """Append `prefix(size)` to each of `rows`."""
         if not len(rows):
             return
         used = np.flatnonzero(np.bincount(sizes)).tolist()

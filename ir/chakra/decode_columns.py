@@ -118,17 +118,18 @@ class Known:
 
 
 class Batch:
-    """Reads the runs that lie at some spans.
+    """Parses the distinct runs of fields at some spans.
 
     Attributes:
-        plain: which were read, bool[runs]; of the others no value holds.
-        exact: which are as we write them, bool[runs].
-        operand_bytes: how many bytes the shapes and types take, int64[runs].
-        has_attributes: which have any attribute, bool[runs].
-        lowest: place of the first attribute of ours in the order they are written, int64[runs].
-        highest: place of the last, int64[runs]; -1 where there is none.
-        values: by column, the runs that have it, int64[m], and their values, int64[m]: a number,
-            a code of a text, a place in `GPU_OPS`, of `data_dep_reasons` a place in `reasons`.
+        plain: runs that were parsed, bool[runs]; values exist for these only.
+        exact: runs encoded exactly as onerank writes them, bool[runs].
+        operand_bytes: size of the encoded shapes and types, int64[runs].
+        has_attributes: runs with any attribute, bool[runs].
+        lowest: position of the first onerank attribute in writing order, int64[runs].
+        highest: position of the last one, int64[runs]; -1 if there is none.
+        values: column -> (runs that have it, int64[m]; their values, int64[m]). A value is a
+            number, a text code, an index into `GPU_OPS`, or for `data_dep_reasons` an index into
+            `reasons`.
     """
 
     def __init__(self, known: Known, buffer: Buffer, spans: Spans) -> None:
@@ -299,17 +300,19 @@ class KnownRuns:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What the distinct runs hold, by their numbers.
+    """Contents of the distinct runs, by run number.
 
     Attributes:
-        plain: which were read, bool[runs]; of the others no value holds.
-        exact: which are as we write them, bool[runs].
-        operand_bytes: how many bytes the shapes and types take, int64[runs].
-        has_attributes: which have any attribute, bool[runs].
-        is_front: which hold no attribute that we write behind or among the numbers, bool[runs].
-        is_back: which hold no attribute that we write before or among the numbers, bool[runs].
+        plain: runs that were parsed, bool[runs]; values exist for these only.
+        exact: runs encoded exactly as onerank writes them, bool[runs].
+        operand_bytes: size of the encoded shapes and types, int64[runs].
+        has_attributes: runs with any attribute, bool[runs].
+        is_front: runs without an attribute that onerank writes after or among the numbers,
+            bool[runs].
+        is_back: runs without an attribute that onerank writes before or among the numbers,
+            bool[runs].
         reasons: distinct values of `data_dep_reasons`.
-        held: by column what the runs hold; a column that none has is left out.
+        held: column -> contents of the runs; columns that no run has are absent.
     """
 
     plain: Mask
@@ -396,16 +399,16 @@ class Columns:
     """Columns of nodes; complete after `finish`.
 
     Attributes:
-        made: columns that some node does not leave at its default.
-        plain: which nodes were read, bool[n]; of the others no column holds.
-        exact: which hold nothing but what their columns say, in the way that we write it, but for
-            what depends on several columns, bool[n].
+        made: columns that at least one node sets.
+        plain: nodes that were parsed, bool[n]; the columns hold nothing of the others.
+        exact: nodes whose messages hold exactly what their columns say, encoded as onerank writes
+            them, bool[n]. Properties that depend on several columns are checked elsewhere.
         flag: `is_cpu_op`, int8[n]; -1 where absent.
-        gpu_op: place in `GPU_OPS`, int8[n]; -1 where absent.
+        gpu_op: index into `GPU_OPS`, int8[n]; -1 where absent.
         type: node type, int64[n].
         start_micros: field of that name, uint64[n].
         duration_micros: field of that name, uint64[n].
-        told: which nodes have the attributes `start_ns` and `duration_ns`.
+        told: nodes that have the attributes `start_ns` and `duration_ns`.
     """
 
     def __init__(self, strings: StringTable) -> None:

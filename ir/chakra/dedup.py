@@ -18,13 +18,13 @@ _SHIFT = np.uint64(29)
 
 
 def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
-    """Return a row of each distinct combination of values, and which of these each row has.
+    """Return one row of each distinct combination of values, and the combination of each row.
 
     Args:
         columns: integers, each [n].
 
     Returns:
-        int64[distinct], and int64[n] of places in it.
+        Rows, int64[distinct]; and an index into them for each row, int64[n].
     """
     mixed = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
@@ -85,7 +85,7 @@ class Numbers:
 
 
 class TextCodes:
-    """Codes of texts in a table by their UTF-8; nobody else may add to the table meanwhile."""
+    """Maps UTF-8 texts to codes of a string table. Nothing else may add to the table meanwhile."""
 
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings

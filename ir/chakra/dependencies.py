@@ -85,14 +85,14 @@ class Collector:
     def join(
         self, plain: Mask, told: I64, octets: list[bytes], rest: I64, given: Dependencies
     ) -> tuple[Dependencies, Mask]:
-        """Return all, and which nodes tell of their reasons as we do, bool[n].
+        """Return all dependencies, and the nodes that encode their reasons like onerank, bool[n].
 
         Args:
-            plain: the nodes of which to take what was added, bool[n].
-            told: place of each node's `data_dep_reasons` in `octets`, -1 for none.
+            plain: nodes whose added dependencies are used, bool[n].
+            told: index of each node's `data_dep_reasons` in `octets`, -1 for none.
             octets: values of that attribute.
             rest: the other nodes.
-            given: what these wait for.
+            given: dependencies of the other nodes.
         """
         control, data = _Part.of(self.control, plain), _Part.of(self.data, plain)
         reason, exact = _reasons(data.node, told, octets)
@@ -135,9 +135,9 @@ def _unpacked(buffer: Buffer, spans: Spans, found: Scan) -> tuple[I64, U64]:
 
 
 def _reasons(node: I64, told: I64, octets: list[bytes]) -> tuple[U8, Mask]:
-    """Return the reason of each `data_deps` entry, and which nodes tell of it as we do.
+    """Return the reason of each `data_deps` entry, and the nodes that encode reasons like onerank.
 
-    It is DATA where none is told, or not for each.
+    A missing reason is DATA.
     """
     made = np.full(len(node), Reason.DATA, dtype=np.uint8)
     exact = np.ones(len(told), dtype=bool)

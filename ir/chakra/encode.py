@@ -41,7 +41,7 @@ from onerank.ir.string_table import StringTable
 
 
 def header(version: str) -> bytes:
-    """Return a metadata message that holds a version alone."""
+    """Return a metadata message with only a version."""
     return GlobalMetadata(version=version).SerializeToString()
 
 
@@ -118,15 +118,15 @@ _IO_HEADS = {
 _BACK = [field.column for field in BACK]
 
 Columns = dict[str, npt.NDArray[Any]]
-"""Some columns of some nodes; one that is left out is at its default."""
+"""Some columns of some nodes; an absent column has its default."""
 
 
 class Encoder:
-    """Encodes nodes from their columns alone.
+    """Encodes nodes from their columns.
 
     Args:
         nodes: columns of all nodes.
-        deps: what each waits for.
+        deps: dependencies of each node.
         strings: table of the text columns.
 
     Raises:
@@ -190,7 +190,7 @@ class Encoder:
         columns: list[str],
         add: Callable[[Pieces, Columns], None],
     ) -> None:
-        """Append what depends on some columns alone, put together once for those alike in them."""
+        """Append fields that depend on some columns only, encoded once per distinct combination."""
         given = [column for column in columns if column in chosen]
         if given:
             first, number = group_equal_rows([chosen[column] for column in given])
@@ -223,14 +223,14 @@ class Encoder:
     def _add_text(
         self, pieces: Pieces, chosen: Columns, column: str, prefix: Callable[[int], bytes]
     ) -> None:
-        """Append the texts of a column behind what `prefix` makes of their sizes."""
+        """Append the texts of a column, each after `prefix(size)`."""
         rows = np.flatnonzero(chosen[column])
         texts, sizes = self._texts.of(chosen[column][rows])
         pieces.add_sized(rows, sizes, prefix)
         pieces.add(rows, texts, sizes)
 
     def _add_dependencies(self, pieces: Pieces, rows: I64) -> Numbers:
-        """Append `ctrl_deps` and `data_deps`, packed varints; return `data_deps` of one alone."""
+        """Append `ctrl_deps` and `data_deps` as packed varints; return single `data_deps`."""
         offsets, middle = self._deps.offsets, self._middle[rows]
         self._add_lists(pieces, offsets[rows], middle, b"\x22", 1)
         end = offsets[rows + 1]
@@ -292,7 +292,7 @@ def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
 
 
 def _where_set(values: I64, head: bytes) -> Numbers:
-    """Return a number that is left out where it is 0."""
+    """Return an encoded number; empty for 0, the protobuf default."""
     return Numbers(values.astype(np.uint64), values != 0, head)
 
 
@@ -340,7 +340,7 @@ _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for ki
 
 
 def _kind_attributes(kind: Kind) -> bytes:
-    """Return the attributes that tell kinds of one node type apart."""
+    """Return the attributes that distinguish kinds with the same node type."""
     given: list[bytes] = []
     if kind is Kind.HOST_OP:
         given.append(encode_attribute("is_cpu_op", "bool_val", True))

@@ -90,7 +90,7 @@ _FOLDS = [
         (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
     )
 ]
-"""Largest digits that a step leaves alone, what it keeps, what it moves, and how far."""
+"""Per step of a divide and conquer: digits left unchanged, mask kept, mask moved, shift."""
 
 
 def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:

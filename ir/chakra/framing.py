@@ -26,7 +26,7 @@ from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
-"""What protobuf raises for bytes that are not the message asked for."""
+"""Exceptions of protobuf for bytes that are not the expected message."""
 
 
 class EmptyFileError(ChakraError):

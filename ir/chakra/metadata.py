@@ -50,11 +50,12 @@ def encode_job(job: Job) -> bytes:
 def decode_job(message: bytes, place: str) -> Job:
     """Return the job that a metadata message describes.
 
-    In another tool's file an attribute that only shares its name with one of ours is left alone.
+    In another tool's file, an attribute that happens to share its name with a onerank attribute is
+    ignored.
 
     Raises:
-        ChakraError: in a file of ours, an attribute does not hold what it should;
-            or a newer onerank wrote the file. The message begins with `place`.
+        ChakraError: an attribute of a onerank file has an unexpected value, or a newer onerank
+            wrote the file. The message begins with `place`.
     """
     attributes = {given.name: given for given in GlobalMetadata.FromString(message).attr}
     schema = attributes.get("schema", AttributeProto()).string_val

@@ -101,15 +101,16 @@ _LONGEST = 5
 
 
 class Likeness:
-    """A file that the files of other ranks are held against.
+    """A file to which the files of other ranks are compared.
 
-    Nodes whose groups and peers are the same bytes share a slot; slots are numbered as they come.
+    Nodes with the same encoded groups and peers share a slot; slots are numbered in order of
+    appearance.
 
     Args:
-        path: a Chakra file that can be read.
+        path: a readable Chakra file.
 
     Attributes:
-        slots: per node of the file its slot, None for one that talks to nobody.
+        slots: slot of each node; None for a node that does not communicate.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,13 +153,13 @@ class Likeness:
         return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
 
     def record(self, node: int, ending: bytes) -> Record | None:
-        """Return a node with a slot as another file holds it; None if `ending` is none.
+        """Return a node with the group and peers of another file; None for a bad `ending`.
 
-        An ending has the attributes of the file's own, in their order and types.
+        A valid ending has the attributes of the template's ending, in the same order and types.
 
         Args:
-            node: its place in the file.
-            ending: what its slot holds there.
+            node: index in the file.
+            ending: contents of its slot in the other file.
         """
         slot = self.slots[node]
         assert slot is not None, "asked of a node that talks"

@@ -67,7 +67,7 @@ def not_a_node(place: str, error: Exception) -> ChakraError:
 
 
 class _Collected:
-    """What the messages held so far."""
+    """Contents of the messages parsed so far."""
 
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings
@@ -243,7 +243,7 @@ def decode(messages: Source, strings: StringTable) -> Decoded:
 
 
 def _read_times(columns: Columns) -> None:
-    """Fill in the times that are told in microseconds alone."""
+    """Fill in times that are given only in microseconds."""
     for name, micros in (
         ("start_ns", columns.start_micros),
         ("duration_ns", columns.duration_micros),

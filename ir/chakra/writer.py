@@ -76,12 +76,12 @@ def _differing_rows(one: Dependencies, two: Dependencies) -> npt.NDArray[np.bool
 
 
 def amend(message: bytes, fresh: bytes, changed: Iterable[str]) -> bytes:
-    """Return `message` with the changed columns taken from `fresh`, all else as it was.
+    """Return `message` with the changed columns from `fresh` and everything else unchanged.
 
     Args:
         message: the node as another tool wrote it.
-        fresh: the node as its columns alone are written.
-        changed: columns to take over, or "dependencies".
+        fresh: the node encoded from its columns.
+        changed: columns to replace, or "dependencies".
     """
     node, new = Node.FromString(message), Node.FromString(fresh)
     for column in changed:

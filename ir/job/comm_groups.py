@@ -36,19 +36,19 @@ class _Told(msgspec.Struct):
 
 
 def with_groups(graph: Graph, path: Path) -> Graph:
-    """Return the graph with the groups, the rank and the world that lie outside its metadata.
+    """Return the graph with groups, rank and world from outside its metadata.
 
-    A graph that knows its groups, or communicates with all ranks alone, stays as it is; so does one
-    without such a file or node. The rank is that of PREFIX.RANK.et; the world has as many ranks as
-    there are traces of that prefix, or of a single one as the groups name.
+    A graph that has groups, or communicates only with all ranks, is unchanged; so is one without
+    such a file or node. The rank comes from the name PREFIX.RANK.et. The world has as many ranks as
+    traces with that prefix, or for a single trace as many as the groups name.
 
     Args:
         graph: as read from `path`.
         path: its trace.
 
     Raises:
-        FormatError: the file is no such JSON; a node names a group that is not in it, or one that
-            its rank is not in; or a group holds a rank that the world does not have.
+        FormatError: the file is malformed; a node names a group that is not in it or that does not
+            contain the rank; or a group contains a rank outside the world.
     """
     used = _first_of_each(graph)
     has_peers = graph.mask(Kind.SEND, Kind.RECV).any()
@@ -82,10 +82,10 @@ def with_groups(graph: Graph, path: Path) -> Graph:
 
 
 def read_groups(path: Path) -> dict[str, list[int]]:
-    """Return group name -> ranks, as a file has them.
+    """Return group name -> ranks from a file.
 
     Raises:
-        FormatError: it is not that; begins with the path and tells the place.
+        FormatError: the file is malformed. The message names the file and the place.
     """
     try:
         groups = msgspec.json.decode(path.read_bytes(), type=dict[str, list[int]])
@@ -111,10 +111,10 @@ def _beside(path: Path) -> Path | None:
 
 
 def group_files(directory: Path, trace: str) -> list[Path]:
-    """Return the files of a directory that hold the groups of a trace there, by their names.
+    """Return the files that hold the process groups of a trace, by the names that are searched.
 
-    Where there is none of `NAMES`, PREFIX.json beside PREFIX.RANK.et is one: STAGE's main.py names
-    it so.
+    If none of `NAMES` exists, PREFIX.json next to PREFIX.RANK.et is used, as STAGE's main.py names
+    it.
     """
     rank = RANK_FILE.fullmatch(trace)
     found = [directory / name for name in NAMES if (directory / name).is_file()]
@@ -156,7 +156,7 @@ def _check_distinct(place: str, ranks: list[int]) -> None:
 
 
 def _place(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
-    """Return the trace's rank, None where its name does not tell it, and the number of ranks."""
+    """Return the trace's rank, None if its name has none, and the number of ranks."""
     named = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
     match = RANK_FILE.fullmatch(path.name)
     if match is None:

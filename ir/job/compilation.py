@@ -11,10 +11,10 @@ class GeneratedKernel(msgspec.Struct, frozen=True):
 
     Attributes:
         graph: number of the compiled graph, in the order of compilation.
-        name: kernel's name, or the library call's ("extern_kernels.mm").
-        called: whether this is a call, in the order of the code; else only the kernel's definition.
-        operators: operators it stands for ("aten.mul"), views left out where there is more.
-        modules: module of each of these.
+        name: the kernel's name, or the library call's ("extern_kernels.mm").
+        called: True for a call, in the order of the code; False for the kernel's definition.
+        operators: operators that it replaces ("aten.mul"), without views if there are others.
+        modules: module of each operator.
     """
 
     graph: int
@@ -31,8 +31,8 @@ class Fusion(msgspec.Struct, frozen=True):
         kernel: its name.
         graph: number of the compiled graph.
         phase: "forward", "backward", "optimizer" or "".
-        operators: operator -> how many of it the launches stand for.
-        modules: sub-modules these come from.
+        operators: operator -> number of its calls that the launches replace.
+        modules: sub-modules of these operators.
         launches: in the profiled step.
         time_ns: their summed durations.
     """
@@ -49,12 +49,12 @@ class Fusion(msgspec.Struct, frozen=True):
 class ModuleTime(msgspec.Struct, frozen=True):
     """A sub-module's compute in a step, forward and backward, eager and compiled.
 
-    A kernel that stands for operators of several sub-modules counts for each by their number.
+    A kernel that replaces operators of several sub-modules is divided by their number of operators.
 
     Attributes:
-        module: sub-module ("model.layers.*.mlp"), "optimizer", or "" where none is known.
+        module: sub-module ("model.layers.*.mlp"), "optimizer", or "" if not known.
         eager_ops: GPU operations (operators on a CPU).
-        compiled_ops: the same; a kernel of several sub-modules in each.
+        compiled_ops: the same; a kernel of several sub-modules counts in each.
         eager_ns: their summed durations.
         compiled_ns: the same.
     """
@@ -70,15 +70,14 @@ class Compilation(msgspec.Struct, frozen=True):
     """Comparison of a compiled step with the eager one, on the graph's device.
 
     Attributes:
-        mode: of torch.compile; "the script's own" where the script compiles by itself.
+        mode: mode of torch.compile; "the script's own" if the script compiles by itself.
         graphs: compiled graphs that ran in the step.
-        eager_step_ns: median pure step; None when not measured.
+        eager_step_ns: median pure step; None if not measured.
         compiled_step_ns: the same.
-        fusions: generated kernels, most time first.
-        modules: most eager time first.
-        shared_ops: operations that stand for one of several library calls, which one is not known:
-            their time counts for all of these.
-        unknown_ops: operations in compiled graphs that match no kernel of the compiler's.
+        fusions: generated kernels, longest total time first.
+        modules: longest eager time first.
+        shared_ops: operations that may be one of several library calls; their time counts for all.
+        unknown_ops: operations in compiled graphs that match no kernel of the compiler.
     """
 
     mode: str

@@ -26,15 +26,15 @@ class Annotation(msgspec.Struct, frozen=True):
 
 
 class Module(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A module of the captured model, and the coarser scopes it lies in.
+    """A module of the captured model, and its enclosing scopes.
 
     Attributes:
         path: qualified name, as in the nodes' column `module`.
-        type: name of its class.
-        role: "attention", "mlp", "norm", "embedding", "head", "loss", "router" or "experts"; else
-            "layer" for a layer's own operators and "other" for what no rule explains.
-        layer: path of the repeated block that it is or lies in; "" outside of any.
-        scope: path of the outermost module of this role around it; "" where that is itself.
+        type: class name.
+        role: "attention", "mlp", "norm", "embedding", "head", "loss", "router" or "experts";
+            "layer" for a layer's own operators; "other" if no rule applies.
+        layer: path of the repeated block that it is or belongs to; "" outside of any.
+        scope: path of the outermost enclosing module of this role; "" if that is the module itself.
     """
 
     path: str

@@ -16,15 +16,15 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Sensors(msgspec.Struct, frozen=True, omit_defaults=True):
-    """NVML readings during the steps without a profiler; None for a value NVML lacks.
+    """NVML readings during the steps without a profiler; None for a value that NVML lacks.
 
     Attributes:
         samples: number of readings.
         sm_clock_mhz: clock of the streaming multiprocessors.
         memory_clock_mhz: clock of the memory.
-        power_mw: draw of the board, averaged by the driver over its own window.
-        temperature_c: of the GPU die.
-        throttled: reason the clocks were held down -> number of samples that gave it.
+        power_mw: board power, averaged by the driver over its own window.
+        temperature_c: GPU die.
+        throttled: reason for reduced clocks -> number of samples with it.
     """
 
     samples: int

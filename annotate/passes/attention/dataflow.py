@@ -37,15 +37,15 @@ class Operand(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one operator instance does on the device.
+    """The device work of one operator instance.
 
     Attributes:
-        nodes: its operations, in the order in which they ran.
+        nodes: its operations, in execution order.
         launcher: the host operator that launched them, -1 for none.
-        begun_ns: when it was launched, or ran where nobody launched it.
+        begun_ns: launch time, or start time if no launch is known.
         op: base name.
-        reads: with known tensors; none where nobody tells.
-        writes: the same.
+        reads: operands with known tensors; empty if not recorded.
+        writes: the same of results.
     """
 
     nodes: tuple[int, ...]
@@ -57,14 +57,14 @@ class Call(NamedTuple):
 
 
 class TensorVersion(NamedTuple):
-    """What a storage holds from one write to the next.
+    """The content of a storage from one write to the next.
 
     Attributes:
         storage: its id.
-        maker: position of the call that wrote it, `OUTSIDE` for none.
+        maker: index of the call that wrote it, `OUTSIDE` for none.
         tensor: as it was written, or first read.
         place: the same.
-        behind: what may still be there beside it, where it was written into what there was.
+        behind: earlier content that may remain, if only a part was overwritten.
     """
 
     storage: int
@@ -75,14 +75,14 @@ class TensorVersion(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Calls of a step in order, what they pass on, and who reads it.
+    """Calls of a step in order, the contents they produce, and their readers.
 
     Attributes:
-        calls: in the order in which they ran.
+        calls: in execution order.
         contents: of all storages.
-        readers: of each content, positions of calls.
-        beside: of each content, calls that may read what a smaller write has left of it.
-        passing: (operation, launcher, content) of what passes its operand on as it is.
+        readers: of each content, indices of calls.
+        beside: of each content, calls that may read the remainder of a partly overwritten one.
+        passing: (operation, launcher, content) of calls that return their operand unchanged.
     """
 
     calls: list[Call]

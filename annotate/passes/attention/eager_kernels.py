@@ -95,14 +95,13 @@ def backward(s: Sizes, dtype: str) -> list[EagerKernel]:
 
 
 class Bytes(NamedTuple):
-    """Memory of a call beside its operands and results.
+    """Memory of a call in addition to its operands and results.
 
     Attributes:
-        kept: held from forward to backward: softmax in float32 and rounded, repeated keys and
-            values.
-        forward: most in use beside in forward: what is masked, and that in the type that softmax
-            reads.
-        backward: most in use beside in backward: dP in float32, its product with P, the result.
+        kept: from forward to backward: softmax in float32 and rounded, repeated keys and values.
+        forward: additional peak in forward: the masked scores, and those in the softmax's input
+            dtype.
+        backward: additional peak in backward: dP in float32, its product with P, the result.
     """
 
     kept: int

@@ -53,11 +53,11 @@ class Taken(NamedTuple):
 
 
 def taken(graph: Graph, flow: Flow, found: list[EagerCall]) -> Taken:
-    """Return what goes with calls of eager attention.
+    """Return everything to remove with calls of eager attention.
 
-    Their operations but one for each pass; what made their masks, if nobody else reads them; and
-    the host operators that launched these, with those before each that launch nothing (views,
-    allocations, nodes of autograd).
+    All their operations but one per pass; the operations that made their masks, if nothing else
+    reads them; and the host operators that launched these, with preceding ones that launch nothing
+    (views, allocations, autograd nodes).
     """
     members = {at for call in found for at in call.members}
     unused = _unused(flow, members, {one for call in found for one in call.inputs})
@@ -196,14 +196,14 @@ def _streams(graph: Graph) -> Iterable[I64]:
 
 
 class FusedAttentionParts(NamedTuple):
-    """What a kernel database tells beside a model.
+    """Durations from a kernel database, in addition to a model's.
 
     Attributes:
         moved_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
-        evidence: of each, `DATASHEET` where it tells nothing, uint8[n].
-        doubt: of look-ups.
-        notes: what a reader should know.
+        evidence: of each, `DATASHEET` if the database has no row, uint8[n].
+        doubt: uncertainty of look-ups.
+        notes: statements on the quality of the result.
     """
 
     moved_ns: F64
@@ -220,12 +220,13 @@ LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], FusedA
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """What if attention that the script did without a fused kernel had one.
+    """Replace eager attention by a fused kernel.
 
     Attributes:
-        kernel: "fused" for what PyTorch runs on the target, or a family of `attention_kernels`.
-        alone: the cost model of kernels that nobody measured.
-        look_up: how to ask the kernel databases; None to ask none.
+        kernel: "fused" for the kernel that PyTorch runs on the target, or a family of
+            `attention_kernels`.
+        alone: the cost model of unmeasured kernels.
+        look_up: how to query the kernel databases; None for no query.
     """
 
     kernel: str = "fused"
@@ -233,21 +234,21 @@ class FusedAttention:
     look_up: LookUp | None = None
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
-        """Return the graph with each call of eager attention as one kernel forward, one backward.
+        """Return the graph with a forward and a backward kernel per call of eager attention.
 
-        Each runs where the product with the values, or the first product of backward, did. What
-        made masks for eager attention alone goes too, and so do the host operators that launched
-        what goes; the fused kernel's launch takes what that product's took. Nobody measured the
-        new kernels: their evidence is DATASHEET, or what the databases know of such a call. Those
-        of a CPU capture get no time here.
+        Each kernel runs where the product with the values, or the first product of backward, ran.
+        Operations that made masks only for eager attention are removed, and so are host operators
+        that launched removed operations; the fused kernel's launch takes the time of that product's
+        launch. The new kernels are unmeasured: their evidence is DATASHEET, or that of the
+        databases. In a CPU capture they get no time here.
 
         Args:
             graph: re-costed for `target`, or captured on it or on a CPU.
             target: the GPU they run on.
 
         Raises:
-            AnnotateError: the graph has no eager attention that can be told, or the target does not
-                run the kernel.
+            AnnotateError: the graph has no recognisable eager attention, or the target does not run
+                the kernel.
         """
         resolution = resolve_alone(target, self.kernel)
         flow = Flow.of(graph)
@@ -318,7 +319,7 @@ def has_eager_attention(graph: Graph) -> bool:
 def _with_kernels(
     graph: Graph, found: list[EagerCall], places: tuple[list[int], list[int]], family: str
 ) -> Graph:
-    """Return the graph with the fused kernels at the heads, and their launchers named alike."""
+    """Return the graph with fused kernels in place of the first nodes, launchers renamed."""
     texts = {name: graph.text(name) for name in TEXTS}
     columns = [forward_columns(call, family) if one is call.forward
                else backward_columns(call, family)

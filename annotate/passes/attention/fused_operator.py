@@ -38,7 +38,7 @@ _NONE = _Argument("None", _NO_SIZES, "<None>")
 
 
 class _Tensors(NamedTuple):
-    """Operands and results of both passes; those of backward are None where there is none."""
+    """Operands and results of both passes; None for a missing backward."""
 
     query: _Argument
     key: _Argument
@@ -134,12 +134,12 @@ def _tensors(call: EagerCall, *, cudnn: bool) -> _Tensors:
 
 
 def _untold(kind: str, shape: list[int]) -> _Argument:
-    """Return a tensor of which nobody tells where it is."""
+    """Return a tensor of unknown storage."""
     return _Argument(kind, shape, [0, 0, 0, 0, 0, ""])
 
 
 def _dropped(call: EagerCall) -> _Argument:
-    """Return the part of probabilities that is dropped, which the trace does not tell."""
+    """Return the dropout probability, which the trace does not record."""
     return _NONE if call.dropout else _number("Double", 0.0)
 
 

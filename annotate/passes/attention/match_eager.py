@@ -115,19 +115,18 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """Attention that no fused kernel does.
+    """Eager attention: attention without a fused kernel.
 
     Attributes:
         sizes: heads, rows, keys and widths.
-        causal: how it is known that queries see no later keys: "made", the mask is made by
-            comparing positions; "square", a mask for all sequences of as many rows as columns was
-            there before the step; "" for attention to all keys.
-        padded: whether there is a mask that is no causal one.
+        causal: how causality is known: "made", the mask is made by comparing positions; "square", a
+            square mask for all sequences existed before the step; "" for attention to all keys.
+        padded: whether there is a mask that is not causal.
         dropout: whether probabilities are dropped.
         forward: calls of the forward pass.
-        tensors: of it.
-        backward: calls of the backward pass, None where there is none.
-        gradients: of it.
+        tensors: its tensors.
+        backward: calls of the backward pass, None without backward.
+        gradients: its tensors.
     """
 
     sizes: Sizes
@@ -168,7 +167,7 @@ def softmaxes(flow: Flow) -> int:
 
 
 def eager_calls(flow: Flow) -> list[EagerCall]:
-    """Return the calls of attention whose scores nobody else reads."""
+    """Return the calls of attention whose scores nothing else reads."""
     found = [_call(flow, at) for at, call in enumerate(flow.calls) if call.op == "_softmax"]
     return [one for one in found if one is not None]
 
@@ -211,7 +210,7 @@ def _origin(flow: Flow, operand: Operand) -> _Scores | None:
 
 
 def _call(flow: Flow, softmax: int) -> EagerCall | None:
-    """Return the attention whose softmax is a call, None where there is none or others read it."""
+    """Return the attention around a softmax call; None if others read its tensors."""
     scores = _scores(flow, flow.calls[softmax])
     if scores is None:
         return None
@@ -383,7 +382,7 @@ def _closed(  # noqa: PLR0917
 
 
 def _keeps_to_itself(flow: Flow, call: EagerCall) -> bool:
-    """Return whether nobody else reads what its calls write, but for its results."""
+    """Return whether nothing else reads what its calls write, except its results."""
     members, outputs = call.members, call.outputs
     made = {one.content for at in members for one in flow.calls[at].writes} - outputs
     readers = (at for one in made for at in (*flow.readers[one], *flow.beside[one]))
@@ -391,9 +390,10 @@ def _keeps_to_itself(flow: Flow, call: EagerCall) -> bool:
 
 
 def _unread(flow: Flow, members: set[int]) -> set[int]:
-    """Return calls that read what the members wrote, and of which nobody reads what they write.
+    """Return calls that read what the members wrote, and whose results nothing reads.
 
-    On a GPU softmax's backward has such a kernel, whose result the next one reads by another name.
+    On a GPU the softmax backward has such a kernel; the next kernel reads its result under another
+    name.
     """
     readers = {
         at for one in members for w in flow.calls[one].writes for at in flow.readers[w.content]
@@ -406,9 +406,9 @@ def _unread(flow: Flow, members: set[int]) -> set[int]:
 
 
 def _source(flow: Flow, operand: Operand, members: set[int]) -> tuple[Operand, set[int], int]:
-    """Return what an operand was copied from for these alone, the copies, and how often repeated.
+    """Return the original of an operand that was only copied, the copies, and the repetitions.
 
-    A fused kernel takes any strides, and keys and values once for all heads that share them.
+    A fused kernel takes any strides, and takes shared keys and values once.
     """
     copies, repeats = set[int](), 1
     while True:
@@ -435,7 +435,7 @@ def _repeats(flow: Flow, read: Operand) -> int:
 
 
 def _result(flow: Flow, operand: Operand, repeats: int) -> tuple[Operand, set[int]]:
-    """Return what a result becomes by copies of it alone, and sums over heads that share keys."""
+    """Return what a result becomes through copies, and sums over heads that share keys."""
     copies = set[int]()
     while len(readers := flow.readers[operand.content]) == 1:
         call = flow.calls[readers[0]]

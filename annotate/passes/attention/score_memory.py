@@ -37,18 +37,18 @@ class _Change(NamedTuple):
 def without_scores(
     graph: Graph, flow: Flow, found: list[EagerCall], unused: set[int]
 ) -> tuple[Measurement, str]:
-    """Return the measurement without the blocks of eager attention, and a sentence on the peak.
+    """Return the measurement without the blocks of eager attention, and a note on the peak.
 
-    What a fused kernel keeps for backward (queries, keys, values, output and a sum for each row)
-    stays until the last of what it stands for was freed; its gradients come when the first of that
-    was allocated, with its workspace (dQ in float32, and dK and dV of all heads where these share
-    keys, as flash-attention 2 and cuDNN have it).
+    What a fused kernel keeps for backward (queries, keys, values, output and a sum per row) lives
+    until the last block it replaces was freed. Its gradients are allocated with the first of those
+    blocks, together with its workspace (dQ in float32, and dK and dV of all heads if these share
+    keys, as in FlashAttention-2 and cuDNN).
 
     Args:
         graph: captured, with the nodes of `flow`.
-        flow: who reads what.
-        found: the calls.
-        unused: calls that go beside.
+        flow: data flow of the step.
+        found: the calls of attention.
+        unused: other calls that are removed.
     """
     measured = graph.job.measurement
     log = measured.memory
@@ -134,7 +134,7 @@ def _turns(log: MemoryLog) -> list[int]:
 
 
 def _kept(log: MemoryLog, change: _Change, turn: int) -> int:
-    """Return how many bytes more are held when backward begins."""
+    """Return the additional bytes in use when backward begins."""
     blocks = log.blocks
 
     def held(block: int, made: float, freed: float) -> int:
@@ -156,7 +156,7 @@ def _events(events: Iterable[int]) -> list[int]:
 
 
 def _workspace(s: Sizes, key: Operand) -> list[int]:
-    """Return the bytes that the backward pass takes beside its results."""
+    """Return the bytes of the backward pass in addition to its results."""
     rows = s.batch * s.heads * s.rows
     made = [rows * s.d * _FLOAT_BYTES, rows * _FLOAT_BYTES]
     if s.heads != s.key_heads:

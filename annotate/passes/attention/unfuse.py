@@ -159,10 +159,10 @@ class _Instance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EagerAttention:
-    """What if attention ran without a fused kernel, as transformers' `eager` does.
+    """Replace fused attention by eager attention, as transformers' `eager` runs it.
 
     Attributes:
-        alone: the cost model of kernels that nobody measured.
+        alone: the cost model of unmeasured kernels.
     """
 
     alone: Alone = predict_alone

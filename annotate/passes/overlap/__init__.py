@@ -1,4 +1,4 @@
 """Maximise or serialise the overlap of communication and compute."""
 
 CHOICES = ("as-captured", "on", "off")
-"""Whether communication runs beside compute: where it did, as far as the data allow, nowhere."""
+"""Overlap of communication and compute: as captured, as far as data allow, or none."""

@@ -74,11 +74,11 @@ class Lanes(NamedTuple):
     def before(self, edges: Edges, order: I64) -> I64:
         """Return per node and lane the highest rank of a node there that it waits for, or its own.
 
-        `UNKNOWN` for none. It is a loop over the nodes: what one waits for its sources tell.
+        `UNKNOWN` for none. A loop over nodes: each result follows from the node's sources.
 
         Args:
             edges: of the graph, or of one with other edges among the same nodes.
-            order: of the nodes, none before what it waits for, int64[n].
+            order: topological order of the nodes, int64[n].
         """
         found = np.full((len(order), len(self.compute)), UNKNOWN, dtype=np.int64)
         offsets, lane = edges.offsets.tolist(), self.of.tolist()
@@ -109,12 +109,12 @@ class Lanes(NamedTuple):
         return found
 
     def beside(self, calls: I64, before: I64, after: I64) -> I64:
-        """Return how many nodes that compute may run beside each of `calls`, int64[len(calls)].
+        """Return how many compute nodes may overlap each of `calls`, int64[len(calls)].
 
         Args:
             calls: indices.
             before: what each node waits for, by `before`.
-            after: who waits for each, by `after`.
+            after: the nodes that wait for each, by `after`.
         """
         count = np.zeros(len(calls), dtype=np.int64)
         for lane in np.flatnonzero(self.compute).tolist():
@@ -155,18 +155,18 @@ class Span(NamedTuple):
         return self.begin < other.end and other.begin < self.end
 
     def holds(self, other: "Span") -> bool:
-        """Return whether another span of the same storage lies in it."""
+        """Return whether another span of the same storage is contained in it."""
         return self.begin <= other.begin and other.end <= self.end
 
 
 class Touch(NamedTuple):
-    """What a node reads and writes.
+    """The memory that a node reads and writes.
 
     Attributes:
         reads: spans it reads.
         writes: spans it writes.
-        made: storages that are new with it: its results, in none of its operands' memory.
-        filled: storages of which it writes alone, whatever was in them.
+        made: storages that it creates: results outside its operands' memory.
+        filled: storages that it overwrites completely.
     """
 
     reads: tuple[Span, ...]
@@ -179,7 +179,7 @@ NOTHING = Touch((), ())
 
 
 def touches_of(graph: Graph) -> Callable[[int], Touch | None]:
-    """Return the function from a node to what it touches, None where the graph does not tell."""
+    """Return a function from a node to its memory accesses; None if not recorded."""
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
     communicates = graph.communication
 
@@ -204,7 +204,7 @@ def touches_of(graph: Graph) -> Callable[[int], Touch | None]:
 
 
 def _spans(operands: tuple[Operand, ...], text: str) -> tuple[Span, ...] | None:
-    """Return the bytes of each tensor, None where one does not tell where it is."""
+    """Return the byte span of each tensor; None if the location of one is unknown."""
     made: list[Span] = []
     for tensor, place in zip(flat(operands), places_of(operands, text), strict=True):
         if not tensor.numel:
@@ -219,10 +219,11 @@ def _spans(operands: tuple[Operand, ...], text: str) -> tuple[Span, ...] | None:
 
 
 def _of_operator(op: str, call: Call, reads: tuple[Span, ...], writes: tuple[Span, ...]) -> Touch:
-    """Return what a kernel of an operator touches.
+    """Return the memory accesses of an operator's kernel.
 
-    PyTorch's own operators write their results, those that have none their operands, as those of
-    others may; a result in an operand's memory is that operand, any other has memory of its own.
+    PyTorch's own operators write their results, or their operands if they have no results; other
+    operators may write either. A result in an operand's memory is that operand; any other result
+    has new memory.
     """
     ours = op.startswith("aten::")
     if ours and call.op in _OVERWRITES and reads[:1] == writes:
@@ -236,7 +237,7 @@ def _of_operator(op: str, call: Call, reads: tuple[Span, ...], writes: tuple[Spa
 def _of_call(
     kind: Kind, collective: Collective, nbytes: int, tensors: tuple[Span, ...]
 ) -> Touch | None:
-    """Return what a call touches, whose tensors stand in a row; None where it has none."""
+    """Return the memory accesses of a communication call; None without recorded tensors."""
     if not tensors:
         return None
     if kind is Kind.SEND:
@@ -287,13 +288,13 @@ class Need:
 
 @dataclass(slots=True)
 class Needs:
-    """What needs what.
+    """Dependencies between communication calls and other nodes.
 
     Attributes:
-        of: what each call needs that can move, in the order in which they ran.
-        waits: (call, node that needs it), in the order in which the latter ran.
-        fixed: calls that tell no tensors and stay where they are.
-        unread: calls of which nothing reads what they wrote.
+        of: dependencies of each movable call, in execution order.
+        waits: (call, dependent node), by execution order of the latter.
+        fixed: calls without recorded tensors, which stay in place.
+        unread: calls whose result nothing reads.
     """
 
     of: dict[int, Need] = field(default_factory=dict[int, Need])
@@ -303,18 +304,18 @@ class Needs:
 
 
 def needs_of(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Needs:
-    """Return what each call needs and who needs it.
+    """Return the dependencies and dependents of each call.
 
-    Nothing needs what it did not wait for as captured: it was none of its data. A node that does
-    not tell its tensors needs all that it waited for. What a call wrote that nobody reads in the
-    step is awaited as captured: of a slice, whose peers are absent, what is made up in place of a
-    sum may lie elsewhere.
+    An operation depends only on operations it waited for during capture; anything else cannot have
+    produced its inputs. A node without recorded tensors depends on everything it waited for. The
+    result of a call that nothing in the step reads is
+    awaited as captured: in a slice with absent peers, a filled-in sum may lie elsewhere.
 
     Args:
         graph: as captured.
         lanes: its lanes.
         before: what each node waits for, `Lanes.before` of the graph.
-        after: who waits for each, `Lanes.after` of the graph.
+        after: the nodes that wait for each, `Lanes.after` of the graph.
     """
     found = _Walk(graph, lanes, before).through()
     for call in sorted(found.unread):

@@ -39,12 +39,12 @@ class IssueSlot(NamedTuple):
 
 
 def turns_of(graph: Graph, lanes: Lanes, needs: Needs) -> dict[int, IssueSlot]:
-    """Return the turns of the calls that move, in an order in which they can be issued.
+    """Return the issue slots of the calls that move, in an order in which they can be issued.
 
-    A call is issued right behind the last of those it needs, as by a hook; where nothing in the
-    step wrote what it reads, where the script issues it. So the calls of a stream change their
-    order, on each rank alike; but sends and receives keep theirs, and so do the calls of a group of
-    which ranks run other stages of a pipeline.
+    A call is issued directly after the last of its dependencies, as by a hook; if nothing in the
+    step wrote its inputs, where the script issues it. So the calls of a stream change their order,
+    on each rank in the same way. Sends and receives keep their order, and so do the calls of a
+    group with ranks of other pipeline stages.
     """
     calls = sorted([*needs.of, *needs.fixed], key=lanes.rank.__getitem__)
     stream = _streams(graph, calls, lanes)
@@ -172,10 +172,10 @@ def rewired(graph: Graph, lanes: Lanes, needs: Needs, turns: Mapping[int, IssueS
 
 
 def _around(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
-    """Return edges by which who waited for a moved call waits for what it waited for.
+    """Return edges from the dependencies of a moved call to the nodes that waited for the call.
 
-    Of each lane the last alone, but for what launched a call. Who follows on the same lane need not
-    be told, but where the call was between the two.
+    Only the last of each lane is needed, except for nodes that launched a call. The next node of
+    the same lane needs an edge only if the call was between the two.
     """
     edges = graph.edges
     offsets, sources = edges.offsets.tolist(), edges.source.tolist()
@@ -207,7 +207,7 @@ def _around(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
 
 
 def _keys(graph: Graph) -> list[int]:
-    """Return a number per node, the same on a stream or a thread, and of nobody else's."""
+    """Return a number per node that identifies its stream or thread."""
     nodes = graph.nodes
     first = np.max(nodes.stream, initial=0) + 1
     on_thread = np.unique(nodes.thread, return_inverse=True)[1].reshape(-1) + first
@@ -281,30 +281,29 @@ def _placed(
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What if communication ran beside compute as far as the data allow.
+    """Overlap communication with compute as far as the data allow.
 
-    A call begins when what it reads is written and nobody uses any more what it writes; what
-    computes waits for it where it uses what the call wrote, or overwrites what it reads. Streams,
-    events and the host hold back neither. The host issues a call right behind the operator that
-    made its data, as a hook would (see `turns_of`), on a stream of its group. Among themselves
-    kernels and host operators keep the order they were captured in.
+    A call starts when its inputs are written and nothing uses the memory that it writes. Compute
+    waits for a call if it uses the call's result or overwrites its input. Streams, events and the
+    host impose no further order. The host issues a call directly after the operator that made its
+    data, as a hook would (see `turns_of`), on a stream of its group. Kernels and host operators
+    keep their captured order.
     """
 
     def apply(self, graph: Graph, target: Gpu | None = None) -> Graph:
         """Return the graph with these edges.
 
-        All durations stay, those of kernels that now have a call beside them too; memory stays as
-        captured, although buffers are held as long as a call uses them. Calls that tell no tensors
-        stay where they are. A call that moves starts where its data were ready as captured; the
-        starts of all else stay.
+        All durations stay, also those of kernels that now overlap a call. Memory stays as captured,
+        although calls would keep buffers longer. Calls without recorded tensors stay in place. A
+        moved call starts when its data were ready in the capture; all other start times stay.
 
         Args:
             graph: captured, not coarsened.
-            target: not looked at, for the times are those of the graph.
+            target: unused, since times are those of the graph.
 
         Raises:
             AnnotateError: the graph has no communication or no compute, is extrapolated, does not
-                tell which tensors its calls use, or its calls overlap already as far as they can.
+                record the tensors of its calls, or its calls already overlap as far as possible.
         """
         del target
         _check(graph)

@@ -17,26 +17,26 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NoOverlap:
-    """What if no communication ran beside compute.
+    """Remove all overlap of communication and compute.
 
-    Device work is put in the order in which it was issued: by the start of the operator that
-    launched it, of work that none launched by its own. Where compute and communication follow one
-    another in that order, the later waits for the earlier (reason SYNC); compute of several streams
-    and communication of several groups still run side by side among themselves.
+    Device work follows the order of issue: the start of the launching operator, or its own start
+    without a launch. Where compute and communication follow each other in that order, the later
+    waits for the earlier (reason SYNC). Compute on several streams, and communication of several
+    groups, still overlap among themselves.
     """
 
     def apply(self, graph: Graph, target: Gpu | None = None) -> Graph:
-        """Return the graph with these edges, kernels at their times alone where these are known.
+        """Return the graph with these edges, and kernels at their uncontended times if known.
 
-        Starts stay as captured: after it they tell the order, and the edges tell when.
+        Starts stay as captured: they keep the order, and edges determine the times.
 
         Args:
             graph: captured, not coarsened.
-            target: not looked at, for the times are those of the graph.
+            target: unused, since times are those of the graph.
 
         Raises:
-            AnnotateError: the graph has no communication or no compute, or its edges already hold
-                them apart.
+            AnnotateError: the graph has no communication or no compute, or its edges already
+                separate them.
         """
         del target
         source, waiter = _turns(graph)
@@ -78,10 +78,10 @@ class NoOverlap:
 
 
 def _turns(graph: Graph) -> tuple[I64, I64]:
-    """Return (earlier, later) of the edges that hold compute and communication apart.
+    """Return (earlier, later) of the edges that separate compute from communication.
 
-    Of a run of the same sort the last of each stream is waited for, and the first of each stream
-    of the next run waits: the streams' own edges do the rest.
+    Of a run of the same kind the last node of each stream is awaited, and the first node of each
+    stream in the next run waits; the streams' own edges do the rest.
     """
     nodes = graph.nodes
     compute, communicates = compute_mask(graph), graph.communication

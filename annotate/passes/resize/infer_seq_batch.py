@@ -22,20 +22,19 @@ _FINDS = frozenset(
         "unique_consecutive unique_dim repeat_interleave _local_scalar_dense"
     ).split()
 )
-"""Operators whose results, or how many there are, tell which tokens an expert gets."""
+"""Operators whose results, or their number, decide which tokens an expert gets."""
 
 
 def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
-    """Return captured and new sizes; what is not asked for stays as it was captured.
+    """Return captured and new sizes; sizes that are not requested stay as captured.
 
     The token ids of a language model are integers, [micro-batch, sequence], and the first in the
-    step. Ranks of a cp axis hold a part of the sequence each. A step without token ids whose
-    micro-batch alone is named, of two or more, has no sequence: of a model of images, say.
+    step. Ranks of a cp axis hold a part of the sequence each. A step without token ids has no
+    sequence if only a micro-batch of two or more is requested: an image model, for example.
 
     Raises:
-        AnnotateError: the graph does not tell the sizes or its tensors apart, is of experts that
-            get other shares of the tokens than all alike, or of a compiled step, or nothing would
-            change.
+        AnnotateError: the graph does not show the sizes or distinguish its tensors, routes unequal
+            shares of tokens to experts, is of a compiled step, or nothing would change.
     """
     _check(graph)
     length, count = seq.before if seq else 0, batch.before if batch else 0

@@ -17,10 +17,10 @@ NEED_VALUES = frozenset(
     "sum mean amax amin prod norm linalg_vector_norm std var any all argmax argmin logsumexp "
     "max min cat stack index_select".split()
 )
-"""Operators whose results cannot be told without argument values."""
+"""Operators whose results depend on argument values."""
 
 Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
-"""(call, powers by argument, place of the result, its shape) -> its powers; None: not told here."""
+"""(call, powers by argument, index of the result, its shape) -> its powers; None: no rule."""
 
 
 def _reduced(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
@@ -54,7 +54,7 @@ def _stacked(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shap
 
 
 def _picked(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    """Of `embedding`: a row of the table for each index."""
+    """`embedding`: a row of the table for each index."""
     return (*by_place[1][0], *by_place[0][0][1:]) if by_place[0] and by_place[1] else None
 
 
@@ -71,9 +71,9 @@ def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape
 
 
 def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Of `index` by integers: theirs in place of the dimensions that they index, first or later.
+    """`index` by integers: their dimensions replace the indexed ones, first or later.
 
-    Which these are is told by the sizes, as a call does not tell of those that it leaves out.
+    Sizes show which dimensions are indexed, because a call does not record omitted indices.
     """
     x, indices = call.tensor(0), call.inputs[1] if len(call.inputs) > 1 else None
     if x is None or not indices or not by_place[0] or any(one.dtype == "bool" for one in indices):
@@ -97,7 +97,7 @@ def _of_table(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> 
 
 
 def _bagged(_: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape) -> Powers | None:
-    """Of `_embedding_bag`: a row for each bag; what else it tells is of indices or of bags."""
+    """`_embedding_bag`: a row for each bag; further results are per index or per bag."""
     indices, bags = by_place[1], by_place[2]
     if not indices or not bags:
         return None
@@ -139,7 +139,7 @@ def _recurrent(
 
 
 def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
-    """Of `topk`: as many of the last dimension as were asked for."""
+    """`topk`: the requested number of elements in the last dimension."""
     x = by_place[0][0] if by_place and by_place[0] else ()
     return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
 
@@ -177,11 +177,11 @@ RULES: dict[str, Rule] = {
 def powers_of_results(
     call: Call, tensors: list[Tensor], inputs: list[Powers], results: Sequence[Shape]
 ) -> tuple[list[Powers], bool]:
-    """Return the powers of each result, and whether a rule told them, not their sizes alone.
+    """Return the powers of each result, and whether a rule determined them, not only their sizes.
 
     Args:
-        call: what was called.
-        tensors: its input tensors, lists laid out flat.
+        call: the call.
+        tensors: its input tensors, lists flattened.
         inputs: the powers of each.
         results: the shape of each result.
     """
@@ -252,17 +252,17 @@ _KEPT = 0.4  # that a part of a tensor grows as the whole
 _SQUARED_BATCH = 5.0  # of a result: both operands' batch, unsummed
 
 Growth = Power | None
-"""How a tensor's number of elements grows; None: nobody has told yet."""
+"""How a tensor's number of elements grows; None: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The powers of every dimension of a call's tensors, lists laid out flat.
+    """The powers of every dimension of a call's tensors, lists flattened.
 
     Attributes:
         inputs: of each input tensor.
         outputs: of each result.
-        ruled: whether a rule told the results, not their sizes alone.
+        ruled: whether a rule determined the results, not only their sizes.
     """
 
     inputs: tuple[Powers, ...]
@@ -327,7 +327,7 @@ def flat(operands: Sequence[Operand]) -> list[Tensor]:
 
 
 def likeliest(shape: Shape, sizing: Sizing, grows: Growth) -> Powers:
-    """Return the cheapest reading; of a tensor that cannot grow as told, the cheapest of any."""
+    """Return the cheapest reading that agrees; if none agrees, the cheapest of all."""
     found = readings(shape, sizing, grows) or readings(shape, sizing, None)
     return found[0][1]
 

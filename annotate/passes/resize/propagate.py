@@ -38,12 +38,12 @@ _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after th
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What many calls share.
+    """The form that many calls share.
 
     Attributes:
-        number: tells forms apart.
-        call: operator, shapes and types.
-        inputs: its input tensors, lists laid out flat.
+        number: identifies the form.
+        call: operator, shapes and dtypes.
+        inputs: its input tensors, lists flattened.
         outputs: its results likewise.
         communicates: whether it sends or receives.
         collective: whether it is a collective.
@@ -90,14 +90,14 @@ class StorageState(NamedTuple):
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of a block of memory.
+    """What is known of a storage.
 
     Attributes:
-        grows: how, as far as anybody has told.
-        elements: of the tensor that made it.
+        grows: its growth, as far as known.
+        elements: of the tensor that created it.
         tensor: that tensor.
-        written: whether a call wrote it, not a script's tokens or constants.
-        waiting: who is to be told how it grows.
+        written: whether a call wrote it; a script's tokens and constants are not written.
+        waiting: calls that need its growth.
     """
 
     grows: Growth
@@ -124,7 +124,7 @@ OVERWRITES = frozenset(
     "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
 )
 
-"""Operators that write all of their first input, whatever it held."""
+"""Operators that overwrite all of their first input."""
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 
@@ -134,11 +134,11 @@ _INDEXES = _PUTS | {"index"}
 
 
 class InputGrowth(NamedTuple):
-    """How the inputs of a call grow as it begins.
+    """How the inputs of a call grow when it begins.
 
     Attributes:
-        grows: of each; None where nobody has told.
-        overwritten: places among the inputs of those whose memory will hold something else.
+        grows: growth of each; None if not known.
+        overwritten: indices of inputs whose storage the call overwrites.
     """
 
     grows: tuple[Growth, ...]
@@ -204,14 +204,14 @@ def _writes_a_part(call: Call, places: Sequence[Place | None], storages: Storage
 
 
 def _taken_for_a_parameter(storage: Storage) -> bool:
-    """Return whether nobody wrote it, so that it was taken to be what does not grow."""
+    """Return whether it was never written, and therefore assumed not to grow."""
     return not storage.written and storage.grows == CONSTANT
 
 
 def _grows(
     tensor: Tensor, at: Place | None, storages: Storages, sizing: Sizing, *, communicates: bool
 ) -> Growth:
-    """Return how an input grows; of one that nobody wrote, what it must be."""
+    """Return how an input grows; for one that nothing wrote, how it must grow."""
     storage = storages.get(at.storage) if at is not None else None
     if storage is not None:
         if storage.grows is None or numel(tensor.shape) == storage.elements:
@@ -386,7 +386,7 @@ class Walk:
             self.unruled[op] = self.unruled.get(op, 0) + 1
 
     def _key(self, met: CallInstance) -> tuple[Any, ...]:
-        """Return all that what a call tells depends on."""
+        """Return everything that the growth of a call's tensors depends on."""
         parts: list[Any] = [met.form.number, met.values]
         same, held = dict[Place, int](), dict[int, int]()
         known = self.storages.get
@@ -421,12 +421,12 @@ class Walk:
             self.storages[at.storage].waiting += (_seen(met, effect.slot),)
 
     def _did(self, met: CallInstance, effect: _Effect) -> None:
-        """Do it, and keep it for calls alike."""
+        """Analyse the call, and cache the result for equal calls."""
         self._effects.append(effect)
         self._do(met, effect)
 
     def _read_anew(self, met: CallInstance) -> bool:
-        """Read a call; return whether its results are told by more than their sizes."""
+        """Read a call; return whether more than sizes determines its results."""
         form = met.form
         grows, overwritten = input_growth(met, self.storages, self._sizing)
         for position in overwritten:
@@ -451,7 +451,7 @@ class Walk:
         return self._reads[key]
 
     def _write(self, met: CallInstance, grows: Sequence[Growth]) -> None:
-        """Keep what the call wrote, and what it was first to tell of its inputs."""
+        """Record the call's results, and the growth of inputs that it is the first to determine."""
         form, op = met.form, met.form.call.op
         others = [g for t, g in zip(form.inputs, grows, strict=True) if t.shape]
         in_place = op.endswith("_") and op not in MASKS and bool(others)
@@ -483,7 +483,7 @@ class Walk:
     def _leave_untold(
         self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
-        """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
+        """Record a result of unknown growth: new memory, or memory filled with one value."""
         storage = self.storages.get(at.storage)
         if storage is None or not is_as_made(self.storages, at, tensor):
             outputs, position = self.outputs[met.node], slot - len(met.places)
@@ -544,7 +544,7 @@ def _seen(met: CallInstance, slot: int) -> StorageState:
 
 
 def _is_told(met: CallInstance) -> bool:
-    """Return whether the results are views, or what others will fill: those tell."""
+    """Return whether the results are views or will be filled: those calls decide their growth."""
     op = met.form.call.op
     taken = {at.storage for at in met.places if at is not None}
     views = all(at is not None and at.storage in taken for at in met.results)
@@ -552,5 +552,5 @@ def _is_told(met: CallInstance) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value as JSON tells it: lists for the tuples that keys are made of."""
+    """Return a value as JSON represents it: lists for tuples in keys."""
     return list(map(_listed, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value

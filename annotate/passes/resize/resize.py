@@ -61,12 +61,13 @@ class Resize:
     def apply(self, graph: Graph) -> Resized:
         """Return the graph with the operands that its calls would have.
 
-        Shapes of operators and kernels, bytes of communication, memory allocated and freed. FLOPs
-        and bytes follow from the shapes; parameters, their gradients and the optimizer stay.
-        Communication that was timed takes as much longer as it has more bytes.
+        Changes shapes of operators and kernels, communication bytes, and memory allocated and
+        freed. FLOPs and bytes follow from the shapes. Parameters, their gradients and the optimizer
+        stay. Timed communication grows in proportion to its bytes.
 
         Raises:
-            AnnotateError: the sizes cannot be told or followed, do not divide, or change nothing.
+            AnnotateError: the sizes cannot be inferred or followed, do not divide, or change
+                nothing.
         """
         sizing = sizing_of(graph, self.seq, self.batch)
         found = growths(graph, sizing)
@@ -133,9 +134,9 @@ def _shapes(
 def _values(
     graph: Graph, found: Growths, changed: Mask, sizing: Sizing, strings: StringTable
 ) -> npt.NDArray[np.int32]:
-    """Return argument values with the lengths that attention is told beside its operands.
+    """Return argument values with the lengths that attention takes in addition to its operands.
 
-    All others are as captured.
+    All other values stay as captured.
     """
     nodes = graph.nodes
     codes = np.unique(nodes.op[changed])
@@ -181,7 +182,7 @@ def _ratio(operands: Operands, sizing: Sizing) -> float:
 
 
 def _silent(graph: Graph, found: Growths) -> tuple[str, ...]:
-    """Return a sentence if there are kernels that do not tell their operands."""
+    """Return a note if kernels have no recorded operands."""
     compute = np.flatnonzero(compute_mask(graph) & (graph.nodes.phase != Phase.OPTIMIZER))
     silent = compute[found.of[compute] < 0]
     taken = int(graph.nodes.duration_ns[silent].sum())

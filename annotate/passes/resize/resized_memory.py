@@ -26,14 +26,13 @@ class ResizedMemory(NamedTuple):
 
 
 def resized_memory(graph: Graph, found: Growths, sizing: Sizing) -> ResizedMemory:
-    """Return the memory of the step with its operands resized.
+    """Return the memory of the step with resized operands.
 
-    A block is that of an operand of the node that allocated it whose bytes, rounded as the
-    allocator does, are its own, or a workspace for it, see `_grown`; else it becomes what most
-    blocks of its size became. Other blocks stay, and a note counts those over 1024 bytes. What is
-    held before the step and freed in it, as the last step's logits are, grows like what this step
-    leaves in its place. Without a record of blocks a node allocates as much more as its results
-    grow.
+    A block belongs to an operand of the node that allocated it if that operand's rounded bytes are
+    its size, or it is a workspace for it (see `_grown`). Otherwise it grows like most blocks of its
+    size. Other blocks stay; a note counts those over 1024 bytes. Memory allocated before the step
+    and freed in it, such as the last step's logits, grows like what this step leaves in its place.
+    Without a record of blocks, a node's allocations grow with its results.
     """
     log = graph.job.measurement.memory
     measured = graph.job.measurement.untimed()
@@ -115,7 +114,7 @@ def _left(log: MemoryLog, sizes: I64) -> dict[int, list[int]]:
 def _held_before(
     measured: Measurement, log: MemoryLog, sizes: I64, *, rounded: bool
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Return by how much what is held before the step grows, and its blocks by class."""
+    """Return the growth of memory allocated before the step, and its blocks by class."""
     held = {name: list(blocks) for name, blocks in measured.resident_bytes.items()}
     grown, blocks = 0, log.blocks
     for size, new, at in zip(blocks.bytes, sizes.tolist(), blocks.allocated_at, strict=True):

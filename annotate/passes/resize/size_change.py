@@ -29,7 +29,7 @@ _NEAR = 8  # a size this many times nearer to the sequence length than it is lon
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A size as it was captured, 0 where the trace is to tell it, and as it would be."""
+    """A captured size, 0 if it is to be inferred from the trace, and the new size."""
 
     before: int
     after: int
@@ -61,10 +61,10 @@ class Sizing:
     """Sequence length and micro-batch, captured and new.
 
     Attributes:
-        seq: of the sequences that the script hands its model.
+        seq: of the sequences that the script passes to its model.
         batch: sequences in a micro-batch.
-        parts: what the parallel axes divide a sequence by, 1 among them.
-        routes: how many experts a token goes to, of each sort of layer that routes; empty without.
+        parts: divisors of a sequence from the parallel axes, including 1.
+        routes: experts per token, for each kind of routing layer; empty without routing.
     """
 
     seq: Change

@@ -79,11 +79,11 @@ class Calls(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the calls tell of their tensors.
+    """The growth of the calls' tensors.
 
     Attributes:
-        of: place in `sides` of each call, -1 for one without tensors, int64[n].
-        sides: form and the powers of inputs and results, the distinct ones.
+        of: index into `sides` of each call, -1 for one without tensors, int64[n].
+        sides: distinct forms with powers of inputs and results.
     """
 
     of: I64
@@ -101,15 +101,15 @@ class _Made(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a stretch tells.
+    """The result of a segment.
 
     Attributes:
         of: as in `Result`, of its calls.
-        defined: storages that were there and that it was first to tell of, and what it told.
-        waits: storages that were there, and who began to wait to be told of them.
-        gone: storages that were there and of which nothing is known any more.
-        made: storages that it made.
-        unruled: operator -> calls whose results are told by sizes alone.
+        defined: earlier storages whose growth it determined first, with that growth.
+        waits: earlier storages, and calls that wait for their growth.
+        gone: earlier storages that are no longer known.
+        made: storages that it created.
+        unruled: operator -> calls whose results only sizes determine.
     """
 
     of: I64
@@ -248,7 +248,7 @@ class _Stretches:
         return tuple(found)
 
     def _number(self, form: Form, node: int) -> int:
-        """Return the place of what a call that was walked tells among the distinct."""
+        """Return the index of an analysed call's result among the distinct results."""
         inputs, outputs = self._walk.inputs[node], self._walk.outputs[node]
         key = form.number, id(inputs), id(outputs)  # `_sides` keeps both, so that ids stay theirs
         if key not in self._place:
@@ -325,9 +325,9 @@ class Growths:
     """How every node's operands grow.
 
     Attributes:
-        of: place in `operands` of each node, -1 for one without, int64[n].
-        operands: the distinct ones.
-        unruled: operator -> how many calls have results told by sizes alone.
+        of: index into `operands` of each node, -1 for one without, int64[n].
+        operands: distinct ones.
+        unruled: operator -> number of calls whose results only sizes determine.
     """
 
     of: I64
@@ -340,7 +340,7 @@ class Growths:
         return self.operands[place] if place >= 0 else None
 
     def spread(self, values: Sequence[Any], otherwise: Any) -> npt.NDArray[Any]:
-        """Return for each node what is told of its operands, `otherwise` for one without."""
+        """Return the growth of each node's operands, `otherwise` for a node without."""
         return np.array([*values, otherwise])[self.of]
 
 

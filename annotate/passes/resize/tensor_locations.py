@@ -68,7 +68,7 @@ def tells_tensors(text: str) -> bool:
 
 
 def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
-    """Return where each tensor is, laid out flat; None where it is not told."""
+    """Return the location of each tensor, flattened; None if not recorded."""
     told = _TENSOR.findall(text)
     if len(told) == sum(map(len, filter(None, operands))):  # each tells, as nearly always
         return tuple([Place(int(id_), int(storage), int(at)) for id_, storage, at in told])
@@ -117,7 +117,7 @@ def in_order(graph: Graph) -> I64:
 U8 = npt.NDArray[np.uint8]
 
 UNTOLD = -1
-"""Storage of a tensor of which nobody tells where it is."""
+"""Storage of a tensor of unknown location."""
 
 _OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
 
@@ -130,9 +130,9 @@ class Accesses(NamedTuple):
     """Tensors of n calls, inputs before results, m of them.
 
     Attributes:
-        first: where each call's begin, and the end, int64[n + 1].
+        first: start of each call's tensors, and the end, int64[n + 1].
         tensor: id of each, int64[m].
-        storage: id of its storage, `UNTOLD` where nobody tells, int64[m].
+        storage: id of its storage, `UNTOLD` if not recorded, int64[m].
         offset: of its first element there, int64[m].
         result: whether it is a result, bool[m].
     """
@@ -164,13 +164,12 @@ def accesses(
     expected: tuple[I64, I64],
     apart: Callable[[int, bool, str], Sequence[Place | None]],
 ) -> Accesses:
-    """Return where the tensors of calls are.
+    """Return the locations of the tensors of calls.
 
     Args:
-        texts: what they have of values.
-        expected: how many tensors each has as inputs and as results.
-        apart: reads the text of a call's inputs, or results, that does not tell of each tensor as
-            nearly all do.
+        texts: their value columns.
+        expected: number of tensors of each as inputs and as results.
+        apart: parser for texts whose tensors do not have the usual form.
     """
     counts, tensor, storage, offset = tensors_in(texts.distinct)
     starts = np.cumsum(counts) - counts
@@ -225,7 +224,7 @@ def _before_quotes(buffer: U8) -> I64:
 
 
 def _digits(buffer: U8, place: I64) -> U8:
-    """Return the digit at each place; 10 and more for what is none."""
+    """Return the digit at each position; 10 or more for other characters."""
     return buffer[place] - np.uint8(_ZERO)
 
 

@@ -70,14 +70,14 @@ class Sources:
 
     Attributes:
         kineto: Kineto trace recorded together with `et`.
-        et: execution trace of the same window; None leaves a GPU trace its GPU operations alone,
-            and the operators without shapes.
-        profiles: Kineto traces of like steps without the execution trace observer, whose times
-            are truer; of several, each node gets the median.
-        histories: the allocator's own account of the same steps; a file need not be there.
-        alone: Kineto trace of a step in which no communication held the GPU, where `profiles` have
-            stand-ins that did; None when there is none.
-        operators: whether a GPU trace keeps its operators though there is no `et`.
+        et: execution trace of the same window. If None, a GPU trace gives only GPU operations, and
+            operators have no shapes.
+        profiles: Kineto traces of equal steps without the execution trace observer, which give the
+            times; with several, each node gets the median.
+        histories: the allocator's history of the same steps; files may be absent.
+        alone: Kineto trace of an uncontended step, if emulated collectives occupied the GPU in
+            `profiles`; None without one.
+        operators: whether a GPU trace keeps its operators although there is no `et`.
     """
 
     kineto: Path

@@ -20,19 +20,19 @@ _COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::c
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """Blocks that a step allocated or freed, n of them; NONE where there is no such event.
+    """Blocks that a step allocated or freed, n of them; NONE for a missing event.
 
     Attributes:
         bytes: size as the allocator rounds it.
         memory_class: a `MemoryClass`.
-        made: place of the allocation among all events; NONE for a block held before.
-        freed: place of the free; NONE for a block held after.
-        operator: host event that answers for the allocation, or for the free of one held before.
+        made: index of the allocation among all events; NONE for a block allocated before.
+        freed: index of the free; NONE for a block that outlives the step.
+        operator: host event responsible for the allocation, or for the free of an earlier block.
         phase: of the allocation, a `Phase`.
-        pool: as in `Blocks`; zeros where nobody tells.
-        spare: bytes beyond what was asked for, likewise.
+        pool: as in `Blocks`; zeros if not recorded.
+        spare: bytes beyond the request, likewise.
         lingers: as in `Blocks`, likewise.
-        settings: how the allocator was configured.
+        settings: configuration of the allocator.
     """
 
     bytes: I64
@@ -74,14 +74,14 @@ def blocks(
     op: I64,
     told: HistoryColumns | None = None,
 ) -> BlockRows:
-    """Join allocations with frees by address, and tell what each block is for.
+    """Join allocations with frees by address, and classify each block.
 
     Args:
         rows: allocations and frees on one device, in order.
         timeline: the host events.
         around: innermost host event at each, NONE for none.
-        op: host event that answers for each, NONE for none.
-        told: what the allocator's own history says of each.
+        op: host event responsible for each, NONE for none.
+        told: what the allocator's history adds to each.
     """
     made, freed = _pairs(rows)
     event = np.where(made >= 0, made, freed)
@@ -154,9 +154,9 @@ def _above(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
 
 
 def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
-    """Return which blocks held before are gradients of the step before.
+    """Return the earlier blocks that are gradients of the previous step.
 
-    Each is as large as the one that takes its place; so many of a size as the step makes.
+    Each is as large as the block that replaces it; as many of a size as the step creates.
     """
     found = np.zeros(len(made), dtype=bool)
     sizes, counts = np.unique(size[gradient], return_counts=True)
@@ -180,22 +180,22 @@ _ALIKE = 0.02
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes per host event, and the course of the device's total.
+    """Bytes per host event, and the timeline of the device's total.
 
     Attributes:
         allocated: index of the host event -> bytes allocated during it, or after it in Python.
         freed: index of the host event -> bytes freed, likewise.
         events: allocations and frees on the device.
         outside: of these, those outside any operator.
-        elsewhere: those of another kind of device, left out.
+        elsewhere: events of another kind of device, dropped.
         peak_rise_bytes: highest level above that of the window's start.
-        start_total_bytes: total of the allocator before the first event; 0 on a CPU, as below.
-        peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
-            allocated while a profiler ran.
-        peak_reserved_bytes: most that the caching allocator had reserved, before the profiler came
-            where the history tells; 0 on a CPU.
+        start_total_bytes: allocator's total before the first event; 0 on a CPU, as below.
+        peak_total_bytes: highest total that the allocator reported; on a CPU it counts only
+            allocations under a profiler.
+        peak_reserved_bytes: most that the caching allocator had reserved, before the profiler
+            started if the history shows it; 0 on a CPU.
         blocks: the blocks behind these figures, None without events.
-        note: a sentence where the allocator's history does not belong to these events, else "".
+        note: a note if the allocator's history does not belong to these events, else "".
     """
 
     allocated: dict[int, int] = field(default_factory=dict[int, int])
@@ -219,7 +219,7 @@ def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
 
 
 def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
-    """Return a sentence where two windows' steps took unlike amounts of memory, else ""."""
+    """Return a note if the steps of two windows used different amounts of memory, else ""."""
     on_gpu = bool((structure.device_type != _CPU).any())
     taken = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
     ours, theirs = (int(sizes[sizes > 0].sum()) for sizes in taken)
@@ -273,10 +273,10 @@ def memory(
 
 
 def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tuple[int, ...]:
-    """Return the bytes each micro-batch allocated in its forward and held as its backward began.
+    """Return the bytes of each micro-batch that live from its forward to its backward.
 
-    What was freed meanwhile but allocated before (gradients, by zero_grad) does not count. Where
-    micro-batches overlap, what was allocated between their forwards counts for none of them.
+    Memory freed meanwhile but allocated earlier (gradients, by zero_grad) does not count. If
+    micro-batches overlap, allocations between their forwards count for none of them.
     """
     spans = _spans(timeline)
     mine = on_device(rows, on_gpu=on_gpu)

@@ -45,9 +45,9 @@ Pairs = list[tuple[I64, I64]]
 
 
 def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
-    """Return the record ids of `profile`, by `structure`, and a sentence on what differs, or "".
+    """Return the record ids of `profile` from `structure`, and a note on differences, or "".
 
-    Where the windows are too unlike there are none: None. Both timelines share a string table.
+    None if the windows differ too much. Both timelines share a string table.
     """
     # in the order of Gloo's queue
     runs = _runs(profile, profile.rows.start_ns)
@@ -81,9 +81,9 @@ def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64
 
 
 def leave_out_unknown_calls(profile: HostTimeline) -> str:
-    """Take recorded calls that the structure window lacks for nothing; return a sentence, or "".
+    """Ignore recorded calls that the structure window lacks; return a note, or "".
 
-    A step that logs, say, reduces its loss; what a call is, the structure window alone tells.
+    A step that logs may reduce its loss. Only the structure window knows what a call is.
     """
     unknown = profile.rows.rf_id == 0
     count = int((profile.is_mark & unknown).sum())
@@ -187,17 +187,16 @@ _Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
 
 
 def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
-    """Return one graph for steps that ran the same, and the report of its conversion.
+    """Return one graph for equal steps, and the report of its conversion.
 
-    The steps whose compute (GPU operations by stream; on a CPU the operators by thread) has the
-    sequence of names that most have count; the others are left out. Of these steps, and among them
-    of those whose host did what it did in most, the one whose summed compute is the median (of
-    two, the lower) gives the graph. Each of its nodes gets the median duration, the number of
-    samples and their spread (longest minus shortest). A host thread that did something else in a
-    step gives no samples of that step.
+    Steps count if their compute (GPU operations by stream; on a CPU operators by thread) has the
+    most frequent sequence of names; others are dropped. Among them, of those with the most frequent
+    host work, the step with the median summed compute (of two, the lower) gives the graph. Each
+    node gets the median duration, the number of samples and their spread (longest minus shortest).
+    A host thread that differs in a step gives no samples of that step.
 
     Args:
-        steps: graph and report of each step, one at least.
+        steps: graph and report of each step, at least one.
     """
     if len(steps) == 1:
         return steps[0]
@@ -292,12 +291,12 @@ def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> t
 def with_uncontended_times(
     timeline: HostTimeline, gpu: GpuOps, alone: KinetoTrace
 ) -> tuple[GpuOps, int]:
-    """Return the GPU operations with their durations alone, and how many found no partner.
+    """Return the GPU operations with uncontended durations, and how many found no partner.
 
     Args:
         timeline: host events of the profiled window.
         gpu: its GPU operations.
-        alone: the window without communication beside; its strings are the profiled window's.
+        alone: the window without concurrent communication; it shares the profiled window's strings.
     """
     other_timeline = host_timeline(alone)
     others = link(alone, other_timeline)

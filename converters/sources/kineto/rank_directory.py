@@ -45,12 +45,13 @@ class Converted:
 
 
 def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
-    """Return the ranks whose traces a directory holds, in their order.
+    """Return the ranks whose traces a directory holds, in order.
 
-    Either directories that captures kept, or one Kineto trace per rank and one execution trace for
-    each of them or for none. The rank is told by the Kineto trace (`distributedInfo`), else by the
-    file's name (`rank3`, `worker-3`), else by the last number in it. Traces are called as
-    simulators open them, PREFIX.RANK.et; those of directories not named by a rank, as these.
+    The directory holds either directories of captures, or one Kineto trace per rank and an
+    execution trace for each of them or for none. The rank comes from the Kineto trace
+    (`distributedInfo`), else from the file's name (`rank3`, `worker-3`), else from the last number
+    in it. Traces are named as simulators open them, PREFIX.RANK.et; directories without a rank in
+    their name keep their name.
 
     Args:
         directory: where to look.
@@ -105,14 +106,14 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
 
 
 def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[Converted]:
-    """Convert every rank to `output/<name>.et`, as many at a time as there are cores.
+    """Convert every rank to `output/<name>.et`, one process per core.
 
     The files appear when all are complete.
 
     Args:
-        ranks: what to convert.
-        output: a directory, made where there is none.
-        step: step of each trace, as `convert` takes it.
+        ranks: the ranks.
+        output: a directory, created if missing.
+        step: step of each trace, as for `convert`.
 
     Raises:
         TraceError: a rank cannot be converted.

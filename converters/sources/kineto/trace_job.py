@@ -137,10 +137,10 @@ def with_busy_time(job: Job, gpu: GpuOps) -> Job:
 
 
 def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
-    """Add what each micro-batch held, and start and peak where the allocator did not tell them.
+    """Add activation bytes, and start and peak if the allocator did not record them.
 
-    On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
-    live when the window began, which is the peak only when the job knows that figure.
+    On a GPU, memory events carry the allocator's total. On a CPU they show the rise above the level
+    at the start of the window, which gives the peak only if the job knows that level.
     """
     measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
     if measurement.peak_memory_bytes:
@@ -166,9 +166,9 @@ def with_groups(job: Job, calls: Iterable[Communication]) -> Job:
 
 
 def with_step_time(job: Job, span_ns: int) -> Job:
-    """Take the time from the first start to the last end where the job tells of no step's.
+    """Use the time from the first start to the last end if the job has no step time.
 
-    A replay is held against it.
+    A replay is compared with it.
     """
     if job.measurement.profiled_step_ns:
         return job
@@ -203,14 +203,14 @@ def groups_of(told: Distributed | None) -> tuple[ProcessGroup, ...]:
 
 
 def with_world(job: Job, told: Distributed | None) -> Job:
-    """Return the job with the run's world and rank, its groups placed on the world's axes.
+    """Return the job with the run's world and rank, and its groups assigned to axes.
 
-    The axes are the lines that the groups of the own rank are. Without any the world has one axis,
-    called "world"; what no group spans is called "other".
+    Axes are the groups of the rank that form evenly spaced lines. Without any, the world has one
+    axis called "world"; the part that no group spans is called "other".
 
     Args:
-        job: of one rank, the groups it communicates in known.
-        told: what the trace tells of the run.
+        job: of one rank, with its groups.
+        told: the run that the trace records.
     """
     if told is None or told.size < 2 or job.world.size > 1:
         return job

@@ -61,7 +61,7 @@ def network(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
 
 
 def memory() -> str:
-    """Return the remote memory file: there is none."""
+    """Return the remote memory file: no remote memory."""
     return json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}, indent=2) + "\n"
 
 

@@ -140,17 +140,18 @@ def place(
     along: str = "",
     supported: Container[Collective] = SUPPORTED,
 ) -> tuple[dict[int, Place], dict[str, int]]:
-    """Return the place of each communication by node index, and how many were left out and why.
+    """Return the placement of each communication by node index, and dropped ones by reason.
 
     Args:
         graph: one rank's step.
         layout: the grid of ranks.
-        along: axis whose ranks have graphs of their own, so that a group may be a part of its
-            line; "" where all ranks are alike.
-        supported: collectives that the simulator has.
+        along: axis whose ranks have graphs of their own, so that a group may be a part of its line;
+            "" if all ranks are equal.
+        supported: collectives of the simulator.
 
     Raises:
-        ExportError: a communication that the simulator lacks or that other ranks cannot have alike.
+        ExportError: the simulator lacks a collective, or other ranks cannot have a call in the same
+            way.
     """
     places: dict[int, Place] = {}
     left_out = {ONE_RANK: 0, NO_BYTES: 0}

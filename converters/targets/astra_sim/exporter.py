@@ -43,11 +43,11 @@ _READY = 32
 
 
 def lowered(graph: Graph, places: dict[int, Place]) -> Step:
-    """Return the nodes that ASTRA-sim runs, in the order every rank issues them.
+    """Return the nodes that ASTRA-sim runs, in the order in which every rank issues them.
 
     Args:
         graph: one rank's step.
-        places: communication node -> its place on all ranks; what is not among them is left out.
+        places: communication node -> its placement on all ranks; others are dropped.
 
     Raises:
         ExportError: no node takes GPU time or moves bytes.
@@ -90,16 +90,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an export goes, the network it is for, and what is to be told of it.
+    """The destination of an export, its network, and notes.
 
     Attributes:
-        directory: where it goes.
+        directory: output directory.
         name: prefix of its traces.
         bandwidth_gb_per_s: 1e9 bytes per second, of each rank in each direction.
-        latency_ns: from one rank to another.
-        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None where the
-            bandwidth has them in it.
-        notes: what is to be told.
+        latency_ns: between two ranks.
+        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
+            bandwidth includes them.
+        notes: statements for the reader of the export.
     """
 
     directory: Path
@@ -110,7 +110,7 @@ class Target:
     notes: list[str]
 
     def telling(self, notes: Iterable[str]) -> "Target":
-        """Return the target with more to tell."""
+        """Return the target with further notes."""
         return replace(self, notes=[*self.notes, *notes])
 
     def check(self) -> None:
@@ -197,9 +197,9 @@ def export(
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
 
-    The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank
-    R, the groups, system, network, memory and logging files, and `run.sh`. It appears complete
-    and checked, or not at all; an earlier export in its place is replaced.
+    The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
+    the groups, system, network, memory and logging files, and `run.sh`. It appears complete and
+    checked, or not at all; an earlier export in its place is replaced.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
@@ -207,15 +207,15 @@ def export(
         name: prefix of the traces.
         ranks: number of ranks; needed only for a graph whose job has no world.
         bandwidth_gb_per_s: gigabytes (10**9 bytes) per second, of each rank in each direction.
-        latency_ns: from one rank to another.
+        latency_ns: between two ranks.
         memory_gb_per_s: gigabytes per second of a GPU's memory, for the reductions of collectives;
-            None where `bandwidth_gb_per_s` is a measured bus bandwidth, which has them in it.
+            None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
         host_time: let the GPU wait for its host as it did, see `insert_host_delays`.
-        notes: what the export's reader should know of how the graph was made.
+        notes: statements on how the graph was made.
 
     Raises:
-        ExportError: the graph cannot be run on all ranks alike, an argument is wrong, or the
-            directory holds something else.
+        ExportError: the graph cannot represent all ranks, an argument is wrong, or the directory
+            holds something else.
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
@@ -250,10 +250,10 @@ def export_ranks(
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     notes: Sequence[str] = (),
 ) -> Export:
-    """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
+    """Write the steps of unequal ranks, each for the ranks it represents; as `export`.
 
     Args:
-        made: graphs that together hold for every rank of one world.
+        made: graphs that together represent every rank of one world.
         directory: where to write.
         name: prefix of the traces.
         bandwidth_gb_per_s: as for `export`.

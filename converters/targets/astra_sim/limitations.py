@@ -40,7 +40,7 @@ def notes_on(workload: Workload) -> list[str]:
 
 
 def note_on_idle_time(graphs: Sequence[Graph]) -> str:
-    """Say that idle time is left out; of a single graph, how much of its step that is."""
+    """Note that idle time is dropped; for a single graph, its share of the step."""
     opening = NO_IDLE_TIME
     if len(graphs) > 1:
         return f"{opening}."

@@ -120,15 +120,15 @@ Message = tuple[tuple[int, ...], int, int]
 
 
 def check_peers(graph: Graph, step: Step, places: dict[int, Place], layout: Layout) -> None:
-    """Check that each send meets a receive, and that no ring of ranks waits for itself.
+    """Check that each send has a receive, and that no ring of ranks deadlocks.
 
-    Ranks are alike: what this rank receives from `shift` away, its peer sends with the shift
-    that leads back. So the k-th receive of a message waits for the k-th such send of its own
-    graph, and a cycle through these edges is a cycle of ranks.
+    Ranks are equal: what this rank receives from `shift` away, its peer sends with the opposite
+    shift. So the k-th receive of a message waits for the k-th such send of its own graph, and a
+    cycle through these edges is a cycle of ranks.
 
     Raises:
-        ExportError: a message has no counterpart, or one of another phase, or the ranks would wait
-            for each other.
+        ExportError: a message has no counterpart, or one of another phase, or the ranks would
+            deadlock.
     """
     check_messages([RankGraph(graph, tuple(range(layout.ranks)), (), 0)])
     sends: defaultdict[Message, list[int]] = defaultdict(list)

@@ -133,7 +133,7 @@ def check_target(directory: Path) -> None:
 def published(
     directory: Path, check: Callable[[Path], list[Finding]] = check_workload
 ) -> Generator[Path]:
-    """Yield a directory to fill; check it, then give it the asked-for name.
+    """Yield a directory to fill; check it, then move it to its final name.
 
     Raises:
         ExportError: the check has findings; they are listed and nothing is left.

@@ -21,12 +21,12 @@ Part = tuple[Graph, Layout, tuple[int, ...]]
 
 
 def levelled(parts: Sequence[Part], *, along: str) -> tuple[list[Graph], int]:
-    """Return the graphs with equal sizes where their all-to-alls meet, and how many were changed.
+    """Return the graphs with equal all-to-all sizes, and the number of changed calls.
 
-    Ranks that have other numbers of calls are left alone, for the check to tell.
+    Ranks with different numbers of calls are unchanged; the check reports them.
 
     Args:
-        parts: graphs that together hold for every rank.
+        parts: graphs that together represent every rank.
         along: as for `place`.
     """
     calls = {

@@ -53,8 +53,8 @@ class Workload:
 def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
     """Write `PREFIX.R.et` for each rank R of a step.
 
-    The step is encoded once; a rank's file differs in the groups, peers and own rank alone.
-    Compute carries its time as `duration_micros`, or (roofline) as operations of 1 ps each.
+    The step is encoded once; a rank's file differs only in groups, peers and rank. Compute carries
+    its time as `duration_micros`, or (roofline) as operations of 1 ps each.
     """
     graph = workload.graph
     ends = {index: (graph.node(index).kind, place) for index, place in workload.places.items()}

@@ -71,13 +71,13 @@ def export(
         path: file to write; it appears complete, or not at all.
         ranks: number of ranks; needed only for a graph whose job has no world.
         gpus_per_node: consecutive ranks that share a node.
-        interconnect: what the GPUs are; NCCL's choice depends on it.
-        host_time: let the GPU wait for its host as it did, see `insert_host_delays`; the host is
-            a cpu.
-        notes: sentences to add to the export's own.
+        interconnect: the GPUs as NCCL sees them; its choices depend on them.
+        host_time: let the GPU wait for its host as it did, see `insert_host_delays`; the host is a
+            cpu.
+        notes: further notes of the export.
 
     Raises:
-        ExportError: the graph cannot be run on all ranks alike.
+        ExportError: the graph cannot represent all ranks.
         GraphError: the graph has a cycle.
         OSError: the file cannot be written.
     """
@@ -174,7 +174,7 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
 def _algorithms(
     parts: Sequence[Part], gpus_per_node: int, interconnect: Interconnect
 ) -> dict[str, int]:
-    """Return how many calls of each sort the rank with most makes."""
+    """Return the number of calls of each kind on the rank with most calls."""
     most: Counter[str] = Counter()
     for part in parts:
         found: Counter[str] = Counter()

@@ -28,7 +28,7 @@ class Slot(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A communication as a row holds it.
+    """A communication in a row.
 
     Attributes:
         slot: its columns.
@@ -83,10 +83,10 @@ class Slots:
         self._groups: dict[str, tuple[str, int]] = {}
 
     def place(self, node: Node, slot: Slot) -> Call | None:
-        """Return the call that stands for a communication, None where there is none.
+        """Return the SimAI call for a communication, None if there is none.
 
         Raises:
-            ExportError: the communication does not tell its bytes, or its group is not known.
+            ExportError: the communication has no recorded bytes, or its group is not known.
         """
         size, losses = node.value("comm_bytes"), self._losses
         if node.kind is not Kind.COLLECTIVE:

@@ -25,13 +25,12 @@ _GRADIENTS_OF_WEIGHTS = ("embedding_dense_backward", "_embedding_bag_dense_backw
 
 @dataclass(slots=True)
 class Split:
-    """Which nodes make gradients of weights, and how that was told.
+    """The nodes that compute weight gradients, and how they were identified.
 
     Attributes:
-        weights: of the backward's nodes those for weights, bool[n].
-        by_shape: micro-batches whose operands the trace does not tell, so that shapes decided.
-        unclear_ns: time of their matrix products that shapes do not place; counted as the
-            input's.
+        weights: backward nodes for weights, bool[n].
+        by_shape: micro-batches without recorded operands, where shapes decided.
+        unclear_ns: time of GEMMs that shapes do not decide; counted as the input's.
     """
 
     weights: Mask
@@ -40,11 +39,11 @@ class Split:
 
 
 def split_gradients(graph: Graph, order: list[int]) -> Split:
-    """Split every backward of a step.
+    """Split every backward of a step into input and weight gradients.
 
-    Where the trace tells which node reads what, the input's gradient is what the gradient of the
-    embedding, or the one sent to another stage, depends on. Else a matrix product of the size of
-    a weight of its module makes a weight's gradient.
+    If the trace records which node reads what, the input gradient is everything that the gradient
+    of the embedding, or the one sent to another stage, depends on. Otherwise a GEMM with the size
+    of a weight of its module computes that weight's gradient.
 
     Args:
         graph: one rank's step.
@@ -154,10 +153,10 @@ class Step:
 
 
 def step_of(graph: Graph, grain: Grain) -> Step:
-    """Lay a graph's step out in scopes.
+    """Divide a graph's step into scopes.
 
     Raises:
-        ExportError: the graph holds no GPU time, or a communication that is not told in full.
+        ExportError: the graph has no GPU time, or an incompletely recorded communication.
         GraphError: the graph has a cycle.
     """
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():

@@ -167,16 +167,16 @@ def export(
     """Write the workload of a job.
 
     Args:
-        graphs: one that stands for all ranks; of a pipeline, one per class of equal stages.
+        graphs: one that represents all ranks; of a pipeline, one per class of equal stages.
         path: file to write; it appears complete, or not at all.
-        schedule: of a pipeline; it tells how many stages a rank has.
-        micro_batches: of a step; None for as many as were captured. Captured ones stand for
-            others as in `export_ranks` of astra_sim.
-        grain: what a row is; where the trace does not know its modules' roles, each module.
-        notes: sentences to add to the export's own.
+        schedule: of a pipeline; it determines the stages of a rank.
+        micro_batches: of a step; None for as many as were captured. Captured ones represent others
+            as in `export_ranks` of astra_sim.
+        grain: what a row is; without module roles in the trace, each module.
+        notes: further notes of the export.
 
     Raises:
-        ExportError: a graph holds no GPU time, or cannot be laid out so.
+        ExportError: a graph has no GPU time, or does not fit the layout.
         GraphError: a graph has a cycle.
         OSError: the file cannot be written.
     """
@@ -281,7 +281,7 @@ def _rows(chosen: Sequence[Step], micro_batches: int | None) -> tuple[list[Workl
 
 
 def _source(micro_batch: int, count: int, captured: int) -> int:
-    """Return the captured micro-batch that stands for one of `count`; see `Stage.source`."""
+    """Return the captured micro-batch that represents one of `count`; see `Stage.source`."""
     if micro_batch == count - 1 or captured == 1:
         return captured - 1
     return 0 if micro_batch == 0 else 1 + (micro_batch - 1) % max(captured - 2, 1)

@@ -63,7 +63,7 @@ class Scope:
     aside: list[Call] = field(default_factory=list[Call])
 
     def compute(self, slot: Slot, ns: int) -> None:
-        """Add compute; what follows a blocking communication goes into a row of its own."""
+        """Add compute; work after a blocking communication goes into a new row."""
         rows = self.forward if slot is Slot.FORWARD else self.backward
         blocked = Slot.FORWARD if slot is Slot.FORWARD else Slot.INPUT
         if not rows or (slot is not Slot.WEIGHT and blocked in rows[-1].calls):
@@ -113,10 +113,10 @@ def all_rows(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) ->
 
 
 def _split(row: WorkloadRow) -> list[WorkloadRow]:
-    """Return a row, or several in whose cells SimAI can hold the times.
+    """Return a row, split into several if SimAI's cells cannot hold the times.
 
     Forward runs down the rows and backward up: so the last part keeps the forward's call, and the
-    first the others.
+    first part the others.
 
     Raises:
         ExportError: a cell is longer than any step.

@@ -162,10 +162,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def parts(graph: Graph, grain: Grain) -> list[Part]:
-    """Return what each layer, sub-module or kernel takes, in the order of their first node.
+    """Return the time of each layer, sub-module or kernel, in the order of their first nodes.
 
     Raises:
-        GraphError: the graph does not tell of its modules, and the grain is not "kernel".
+        GraphError: the graph has no module table, and the granularity is not "kernel".
         AnnotateError: the operands of a node cannot be read.
     """
     graph = characterise(graph)

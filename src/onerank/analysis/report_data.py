@@ -150,7 +150,7 @@ def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
 
 
 def memory_of(graph: Graph) -> MemoryCourse | None:
-    """Return memory by class through the step; None where the trace does not tell."""
+    """Return memory by class through the step; None if the trace has no allocations."""
     log = graph.job.measurement.memory
     if log is None or not log.events:
         return None

@@ -49,25 +49,23 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """How a graph runs.
+    """The parts of a replayed step; times in ns.
 
     Attributes:
         step_time_ns: from the first start to the last end.
-        measured_ns: the profiled step the durations come from; None when it was not measured, or
-            the graph no longer holds all of it (its host, its network).
-        row: a step in a row of steps without a profiler (`steady_state_step`), its idle time with
-            what a
-            measured one took longer; None where nobody measured the host without it.
-        row_measured_ns: the median of such steps; None when they were not measured, or the graph no
-            longer holds them.
-        compute_ns: time in which the device computes (of a CPU capture, its operators).
-        exposed_communication_ns: time in which it communicates and computes nothing.
+        measured_ns: the profiled step that the durations come from; None if it was not measured, or
+            if the graph no longer holds all of it (its host, its network).
+        row: the steady-state step without a profiler (`steady_state_step`). Its idle time includes
+            the measured residual. None if the host was not measured without a profiler.
+        row_measured_ns: median of measured steady-state steps; None if not measured, or no longer
+            valid for the graph.
+        compute_ns: the device computes (in a CPU capture: its operators).
+        exposed_communication_ns: the device communicates and computes nothing.
         idle_ns: the rest.
-        host_bound_ns: of the idle time, that in which the next operation waits for its launch.
-        data_loading_ns: of the idle time, that in which the script waits for its next batch.
-        unexplained_ns: of the idle time, that in which the GPU waits for what the trace does not
-            tell.
-        critical_path: by module and kind, the longest first.
+        host_bound_ns: part of the idle time in which the next operation waits for its launch.
+        data_loading_ns: part of the idle time in which the script waits for its next batch.
+        unexplained_ns: part of the idle time whose cause the trace does not record.
+        critical_path: by module and kind, longest first.
     """
 
     step_time_ns: int
@@ -182,7 +180,7 @@ def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
 
 
 def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
-    """Walk back from the last end to the start through what held each node."""
+    """Walk back from the last end to the start, each time to the node that determined the start."""
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     begun_ns = np.where(times.held_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
@@ -212,8 +210,8 @@ class StepChange(msgspec.Struct, frozen=True):
 
     Attributes:
         source: "steady_state": a step without a profiler, host overhead measured; "replay": the
-            graph replayed with the host as profiled, because nothing else was measured.
-        before: the step before, and where its time goes; None if the nodes have no times.
+            graph replayed with the profiled host, because nothing else was measured.
+        before: the step before, with its parts; None if the nodes have no times.
         after: the step after.
         low_ns: the step after with all compute at the low end of its interval; None without
             intervals.

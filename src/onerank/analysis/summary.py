@@ -30,11 +30,11 @@ class CollectiveUse(msgspec.Struct, frozen=True):
     """Equal communication calls of a step.
 
     Attributes:
-        type: "all_reduce", "all_gather", ..., "send" or "recv"; "unknown" for a collective of no
-            number that Chakra has.
-        bytes: per-rank input of each; -1 where the trace does not tell.
-        group: name of the process group; "" where the trace does not tell.
-        group_ranks: its global ranks; empty where the trace does not tell.
+        type: "all_reduce", "all_gather", ..., "send" or "recv"; "unknown" for a collective number
+            that Chakra does not define.
+        bytes: per-rank input of each; -1 if unknown.
+        group: name of the process group; "" if unknown.
+        group_ranks: its global ranks; empty if unknown.
         count: number of calls.
         phase: "forward", "backward", "optimizer" or "".
     """
@@ -64,7 +64,7 @@ class StageSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One rank's step. Times are nanoseconds; `gpu_*` leave communication out.
+    """One rank's step. Times are nanoseconds; `gpu_*` excludes communication.
 
     Attributes:
         nodes: nodes of the graph.
@@ -76,39 +76,38 @@ class Summary(msgspec.Struct, frozen=True):
         compute_time_ns: their summed durations.
         flops: known FLOPs of the compute nodes.
         bytes: known bytes read and written by them.
-        peak_memory_bytes: allocator's peak over the step, 0 when not known.
-        start_memory_bytes: allocated when the step began, 0 when not known.
-        measured_step_ns: median step without a profiler; None when none was measured.
+        peak_memory_bytes: allocator's peak over the step, 0 if not known.
+        start_memory_bytes: allocated when the step began, 0 if not known.
+        measured_step_ns: median step without a profiler; None if none was measured.
         step_ns: each of those steps.
         timed_step_ns: each step with events around its modules.
-        host_step_ns: what the host took for each of several steps without a profiler that began
-            with an idle GPU.
-        profiled_host_ns: what it took for the profiled step; 0 when not measured.
-        profiled_step_ns: the step under the profiler, 0 when not measured.
-        data_loading_ns: time in which the script waits for its next batch, operators in it apart.
-        gpu_busy_ns: part of it during which the GPU ran anything, 0 when not measured.
-        gap_ns: the rest of the measured step, which had no profiler: the GPU idles; None when
-            either is not measured.
-        profiler_overhead: profiled step over measured step, less 1; None likewise.
-        samples: steps each compute node's duration is the median of: the fewest of any.
+        host_step_ns: host time of each of several steps without a profiler that began with an idle
+            GPU.
+        profiled_host_ns: host time of the profiled step; 0 if not measured.
+        profiled_step_ns: the step under the profiler, 0 if not measured.
+        data_loading_ns: time in which the script waits for its next batch, without operators in it.
+        gpu_busy_ns: part of it during which the GPU ran anything, 0 if not measured.
+        gap_ns: measured step minus GPU busy time: the GPU idles; None if either is not measured.
+        profiler_overhead: profiled step over measured step, minus 1; None likewise.
+        samples: number of steps behind each compute node's median duration: the fewest of any node.
         spread_ns: summed spreads of the compute nodes over these steps.
-        sensors: clocks, power and temperature of the measured steps; None when not sampled.
-        device: what the durations hold for.
+        sensors: clocks, power and temperature of the measured steps; None if not sampled.
+        device: the device that the durations are valid for.
         device_type: "cuda", "cpu" or "".
         world: axis -> size.
         rank: global rank.
         by_class: compute by class of work, most time first.
         by_phase: compute by phase, in the order of a step.
         by_module: compute by module, numbered siblings (`layers.0`, `layers.1`) summed.
-        evidence: compute nodes by where their durations come from.
+        evidence: compute nodes by the source of their durations.
         collectives: communication calls, equal ones counted.
         annotations: re-costings applied, as "model for target".
         versions: software the trace was recorded with.
-        notes: what a reader should know.
-        pipeline: the pipeline stage it is of; None where it is of none.
-        depths: how the trace was extrapolated from captures with fewer layers, None if it was not.
-        compilation: the compiled step beside the eager one; None where it was not captured so.
-        classes: classes of equal ranks; () when nobody has said.
+        notes: statements on the quality of the trace.
+        pipeline: its pipeline stage; None without a pipeline.
+        depths: how the trace was extrapolated from captures with fewer layers; None if it was not.
+        compilation: the compiled step compared with the eager one; None if not captured.
+        classes: classes of equal ranks; () if not known.
     """
 
     nodes: int

@@ -24,7 +24,7 @@ TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class _OutputFile(click.Path):
-    """A file or directory to write. Where it cannot lie is told before any work is done."""
+    """A file or directory to write; an unwritable place is reported before any work is done."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not self.dir_okay and str(value).endswith(os.sep):
@@ -43,7 +43,7 @@ class _OutputFile(click.Path):
 
 
 class _TraceFile(_OutputFile):
-    """A Chakra trace to write. Simulators open `.et` alone, and so is protobuf told from JSON."""
+    """A Chakra trace to write. Simulators open only `.et`, and `.json` means Chakra's JSON."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -170,7 +170,7 @@ def print_json(data: Any) -> None:
 
 
 def progress(message: str) -> None:
-    """Tell what goes on, on stderr, so that a pipe gets the result alone."""
+    """Print progress to stderr, so that a pipe receives only the result."""
     click.echo(f"· {message}", err=True)
 
 
@@ -190,9 +190,9 @@ def advancing(total: int, what: str) -> Generator[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def counting_files() -> Generator[Callable[[str, int, int], None]]:
-    """Show a bar for each set of files; yield what is told of each file read.
+    """Show a progress bar for each set of files; yield the callback for each file read.
 
-    It takes the name of the set, how many of its files are read, and how many it has.
+    The callback takes the name of the set, the number of files read, and their total.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

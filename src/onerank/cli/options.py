@@ -46,13 +46,13 @@ def option(
     type: Any = None,  # noqa: A002
     **settings: Any,
 ) -> Any:
-    """Return a dataclass field that is an option.
+    """Return a dataclass field that is a command-line option.
 
     Args:
         help: what the option decides.
         names: spellings in place of `--field-name`.
-        heading: the help section that it stands in.
-        default: value where the option is left out; False makes it a flag.
+        heading: its section of the help.
+        default: value if the option is absent; False makes it a flag.
         type: click's type.
         settings: further keywords of `click.option`, such as metavar.
     """

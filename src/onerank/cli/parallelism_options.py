@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def script_of(module: str) -> tuple[Path, str]:
-    """Return the file of a module, and the name to run it by; nothing is imported to find it.
+    """Return the file of a module, and the name to run it by, without importing anything.
 
     Raises:
-        UsageError: there is none of this name, here or among what is installed.
+        UsageError: no such module in the working directory or among installed packages.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -248,7 +248,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def loading_capture() -> Generator[None]:
-    """Load `onerank.capture` in this context: torch keeps quiet, and its absence is told.
+    """Import `onerank.capture` in this context, with torch's log lines off.
 
     Raises:
         CaptureError: torch or transformers is not installed.

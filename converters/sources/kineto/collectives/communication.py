@@ -84,7 +84,7 @@ class Awaited(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True):
     """A recorded call, as `onerank.capture.fake_world.recorder` writes it into the execution trace.
 
-    The group's ranks stand in the job; older captures have them here as well.
+    The group's ranks are in the job; older captures repeat them here.
     """
 
     sequence: int
@@ -101,11 +101,11 @@ class Call(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Columns of a communication node, and what places it.
+    """Columns of a communication node, and its place in the step.
 
-    `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell. `src` and `dst` are
-    the peer of a send or receive, or a collective's root. `phase` and `micro_batch` are known of
-    what the stages of a pipeline send and receive.
+    `group_ranks` is empty and `sequence` is UNKNOWN if not recorded. `src` and `dst` are the peer
+    of a send or receive, or a collective's root. `phase` and `micro_batch` are known for sends and
+    receives of pipeline stages.
     """
 
     kind: Kind
@@ -201,9 +201,9 @@ def inputs_of(timeline: HostTimeline, op: int, et: ExecutionTrace) -> list[objec
 
 
 def root_asked(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
-    """Return the root's place in its group, by the operator around that asked for the call.
+    """Return the root's index in its group, from the operator that issued the call.
 
-    NCCL's arguments hold no root. Operators of c10d do: of their inputs it is the first integer.
+    NCCL's arguments contain no root; c10d operators have it as their first integer input.
     """
     while op != NONE and timeline.name(op) not in _ROOTED:
         op = int(timeline.parent[op])
@@ -216,7 +216,7 @@ def with_root(call: Communication, root: int) -> Communication:
 
     Args:
         call: the call.
-        root: the root's place in its group, UNKNOWN where nobody tells.
+        root: the root's index in its group, UNKNOWN if not recorded.
     """
     if call.collective not in ROOT_COLUMNS or not 0 <= root < len(call.group_ranks):
         return call
@@ -300,14 +300,15 @@ _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
 
 @dataclass(frozen=True, slots=True)
 class CommunicationKernels:
-    """What GPU operations communicate.
+    """The communication of GPU operations.
 
     Attributes:
-        gpu: the GPU operations; one that carries out calls of several sorts is there once per
-            sort, the one behind the other, its duration split by their bytes to the nanosecond.
-        call: place of each one's call in `timeline.calls`, NO_CALL for none, int64[n].
+        gpu: the GPU operations. One that runs calls of several kinds appears once per kind, one
+            after the other, with its duration split in proportion to bytes, exact to the
+            nanosecond.
+        call: index of each one's call in `timeline.calls`, NO_CALL for none, int64[n].
         split: kernels that were split.
-        unknown: kernels that communicate without a call: how many and how long, by reason.
+        unknown: kernels that communicate without a recorded call: count and time, by reason.
     """
 
     gpu: GpuOps
@@ -317,11 +318,12 @@ class CommunicationKernels:
 
 
 def find_calls(timeline: HostTimeline, gpu: GpuOps) -> CommunicationKernels:
-    """Find the call that each GPU operation carries out.
+    """Find the call that each GPU operation runs.
 
-    Calls of one sort that ran as one kernel are added up as one call more. Sends and receives
-    (`batch_isend_irecv`) stay one each, sends first: a simulator that waits for one receive at a
-    time cannot come to a stop over them, however the ranks began.
+    Calls of one kind that ran as one kernel are added up to one call. Sends and receives
+    (`batch_isend_irecv`) stay separate, sends
+    first: then a simulator that waits for one receive at a time cannot deadlock, whatever order the
+    ranks use.
     """
     rows, own = gpu.rows, timeline.rows
     kernel = rows.category == KERNEL_CATEGORY
@@ -408,7 +410,7 @@ def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[
 
 
 def _by_sort(calls: list[Args]) -> list[Args]:
-    """Return calls that ran as one kernel, those of one sort as one call, sends first."""
+    """Return calls that ran as one kernel, merged by kind, sends first."""
     merged: dict[object, Args] = {}
     for place, one in enumerate(calls):
         name = one.collective.lower()

@@ -32,12 +32,12 @@ _NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
 
 @dataclass(frozen=True, slots=True)
 class GlooCall:
-    """A call that Gloo carried out.
+    """A call that Gloo ran.
 
     Attributes:
         op: index of its record.
-        caller: index of the operator that asked for it, NONE where that is not known.
-        communication: what was asked for.
+        caller: index of the operator that issued it, NONE if not known.
+        communication: the issued call.
     """
 
     op: int
@@ -60,7 +60,7 @@ class GlooCalls:
     of_groups: int = 0
 
     def callers(self) -> I64:
-        """Return the operators that asked for any."""
+        """Return the operators that issued a call."""
         callers = {run.caller for run in self.found if run.caller != NONE}
         return np.array(sorted(callers), dtype=np.int64)
 
@@ -100,12 +100,12 @@ class GlooCalls:
 def find_gloo_calls(
     timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessGroup, ...]
 ) -> GlooCalls:
-    """Return what Gloo carried out.
+    """Return the calls that Gloo ran.
 
     Args:
         timeline: the host events.
         et: the execution trace; without it bytes and peers are not known.
-        groups: those of the trace; of several, it is not told which one a call is of.
+        groups: groups of the trace; if there are several, the group of a call is not known.
     """
     runs = GlooCalls(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
@@ -157,9 +157,10 @@ def _communication(
 
 
 def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:
-    """Return the bytes of a scatter by what its caller was given: an output for each rank.
+    """Return the bytes of a scatter from its caller's arguments: an output for each rank.
 
-    NCCL counts them so on all ranks; a record of gloo's has the inputs, which the root alone has.
+    NCCL counts them in this way on all ranks; Gloo's record has the inputs, which only the root
+    has.
     """
     outputs = asked[0] if asked else None
     if not isinstance(outputs, list) or not ranks:

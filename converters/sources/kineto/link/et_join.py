@@ -77,7 +77,7 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
 
 LEAST_FITTING_OTHER_RUN = 0.99
 
-"""Share of the operators that must fit by order where record ids tell of two runs."""
+"""Share of operators that must fit by order if record ids show two different runs."""
 
 
 def join(

@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.bool_]
 
 MODULE_SCOPE = "onerank::module::"
 MODEL_SCOPE = "onerank::model::"
-"""Around calls of a model whose name another has too; the number after it tells them apart."""
+"""Scope around calls of a model whose class name occurs twice; its number distinguishes them."""
 COMM_MARK = "onerank::comm"
 WAIT_MARK = "onerank::wait"
 RUN = "gloo:"
@@ -28,24 +28,24 @@ class HostTimeline:
 
     Attributes:
         rows: the events, n of them.
-        strings: table that their names point into.
-        calls: arguments of collectives that `rows.call` indexes.
-        threads: place of a thread in the trace's `threads` -> its events, in the order in which
-            the file names them.
+        strings: table of their names.
+        calls: arguments of collectives, indexed by `rows.call`.
+        threads: index of a thread in the trace's `threads` -> its events; threads in the file's
+            order.
         parent: caller's index, NONE for none, int64[n].
         in_mark: index of the enclosing communication mark (itself included), or NONE, int64[n].
         et: row in the execution trace, or NONE, int64[n].
         operands: codes of values, shapes and types of the inputs, then of the outputs, for events
             without such a row, int32[6, n].
-        module: codes, int32[n]; see `attribution`.
-        phase: int64[n]; see there.
-        in_functions: which run within autograd's functions: backward, but for what autograd calls
-            once they have all run, bool[n].
+        module: codes, int32[n]; see `module_phase`.
+        phase: `Phase`, int64[n].
+        in_functions: events within autograd functions: backward without the callbacks at its end,
+            bool[n].
         micro_batch: number of forward and backward events, NONE for others, int64[n].
-        is_mark: which are the capture's records of communication calls.
-        is_wait: which are its records of waits for them.
-        is_run: which are torch's records of what Gloo carried out: they call nothing, and may end
-            on another thread than they began on.
+        is_mark: the capture's records of communication calls.
+        is_wait: the capture's records of waits for them.
+        is_run: torch's records of calls that Gloo ran: they have no callees, and may end on another
+            thread.
     """
 
     rows: HostRows

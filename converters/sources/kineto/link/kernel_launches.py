@@ -95,16 +95,17 @@ class GpuOps:
 
     Attributes:
         rows: the events.
-        launch_ns: host time of the launch; where none is recorded, until when it was, int64[n].
-        returned_ns: when the call that launched it returned, UNKNOWN where none is recorded.
-        thread: thread of the launch, a place in the trace's `threads`; NONE where none is recorded.
-        operator: index of the innermost host operator behind the launch, or of the call itself
-            where it stands outside of any, or NONE, int64[n].
-        rule: how that was found, a place in `RULES`, int64[n].
+        launch_ns: host time of the launch; without a recorded launch its latest possible time,
+            int64[n].
+        returned_ns: return time of the launch call, UNKNOWN if not recorded.
+        thread: launching thread, an index into the trace's `threads`; NONE if not recorded.
+        operator: index of the innermost host operator around the launch, of the launch call itself
+            if it is outside any operator, or NONE, int64[n].
+        rule: how that was found, an index into `RULES`, int64[n].
         in_mark: index of the communication mark it was launched in, or NONE, int64[n].
-        stands_in: which are the kernels that show when and where a recorded call would run.
-        paced: of these, which took the time of a network.
-        uncontended_ns: duration with no communication beside it, UNKNOWN where none was measured.
+        stands_in: kernels that mark time and stream of a recorded call.
+        paced: those of them that took the time of a network.
+        uncontended_ns: duration without concurrent communication, UNKNOWN if not measured.
     """
 
     rows: GpuRows
@@ -123,7 +124,7 @@ class GpuOps:
 
     @property
     def linked(self) -> Mask:
-        """Which have an operator, not the call that launched them alone, bool[n]."""
+        """Operations linked to an operator, and not only to a launch call, bool[n]."""
         return (self.operator >= 0) & (self.rule % _GRAPH < _NO_OPERATOR)
 
     def rules(self, chosen: Mask) -> dict[str, int]:
@@ -197,10 +198,10 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
 
 
 def launch_times(trace: KinetoTrace) -> I64:
-    """Return when the host asked for each GPU operation, int64[n].
+    """Return when the host issued each GPU operation, int64[n].
 
-    One without a launch was asked for before the next one on its stream was, and before it began;
-    ahead of all that have one, before the first call of the trace.
+    An operation without a launch was issued before the next one on its stream and before it
+    started; if it precedes all launched ones, before the first call of the trace.
     """
     rows, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, rows.correlation)

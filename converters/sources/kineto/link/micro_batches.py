@@ -64,7 +64,7 @@ def _reached(timeline: HostTimeline, named: I64) -> Mask:
 
 
 def _modules(timeline: HostTimeline) -> I64:
-    """Return what tells the module of each call: its name, and the model where names are alike."""
+    """Return the key of each call's module: its name, and the model if names repeat."""
     marks = timeline.outermost(timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
     models = pick(timeline.rows.name, marks, NONE).astype(np.int64)
     return timeline.rows.name + (models + 1) * len(timeline.strings)
@@ -193,9 +193,10 @@ def _runs(timeline: HostTimeline, opens: Mask) -> tuple[I64, list[int]]:
 
 
 def _climbs(timeline: HostTimeline, inside: Mask) -> Mask:
-    """Return which functions of autograd are of a later forward operator than the one before.
+    """Return the autograd functions that belong to a later forward operator than their predecessor.
 
-    In a run the latest comes first, so these begin a run; numbers of one thread alone compare.
+    A backward runs from the latest operator to the first, so such a function begins a new backward.
+    Only numbers of one thread compare.
     """
     rows = timeline.rows
     climbs = np.zeros(len(rows), dtype=bool)
@@ -224,7 +225,7 @@ def _links(named: Named, run_of: I64, unit: I64) -> dict[int, list[int]]:
 
 
 def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, int]]:
-    """Return what tells the model of each call: its name, and its mark where names are alike."""
+    """Return the key of each call's model: its name, and its mark if names repeat."""
     marks = timeline.outermost(timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
     name, mark = timeline.rows.name, pick(timeline.rows.name, marks, NONE)
     return {call: (int(name[call]), int(mark[call])) for call in calls}

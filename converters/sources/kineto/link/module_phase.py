@@ -230,12 +230,12 @@ _PARTS = frozenset(  # operators whose results are parts of what they read, wher
 
 
 def attribute_grad_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
-    """Give reductions of gradients the phase and the micro-batch of the backward before them.
+    """Assign gradient reductions after a backward to that backward's phase and micro-batch.
 
     Args:
-        timeline: the host events, with phases and micro-batches; what is of none may become
+        timeline: the host events, with phases and micro-batches; events without a phase may become
             backward.
-        et: the execution trace, whose operands tell what is a gradient.
+        et: the execution trace, whose operands identify gradients.
     """
     asked = timeline.named(lambda name: name.startswith(_REDUCTIONS))
     asked &= (timeline.phase == Phase.NONE) & (timeline.et >= 0)
@@ -265,12 +265,12 @@ def _newest(order: I64, chosen: Mask) -> I64:
 def _of_gradients(
     timeline: HostTimeline, et: ExecutionTrace, order: I64, outer: I64, asked: Mask
 ) -> list[int]:
-    """Return which outermost operators of the asked ones read gradients.
+    """Return the outermost candidate operators that read gradients.
 
-    Gradients are what the last backward wrote, and what operators of no phase make of them without
-    losing elements: a copy, a flat buffer, a part where it lies, not a norm. Storages are numbered
-    by where they lie, so whatever operator makes a tensor decides anew. All DTensors are in one
-    storage, as they have no memory: there a norm is told by its elements too.
+    Gradients are tensors that the last backward wrote, and what operators without a phase make of
+    them without losing elements: a copy, a flat buffer, a view, but not a norm. Storages are
+    identified by address, so every operator that creates a tensor decides anew. All DTensors share
+    one storage, because they have no memory; there the number of elements also excludes a norm.
     """
     gradients: set[int] = set()
     found: list[int] = []

@@ -51,19 +51,19 @@ def assemble(
     et: ExecutionTrace,
     with_operators: bool = True,
 ) -> tuple[Graph, Conversion]:
-    """Build the graph; the report counts what was linked and what was left out.
+    """Build the graph; the report counts what was linked and what was dropped.
 
     Args:
         timeline: the host events.
         gpu: the GPU operations.
-        gloo: what Gloo carried out.
+        gloo: the calls that Gloo ran.
         waits: synchronisations.
-        queue: launches that waited for room.
+        queue: launches that waited for queue room.
         memory: bytes allocated and freed per host event.
-        job: what is known of the job.
-        timing: which file the times are of.
+        job: the job so far.
+        timing: name of the file with the times.
         et: the execution trace.
-        with_operators: whether the operators are nodes; else GPU operations alone.
+        with_operators: whether operators are nodes; otherwise only GPU operations.
     """
     whole, found = gpu, find_calls(timeline, gpu)
     gpu = found.gpu

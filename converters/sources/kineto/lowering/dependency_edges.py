@@ -27,7 +27,7 @@ def numbers(*parts: I64) -> "array[int]":
 
 @dataclass(slots=True)
 class Times:
-    """When each node to be started and ended, and when the host asked for it; nanoseconds."""
+    """Start, end and issue time of each future node; nanoseconds."""
 
     start: "array[int]"
     end: "array[int]"
@@ -49,7 +49,7 @@ class NodeSequence:
     members: "array[int]" = field(default_factory=lambda: array("q"))
 
     def last_launched(self, horizon_ns: int) -> int | None:
-        """Return the last one asked for at or before `horizon_ns`."""
+        """Return the last operation issued at or before `horizon_ns`."""
         position = bisect_right(self.members, horizon_ns, key=self.times.launch.__getitem__)
         return self.members[position - 1] if position else None
 
@@ -65,7 +65,7 @@ class NodeSequence:
         return found if found is not None and self.times.start[found] == time_ns else None
 
     def first_launched(self, after_ns: int) -> int | None:
-        """Return the first one asked for at or after `after_ns`."""
+        """Return the first operation issued at or after `after_ns`."""
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)
         return self.members[position] if position < len(self.members) else None
 
@@ -86,13 +86,13 @@ class NodeSequence:
         return pairs
 
     def insert_by_start(self, number: int) -> None:
-        """Insert one that ran here after those that started before it."""
+        """Insert an operation that ran in this lane after those that started before it."""
         start = self.times.start
         position = bisect_right(self.members, start[number], key=start.__getitem__)
         self.members.insert(position, number)
 
     def insert_by_launch(self, number: int) -> int | None:
-        """Insert one that ran nowhere after all that was asked for before it.
+        """Insert an operation that ran in no lane after all operations issued before it.
 
         Returns:
             A neighbour in the lane, None in an empty one.
@@ -108,7 +108,7 @@ class NodeSequence:
 
 
 def sequence_at(streams: dict[tuple[int, int], NodeSequence], time_ns: int) -> NodeSequence:
-    """Return the lane of the operation asked for last before `time_ns`, else of the first."""
+    """Return the lane of the last operation issued before `time_ns`, else of the first."""
     latest: tuple[int, NodeSequence] | None = None
     for lane in streams.values():
         last = lane.last_launched(time_ns)
@@ -164,16 +164,15 @@ class EdgeList:
         return found
 
     def build(self, place: I64) -> tuple[Edges, Counter[Reason], tuple[int, int] | None]:
-        """Return the edges of the graph, without those on which the data contradicts itself.
+        """Return the edges of the graph, without contradictory ones.
 
-        Where edges make a circle, those of it that lead to a node that started earlier are left
-        out.
+        In a cycle, edges to a node that started earlier are dropped.
 
         Args:
             place: index in the graph of each number; ascending by start, int64[n].
 
         Returns:
-            The edges, how many were left out by reason, and source and target of one.
+            The edges, the number of dropped ones by reason, and source and target of one.
         """
         count = len(place)
         empty = np.zeros(0, dtype=np.int64)
@@ -209,20 +208,20 @@ ThreadSequences = dict[int, NodeSequence]
 
 
 class DependencyEdges:
-    """Numbers the nodes to be and collects edges; each method adds one sort of them.
+    """Numbers the future nodes and collects edges; each method adds one kind of edge.
 
-    Operators come first, then GPU operations by start, then recorded calls, see `PlacedCalls`.
+    Operators come first, then GPU operations by start, then recorded calls (see `PlacedCalls`).
 
     Attributes:
         timeline: the host events.
         gpu: the GPU operations.
         kept: host events that are nodes, int64[n].
         own: rows of the GPU operations that are nodes, by start, int64[m].
-        times: start, end and launch of each node to be.
-        edges: those found so far.
+        times: start, end and issue time of each future node.
+        edges: the edges so far.
         node: number of each host event's node, NONE for none.
         enclosing: the innermost such event around each host event, NONE for none.
-        memory_node: host event that allocates or frees -> the node that answers for it.
+        memory_node: host event that allocates or frees -> the node responsible for it.
     """
 
     def __init__(self, timeline: HostTimeline, gpu: GpuOps, kept: I64, own: I64) -> None:
@@ -298,7 +297,7 @@ class DependencyEdges:
     def launch_order(self, own_time_ns: I64, threads: ThreadSequences) -> None:
         """Let operations wait for what their operator called before it launched them.
 
-        Where it called nothing for longer than its own time, the edge of the launch tells.
+        If it called nothing that took longer than its own time, the launch edge suffices.
         """
         gpu, kept = self.gpu, self.kept
         operator = gpu.operator[self.own]

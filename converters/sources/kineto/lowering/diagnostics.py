@@ -24,18 +24,17 @@ CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 
 _PAIRS = 3
-"""Pairs of GPU operations that overlap, told by name."""
+"""Number of overlapping pairs of GPU operations that a note names."""
 
 
 def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
-    """Return a sentence for each sort of overlap, with how many and how long.
+    """Return a note for each kind of overlap, with count and duration.
 
-    Operators of a thread call each other or follow each other. The operations of a stream follow
-    each other, though a kernel may begin before the one before it has ended; none starts before its
-    launch.
+    Operators of a thread are nested or consecutive. Operations of a stream are consecutive,
+    although a kernel may start before its predecessor has ended; none starts before its launch.
 
     Raises:
-        TraceError: over a tenth of the operators overlap, so that nothing tells who called whom.
+        TraceError: over a tenth of the operators overlap, so callers cannot be determined.
     """
     notes: list[str] = []
     rows, parent = timeline.rows, timeline.parent
@@ -102,23 +101,22 @@ class Conversion:
         gpu_ops_dropped: count and summed time of those that emulate communication.
         host_ops: operators in the trace's window.
         host_ops_kept: of these, those that became nodes.
-        host_ops_without_record: kept operators the execution trace does not hold (no shapes).
+        host_ops_without_record: kept operators that the execution trace lacks (no shapes).
         host_ops_dropped: by reason.
         communication: recorded or measured calls.
         backward_ops: backward operators among the nodes.
-        backward_ops_with_module: of these, those whose module is known.
+        backward_ops_with_module: of these, those with a known module.
         memory_events: allocations and frees.
-        memory_events_outside_operators: of these, those outside any operator; they count
-            for the memory peak only.
-        memory_events_other_device: dropped: on another device type (the host, in a GPU
-            trace).
+        memory_events_outside_operators: of these, those outside any operator; they count for the
+            memory peak only.
+        memory_events_other_device: dropped: on another device type (the host, in a GPU trace).
         syncs: synchronisations that became edges.
         syncs_dropped: synchronisations that did not, by reason.
-        timing: which file the times come from; of several, how.
-        steps: profiled steps each compute node's duration is the median of.
-        steps_dropped: profiled steps whose compute is another sequence.
+        timing: file that the times come from, or how several were combined.
+        steps: number of profiled steps behind each compute node's median duration.
+        steps_dropped: profiled steps with another sequence of compute.
         step_times_ns: summed compute of each step used.
-        notes: sentences a reader should know.
+        notes: statements on the quality of the trace.
     """
 
     gpu_ops: int
@@ -133,8 +131,9 @@ class Conversion:
     backward_ops: int
     backward_ops_with_module: int
     memory_events: int
-    memory_events_outside_operators: int
-    memory_events_other_device: int
+    memory_events_outside_operators: of these, those outside any operator; they count for the
+        memory peak only.
+    memory_events_other_device: dropped: on another device type (the host, in a GPU trace).
     syncs: int
     syncs_dropped: dict[str, int]
     timing: str
@@ -147,12 +146,12 @@ class Conversion:
 def of_communication(
     found: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
 ) -> list[str]:
-    """Tell of kernels that communicate by unknown calls, and of calls told in part.
+    """Add notes on kernels with unknown calls, and on partly recorded calls.
 
     Args:
-        found: the calls that GPU operations carry out.
+        found: the calls that GPU operations run.
         measured: these calls.
-        unplaced: recorded calls that are taken as blocking.
+        unplaced: recorded calls that are assumed blocking.
     """
     notes = [
         f"{count} kernels that communicate ({ns / 1e6:.3f} ms) are kept as kernels, not as "
@@ -243,7 +242,7 @@ def of_own_calls(timeline: HostTimeline, kept: I64) -> list[str]:
 def of_contradictions(
     graph: Graph, left_out: Counter[Reason], example: tuple[int, int] | None
 ) -> list[str]:
-    """Tell of edges that were left out, since they closed a circle; `example` is one of them."""
+    """Add a note on edges dropped because they closed a cycle; `example` is one of them."""
     if example is None:
         return []
     counts = ", ".join(

@@ -77,9 +77,9 @@ def _kinds(kernel: str) -> tuple[str, ...]:
 
 
 def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list[I32]:
-    """Return types in which those of tensors in lists are filled in where the kernel tells them.
+    """Return types with those of tensors in lists filled in, if the kernel's name shows them.
 
-    A concatenation copies bytes, whatever they mean: its tensors are told as unsigned integers.
+    A concatenation copies bytes of any meaning: its tensors become unsigned integers.
 
     Args:
         names: codes of the kernels' names, int32[n].
@@ -205,7 +205,7 @@ def gpu_columns(
 
 
 def communication_columns(given: list[Communication], strings: StringTable) -> Columns:
-    """Return the columns that tell of communication."""
+    """Return the columns of communication."""
     return {
         "name": strings.encode(call.name for call in given),
         "kind": np.array([call.kind for call in given], dtype=np.uint8),
@@ -221,12 +221,12 @@ def communication_columns(given: list[Communication], strings: StringTable) -> C
 def call_columns(
     timeline: HostTimeline, ops: I64, given: list[Communication], et: ExecutionTrace
 ) -> Columns:
-    """Return the columns of recorded calls, but for where and when they run.
+    """Return the columns of recorded calls, except their time and stream.
 
     Args:
         timeline: the host events.
         ops: indices of their marks, int64[n].
-        given: what was asked for.
+        given: the recorded requests.
         et: the execution trace.
     """
     strings = timeline.strings

@@ -37,10 +37,10 @@ class RecordedCall:
 
     Attributes:
         op: index of its mark.
-        communication: what was asked for.
-        stand_ins: rows of the kernels in its place, in the order of their start; none on a CPU.
-        waits: indices of the marks of the waits for it, in order; torch's C++ code may wait
-            without one.
+        communication: the request.
+        stand_ins: rows of the kernels that emulate it, by start; none on a CPU.
+        waits: indices of the marks of its waits, in order; torch's C++ code may wait without a
+            mark.
     """
 
     op: int
@@ -96,7 +96,7 @@ def end_of_wait(call: RecordedCall, timeline: HostTimeline, kept: npt.NDArray[np
 
 
 def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
-    """Whether it can be told where an asynchronous call is waited for, on a CPU."""
+    """Whether the wait of an asynchronous call is known, on a CPU."""
     return bool(call.waits) or bool(timeline.in_functions[call.op])
 
 
@@ -171,7 +171,7 @@ class CallPlacement:
         return unplaced
 
     def _runs_on_threads(self, runs: list[GlooCall]) -> None:
-        """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
+        """Add the calls that Gloo ran, after their issuers and earlier work of their threads."""
         rows = self._timeline.rows
         by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
         lanes: ThreadSequences = {}
@@ -200,8 +200,8 @@ class CallPlacement:
     def _communication(self, call: RecordedCall) -> int:
         """Add a recorded call.
 
-        It takes the time of what stood in for it on the network it was captured for; without one
-        it takes none, since nobody was there to talk to.
+        Its duration is that of the paced kernel that emulates it. Without one it is 0, because no
+        peer existed.
         """
         rows = self._gpu.rows
         start = end = launch = int(self._timeline.rows.start_ns[call.op])

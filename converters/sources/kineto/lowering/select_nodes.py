@@ -125,7 +125,7 @@ def leaves(timeline: HostTimeline) -> list[int]:
 
 
 def _fake(parents: list[int], names: list[str]) -> list[bool]:
-    """Return which events lie in a mode that a tensor subclass entered, and the mode itself."""
+    """Return the events inside a dispatch mode of a tensor subclass, the mode included."""
     inside, fake = [False] * len(parents), [False] * len(parents)
     for index, parent in enumerate(parents):  # callers come first
         if parent >= 0:
@@ -199,10 +199,10 @@ def _operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
 
 
 def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
-    """Return which kept operators only began, bool[n].
+    """Return the kept operators that only began, bool[n].
 
-    torch.utils.checkpoint ends a recomputation by an exception once it has what backward asks for:
-    the operator that was beginning leaves an event, and no record in the execution trace.
+    torch.utils.checkpoint ends a recomputation with an exception once it has what backward needs.
+    The operator that was beginning leaves an event and no record in the execution trace.
     """
     unrecorded = (timeline.et[kept] < 0) & (timeline.phase[kept] == Phase.BACKWARD)
     if not unrecorded.any():

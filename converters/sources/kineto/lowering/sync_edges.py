@@ -84,7 +84,7 @@ class SyncEdges:
                 self.blocked_ns[waiter] += waited_ns - known_ns
 
     def _held(self, held: Sequence[InferredWait], idle: Counter[str]) -> int:
-        """Let operations wait for those of other streams that held them; return how many."""
+        """Let operations wait for those of other streams that delayed them; return how many."""
         by_number = {stream: lane for (_, stream), lane in self._streams.items()}
         made = 0
         for one in held:
@@ -112,7 +112,7 @@ class SyncEdges:
             self._block(wait.thread, wait.start_ns, wait.end_ns, wait.waited_ns, waiters)
 
     def late(self) -> UnexplainedGaps:
-        """Let operations that began late wait for what held them; return what was found."""
+        """Let late operations wait for their inferred cause; return the causes."""
         end = np.array(self._times.end, dtype=np.int64)
         known = np.full(len(end), np.iinfo(np.int64).min)
         own = self._operators + np.arange(len(self._own))
@@ -135,10 +135,10 @@ class SyncEdges:
         return found
 
     def gpu_waits(self, late: UnexplainedGaps) -> I64:
-        """Return how long each GPU operation waited for what nothing tells, int64[own].
+        """Return the unexplained wait of each GPU operation, int64[own].
 
-        Below 0: how long before the end of the one before it, of its stream or of another that
-        left it room, it began.
+        Negative: the overlap with the previous operation of its stream, or of another one that left
+        it free SMs.
         """
         start, end = (
             np.array(times, dtype=np.int64) for times in (self._times.start, self._times.end)

@@ -23,21 +23,21 @@ LAST_BLOCKS = 0.1
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
 
 _TOLD = 3
-"""Operations told by name."""
+"""Number of operations that a note names."""
 
 _NAME = 60
-"""Characters of a kernel's name that are told."""
+"""Characters of a kernel's name in a note."""
 
 NEVER_LATE = np.iinfo(np.int64).max // 2
 
 
 @dataclass(slots=True)
 class UnexplainedGaps:
-    """Late operations, by the numbers of the nodes to be.
+    """Late operations, by the numbers of future nodes.
 
     Attributes:
         held: source, target and reason of the edges that explain them.
-        unexplained_ns: how long those waited that nothing explains.
+        unexplained_ns: waiting time of those without an explanation.
     """
 
     held: list[tuple[int, int, Reason]] = field(default_factory=list[tuple[int, int, Reason]])
@@ -129,12 +129,12 @@ class _StreamIntervals:
 
 
 def find_unexplained_gaps(lanes: Iterable[NodeSequence], ready_ns: I64) -> UnexplainedGaps:
-    """Find what held the operations that began late.
+    """Find the cause of operations that started late.
 
     Args:
         lanes: the streams of a device.
-        ready_ns: when each node to be could begin by all that is known, NEVER_LATE where nothing
-            is, int64[n].
+        ready_ns: earliest start of each future node by all known dependencies, NEVER_LATE without
+            any, int64[n].
     """
     streams = [_StreamIntervals.of(lane) for lane in lanes]
     found = UnexplainedGaps()

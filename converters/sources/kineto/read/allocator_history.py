@@ -29,16 +29,16 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
     """The actions of the allocator in a step, one entry each, in order.
 
     Attributes:
-        action: an `Action`; USABLE follows FREED at once unless another stream used the block.
+        action: an `Action`; USABLE follows FREED directly unless another stream used the block.
         address: of the block.
-        bytes: asked for.
-        pool: number of the pool that the block is of, 0 for the default stream's.
+        bytes: requested size.
+        pool: number of the block's pool, 0 for the default stream's.
         lingers: of each allocation and free, how long its memory lingers in a step without a
-            profiler (`Told.lingers`); empty where not known, and then as in this step.
-        reserved_bytes: most that the allocator had reserved before anything but steps without a
-            profiler had run; 0 where not known. A profiler, whose host is slower or waits, lets
-            other memory linger.
-        settings: how the allocator was configured; None where it was not.
+            profiler (`Told.lingers`); empty if not
+            known: then as in this step.
+        reserved_bytes: most that the allocator had reserved when only steps without a profiler had
+            run; 0 if not known. A profiler slows the host or waits, so other memory lingers.
+        settings: configuration of the allocator; None for the default.
     """
 
     action: tuple[int, ...] = ()
@@ -56,8 +56,8 @@ class HistoryColumns:
 
     Attributes:
         pool: as in `History`.
-        asked: bytes asked for.
-        lingers: of a free, how many allocations and frees come before its memory can be used again.
+        asked: requested bytes.
+        lingers: of a free, how many allocations and frees follow before its memory can be reused.
         settings: as in `History`.
     """
 
@@ -68,10 +68,10 @@ class HistoryColumns:
 
 
 def read_history(path: Path) -> History | None:
-    """Read the history of a step; None where none was kept.
+    """Read the history of a step; None if there is no file.
 
     Raises:
-        TraceError: the file is none of a history.
+        TraceError: the file is not a history.
     """
     if not path.exists():
         return None
@@ -89,8 +89,8 @@ def read_history(path: Path) -> History | None:
 def join_history(history: History, rows: MemoryRows) -> HistoryColumns | None:
     """Join the history with the profiler's allocations and frees of the same device, in order.
 
-    The profiler may have begun earlier and ended later. None where no stretch of what it saw is
-    what the history tells.
+    The profiler may have started earlier and ended later. None if no part of its events matches the
+    history.
     """
     action = np.array(history.action, dtype=np.int64)
     address = np.array(history.address, dtype=np.int64)

@@ -24,20 +24,20 @@ LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes that may be missing in the file, as callers of others."""
 
 PLACEHOLDERS = "onerank::placeholders"
-"""The nodes before and behind callers that stand for nobody, and are not in the file."""
+"""Names of the nodes around placeholder callers, which are not in the file."""
 
 FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
 """In a small file so many may, up to this share: a thread was at work as the recording began."""
 
 
 def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
-    """Return callers with the root in the place of those that stand for nobody.
+    """Return callers with the root in place of placeholder callers.
 
     Args:
         node: ids, int64[n].
         caller: id of each node's caller, int64[n].
-        marks: ids of the nodes called PLACEHOLDERS: one before such callers and one behind, again
-            and again, int64[m].
+        marks: ids of the nodes called PLACEHOLDERS: alternately one before and one after such
+            callers, int64[m].
     """
     for first, last in marks[: len(marks) // 2 * 2].reshape(-1, 2):
         caller = np.where((first < caller) & (caller < last), node.min(), caller)
@@ -45,21 +45,21 @@ def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
 
 
 def check_callers(path: Path, node: I64, caller: I64) -> int:
-    """Check ids and callers; the root is its own caller. Return how many callers are missing.
+    """Check ids and callers; the root is its own caller. Return the number of missing callers.
 
     In real traces a few callers are missing: operators that began before the recording, and those
-    that a checkpoint's recomputation ended within, by an exception. torch's observer never closes
-    the latter, and takes what follows in their thread to be called by them, a whole backward at
-    times. Nodes without their caller stand for themselves.
+    that a checkpoint's recomputation left by an exception. torch's observer never closes the latter
+    and takes what follows in their thread as their callees, sometimes a whole backward. Nodes
+    without a caller become roots.
 
     Args:
-        path: the file, to begin an error with.
+        path: the file, for messages.
         node: ids, in the file's order, int64[n].
         caller: id of each node's caller, int64[n].
 
     Raises:
-        TraceError: an id is given twice, more than a few callers are not in the file, or nodes call
-            each other.
+        TraceError: an id occurs twice, more than a few callers are missing, or nodes call each
+            other.
     """
     order = np.argsort(node, kind="stable")
     ids = node[order]

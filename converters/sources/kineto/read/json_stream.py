@@ -29,15 +29,15 @@ _T = TypeVar("_T")
 
 
 class ArrayFile(Generic[_T]):
-    """A JSON object of which one field is a long array of objects.
+    """A JSON object with one field that is a long array of objects.
 
     Args:
         path: the file.
         key: name of the field.
-        kind: type of the object; `key` is a field of it, the others may be left out.
+        kind: type of the object; `key` is one of its fields, others may be absent.
         expected: what the file should be, for messages.
-        instead: what to read in the place of an element that is not of its type, both as JSON;
-            None where it must be. Numbers may be texts.
+        instead: returns a replacement for an element of another type, both as JSON; None: such
+            elements are errors. Numbers may be texts.
     """
 
     def __init__(

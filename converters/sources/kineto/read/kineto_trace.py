@@ -264,12 +264,12 @@ class _Reader:
 def load_kineto(
     path: Path, strings: StringTable | None = None, *, operands: bool = False
 ) -> KinetoTrace:
-    """Read a Kineto trace, gzip or not.
+    """Read a Kineto trace, gzip-compressed or not.
 
     Args:
         path: the file.
-        strings: table to put its texts into; None for one of its own.
-        operands: whether to read what the profiler recorded of operands (`record_shapes`).
+        strings: table for its texts; None for a new one.
+        operands: whether to read recorded operands (`record_shapes`).
 
     Raises:
         TraceError: not a Kineto trace; the message names the place.
@@ -316,7 +316,7 @@ def load_kineto(
 
 
 def _with_ranks(call: Args, distributed: Distributed | None) -> Args:
-    """Return a call with the ranks of its group, where it does not tell them all itself."""
+    """Return a call with the ranks of its group, if it lacks some."""
     if distributed is None or (call.group_ranks.endswith("]") and "..." not in call.group_ranks):
         return call
     ranks = next((g.ranks for g in distributed.groups if g.name == call.group_name), ())
@@ -334,7 +334,7 @@ def _check_durations(path: Path, events: list[Event], first: int) -> None:
 
 
 def _sorted_out(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
-    """Return the events that conversion reads, by sort; count the others' categories."""
+    """Return the events that conversion reads, by kind; count the categories of others."""
     found: dict[str, list[Event]] = {
         "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
     }  # fmt: skip
@@ -386,7 +386,7 @@ class Step:
 
 
 def steps(trace: KinetoTrace) -> list[Step]:
-    """Return the steps of a trace in their order; none where the profiler was not told of any."""
+    """Return the steps of a trace in order; none if profiler.step() was never called."""
     found: list[Step] = []
     host = trace.host
     for code in np.unique(host.name[~host.is_operator]).tolist():
@@ -398,7 +398,7 @@ def steps(trace: KinetoTrace) -> list[Step]:
 
 
 def choose(trace: KinetoTrace, step: str) -> Step | None:
-    """Return the step asked for.
+    """Return the selected step.
 
     Args:
         trace: the trace.
@@ -435,10 +435,10 @@ def choose(trace: KinetoTrace, step: str) -> Step | None:
 
 
 def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
-    """Return what belongs to one step, and a sentence on what was left out.
+    """Return the part of a trace that belongs to one step, and a note on what was cut off.
 
-    The host's events, launches and allocations are those that begin within it; GPU operations
-    those that were launched within it, whenever they ran.
+    Host events, launches and allocations belong to it if they begin within it; GPU operations if
+    they were launched within it, whenever they ran.
     """
     launches = trace.launches.take(_within(trace.launches.start_ns, step))
     launched = last_of(launches.correlation, trace.gpu.correlation) >= 0

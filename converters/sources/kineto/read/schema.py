@@ -185,14 +185,14 @@ class FlatFile(msgspec.Struct):
 
 
 class SchemaFile(msgspec.Struct):
-    """What tells the schema of an execution trace."""
+    """The fields that identify the schema of an execution trace."""
 
     nodes: list[msgspec.Raw] = []
     schema: str = ""
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A process group as `distributedInfo` tells it; `ranks` is empty where the list is cut."""
+    """A process group in `distributedInfo`; `ranks` is empty if the list is cut off."""
 
     name: str = msgspec.field(name="pg_name", default="")
     description: str = msgspec.field(name="pg_desc", default="")
@@ -243,7 +243,7 @@ def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Events of one sort, in the file's order: a column per field, of equal length n."""
+    """Events of one kind, in the file's order: a column per field, of equal length n."""
 
     def take(self, index: npt.NDArray[Any] | slice) -> Self:
         """Return the rows at `index` (integers, a mask or a slice), in that order."""
@@ -313,7 +313,7 @@ class GpuRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class SyncRows(Rows):
-    """Synchronisations as CUPTI tells them (`cuda_sync`)."""
+    """Synchronisations as CUPTI records them (`cuda_sync`)."""
 
     name: I32
     start_ns: I64
@@ -350,13 +350,13 @@ class KinetoTrace:
 
     Attributes:
         path: the file.
-        strings: table that names, grids and blocks point into.
-        threads: ids of the operating system's threads; rows hold their places.
-        calls: arguments of events that carry a collective's; rows hold their places.
-        device: the first GPU; None where the file describes none.
-        distributed: the run that the trace is of one rank of; None where it does not tell.
-        lost_run: whether it tells of one, but of no rank within its world.
-        unread: categories that are not known -> how many events have them.
+        strings: table of names, grids and blocks.
+        threads: ids of the operating system's threads; rows hold indices into it.
+        calls: arguments of events that carry a collective's; rows hold indices into it.
+        device: the first GPU; None if the file describes none.
+        distributed: the run and rank of the trace; None if not recorded.
+        lost_run: whether it records a run, but a rank outside the run's world.
+        unread: unknown categories -> number of events.
     """
 
     path: Path
@@ -376,7 +376,7 @@ class KinetoTrace:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTrace:
-    """The nodes of an execution trace that stand for operators, in the file's order.
+    """The operator nodes of an execution trace, in the file's order.
 
     Attributes:
         path: the file.
@@ -386,8 +386,8 @@ class ExecutionTrace:
         tid: threads as RecordFunction numbers them, int64[n].
         operands: codes of the JSON text of values, shapes and types of the inputs, then of the
             outputs, int32[6, n].
-        without_caller: nodes of the file, operators or not, whose caller is not in it.
-        whole: whether the operands of all nodes are there, not of the wanted ones alone.
+        without_caller: nodes of the file, operators or not, whose caller is missing.
+        whole: whether operands of all nodes were read, not only of the wanted ones.
     """
 
     path: Path
@@ -404,7 +404,7 @@ MOST_RANKS = 1 << 24
 
 
 def read_distributed(text: msgspec.Raw) -> Distributed | None:
-    """Return what a trace tells of its run, None where that is no rank within a world."""
+    """Return the run that a trace records, None if its rank is outside the world."""
     try:
         found = msgspec.json.decode(text, type=Distributed, strict=False)
     except msgspec.DecodeError:

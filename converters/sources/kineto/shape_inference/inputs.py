@@ -9,7 +9,7 @@ from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 Shape = tuple[int, ...]
 
 UNTOLD = "Tensor(not recorded)"
-"""Type of a tensor in a list, as the profiler tells it."""
+"""Type of a tensor in a list, as the profiler records it."""
 
 
 class Tensor(NamedTuple):
@@ -25,15 +25,15 @@ class Tensor(NamedTuple):
 
 
 Result = Tensor | None
-"""A result; None for one that was not asked for."""
+"""A result; None for one that was not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Arguments of a call by position, as an execution trace has them.
+    """Arguments of a call by position, as in an execution trace.
 
     Attributes:
-        values: numbers, truth values and lists of them; None for what is none of these.
+        values: numbers, booleans and lists of them; None for anything else.
         shapes: of tensors and lists of tensors; [] for others.
         types: `Tensor(float)`, `GenericList[...]`, `Int` and so on.
     """
@@ -106,7 +106,7 @@ def named(dtype: str) -> str:
 
 
 def asked(given: Inputs, position: int, otherwise: str) -> str:
-    """Return the type that the number at `position` asks for."""
+    """Return the dtype that the number at `position` requests."""
     code = given.value(position)
     return named(BY_CODE[code]) if type(code) is int and code in BY_CODE else otherwise
 

@@ -50,7 +50,7 @@ def _grouped(given: Inputs) -> tuple[Result, ...] | None:
 
 
 def _attention(*, heads_first: bool):
-    """Return the rule of fused attention: the queries with the width of values, and a sum a row."""
+    """Return the rule of fused attention: queries with the width of values, and a sum per row."""
 
     def rule(given: Inputs) -> tuple[Result, ...] | None:
         query, _, value = (given.tensor(at) for at in range(3))
@@ -71,7 +71,7 @@ def _size(size: int, kernel: int, stride: int, pad: int, dilation: int, *, up: b
 
 
 def _each(numbers: list[int] | None, count: int, default: int | None) -> list[int] | None:
-    """Return a number for each of `count` sides; one stands for all, none for `default`."""
+    """Return a number for each of `count` sides; one number applies to all, none is `default`."""
     if not numbers:
         return None if default is None or numbers is None else [default] * count
     return numbers * count if len(numbers) == 1 else numbers if len(numbers) == count else None

@@ -46,9 +46,9 @@ def use_profiler_shapes(timeline: HostTimeline) -> None:
 
 
 def _columns(name: str, values: str, shapes: str, types: str) -> tuple[str, ...] | None:
-    """Return values, shapes and types of a call's inputs and of its outputs as columns' texts.
+    """Return values, shapes and types of a call's inputs and outputs as texts of columns.
 
-    Outputs are "" where nothing tells them. None: the inputs cannot be read.
+    Outputs are "" if not known. None: the inputs cannot be read.
     """
     try:
         given = _inputs(
@@ -83,9 +83,10 @@ def _inputs(values: list[str], shapes: list[Any], types: list[str]) -> Inputs:
 
 
 def _argument(value: str, shape: Any, kind: str, *, sizes: bool) -> tuple[Any, Any, str]:
-    """Return value, shape and type of an argument as an execution trace would have them.
+    """Return value, shape and type of an argument in the form of an execution trace.
 
-    With `sizes` the call's lists tell the sizes of their tensors: one without has no tensors.
+    With `sizes` the call's lists record the sizes of their tensors: a list without sizes has no
+    tensors.
     """
     if kind == _LIST and not shape:
         return (None, [], "GenericList[]") if sizes else (None, [[]], f"GenericList[{_NO_SIZES}]")

@@ -53,7 +53,7 @@ _COMPILED = "triton_"
 
 
 def results_of(name: str, given: Inputs) -> tuple[Result, ...] | None:
-    """Return the results of a call; None where no rule tells them.
+    """Return the results of a call; None without a rule.
 
     Kernels that torch.compile generated write into their arguments and return nothing.
     """

@@ -36,7 +36,7 @@ ROUNDING_NS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class InferredWait:
-    """An operation that another stream's held: when it began, and when that one ended."""
+    """An operation delayed by another stream: its start, and the end of the other operation."""
 
     stream: int
     start_ns: int
@@ -54,13 +54,13 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class StreamTimeline:
-    """A stream's operations in the order of their starts.
+    """A stream's operations by start.
 
     Attributes:
-        launched: when the host asked for each, int64[n].
+        launched: issue time of each, int64[n].
         start: int64[n].
-        ended: when all up to each had ended, int64[n].
-        backlog: how many were launched before the trace began.
+        ended: time at which all operations up to each have ended, int64[n].
+        backlog: number of operations launched before the trace began.
     """
 
     launched: I64
@@ -100,9 +100,9 @@ class StreamTimelines:
         self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
 
     def held_by_call(self, thread: int, call_ns: int) -> InferredWait | None:
-        """Return what a stream's wait for an event, called at that time, held back.
+        """Return the operation that a stream's event wait, called at that time, delayed.
 
-        None where what the thread launched next started for another reason.
+        None if the next operation that the thread launched started for another reason.
         """
         own = self._by_thread.get(thread)
         place = 0 if own is None else int(np.searchsorted(self._launched[own], call_ns))
@@ -158,7 +158,7 @@ class StreamTimelines:
         return StreamWait(stream, waiting)
 
     def held_backlog(self) -> Iterator[InferredWait]:
-        """Yield what was launched before the trace began and held by another stream's backlog."""
+        """Yield operations of the backlog that another stream's backlog delayed."""
         until = {stream: lane.backlog for stream, lane in self.lanes.items()}
         for stream, lane in self.lanes.items():
             for at in range(lane.backlog):
@@ -166,7 +166,7 @@ class StreamTimelines:
                     yield held
 
     def _held(self, stream: int, at: int, until: dict[int, int]) -> InferredWait | None:
-        """Return what held the operation at a place of a stream, of the first `until` of others."""
+        """Return the cause of a delayed operation, among the first `until` of other streams."""
         lane = self.lanes[stream]
         start = int(lane.start[at])
         since = int(lane.launched[at]) if at >= lane.backlog else -1

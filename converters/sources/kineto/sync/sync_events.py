@@ -29,7 +29,7 @@ STREAM_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 class EventRecords:
     """The event records of a trace, and the streams that threads launched on.
 
-    Calls are told by their row among the trace's launches.
+    Calls are identified by their row among the trace's launches.
     """
 
     def __init__(self, trace: KinetoTrace) -> None:
@@ -92,7 +92,7 @@ class EventRecords:
         return positions
 
     def record(self, event: int, wait: int) -> int:
-        """Return the call that recorded the event waited for, -1 where it cannot be told."""
+        """Return the call that recorded the awaited event, -1 if unknown."""
         position = self._of_event.get(event)
         if position is not None:
             return self._calls[position]
@@ -104,11 +104,11 @@ class EventRecords:
         return before if before >= 0 and self._recording[before] else -1
 
     def stream(self, record: int, *, besides: int | None) -> int | None:
-        """Return the stream that `record` was called on, None where nothing tells.
+        """Return the stream that `record` was called on, None if unknown.
 
         Args:
             record: the call.
-            besides: a stream that it cannot be: the one that waits.
+            besides: a stream that it cannot be: the waiting one.
         """
         launched = self._launches.get(self._thread[record], [])
         place = bisect_right(launched, self._start[record], key=lambda launch: launch[0])
@@ -173,12 +173,12 @@ class Synchronizations:
     """The synchronisations of a trace.
 
     Attributes:
-        found: those that can be used, in the order of their calls.
-        held: operations that waited for another stream's, told by times alone.
-        unused: those that cannot, by reason.
-        inferred: how many of `found` name an event whose record the trace does not tell.
-        by_time: how many of `found` and `held` are told by runtime calls and times alone, in a
-            trace without synchronisation events.
+        found: usable ones, in the order of their calls.
+        held: operations that waited for another stream's, inferred from times only.
+        unused: unusable ones, by reason.
+        inferred: number in `found` whose event record the trace does not name.
+        by_time: number in `found` and `held` inferred from runtime calls and times, in a trace
+            without synchronisation events.
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
@@ -191,8 +191,8 @@ class Synchronizations:
 def synchronizations(trace: KinetoTrace) -> Synchronizations:
     """Return the synchronisations of the trace.
 
-    Where the profiler was not asked for them, those of the host, by what the runtime's calls and
-    the times tell.
+    If the profiler did not record them, return those of the host, inferred from runtime calls and
+    times.
     """
     made = Synchronizations()
     syncs, calls = trace.syncs, trace.launches
@@ -307,11 +307,11 @@ class _EventCalls:
 
 
 def _of_calls(trace: KinetoTrace) -> Synchronizations:
-    """Return the waits that runtime calls and times tell.
+    """Return the waits that follow from runtime calls and times.
 
-    The stream that the host waited for is the one of which all that was launched before the call
-    ended during it, the last of several. A call during which no stream came to its end waited for
-    nothing. Waits for events: `held`.
+    The host waited for the stream whose operations launched before the call all ended during it,
+    the last of several. A call during which no stream finished waited for nothing. Event waits:
+    `held`.
     """
     made = Synchronizations()
     calls = trace.launches

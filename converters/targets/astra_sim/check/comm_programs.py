@@ -74,14 +74,14 @@ End = str | tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CommProgram:
-    """What ranks have in common whose files differ in groups and peers alone.
+    """The common part of ranks whose files differ only in groups and peers.
 
     Attributes:
         dag: dependencies.
-        order: nodes as issued when nothing waits for another rank.
+        order: nodes in issue order when no rank waits for another.
         calls: per node of `dag`, its communication on one of the ranks; None for a node that
             completes at once.
-        slots: per node of `dag`, which of a rank's ends its communication has; else None.
+        slots: per node of `dag`, the slot of its communication; else None.
     """
 
     dag: Dag

@@ -199,7 +199,7 @@ def check_network(prefix: str, npus: list[int], world: int, script: str, report:
 
 
 def read_script(path: Path) -> str:
-    """Return the run script's text, "" when there is none."""
+    """Return the run script's text, "" if there is none."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -69,8 +69,8 @@ class Finding:
 
     Attributes:
         rule: name of the rule, a key of `RULES`.
-        file: name of the file at fault, the first of files alike.
-        node: id of the node at fault, None when it is not one node.
+        file: name of the file at fault, the first of equal files.
+        node: id of the node at fault, None if it is not a single node.
         message: what was found, what was expected, what to do.
     """
 
@@ -83,7 +83,7 @@ class Finding:
 class Report:
     """Collects findings in order.
 
-    The same cause at many nodes of a file becomes one finding; so does one that all files alike
+    The same cause at many nodes of a file becomes one finding; so does one that all equal files
     have.
     """
 

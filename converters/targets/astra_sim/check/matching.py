@@ -97,7 +97,7 @@ def sorts_of(
 
 
 def _cross(meetings: _Meetings, of_rank: I64) -> bool:
-    """Whether members of a group meet in it in other slots than those of their sort."""
+    """Whether members of a group meet in other slots than members of its class."""
     is_group = np.array([isinstance(end, str) for end in meetings.places], dtype=bool)
     here = is_group[meetings.place]
     rows = np.stack([meetings.place, of_rank[meetings.rank], meetings.slots], axis=1)[here]
@@ -114,11 +114,11 @@ class _Segments:
         self._spans = list(zip((last - counts).tolist(), last.tolist(), strict=True))
 
     def sorts(self, rows: I64, before: I64 | None = None) -> I64:
-        """Return the sort of each segment: those are one whose rows are the same, in any order.
+        """Return the class of each segment; segments with the same rows form a class.
 
         Args:
             rows: int64[m, 2].
-            before: sorts to be told apart further, int64[segments].
+            before: classes to refine, int64[segments].
         """
         order = np.lexsort((rows[:, 1], rows[:, 0], self._number))
         octets = np.ascontiguousarray(rows[order]).tobytes()
@@ -159,7 +159,7 @@ def _meetings(programs: Sequence[Program], members: dict[str, tuple[int, ...]]) 
 
 
 def _numbered(values: Sequence[object]) -> I64:
-    """Number values as they come, equal ones alike."""
+    """Number values by first appearance; equal values get the same number."""
     known: dict[object, int] = {}
     return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
 
@@ -193,7 +193,7 @@ def check_matching(
 ) -> None:
     """Check the ranks of one workload, `programs[rank]`, against each other.
 
-    Of many ranks one of each sort is run; all of them only where that meets a fault, to name it.
+    One rank of each class runs. If that finds a fault, all ranks run, to name it.
     """
     members = {**groups, WORLD: tuple(range(len(programs)))}
     if len(programs) > FEW:
@@ -209,7 +209,7 @@ def check_matching(
 
 
 def _is_sound(sorts: RankClasses) -> bool:
-    """Whether one rank of each sort finishes, and nothing is left over."""
+    """Whether one rank of each class finishes without unmatched communication."""
     report = Report()
     issued = [program.issued() for program in sorts.programs]
     _check_sequences(sorts.programs, issued, sorts.members, report)

@@ -19,7 +19,7 @@ from onerank.converters.targets.astra_sim.check.node_rules import Setting, check
 from onerank.ir.chakra import PEERS, Likeness, Record
 
 _KEPT = 16
-"""Files that the next one is held against."""
+"""Number of earlier files that the next one is compared with."""
 
 _REMEMBERED = 1 << 12
 """Endings of nodes kept parsed."""
@@ -36,13 +36,13 @@ _Told = tuple[frozenset[str], End]
 class RankReader:
     """Reads the files of ranks.
 
-    Files are kept. One that differs from a kept one in groups and peers alone has its findings, and
-    no others where these are as right or as wrong: nothing else of it is looked at, and what it
-    shares is reported once.
+    Files are kept. A file that differs from a kept one only in groups and peers has the same
+    findings if these are equally right or wrong; nothing else of it is parsed, and shared findings
+    are reported once.
 
     Args:
         setting: what the files are checked against; file and rank of each are filled in.
-        report: gets the findings.
+        report: receives the findings.
     """
 
     def __init__(self, setting: Setting, report: Report) -> None:
@@ -81,21 +81,22 @@ class RankReader:
 
 
 class _Model:
-    """A file that others are held against.
+    """A file that others are compared with.
 
     Args:
         path: the file.
-        structure: what it holds.
-        calls: per node of its dependencies, its communication; None for a faulty one too.
+        structure: its parsed contents.
+        calls: per node of its dependencies, its communication; None also for a faulty one.
         setting: what it was checked against.
         findings: names of its findings, see `Report.since`.
 
     Attributes:
         findings: as given.
         runs: whether it has no structural faults.
-        course: its course; the slots are those of its likeness, then one of the default group.
+        course: its common part with others; slots are those of its template, then one of the
+            default group.
         program: its program.
-        fits_others: whether all that names a rank lies in a slot.
+        fits_others: whether everything that names a rank lies in a slot.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class _Model:
         return ends + self._rest
 
     def _tell(self, slot: int, ending: bytes, setting: Setting) -> _Told | None:
-        """Return the rules that a slot's node breaks, and whom it meets; None if it is none.
+        """Return the rules that a slot's node breaks, and its peers; None if it is no slot.
 
-        A node that is a call shows all that is wrong with its ending; where none of the slot is
-        one, the first stands for them.
+        A communication node shows all faults of its ending; if no node of the slot communicates,
+        the first one represents it.
         """
         record = self._record(slot, ending)
         if record is None:

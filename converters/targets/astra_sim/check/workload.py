@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Extent(NamedTuple):
-    """What of a set is looked at: all where None; and who is told."""
+    """The part of a set to check, all if None; and the progress callback."""
 
     ranks: Collection[int] | None
     programs: Sequence[Program] | None
@@ -45,7 +45,7 @@ class _Extent(NamedTuple):
 
 
 def _untold(prefix: str, done: int, files: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 def check(path: Path | str, *, progress: Progress = _untold) -> list[Finding]:
@@ -80,19 +80,19 @@ def check_workload(
 ) -> list[Finding]:
     """Return every fault that would stop ASTRA-sim, or make it report wrong figures.
 
-    Files are taken as sets by PREFIX of PREFIX.RANK.et. A set whose prefix ends in `_roofline`
-    runs with system_roofline.json, any other with system.json; all share the other files.
-    Ranks are matched with each other only when every file of the set is sound by itself.
+    Files form sets by PREFIX of PREFIX.RANK.et. A set whose prefix ends in `_roofline` runs with
+    system_roofline.json, any other with system.json; all share the other files. Ranks are matched
+    with each other only if every file of the set is valid.
 
     Args:
-        directory: the folder.
-        read: ranks whose files are read; None for all. Who writes the others from the same step
-            knows that they differ in nothing but their groups and peers.
-        programs: each rank's communication, in place of what the files hold.
-        progress: is told after each file.
+        directory: the directory.
+        read: ranks whose files are read; None for all. An exporter that writes ranks from the same
+            step knows that they differ only in groups and peers.
+        programs: each rank's communication, instead of the files' contents.
+        progress: called after each file.
 
     Raises:
-        FormatError: there is no such folder, or no `.et` file in it.
+        FormatError: there is no such directory, or no `.et` file in it.
     """
     directory = Path(directory)
     if not directory.is_dir():

@@ -141,11 +141,11 @@ class AnnotateOptions:
 def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     """Predict the duration of every compute node of TRACE, and of the step, on another GPU.
 
-    Writes the trace with the new durations, and tells the step before and after. Every predicted
-    node says how it was predicted, and between what its time lies in four of five cases, as
-    measured on GPUs that the model had not seen. Communication and the host stay as measured; a
-    network simulator, or `onerank replay --busbw-gb-s`, times the former. A CPU capture becomes the
-    GPU step it stands for, from the target's datasheet: the weakest evidence.
+    Writes the trace with the new durations and prints the step before and after. Every predicted
+    node records how it was predicted and an interval that holds four of five measured times on GPUs
+    that the model had not seen. Communication and the host stay as measured; a network simulator,
+    or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU step that
+    it represents, from the target's datasheet: the weakest evidence.
     """
     from dataclasses import asdict
 

@@ -298,12 +298,13 @@ _TITLES = {
 @ends_beside_threads
 @reports_errors
 def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json: bool) -> None:
-    """Check that the instruments and the slicing leave SCRIPT's numbers as they are.
+    """Check that instruments and slicing leave SCRIPT's numbers unchanged.
 
-    The script runs under the instruments of `run` and once more without them: losses, outputs
-    and gradients of each step must agree. Then its first batch goes through the whole Hugging
-    Face model and through all slices of it, in fp32 and with real communication in one process:
-    loss, logits and every gradient must agree. Deterministic kernels are asked for throughout.
+    The script runs under the instruments of `run` and once more without them: losses, outputs and
+    gradients of each step must agree. Then its first batch goes through the whole Hugging Face
+    model and
+    through all its slices, in fp32 and with real communication in one process: loss, logits and
+    every gradient must agree. Both use deterministic kernels.
 
     Exit code 1: something differs by more than the tolerance.
     """

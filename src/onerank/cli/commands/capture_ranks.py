@@ -42,7 +42,7 @@ class CapturedRanks(msgspec.Struct, frozen=True):
 
     Attributes:
         ranks: one record each.
-        missing: ranks that none of them stands for.
+        missing: ranks that no captured rank represents.
     """
 
     ranks: list[CapturedRank]

@@ -76,10 +76,9 @@ def convert(
 
     Traces: --kineto and --et of one window, or a directory of `capture run --raw-dir` as SOURCE.
     Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
-    rank, as SOURCE; -o is a directory too.
-    Chakra's JSON: a .json file as SOURCE.
-    Another tool's .et as SOURCE: written with the groups of a comm_groups.json beside it.
-    A model: a .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
+    rank, as SOURCE; -o is then a directory too. Chakra's JSON: a .json file as SOURCE. Another
+    tool's .et as SOURCE: written with the groups of a comm_groups.json next to it.
+    A model: an .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
     traces = [path for path in (kineto, et, *profiles) if path]
     model = {"--batch": batch, "--seq": seq, "--size": sizes, "--train": train}

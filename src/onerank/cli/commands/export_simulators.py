@@ -109,9 +109,9 @@ def astra_sim(
 ) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
-    TRACES: one trace that stands for all ranks; or one of each class of equal ranks, or a
-    directory of them, as `capture run --ranks distinct` writes them; of a pipeline's stages with
-    --schedule.
+    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
+    of them, as `capture run --ranks distinct` writes them; with --schedule those of a pipeline's
+    stages.
     """
     import onerank
     from onerank.cli.render.export_table import render_export
@@ -175,7 +175,7 @@ def simai(
 ) -> None:
     """Write a SimAI workload, and report what the format cannot hold.
 
-    TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
+    TRACES: one trace that represents all ranks; with --schedule those of a pipeline's stages, one
     per class of equal stages, or a directory of them.
     """
     import onerank
@@ -232,8 +232,8 @@ def goal(
 ) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
 
-    TRACES: one trace that stands for all ranks; or one of each class of equal ranks, or a
-    directory of them; of a pipeline's stages with --schedule.
+    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
+    of them; with --schedule those of a pipeline's stages.
     """
     import onerank
     from onerank.cli.render.export_table import render_goal
@@ -326,9 +326,9 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
 
 
 def _interconnect(graph: "Graph", asked: int | None) -> "tuple[Interconnect, list[str]]":
-    """Return what the graph's GPU is to NCCL, and a note if that is a guess.
+    """Return the GPU's compute capability as NCCL sees it, and a note if it is a guess.
 
-    `asked` is its compute capability; one that the GPU is known not to have is another GPU's.
+    `asked` is the capability that the user gave; it must not contradict the GPU's known one.
     """
     from onerank.converters.nccl import H100, interconnect_of
 

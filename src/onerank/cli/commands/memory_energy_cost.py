@@ -25,7 +25,7 @@ SETTINGS = click.option(
 
 _POWER = ("tdp_w", "idle_w", "power_")
 
-"""How figures begin that no duration goes by."""
+"""Prefixes of GPU figures that no duration depends on."""
 
 
 @click.command()
@@ -50,7 +50,7 @@ def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: 
 def on_gpu(
     trace: Path, target: str | None, settings: tuple[str, ...]
 ) -> tuple["Graph", "Gpu", "PowerTimeline"]:
-    """Return a trace, re-costed where `target` asks for it, its GPU, and the course of its step."""
+    """Return a trace, re-costed if `target` is given, its GPU, and the timeline of its step."""
     import onerank
     from onerank.annotate import find_gpu, load_gpu, recost, with_figures
     from onerank.cli.commands.annotate import figures_of

@@ -22,10 +22,10 @@ from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_
 def replay(
     trace: Path, bandwidth_gb_per_s: float | None, perfetto: Path | None, as_json: bool
 ) -> None:
-    """Run TRACE with its own durations, held back by its edges alone.
+    """Schedule TRACE with its own durations and edges.
 
-    Tells step time, compute, exposed communication, idle and host-bound time, and the critical
-    path. What differs from the measurement has wrong edges.
+    Prints step time, compute, exposed communication, idle and host-bound time, and the critical
+    path. A replay that differs from the measured step shows that edges are wrong.
     """
     import onerank as package
     from onerank.analysis.step_time import replay as run

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Benched(msgspec.Struct, frozen=True):
-    """What a benchmark did.
+    """The result of a benchmark run.
 
     Attributes:
         output: the database.
         gpu: name as CUDA reports it.
         versions: of the libraries.
         rows: rows written.
-        asked: calls asked for.
+        asked: calls requested.
         measured: calls measured.
-        other_kernels: operators of the traces that launched other kernels here -> calls.
-        untried: why calls were not tried -> how many.
-        failed: why calls were not measured -> how many.
-        left_out: why kernels of the traces were not tried -> how many.
-        inner: operators whose kernels another one launches -> calls.
-        notes: what a reader should know.
+        other_kernels: operators of the traces that launched other kernels on this GPU -> calls.
+        untried: reason -> number of calls that were not tried.
+        failed: reason -> number of calls that could not be measured.
+        left_out: reason -> number of the traces' kernels that were not tried.
+        inner: operators whose kernels another operator launches -> calls.
+        notes: statements on the run.
     """
 
     output: str

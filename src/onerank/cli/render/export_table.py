@@ -72,7 +72,7 @@ def render_goal(done: GoalExport) -> None:
 
 
 def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:
-    """Print the findings of a check; `alone`: one file was checked, for its structure only."""
+    """Print the findings of a check; `alone`: a single file was checked, only for its structure."""
     if not findings:
         rest = " in its structure; give the directory to check a workload" if alone else ""
         lines([("checked", f"no findings{rest}")], path)

@@ -134,7 +134,7 @@ def render_summary(summary: Summary, title: str) -> None:
 
 
 def _classes(summary: Summary) -> list[tuple[str, str]]:
-    """Return which ranks need a trace of their own, where one does not stand for all."""
+    """Return the ranks that need traces of their own, if one trace does not represent all."""
     if len(summary.classes) < 2:
         return []
     first = [str(one.representative) for one in summary.classes]
@@ -306,7 +306,7 @@ KERNEL_ROWS = 40
 
 
 def render_parts(found: Sequence[Part], grain: Grain, title: str) -> None:
-    """Print a row per layer; per sub-module, those of all layers summed; or per kernel."""
+    """Print a row per layer; per sub-module, summed over layers; or per kernel."""
     total = sum(part.time_ns for part in found)
     shown = merged(found) if grain == "submodule" else list(found)
     if grain == "kernel":
