@@ -200,7 +200,7 @@ def inputs_of(timeline: HostTimeline, op: int, et: ExecutionTrace) -> list[objec
         return None
 
 
-def root_asked(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+def find_root(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     """Return the root's index in its group, from the operator that issued the call.
 
     NCCL's arguments contain no root; c10d operators have it as their first integer input.

@@ -16,8 +16,8 @@ from onerank.converters.sources.kineto.collectives.communication import (
     NCCL_NAMES,
     POINT_TO_POINT,
     Communication,
+    find_root,
     inputs_of,
-    root_asked,
     with_root,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
@@ -153,7 +153,7 @@ def _communication(
     )
     if call.collective not in ROOT_COLUMNS:
         return call
-    return with_root(call, root_asked(timeline, caller, et))
+    return with_root(call, find_root(timeline, caller, et))
 
 
 def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:

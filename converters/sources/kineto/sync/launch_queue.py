@@ -30,7 +30,7 @@ class QueueWait:
     """A launch that waited.
 
     Attributes:
-        lane: device and stream.
+        stream_key: device and stream.
         thread: calling thread, a place in the trace's `threads`.
         start_ns: host time of the call.
         end_ns: host time at which the call returned.
@@ -38,7 +38,7 @@ class QueueWait:
         freed_ns: when the operation ended for which it waited.
     """
 
-    lane: tuple[int, int]
+    stream_key: tuple[int, int]
     thread: int
     start_ns: int
     end_ns: int

@@ -174,7 +174,7 @@ class Synchronizations:
 
     Attributes:
         found: usable ones, in the order of their calls.
-        held: operations that waited for another stream's, inferred from times only.
+        inferred_waits: operations that waited for another stream's, inferred from times only.
         unused: unusable ones, by reason.
         inferred: number in `found` whose event record the trace does not name.
         by_time: number in `found` and `held` inferred from runtime calls and times, in a trace
@@ -182,7 +182,7 @@ class Synchronizations:
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
-    held: list[InferredWait] = field(default_factory=list[InferredWait])
+    inferred_waits: list[InferredWait] = field(default_factory=list[InferredWait])
     unused: Counter[str] = field(default_factory=Counter[str])
     inferred: int = 0
     by_time: int = 0
@@ -335,7 +335,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
             if pair := streams.paired(thread, record_ns, start, *records.records[thread]):
                 made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
             elif held := streams.held_by_call(thread, start):
-                made.held.append(held)
+                made.inferred_waits.append(held)
             else:
                 made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
         elif waited_for := (
@@ -349,8 +349,8 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
         else:
             made.unused["nothing came to its end during the call"] += 1
     made.found.sort(key=lambda wait: wait.start_ns)
-    made.held.extend(streams.held_backlog())
-    made.by_time = len(made.found) + len(made.held)
+    made.inferred_waits.extend(streams.held_backlog())
+    made.by_time = len(made.found) + len(made.inferred_waits)
     return made
 
 

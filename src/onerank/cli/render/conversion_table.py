@@ -36,7 +36,7 @@ def render_conversion(
         change = f"{model}: {one.elements_before} to {one.elements_after} parameters"
         pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
-    count, ns = report.gpu_ops_dropped
+    count, ns = report.gpu_ops_left_out
     if report.gpu_ops:
         by_rule = ", ".join(f"{n} by {rule}" for rule, n in gpu.items())
         pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
@@ -45,7 +45,7 @@ def render_conversion(
                 ("dropped", f"{count} GPU operations ({time(ns)}) emulating communication")
             )
     pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
-    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_dropped.items()]
+    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
     if report.host_ops_without_record:
         pairs.append(
             ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
@@ -55,17 +55,16 @@ def render_conversion(
         pairs.append(("backward", f"{share} attributed to a module"))
     pairs.append(("communication", f"{report.communication} calls"))
     pairs += [
-        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_dropped.items()
+        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
     ]
     pairs.append(
         (
             "memory",
-            f"{report.memory_events} events, "
-            f"{report.memory_events_outside_operators} outside operators",
+            f"{report.memory_events} events, {report.memory_events_outside} outside operators",
         )
     )
-    if report.memory_events_other_device:
-        count = report.memory_events_other_device
+    if report.memory_events_elsewhere:
+        count = report.memory_events_elsewhere
         pairs.append(("dropped", f"{count} memory events of another device type"))
     pairs.append(("times from", report.timing))
     if report.steps > 1:
