@@ -94,7 +94,7 @@ def test_nonsense_is_an_error(trace, mm, storage: Storage, message: str):
 
 def test_a_checkpoint_of_unknown_size_is_an_error_and_may_be_given(trace, mm):
     graph = trace(mm(8, 8, 8))
-    with pytest.raises(AnnotateError, match="give it with `--checkpoint-bytes`"):
+    with raises_code("storage-checkpoint-unknown"):
         with_storage(graph, Storage(gbps=1, checkpoint_every=2))
     made = with_storage(graph, Storage(gbps=1, checkpoint_every=2, checkpoint_bytes=1000))
     assert added(graph, made)[0].duration_ns == 500

@@ -7,6 +7,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
+from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
@@ -166,7 +167,7 @@ def test_the_host_may_ask_late():
 
 
 def test_what_needs_the_data_at_once_stays_exposed():
-    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+    with raises_code("overlap-data-dependent"):
         overlapped(kernel(1000, [1], [2]), call(500, 2), kernel(300, [2], [3], op="aten::add"))
 
 
@@ -232,7 +233,7 @@ def test_memory_that_a_kernel_fills(given_out, begins):
 def test_what_nobody_reads_is_awaited_as_captured():
     """Of a slice, what stands for a sum of absent peers may lie elsewhere."""
     work = [kernel(1000_000, [1], [2]), call(500_000, 2), kernel(300_000, [1], [3])]
-    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+    with raises_code("overlap-data-dependent"):
         overlapped(*work)
     made = overlapped(*work, kernel(10, [2], [4]))
     assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
@@ -301,7 +302,7 @@ def test_there_and_back():
     again = Overlap().apply(apart)
     assert replay(again).step_time_ns == pytest.approx(5200_000, abs=100)
     assert begun(again) == begun(made)
-    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+    with raises_code("overlap-data-dependent"):
         Overlap().apply(made)
 
 
@@ -341,7 +342,7 @@ def test_it_goes_with_another_gpu():
 
 def test_names():
     assert CHOICES == OVERLAPS
-    with pytest.raises(AnnotateError, match='overlap "never" is not known; known are as-captured'):
+    with raises_code("recost-unknown-overlap"):
         recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="never"))
 
 
@@ -359,5 +360,5 @@ def test_extrapolated_graphs():
     line = Line((1, 2), 0, 1, None, 4)
     depths = LayerExtrapolation((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
     told = msgspec.structs.replace(graph.job.measurement, depths=depths)
-    with pytest.raises(AnnotateError, match="the trace was extrapolated"):
+    with raises_code("overlap-extrapolated-trace"):
         Overlap().apply(replace(graph, job=msgspec.structs.replace(graph.job, measurement=told)))
