@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """Parts of a causal language model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Anatomy:
     types: list[str] | None
 
 
-def anatomy_of(model: PreTrainedModel) -> Anatomy:
+def model_parts_of(model: PreTrainedModel) -> ModelParts:
     """Find the parts.
 
     Raises:
@@ -103,7 +103,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         )
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
-    return Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
+    return ModelParts(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -165,7 +165,7 @@ def refuse_early_norm(
         norm.register_forward_pre_hook(check)
 
 
-def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:
+def stage_keys(anatomy: ModelParts, counts: Sequence[int]) -> tuple[Hashable, ...]:
     """Return per stage what its work depends on: its place, and the kind of each of its layers."""
     shapes = [
         (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.ir import RankClass, World
 
 Loads = Mapping[str, Sequence[Hashable]]
@@ -10,7 +10,7 @@ Loads = Mapping[str, Sequence[Hashable]]
 for places whose experts get as many tokens."""
 
 
-def rank_classes(world: World, stage: Staged | None, loads: Loads) -> tuple[RankClass, ...]:
+def rank_classes(world: World, stage: PipelineStage | None, loads: Loads) -> tuple[RankClass, ...]:
     """Return the classes of equal ranks: one per sort of stage, and in it one per load of experts.
 
     Ranks that differ along other axes are alike: each holds an equal share of what it shares.
@@ -48,7 +48,7 @@ def classes_along(world: World, ranks: Sequence[int]) -> tuple[RankClass, ...]:
     )
 
 
-def _row(world: World, stage: Staged | None, at: int, loads: Loads) -> tuple[Hashable, ...]:
+def _row(world: World, stage: PipelineStage | None, at: int, loads: Loads) -> tuple[Hashable, ...]:
     """Return the work of each place in a stage's expert-parallel groups."""
     own = [keys for name, keys in loads.items() if stage is None or stage.of(name) == at]
     key = stage.alike[at] if stage else None

@@ -33,13 +33,13 @@ class Balance:
 
     Attributes:
         groups: the ranks that share each sequence, and those that share each part of it.
-        alone: whether the others are not there to add their counts.
+        peers_absent: whether the others are not there to add their counts.
         counted: which of this rank's tokens count, [batch, tokens]; None for all.
         summed: the group to sum the parts over; None where what uses them does so.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
-    alone: bool
+    peers_absent: bool
     counted: Tensor | None = None
     summed: dist.ProcessGroup | None = None
 
@@ -90,13 +90,15 @@ def share_balancing_loss(model: nn.Module) -> None:
     setattr(module, _FUNCTION, part_or_whole)
 
 
-def balance_over_sequence(model: nn.Module, group: dist.ProcessGroup, *, alone: bool) -> None:
+def balance_over_sequence(
+    model: nn.Module, group: dist.ProcessGroup, *, peers_absent: bool
+) -> None:
     """Let the routers' balancing loss be whole where each rank routes a shard of the sequence.
 
     Args:
         model: a model under sequence parallelism.
         group: the tensor-parallel group.
-        alone: whether the group's other ranks are not there to add their counts.
+        peers_absent: whether the group's other ranks are not there to add their counts.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,7 +106,7 @@ def balance_over_sequence(model: nn.Module, group: dist.ProcessGroup, *, alone: 
         if not adds_balancing_loss(module, given):
             return
         share_balancing_loss(module)
-        outer = BALANCE.get() or Balance((), alone, _counted(given.get("attention_mask")))
+        outer = BALANCE.get() or Balance((), peers_absent, _counted(given.get("attention_mask")))
         counted = outer.counted
         if counted is not None:
             counted = counted.chunk(group.size(), dim=1)[group.rank()]
@@ -144,11 +146,13 @@ def _part(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, balance: Ba
         counts[-1] += rows.sum()
         probabilities = probabilities + (weights.float() * rows.unsqueeze(-1)).sum(0)
     for group in balance.groups:
-        if balance.alone:
+        if balance.peers_absent:
             counts *= group.size()  # absent ranks are taken to route as this one does
         dist.all_reduce(counts, group=group)
     tokens = counts[-1]
     loss = (counts[:-1] / tokens * probabilities / tokens).sum() * experts
     if balance.summed is None:
         return loss
-    return reduce_from_group(loss * (balance.summed.size() if balance.alone else 1), balance.summed)
+    return reduce_from_group(
+        loss * (balance.summed.size() if balance.peers_absent else 1), balance.summed
+    )

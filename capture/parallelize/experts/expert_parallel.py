@@ -195,7 +195,7 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_fused(module)}
 
 
-def share_experts(
+def shard_experts(
     model: nn.Module, group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None = None
 ) -> dict[str, int]:
     """Keep this rank's experts of every layer, and let tokens travel to and from the others'.
@@ -234,7 +234,7 @@ def are_shared(experts: nn.Module) -> bool:
     return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
 
 
-def route_by(model: nn.Module, routing: Routing) -> None:
+def apply_static_routing(model: nn.Module, routing: Routing) -> None:
     """Let static indices take the place of those that the model's routers choose.
 
     To be called while the experts are whole.

@@ -26,7 +26,7 @@ from onerank.capture.parallelize.model_structure import by_name, refuse_early_no
 from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
-    Staged,
+    PipelineStage,
     TiedEmbedding,
     dtype_of,
     receive_first,
@@ -37,34 +37,34 @@ from onerank.capture.parallelize.pipeline.stage import (
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
-    Passing,
+    PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
-    StageBorder,
+    StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import leave_hidden_states
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 
-class Passed:
+class EncoderDecoderInputs:
     """What a call's stage receives, given what the script calls the model with.
 
     Args:
         model: what is called.
-        border: the stage's ends.
+        boundary: the stage's ends.
         at_first: whether the stage is the decoder's first.
         last: whether it is the last.
     """
 
-    def __init__(self, model: Any, border: StageBorder, *, at_first: bool, last: bool) -> None:
-        self.border, self.encoder = border, model.get_encoder()
+    def __init__(self, model: Any, boundary: StageBoundary, *, at_first: bool, last: bool) -> None:
+        self.boundary, self.encoder = boundary, model.get_encoder()
         self.hidden: Tensor | None = None
         self._at_first, self._last = at_first, last
         self._decoded: tuple[int, ...] = ()
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def __deepcopy__(self, _: Any) -> "Passed":
+    def __deepcopy__(self, _: Any) -> "EncoderDecoderInputs":
         return self  # as functions are, when a model with its hooks is copied
 
     def stand_for(self, encoder: nn.Module) -> None:
@@ -103,43 +103,47 @@ class Passed:
         shapes: list[tuple[int, ...]] = [self.encoded(ids)]
         if not self._at_first:
             shapes.insert(0, self._decoded)
-        *hidden, encoded = self.border.receive_all(shapes, ids.device)
+        *hidden, encoded = self.boundary.receive_all(shapes, ids.device)
         if hidden:
             (self.hidden,) = hidden
-            self.border.address = hidden[0].data_ptr()
-        self.border.beside = None if self._last else encoded
+            self.boundary.address = hidden[0].data_ptr()
+        self.boundary.beside = None if self._last else encoded
         return BaseModelOutput(last_hidden_state=encoded)  # pyright: ignore[reportArgumentType]
 
 
 class SendingDecoder(nn.Module):
     """Stands where the decoder was: sends the encoder's hidden states; its output is the loss."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     def forward(self, *_: Any, encoder_hidden_states: Tensor, **__: Any) -> Any:
-        loss = Passing.of(self._border.send(Passing.plain(encoder_hidden_states)))
+        loss = PassthroughTensor.of(
+            self._boundary.send(PassthroughTensor.plain(encoder_hidden_states))
+        )
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=loss)  # pyright: ignore
 
 
 class HeldEmbedding(nn.Module):
     """Stands where the decoder's embedding was: what was received with the encoder's output."""
 
-    def __init__(self, passed: Passed) -> None:
+    def __init__(self, passed: EncoderDecoderInputs) -> None:
         super().__init__()
         self._passed = passed
 
     def forward(self, _: Tensor) -> Tensor:
         hidden, self._passed.hidden = self._passed.hidden, None
         assert hidden is not None
-        return self._passed.border.widened(hidden)
+        return self._passed.boundary.widened(hidden)
 
 
 class NoConvolution(nn.Module):
     """Stands where a convolution before an encoder's layers was; the last receives."""
 
-    def __init__(self, instead_of: nn.Conv1d, passed: Passed, *, receives: bool) -> None:
+    def __init__(
+        self, instead_of: nn.Conv1d, passed: EncoderDecoderInputs, *, receives: bool
+    ) -> None:
         super().__init__()
         self.stride = instead_of.stride
         self._passed, self._receives = passed, receives
@@ -147,17 +151,17 @@ class NoConvolution(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         if not self._receives:
             return features.as_subclass(_Convolved)
-        border, plain = self._passed.border, features.as_subclass(Tensor)
+        boundary, plain = self._passed.boundary, features.as_subclass(Tensor)
         shape = self._passed.encoded(plain)
-        (received,) = border.receive_all([shape], plain.device)
-        border.address = received.data_ptr()
-        widened: Any = border.widened(received)
+        (received,) = boundary.receive_all([shape], plain.device)
+        boundary.address = received.data_ptr()
+        widened: Any = boundary.widened(received)
         convolved = widened.as_subclass(_Convolved)
         convolved.stands_for = widened.stands_for
         return convolved
 
 
-class _Convolved(Passing):
+class _Convolved(PassthroughTensor):
     """What passes through the activations behind convolutions, and is turned already."""
 
     @classmethod
@@ -232,8 +236,8 @@ def stage_encoder_decoder(
     asked: Sequence[int] = (),
     *,
     shards: int = 1,
-) -> Staged:
-    """Keep the layers of this rank's stage, and place the borders; as for `stage_model`.
+) -> PipelineStage:
+    """Keep the layers of this rank's stage, and place the boundaries; as for `stage_model`.
 
     Raises:
         SliceError: the model's stacks are not embeddings, one list of layers and a norm each, or
@@ -251,28 +255,28 @@ def stage_encoder_decoder(
     head = model.get_output_embeddings()
     holders = _holders(model, encoder, decoder, counts, split)
     dtype = functools.partial(dtype_of, own.layers, next(own.layers.parameters()).dtype)
-    border = StageBorder(group, model.config.d_model, dtype, shards)
+    boundary = StageBoundary(group, model.config.d_model, dtype, shards)
     dropped = _keep(own, kept)
     if stage not in holders.get(EMBEDDING_GROUP, {0: None}):
         dropped += _without_words(model)
-    ends = Passed(model, border, at_first=stage == split, last=stage == stages - 1)
+    ends = EncoderDecoderInputs(model, boundary, at_first=stage == split, last=stage == stages - 1)
     if stage < split:
-        _replace(model, decoder.module, SendingDecoder(border))
+        _replace(model, decoder.module, SendingDecoder(boundary))
         _replace(model, head, nn.Identity())
         dropped += [decoder.module, head]
     else:
         dropped += encoder.module.children()
         ends.stand_for(encoder.module)
         if stage < stages - 1:
-            _replace(model, head, SendingHead(border))
+            _replace(model, head, SendingHead(boundary))
             dropped.append(head)
     if stage not in (0, split):
-        dropped += _without_embeddings(own, border, ends)
-        receive_first(border, next(iter(own.layers)))
+        dropped += _without_embeddings(own, boundary, ends)
+        receive_first(boundary, next(iter(own.layers)))
     if stage < stages - 1:
         leave_hidden_states(own.module)
-        without_outputs(model, border, (_ENCODED,) if stage < split else ())
-        dropped += _leave(own, border, at_last=stage == split - 1)
+        without_outputs(model, boundary, (_ENCODED,) if stage < split else ())
+        dropped += _leave(own, boundary, at_last=stage == split - 1)
     norms = [getattr(own.module, name) for name in own.norms]
     refuse_early_norm(model, own.layers, norms, "--pp")
     tied: list[TiedEmbedding] = []
@@ -283,7 +287,7 @@ def stage_encoder_decoder(
             tied.append(TiedEmbedding(held[stage], several))
     release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, listed, before, after, tuple(tied))
+    return PipelineStage(Pipeline(stage, counts), alike, listed, before, after, tuple(tied))
 
 
 def _keep(own: _Stack, kept: slice) -> list[nn.Module]:
@@ -301,18 +305,18 @@ def _keep(own: _Stack, kept: slice) -> list[nn.Module]:
     return [layer for _, layer in dropped]
 
 
-def _leave(own: _Stack, border: StageBorder, *, at_last: bool) -> list[nn.Module]:
+def _leave(own: _Stack, boundary: StageBoundary, *, at_last: bool) -> list[nn.Module]:
     """Take note of what a stage gives: at the encoder's last its output, else the last layer's."""
     if at_last:
 
         def encoded(module: nn.Module, given: Any, output: Any) -> None:
-            border.left(module, given, output[0])
+            boundary.left(module, given, output[0])
 
         own.module.register_forward_hook(encoded)
         return []
     for name in own.norms:
-        setattr(own.module, name, NoNorm(border))
-    [*own.layers][-1].register_forward_hook(border.left)
+        setattr(own.module, name, NoNorm(boundary))
+    [*own.layers][-1].register_forward_hook(boundary.left)
     return [*own.norms.values()]
 
 
@@ -389,11 +393,13 @@ def _without_words(model: Any) -> list[nn.Module]:
     return [*unused]
 
 
-def _without_embeddings(own: _Stack, border: StageBorder, passed: Passed) -> list[nn.Module]:
+def _without_embeddings(
+    own: _Stack, boundary: StageBoundary, passed: EncoderDecoderInputs
+) -> list[nn.Module]:
     for name, child in own.before.items():
         if name == "embed_tokens":
             stand_in: nn.Module = (
-                ReceivingEmbedding(border, own.layers)
+                ReceivingEmbedding(boundary, own.layers)
                 if own.module is passed.encoder
                 else HeldEmbedding(passed)
             )

@@ -26,19 +26,19 @@ from transformers.modeling_utils import PreTrainedModel
 from onerank.capture.parallelize.experts.aux_loss import adds_balancing_loss
 from onerank.capture.parallelize.fsdp_hook_order import register_ahead
 from onerank.capture.parallelize.model_structure import (
-    Anatomy,
-    anatomy_of,
+    ModelParts,
     by_name,
+    model_parts_of,
     refuse_early_norm,
-    sorts_of,
+    stage_keys,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
-    Passing,
+    PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
-    StageBorder,
+    StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import unusable, without_logits
 from onerank.ir import Pipeline
@@ -108,7 +108,7 @@ NewGroup = Callable[[str, Sequence[int]], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Staged:
+class PipelineStage:
     """What was kept: the stage, what the stages hold, and elements before and after.
 
     Attributes:
@@ -170,8 +170,8 @@ def stage_model(
     asked: Sequence[int] = (),
     *,
     shards: int = 1,
-) -> Staged:
-    """Keep the layers of this rank's stage, and place the borders.
+) -> PipelineStage:
+    """Keep the layers of this rank's stage, and place the boundaries.
 
     Args:
         model: a causal language model with all its layers, on any device; each may be a slice.
@@ -193,22 +193,22 @@ def stage_model(
         )
     stage, stages = group.rank(), group.size()
     model.register_forward_pre_hook(_refuse_balancing, with_kwargs=True)
-    anatomy = anatomy_of(model)
+    anatomy = model_parts_of(model)
     counts = split_layers(len(anatomy.layers), stages, asked)
     first = sum(counts[:stage])
     own = slice(first, first + counts[stage])
     before = sum(p.numel() for p in model.parameters())
-    alike = sorts_of(anatomy, counts)
+    alike = stage_keys(anatomy, counts)
     listed = next(name for name, module in model.named_modules() if module is anatomy.layers)
     dtype = next(anatomy.layers.parameters()).dtype
     find_dtype = functools.partial(dtype_of, anatomy.layers, dtype)
-    border = StageBorder(group, anatomy.hidden, find_dtype, shards)
+    boundary = StageBoundary(group, anatomy.hidden, find_dtype, shards)
     dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
     _keep_layers(anatomy, own)
     if stage > 0:
-        dropped += _without_embedding(model, anatomy, border)
+        dropped += _without_embedding(model, anatomy, boundary)
     if stage < stages - 1:
-        dropped += _without_head(model, anatomy, border)
+        dropped += _without_head(model, anatomy, boundary)
     tied: tuple[TiedEmbedding, ...] = ()
     norms = [getattr(anatomy.trunk, name) for name in anatomy.norms]
     refuse_early_norm(model, anatomy.layers, norms, "--pp")
@@ -220,7 +220,7 @@ def stage_model(
             tied = (TiedEmbedding(holders[stage], ends),)
     release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, listed, before, after, tied)
+    return PipelineStage(Pipeline(stage, counts), alike, listed, before, after, tied)
 
 
 def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def _keep_layers(anatomy: Anatomy, own: slice) -> None:
+def _keep_layers(anatomy: ModelParts, own: slice) -> None:
     """Keep the stage's layers under their names in the whole model."""
     layers = list(anatomy.layers.named_children())
     for name, _ in [*layers[: own.start], *layers[own.stop :]]:
@@ -257,31 +257,31 @@ def _keep_layers(anatomy: Anatomy, own: slice) -> None:
 
 
 def _without_embedding(
-    model: PreTrainedModel, anatomy: Anatomy, border: StageBorder
+    model: PreTrainedModel, anatomy: ModelParts, boundary: StageBoundary
 ) -> list[nn.Module]:
     tokens = model.get_input_embeddings()
     for name, embedding in anatomy.embeddings.items():
         stand_in = (
-            ReceivingEmbedding(border, anatomy.layers) if embedding is tokens else NoEmbedding()
+            ReceivingEmbedding(boundary, anatomy.layers) if embedding is tokens else NoEmbedding()
         )
         setattr(anatomy.trunk, name, stand_in)
-    receive_first(border, next(iter(anatomy.layers)))
+    receive_first(boundary, next(iter(anatomy.layers)))
     return [*anatomy.embeddings.values()]
 
 
-def receive_first(border: StageBorder, first: nn.Module) -> None:
+def receive_first(boundary: StageBoundary, first: nn.Module) -> None:
     """Give the first layer of a stage what was received."""
-    register_ahead(first, functools.partial(_unwrap, border))
+    register_ahead(first, functools.partial(_unwrap, boundary))
 
 
 def _unwrap(
-    border: StageBorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    boundary: StageBoundary, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Give the first layer what was received, and see that nothing was computed from it before."""
-    args = tuple(Passing.plain(value) for value in args)
-    kwargs = {name: Passing.plain(value) for name, value in kwargs.items()}
+    args = tuple(PassthroughTensor.plain(value) for value in args)
+    kwargs = {name: PassthroughTensor.plain(value) for name, value in kwargs.items()}
     given = (*args, *kwargs.values())
-    if not any(isinstance(it, Tensor) and it.data_ptr() == border.address for it in given):
+    if not any(isinstance(it, Tensor) and it.data_ptr() == boundary.address for it in given):
         raise SliceError(
             f"{type(layer).__name__}, the stage's first layer, is not given what the stage "
             "received: the model computes on hidden states between its embedding and its layers, "
@@ -291,26 +291,28 @@ def _unwrap(
     return args, kwargs
 
 
-def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder) -> list[nn.Module]:
+def _without_head(
+    model: PreTrainedModel, anatomy: ModelParts, boundary: StageBoundary
+) -> list[nn.Module]:
     for name in anatomy.norms:
-        setattr(anatomy.trunk, name, NoNorm(border))
+        setattr(anatomy.trunk, name, NoNorm(boundary))
     last_layer = [*anatomy.layers][-1]
-    last_layer.register_forward_hook(border.left)
+    last_layer.register_forward_hook(boundary.left)
     name = next(name for name, module in model.named_modules() if module is anatomy.head)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, SendingHead(border))
+    setattr(model.get_submodule(parent), leaf, SendingHead(boundary))
 
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        return Passing.plain(logits)
+        return PassthroughTensor.plain(logits)
 
     model.loss_function = loss_function
-    without_outputs(model, border)
+    without_outputs(model, boundary)
     return [*anatomy.norms.values(), anatomy.head]
 
 
-def without_outputs(model: nn.Module, border: StageBorder, others: Sequence[str] = ()) -> None:
+def without_outputs(model: nn.Module, boundary: StageBoundary, others: Sequence[str] = ()) -> None:
     """Let logits, and other outputs by name, refuse to be used on a stage that has them not."""
-    stage, last = border.stage, border.group.size() - 1
+    stage, last = boundary.stage, boundary.group.size() - 1
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple):

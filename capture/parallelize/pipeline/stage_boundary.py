@@ -16,7 +16,7 @@ from torch.nn import functional
 from onerank.ir.errors import SliceError
 
 
-class Passing(Tensor):
+class PassthroughTensor(Tensor):
     """A tensor on which what a model does to embeddings and logits has no effect.
 
     Any other function of it gives a plain tensor.
@@ -30,14 +30,14 @@ class Passing(Tensor):
 
         With `stands_for` it is that tensor's place holder.
         """
-        passing = plain.as_subclass(Passing)
+        passing = plain.as_subclass(PassthroughTensor)
         passing.stands_for = stands_for
         return passing
 
     @staticmethod
     def plain(value: Any) -> Any:
         """Return the plain tensor, or the one it stands for; any other value as it is."""
-        if not isinstance(value, Passing):
+        if not isinstance(value, PassthroughTensor):
             return value
         return value.as_subclass(Tensor) if value.stands_for is None else value.stands_for
 
@@ -51,7 +51,7 @@ class Passing(Tensor):
     ) -> Any:
         """Return the tensor itself for a function of embeddings or logits."""
         if func in _WITHOUT_EFFECT:
-            found = [value for value in args if isinstance(value, Passing)]
+            found = [value for value in args if isinstance(value, PassthroughTensor)]
             return max(found, key=Tensor.numel)  # not the empty one that stands for positions
         with _DISABLED():
             if args[0].dim() == 0 and (known := _of_loss(func, *args)) is not None:
@@ -60,7 +60,7 @@ class Passing(Tensor):
         if func in _VIEWS and result.shape == args[0].shape:
             return args[0]  # a place holder of a shard must not lose it
         if func is Tensor.detach:
-            return Passing.of(result, cast("Passing", args[0]).stands_for)
+            return PassthroughTensor.of(result, cast("PassthroughTensor", args[0]).stands_for)
         return result
 
 
@@ -69,7 +69,7 @@ def _of_loss(func: Callable[..., Any], loss: Tensor, *given: Any) -> Any:
     if func is Tensor.size and given:
         return 1
     if func.__name__ == functional.cross_entropy.__name__:  # which a slice's head replaces
-        return Passing.plain(loss)
+        return PassthroughTensor.plain(loss)
     return loss if func in _VIEWS[:2] and len(given) > 1 else None  # [tokens, vocabulary]
 
 
@@ -86,7 +86,7 @@ _WITHOUT_EFFECT: tuple[Any, ...] = (
 )
 
 
-class StageBorder:
+class StageBoundary:
     """The ends of a stage: who is next to it, and what passes between them.
 
     Args:
@@ -113,7 +113,7 @@ class StageBorder:
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
-    def __deepcopy__(self, _: Any) -> "StageBorder":
+    def __deepcopy__(self, _: Any) -> "StageBoundary":
         return self  # as functions are, when a model with its hooks is copied
 
     @property
@@ -159,10 +159,10 @@ class StageBorder:
         what the layers give. The place holder has no memory of its own.
         """
         if self.shards == 1:
-            return Passing.of(hidden)
+            return PassthroughTensor.of(hidden)
         batch, part, width = hidden.shape
         whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
-        return Passing.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
+        return PassthroughTensor.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
 
     def left(self, _: nn.Module, __: Any, output: Any) -> None:
         """Take note of what the last layer gives."""
@@ -200,21 +200,21 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, border: StageBorder, *shapes: tuple[int, ...]
+        ctx: Any, anchor: Tensor, boundary: StageBoundary, *shapes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        ctx.border = border
+        ctx.boundary = boundary
         received = [
-            torch.empty(shape, dtype=border.dtype, device=anchor.device) for shape in shapes
+            torch.empty(shape, dtype=boundary.dtype, device=anchor.device) for shape in shapes
         ]
         for one in received:
-            dist.recv(one, group=border.group, group_src=border.stage - 1)
+            dist.recv(one, group=boundary.group, group_src=boundary.stage - 1)
         return tuple(received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        border = ctx.border
+        boundary = ctx.boundary
         for gradient in grads:
-            dist.send(gradient.contiguous(), group=border.group, group_dst=border.stage - 1)
+            dist.send(gradient.contiguous(), group=boundary.group, group_dst=boundary.stage - 1)
         return (None,) * (2 + len(grads))
 
 
@@ -225,19 +225,21 @@ class _Send(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor | None, border: StageBorder, *leaving: Tensor) -> Tensor:
-        ctx.border = border
+    def forward(
+        ctx: Any, anchor: Tensor | None, boundary: StageBoundary, *leaving: Tensor
+    ) -> Tensor:
+        ctx.boundary = boundary
         ctx.like = [(one.shape, one.dtype, one.device) for one in leaving]
         for one in leaving:
-            dist.send(one.contiguous(), group=border.group, group_dst=border.stage + 1)
-        return border.scalar(leaving[0].device)
+            dist.send(one.contiguous(), group=boundary.group, group_dst=boundary.stage + 1)
+        return boundary.scalar(leaving[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        border, gradients = ctx.border, list[Tensor | None]()
+        boundary, gradients = ctx.boundary, list[Tensor | None]()
         for number, (shape, dtype, device) in enumerate(ctx.like):
             gradient = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(gradient, group=border.group, group_src=border.stage + 1)
+            dist.recv(gradient, group=boundary.group, group_src=boundary.stage + 1)
             gradients.append(gradient if ctx.needs_input_grad[2 + number] else None)
         return None, None, *gradients
 
@@ -245,9 +247,9 @@ class _Send(torch.autograd.Function):
 class ReceivingEmbedding(nn.Module):
     """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
 
-    def __init__(self, border: StageBorder, layers: nn.Module) -> None:
+    def __init__(self, boundary: StageBoundary, layers: nn.Module) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
         self._parameters_of = layers.parameters
 
     @property
@@ -256,7 +258,7 @@ class ReceivingEmbedding(nn.Module):
         return next(self._parameters_of()).detach().new_empty(0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self._border.widened(self._border.receive(ids))
+        return self._boundary.widened(self._boundary.receive(ids))
 
 
 class NoEmbedding(nn.Module):
@@ -264,26 +266,26 @@ class NoEmbedding(nn.Module):
 
     def forward(self, ids: Any, *_: Any, **__: Any) -> Tensor:
         # some are given a shape (Pegasus)
-        return Passing.of(torch.empty(0, device=getattr(ids, "device", None)))
+        return PassthroughTensor.of(torch.empty(0, device=getattr(ids, "device", None)))
 
 
 class NoNorm(nn.Module):
     """Stands where the final norm was: hidden states as they are, of a shard what stands for it."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._border.widened(hidden)
+        return self._boundary.widened(hidden)
 
 
 class SendingHead(nn.Module):
     """Stands where the head was: sends hidden states [..., hidden], in whose place is the loss."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     @property
     def weight(self) -> Tensor:
@@ -296,4 +298,4 @@ class SendingHead(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return Passing.of(self._border.send(Passing.plain(hidden)))
+        return PassthroughTensor.of(self._boundary.send(PassthroughTensor.plain(hidden)))

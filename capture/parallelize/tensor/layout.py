@@ -25,8 +25,8 @@ from onerank.capture.parallelize.tensor.layer_stack import (
     stack_of,
     two_stacks_of,
 )
-from onerank.capture.parallelize.tensor.linear import Border
-from onerank.capture.parallelize.tensor.lora import Adapted, adapted
+from onerank.capture.parallelize.tensor.linear import BlockBoundary
+from onerank.capture.parallelize.tensor.lora import LoraLinear, adapted
 from onerank.capture.parallelize.tensor.mla import LatentSequence, latent_styles, rotary_width
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -42,7 +42,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     SPLIT_OUTPUT,
     UP,
     WHOLE,
-    Flavour,
+    TensorParallelStyle,
     check_complete,
     check_exact,
     check_sizes,
@@ -78,7 +78,7 @@ _MLP = {
 }
 
 
-def with_unplanned(
+def add_megatron_styles(
     model: PreTrainedModel, styles: dict[str, str], *, complete: bool
 ) -> dict[str, str]:
     """Return module name -> style with latent attention's and, if `complete`, all left out."""
@@ -192,30 +192,31 @@ class Layout:
         styles: style of each planned module.
         head: the sliced head; "" where there is none.
         stack: the layers that run on a shard of the sequence; None where all have the whole.
-        borders: border before each block that has one.
-        own_inputs: where the input of a layer is gathered that no block's border is for.
+        boundaries: boundary before each block that has one.
+        own_inputs: where the input of a layer is gathered that no block's boundary is for.
         adapted: layers with low-rank adapters.
     """
 
     styles: Mapping[str, str]
     head: str
     stack: Stack | TwoStacks | None
-    borders: Mapping[str, Border]
+    boundaries: Mapping[str, BlockBoundary]
     own_inputs: Mapping[str, LatentSequence | OwnInput]
-    adapted: Mapping[str, Adapted]
+    adapted: Mapping[str, LoraLinear]
 
     @property
     def cuts(self) -> list[str]:
-        """What shares work by itself: blocks behind a border, and modules before which none is."""
-        alone = (*EXPERTS, *UP, *ROW)
-        return [*self.borders, *(name for name, style in self.styles.items() if style in alone)]
+        """Names of the blocks behind a boundary, and of sliced modules that need no boundary."""
+        unbounded = (*EXPERTS, *UP, *ROW)
+        modules = (name for name, style in self.styles.items() if style in unbounded)
+        return [*self.boundaries, *modules]
 
 
 def layout_of(
     model: nn.Module,
     rules: dict[str, ModuleRule],
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     *,
     sequence: bool,
 ) -> Layout:
@@ -225,30 +226,30 @@ def layout_of(
         model: a model whose parameters are whole.
         rules: a plan's, by module; {} takes transformers' plan.
         group: the tensor-parallel group.
-        flavour: where the borders stand.
+        tp_style: where the boundaries stand.
         sequence: whether norms and residuals are sharded along the sequence.
 
     Raises:
         SliceError: as for `slice_model`.
     """
-    styles = _styles(model, rules, group.size(), flavour)
+    styles = _styles(model, rules, group.size(), tp_style)
     adapters = _adapted(model, styles, rules)
     styles |= {inner: WHOLE[0] for one in adapters.values() for inner in one.inner}
-    check_complete(model, styles, flavour)
-    if flavour == "megatron":
+    check_complete(model, styles, tp_style)
+    if tp_style == "megatron":
         styles = without_gathers(model, styles)
     _check_tied(model, styles)
     for name in adapters:
         _check_adapted(name, styles[name], rules, sequence=sequence)
     head = _head(model, styles)
-    stack = _stack(model, styles, head, flavour) if sequence else None
-    borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
+    stack = _stack(model, styles, head, tp_style) if sequence else None
+    boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     own_inputs = _own_inputs(model, styles, group) if stack else {}
-    return Layout(styles, head, stack, borders, own_inputs, adapters)
+    return Layout(styles, head, stack, boundaries, own_inputs, adapters)
 
 
 def _styles(
-    model: nn.Module, rules: dict[str, ModuleRule], size: int, flavour: Flavour
+    model: nn.Module, rules: dict[str, ModuleRule], size: int, tp_style: TensorParallelStyle
 ) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
@@ -257,16 +258,16 @@ def _styles(
     if any(rule.slices for rule in rules.values()):
         return given
     if isinstance(model, PreTrainedModel):
-        own = with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
+        own = add_megatron_styles(model, planned_styles(model), complete=tp_style == "megatron")
         return own | given
     raise SliceError(without_plan(model), code="tp-no-plan")
 
 
 def _adapted(
     model: nn.Module, styles: dict[str, str], rules: dict[str, ModuleRule]
-) -> dict[str, Adapted]:
+) -> dict[str, LoraLinear]:
     """Return name -> adapters, for each planned layer that has some."""
-    found: dict[str, Adapted] = {}
+    found: dict[str, LoraLinear] = {}
     for name in styles.keys() | {name for name, rule in rules.items() if rule.adapter}:
         rule = rules.get(name, ModuleRule())
         if (one := adapted(model.get_submodule(name), name, rule.adapter or ())) is None:
@@ -325,9 +326,9 @@ def _head(model: nn.Module, styles: dict[str, str]) -> str:
 
 
 def _stack(
-    model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
+    model: nn.Module, styles: dict[str, str], head: str, tp_style: TensorParallelStyle
 ) -> Stack | TwoStacks:
-    if flavour != "megatron":
+    if tp_style != "megatron":
         raise SliceError(
             "--sp is Megatron-LM's sequence parallelism: use --tp-style megatron", code="sp-style"
         )
@@ -354,34 +355,34 @@ def _closed(styles: dict[str, str]) -> set[str]:
 def _own_inputs(
     model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
 ) -> dict[str, LatentSequence | OwnInput]:
-    """Return name -> where its input is gathered, for layers that no block's border is for."""
+    """Return name -> where its input is gathered, for layers that no block's boundary is for."""
     latent = {
         name: LatentSequence(model.get_submodule(name), name, rotary_width(model, name), group)
         for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
     }
-    alone = [name for name, style in styles.items() if style in UP]
-    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in alone}
+    projections = [name for name, style in styles.items() if style in UP]
+    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in projections}
 
 
-def _borders(
+def _boundaries(
     styles: dict[str, str],
     rules: dict[str, ModuleRule],
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     head: str,
     *,
     sequence: bool,
-) -> dict[str, Border]:
-    """Return block name -> border, for each block that has one."""
-    borders: dict[str, Border] = {}
+) -> dict[str, BlockBoundary]:
+    """Return block name -> boundary, for each block that has one."""
+    boundaries: dict[str, BlockBoundary] = {}
     closed = _closed(styles)
     for name, style in styles.items():
         block = parent_of(name)
         narrows = block in rules and rules[block].narrow_input
         if style in GATHERED and block not in closed:
-            continue  # whole behind it again: what follows has a border of its own
-        if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
+            continue  # whole behind it again: what follows has a boundary of its own
+        if name == head or style not in (*COLUMN, *GATHERED) or block in boundaries:
             continue
-        if flavour == "megatron" or narrows:
-            borders[block] = Border(group, sequence=sequence, narrows=narrows)
-    return borders
+        if tp_style == "megatron" or narrows:
+            boundaries[block] = BlockBoundary(group, sequence=sequence, narrows=narrows)
+    return boundaries

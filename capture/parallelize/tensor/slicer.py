@@ -23,14 +23,19 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
-from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.tensor.layer_stack import (
     TwoStacks,
     shard_sequence,
     shard_sequences,
 )
 from onerank.capture.parallelize.tensor.layout import Layout, layout_of
-from onerank.capture.parallelize.tensor.linear import Border, column_linear, matrix_of, row_linear
+from onerank.capture.parallelize.tensor.linear import (
+    BlockBoundary,
+    column_linear,
+    matrix_of,
+    row_linear,
+)
 from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -47,7 +52,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     SPLIT_OUTPUT,
     UP,
     WHOLE,
-    Flavour,
+    TensorParallelStyle,
     blocks_of,
     parent_of,
     parts_of,
@@ -64,11 +69,11 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     slice_head_bias,
 )
 from onerank.capture.parallelize.tensor.vocab_parallel import (
+    computes_loss_in_forward,
     cross_entropy_head,
-    loses_by_itself,
     parallel_embedding,
     parallel_head,
-    refuse_skipped,
+    refuse_unused_head,
 )
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
@@ -91,7 +96,7 @@ class Sliced:
     modules: dict[str, int]
     elements_before: int
     elements_after: int
-    stage: Staged | None = None
+    stage: PipelineStage | None = None
     classes: tuple[RankClass, ...] = ()
     duplicates: frozenset[str] = frozenset()
 
@@ -99,19 +104,19 @@ class Sliced:
 def slice_model(
     model: nn.Module,
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     *,
-    alone: bool = True,
+    peers_absent: bool = True,
     plan: ShardingPlan | None = None,
     sequence: bool = False,
 ) -> Sliced:
-    """Keep this rank's share of every planned module and place the borders.
+    """Keep this rank's share of every planned module and place the boundaries.
 
     Args:
         model: a model whose parameters are whole, on any device.
         group: the tensor-parallel group.
-        flavour: where the borders stand.
-        alone: whether the group's other ranks are not there to add their parts.
+        tp_style: where the boundaries stand.
+        peers_absent: whether the group's other ranks are not there to add their parts.
         plan: what to slice; None takes transformers' plan, or one that comes with onerank.
         sequence: whether norms and residuals are sharded along the sequence.
 
@@ -120,15 +125,15 @@ def slice_model(
             not known here, or a size does not divide.
     """
     rules = rules_for(model, plan)
-    layout = layout_of(model, rules, group, flavour, sequence=sequence)
+    layout = layout_of(model, rules, group, tp_style, sequence=sequence)
     whole = {name: p.numel() for name, p in model.named_parameters()}
     slicing = _Slicing(
-        model, group, rules, layout, alone=alone, parallel_loss=flavour == "megatron"
+        model, group, rules, layout, peers_absent=peers_absent, parallel_loss=tp_style == "megatron"
     )
     for name, style in layout.styles.items():
         slicing.cut(name, style)
-    for name, border in layout.borders.items():
-        border.place_before(model.get_submodule(name))
+    for name, boundary in layout.boundaries.items():
+        boundary.place_before(model.get_submodule(name))
     for name, rule in rules.items():
         _tell_heads(model.get_submodule(name), name, rule, group)
     return Sliced(
@@ -151,7 +156,7 @@ class _Slicing:
         group: the tensor-parallel group.
         rules: a plan's, by module.
         layout: what becomes of each module.
-        alone: as for `slice_model`.
+        peers_absent: as for `slice_model`.
         parallel_loss: whether the head's logits stay sharded up to the loss.
     """
 
@@ -162,28 +167,36 @@ class _Slicing:
         rules: dict[str, ModuleRule],
         layout: Layout,
         *,
-        alone: bool,
+        peers_absent: bool,
         parallel_loss: bool,
     ) -> None:
         self._model, self._group, self._rules, self._layout = model, group, rules, layout
-        self._alone, self._parallel_loss = alone, parallel_loss
+        self._peers_absent, self._parallel_loss = peers_absent, parallel_loss
         self._stack = stack = layout.stack
-        self._head_border = None
+        self._head_boundary = None
         if isinstance(stack, TwoStacks):
-            self._head_border = shard_sequences(model, stack, group, layout.cuts, alone=alone)
+            self._head_boundary = shard_sequences(
+                model, stack, group, layout.cuts, peers_absent=peers_absent
+            )
         elif stack is not None:
-            self._head_border = shard_sequence(model, stack, group, layout.cuts, alone=alone)
+            self._head_boundary = shard_sequence(
+                model, stack, group, layout.cuts, peers_absent=peers_absent
+            )
         self._cut: set[int] = set()  # parameters; tied ones are met twice
 
     def cut(self, name: str, style: str) -> None:
         """Keep this rank's share of a module, and communicate around it as its style asks."""
         module = self._model.get_submodule(name)
         if name == self._layout.head:
-            refuse_skipped(self._model, module, name)
+            refuse_unused_head(self._model, module, name)
         if name == self._layout.head and self._parallel_loss:
             cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
             _place_head(
-                self._model, module, self._group, alone=self._alone, border=self._head_border
+                self._model,
+                module,
+                self._group,
+                peers_absent=self._peers_absent,
+                boundary=self._head_boundary,
             )
         elif style in (*COLUMN, *GATHERED, *UP, HEAD):
             self._cut_column(module, name, style)
@@ -208,13 +221,13 @@ class _Slicing:
         model, group = self._model, self._group
         proportions = self._rules.get(name, ModuleRule()).proportions
         layout = self._layout
-        border = layout.own_inputs.get(name) or layout.borders.get(parent_of(name))
+        boundary = layout.own_inputs.get(name) or layout.boundaries.get(parent_of(name))
         adapted = layout.adapted.get(name)
         linear = module if adapted is None else adapted.base
         fused = blocks_of(model, linear, name, style, proportions)
         blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
         if adapted is not None:
-            adapted.cut_column(group, self._cut, blocks, copy=border is None)
+            adapted.cut_column(group, self._cut, blocks, copy=boundary is None)
             if style == "fused_qkv":
                 keep_heads(model.get_submodule(parent_of(name)), group.size())
             return
@@ -223,9 +236,9 @@ class _Slicing:
         column_linear(
             module,
             group,
-            copy=border is None,
+            copy=boundary is None,
             gathers=lambda: gathered,
-            linear=nn.functional.linear if border is None else border.linear,
+            linear=nn.functional.linear if boundary is None else boundary.linear,
         )
         if style == "fused_qkv":
             keep_heads(model.get_submodule(parent_of(name)), group.size())
@@ -250,7 +263,7 @@ class _Slicing:
             )
         cut_module(module, name, self._group, output=True, cut=self._cut)
         reduces = self._stack is None or self._stack.learns_positions
-        parallel_embedding(module, self._group, alone=self._alone, reduce=reduces)
+        parallel_embedding(module, self._group, peers_absent=self._peers_absent, reduce=reduces)
 
 
 def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
@@ -281,15 +294,15 @@ def _place_head(
     head: nn.Module,
     group: dist.ProcessGroup,
     *,
-    alone: bool,
-    border: Border | None,
+    peers_absent: bool,
+    boundary: BlockBoundary | None,
 ) -> None:
-    if isinstance(model, PreTrainedModel) and not loses_by_itself(model):
-        parallel_head(model, head, group, alone=alone, border=border)
+    if isinstance(model, PreTrainedModel) and not computes_loss_in_forward(model):
+        parallel_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
     else:
-        cross_entropy_head(model, head, group, alone=alone, border=border)
-    if border is not None:
-        border.leave_after(head)
+        cross_entropy_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
+    if boundary is not None:
+        boundary.leave_after(head)
 
 
 def _kind(module: nn.Module) -> str:

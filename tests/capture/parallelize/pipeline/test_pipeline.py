@@ -114,9 +114,9 @@ def one_rank(rank: int, results: Any) -> None:
             world,
             rank,
             new_group,
-            flavour="megatron",
+            tp_style="megatron",
             sequence="sequence" in case,
-            alone=False,
+            peers_absent=False,
             pp_layers=layers,
         )
         staged = pickle.loads(pickle.dumps(staged))  # as `--ranks distinct` passes it on
@@ -166,7 +166,7 @@ def test_what_passes_between_stages_is_a_shard_of_the_sequence():
     recorder.start()
     stage = model("Llama", {"num_hidden_layers": 4})
     world = World.of(tp=2, pp=4)
-    slice_to_rank(stage, world, 2, recorder.new_group, flavour="megatron", sequence=True)
+    slice_to_rank(stage, world, 2, recorder.new_group, tp_style="megatron", sequence=True)
     batch = tokens(0)
     stage(input_ids=batch, labels=batch).loss.backward()
     recorder.stop()
