@@ -246,7 +246,9 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     assert sent == [DECODED, ENCODED, ENCODED] * 2  # the last are gradients
     for name, ranks in {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}.items():
         assert graphs[1].job.group(name).ranks == ranks
-    with pytest.raises(ExportError, match="over the groups decoder_positions, embedding, as those"):
+    with pytest.raises(
+        ExportError, match="over the groups decoder_positions, embedding, which 3 stages"
+    ):
         expand(graphs, Schedule.parse("interleaved:3"), 3)
     made = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
     assert export_ranks(made, tmp_path / "workload").ranks == 3

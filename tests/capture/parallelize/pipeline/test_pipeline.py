@@ -227,11 +227,11 @@ def test_layers_keep_their_names_and_stages_that_differ_are_told_apart():
     names = {name.split(".")[2] for name, _ in llama.named_parameters()}
     assert names == {"1", "2"}
     assert done.pipeline.layers == (1, 2, 2, 1)
-    assert done.alike[1] == done.alike[2]
-    assert len(set(done.alike)) == 3
+    assert done.work_keys[1] == done.work_keys[2]
+    assert len(set(done.work_keys)) == 3
     types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     mixed = model("Qwen2", {"num_hidden_layers": 4, "layer_types": types, "sliding_window": 4})
-    assert len(set(staged(mixed, 1, 4).alike)) == 4
+    assert len(set(staged(mixed, 1, 4).work_keys)) == 4
 
 
 def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
