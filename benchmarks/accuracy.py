@@ -37,7 +37,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
-from onerank.annotate.passes.swap_kernels import by_roofline
+from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import (
@@ -81,7 +81,7 @@ def by_tiles(before: KernelFeatures, after: KernelFeatures, gpu: Gpu) -> F64:
 
 
 RETYPES: dict[str, Factor] = {
-    "roofline of both": by_roofline,
+    "roofline of both": roofline_ratio,
     "tiles of both": by_tiles,
     "half the time": lambda before, *_: np.full(len(before.duration_ns), 0.5),
 }

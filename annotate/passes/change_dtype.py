@@ -40,10 +40,10 @@ DTYPES = tuple(_CHANGES)
 _MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
 
 
-def in_half(
+def run_in_float16(
     found: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
 ) -> tuple[OpCosts, str | None, tuple[str, ...]]:
-    """Return the work of the nodes in float16, the rest for `retyped`, and a note.
+    """Return the work of the nodes in float16, the rest for `change_dtype`, and a note.
 
     Both have 16 bits, and GPUs with units for both run them at one rate. So a measurement in one
     dtype is valid for the other, for attention and convolutions too, and the step is as if captured
@@ -79,7 +79,7 @@ def _runs_alike(gpu: Gpu) -> bool:
     return rates[0] is not None and rates[0] == rates[1]
 
 
-def units_notes(found: OpCosts, target: Gpu) -> tuple[str, ...]:
+def missing_units_notes(found: OpCosts, target: Gpu) -> tuple[str, ...]:
     """Return a sentence where products in bfloat16 are many times slower than in float16."""
     slow = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
     count = int((_typed(found, "bfloat16") & found.matmul).sum())
@@ -94,7 +94,9 @@ def units_notes(found: OpCosts, target: Gpu) -> tuple[str, ...]:
     )
 
 
-def retyped(graph: Graph, found: OpCosts, dtype: str, target: Gpu) -> tuple[OpCosts, Mask, str]:
+def change_dtype(
+    graph: Graph, found: OpCosts, dtype: str, target: Gpu
+) -> tuple[OpCosts, Mask, str]:
     """Return what the nodes do with their products in `dtype`, which those are, and a note.
 
     Dense and grouped products change; convolutions, attention and all else stay. No cast or scale

@@ -22,7 +22,7 @@ from onerank.annotate.op_costs.op_classes import (
 from onerank.annotate.op_costs.operands import Tensor
 from onerank.annotate.passes.remove_nodes import one_per_pair
 from onerank.annotate.passes.resize.tensor_locations import Place, launchers
-from onerank.annotate.passes.swap_kernels import SHORTEST_NS
+from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
 from onerank.annotate.passes.tensor_access import TEXTS, Access, accesses_of, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.errors import AnnotateError
@@ -322,7 +322,7 @@ def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
             if name != "duration_ns" and (values == UNKNOWN).any():
                 columns[name][head] = UNKNOWN
                 continue
-            rest = np.minimum(values, SHORTEST_NS)
+            rest = np.minimum(values, MIN_KERNEL_NS)
             columns[name][head] = round(float(rest.max() + (values - rest).sum() * streamed))
         flops = nodes.flops[members]
         columns["flops"][head] = UNKNOWN if (flops == UNKNOWN).any() else flops.sum()

@@ -10,7 +10,7 @@ from onerank.ir.errors import AnnotateError
 from onerank.ir.replay.steady_state import with_host_factor
 
 
-def rehost(graph: Graph, factor: float) -> Graph:
+def scale_host(graph: Graph, factor: float) -> Graph:
     """Return the graph with the own time of every host operator times `factor`; 0: a free host.
 
     See `with_host_factor`.

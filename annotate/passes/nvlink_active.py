@@ -68,7 +68,7 @@ class NvlinkActive:
         return _with_books(made, every, residual_ns, target)
 
 
-def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
+def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
     """Return a note on the effect of active links on a graph for `target`, if there is one."""
     try:
         _check(graph, target)

@@ -15,14 +15,14 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
-from onerank.annotate.passes.change_dtype import retyped
+from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import Graph
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
 
 
-class Altered(NamedTuple):
+class ComputePrediction(NamedTuple):
     """The prediction of the compute nodes.
 
     Attributes:
@@ -47,14 +47,14 @@ class Altered(NamedTuple):
         return self.moved_ns, self.rules
 
 
-def alter(
+def swap_kernels(
     graph: Graph,
-    predicted: Altered,
+    predicted: ComputePrediction,
     gpus: tuple[Gpu, Gpu],
     passes: PassOptions,
     *,
     model: CostModel,
-) -> Altered:
+) -> ComputePrediction:
     """Return the predictions with the target's attention kernel and GEMMs in another dtype.
 
     Args:
@@ -75,18 +75,22 @@ def alter(
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
     if passes.dtype is not None:
-        found, retypes, note = retyped(graph, found, passes.dtype, gpus[1])
+        found, retypes, note = change_dtype(graph, found, passes.dtype, gpus[1])
         captured, kernels = kernels, KernelFeatures.of(graph, found)
-        moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
+        moved = np.where(retypes, moved * roofline_ratio(captured, kernels, gpus[1]), moved)
         rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)
         changed, notes = changed | retypes, (*notes, note)
-    return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
+    return ComputePrediction(found, kernels, moved, rules.astype(np.uint8), changed, notes)
 
 
-def reshape(
-    to: tuple[OpCosts, KernelFeatures], captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
-) -> Altered:
-    """Return the predictions for other shapes, see `at_other_size`.
+def scale_to_shapes(
+    to: tuple[OpCosts, KernelFeatures],
+    captured: ComputePrediction,
+    reshaped: Mask,
+    target: Gpu,
+    alone: Alone,
+) -> ComputePrediction:
+    """Return the predictions for other shapes, see `scale_to_size`.
 
     Args:
         to: work of the nodes with the other shapes, and the same as features of cost models.
@@ -96,7 +100,7 @@ def reshape(
         alone: the model of unmeasured kernels.
     """
     found, after = to
-    moved = at_other_size(captured.moved_ns, captured.kernels, after, target, alone)
+    moved = scale_to_size(captured.moved_ns, captured.kernels, after, target, alone)
     rules = captured.rules
     rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)
     return captured._replace(
@@ -107,11 +111,11 @@ def reshape(
     )
 
 
-SHORTEST_NS = 1000.0
+MIN_KERNEL_NS = 1000.0
 """A kernel that does next to nothing, without its launch."""
 
 
-def at_other_size(
+def scale_to_size(
     measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu, alone: Alone
 ) -> F64:
     """Return the durations of kernels at another size, from one size on the same GPU.
@@ -129,7 +133,7 @@ def at_other_size(
 def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
     """Return the durations of memory-bound kernels with other bytes.
 
-    The part above `SHORTEST_NS` grows in proportion to the bytes. For a short kernel that part is
+    The part above `MIN_KERNEL_NS` grows in proportion to the bytes. For a short kernel that part is
     latency and noise, so it grows by the time of the additional bytes at the achievable bandwidth
     instead. In between, both are averaged, weighted by the part above. For norms, activations and
     the like of A100 and H100 at 2 to 8 times the tokens and back, the error is 9 to 12%; proportion
@@ -137,7 +141,7 @@ def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, t
     database whose smaller one takes below 1.5 us, the mean error over 100 times the bytes is 1.3
     times, of proportion alone 28 times.
     """
-    floor = np.minimum(measured_ns, SHORTEST_NS)
+    floor = np.minimum(measured_ns, MIN_KERNEL_NS)
     above = measured_ns - floor
     ratio = np.divide(
         after.bytes, before.bytes, where=before.bytes > 0, out=np.ones(len(measured_ns))
@@ -184,7 +188,7 @@ def _attention(
     return made, made != moved_ns, tuple(notes)
 
 
-def attention_alone(
+def swap_unmeasured_attention(
     kernels: KernelFeatures, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
 ) -> tuple[F64, tuple[str, ...]]:
     """Return times with the requested kernel for unmeasured attention, and notes.
@@ -235,7 +239,7 @@ def check_resolves(model: CostModel, asked: str) -> None:
         )
 
 
-def by_roofline(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
+def roofline_ratio(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
     """Return the factor that another data type makes, of floor and roofline of both on the target.
 
     On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to

@@ -20,7 +20,7 @@ I64 = npt.NDArray[np.int64]
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def to_gpu(graph: Graph, target: Gpu) -> Graph:
+def recost_counts(graph: Graph, target: Gpu) -> Graph:
     """Return the graph with durations from work counts: launch floor and roofline.
 
     Rates are the sustained ones of bf16 GEMMs, or of the next dtype that the target has, since a

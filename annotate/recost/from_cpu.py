@@ -22,12 +22,17 @@ from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters, compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass
-from onerank.annotate.passes.change_dtype import in_half, retyped, units_notes, with_operands
+from onerank.annotate.passes.change_dtype import (
+    change_dtype,
+    missing_units_notes,
+    run_in_float16,
+    with_operands,
+)
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
-from onerank.annotate.passes.swap_kernels import attention_alone
+from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.predict import others_note, with_others
+from onerank.annotate.recost.predict import apply_overrides, override_note
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
@@ -148,7 +153,7 @@ class _Predicted(NamedTuple):
     notes: tuple[str, ...]
 
 
-def to_gpu(
+def recost_cpu_capture(
     graph: Graph,
     target: Gpu,
     model: CostModel,
@@ -167,7 +172,7 @@ def to_gpu(
 
     This is the weakest evidence: one kernel per operator, the operators PyTorch picked for a CPU,
     and its dtypes. float32 GEMMs run at the float32 rate, as TF32 is off by default. If another
-    dtype is requested, GEMMs run in it (see `retyped`). Operators with rows in the kernel
+    dtype is requested, GEMMs run in it (see `change_dtype`). Operators with rows in the kernel
     databases, in that dtype, take the measured time (evidence LOOKED_UP and INTERPOLATED).
 
     Raises:
@@ -181,7 +186,9 @@ def to_gpu(
     asked = _asked(graph, target, passes.dtype)
     predicted = _predicted(graph, asked, target, model, library)
     times = predicted.moved_ns, predicted.rules
-    moved, told = attention_alone(predicted.kernels, times, target, model, passes.attention)
+    moved, told = swap_unmeasured_attention(
+        predicted.kernels, times, target, model, passes.attention
+    )
     predicted = predicted._replace(moved_ns=moved, notes=(*predicted.notes, *told))
     return _rewritten(graph, asked, predicted, target, model)
 
@@ -201,14 +208,14 @@ def _asked(graph: Graph, target: Gpu, dtype: str | None) -> _Asked:
     found = characters(graph)
     _check_shapes(found)
     typed = np.ones(len(found.index), dtype=bool)
-    found, dtype, notes = in_half(found, dtype, (None, target))
+    found, dtype, notes = run_in_float16(found, dtype, (None, target))
     if dtype is not None:
-        found, changed, told = retyped(graph, found, dtype, target)
+        found, changed, told = change_dtype(graph, found, dtype, target)
         notes = (*notes, told)
         graph, told_apart = with_operands(graph, found.index[changed], dtype)
         typed = ~changed | told_apart
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
-    return _Asked(graph, found, typed, gone, (*notes, *units_notes(found, target)))
+    return _Asked(graph, found, typed, gone, (*notes, *missing_units_notes(found, target)))
 
 
 def _predicted(
@@ -227,9 +234,9 @@ def _predicted(
         basis = Basis(library, None, described, model.alone, shipped())
         where = ~asked.gone & asked.typed
         best = best_of(asked.graph, asked.found, kernels, before, basis, where=where)
-        moved, rules, others = with_others((best.moved_ns, best.rules), before[0], predicted)
+        moved, rules, others = apply_overrides((best.moved_ns, best.rules), before[0], predicted)
         doubt, notes = best.doubt, best.notes
-    return _Predicted(kernels, moved, rules, doubt, others, (*notes, *others_note(target, rules)))
+    return _Predicted(kernels, moved, rules, doubt, others, (*notes, *override_note(target, rules)))
 
 
 def _rewritten(

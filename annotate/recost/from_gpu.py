@@ -18,11 +18,11 @@ from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import characters
-from onerank.annotate.passes.change_dtype import in_half, units_notes
+from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
-from onerank.annotate.passes.swap_kernels import Altered
+from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.predict import Step, modelled, others_note, with_others
+from onerank.annotate.recost.predict import Step, apply_overrides, override_note, predict_compute
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
@@ -30,7 +30,7 @@ from onerank.ir.errors import AnnotateError
 I64 = npt.NDArray[np.int64]
 
 
-def to_gpu(
+def recost_measured(
     graph: Graph,
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
@@ -72,32 +72,32 @@ def to_gpu(
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`",
             code="recost-no-compute",
         )
-    captured, dtype, said = in_half(found, passes.dtype, gpus)
+    captured, dtype, said = run_in_float16(found, passes.dtype, gpus)
     step = Step.as_captured(graph, captured)
     if passes.sizes is not None:
         resized, shaped, notes = passes.sizes.apply(graph)
-        there, *_ = in_half(characters(resized), passes.dtype, gpus)
+        there, *_ = run_in_float16(characters(resized), passes.dtype, gpus)
         reshaped = shaped[found.index] & (graph.nodes.duration_ns[found.index] > 0)
         step = Step(graph, captured, resized, there, reshaped)
         said += notes
     passes = replace(passes, dtype=dtype)
-    altered, others = modelled(step, gpus, model, passes)
-    said += units_notes(altered.found, gpus[1])
+    altered, others = predict_compute(step, gpus, model, passes)
+    said += missing_units_notes(altered.found, gpus[1])
     altered = altered._replace(notes=(*said, *altered.notes))
     altered, doubt, others = _best(step, (altered, others), gpus, model, passes, databases)
     altered = _without_time(step.resized, altered)
-    altered = altered._replace(notes=(*altered.notes, *others_note(gpus[1], altered.rules)))
+    altered = altered._replace(notes=(*altered.notes, *override_note(gpus[1], altered.rules)))
     return _rewritten(step, altered, (doubt, others), gpus, model)
 
 
 def _best(  # noqa: PLR0917
     step: Step,
-    made: tuple[Altered, Others],
+    made: tuple[ComputePrediction, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
     passes: PassOptions,
     databases: Sequence[str | Path],
-) -> tuple[Altered, Uncertainty, Others]:
+) -> tuple[ComputePrediction, Uncertainty, Others]:
     """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
     Args:
@@ -105,7 +105,7 @@ def _best(  # noqa: PLR0917
         made: the model's predictions, and the effect of overridden figures of the target.
         gpus: source and target.
         model: the model.
-        passes: the requested changes; `in_half` handles 16-bit dtypes.
+        passes: the requested changes; `run_in_float16` handles 16-bit dtypes.
         databases: in addition to the shipped ones.
     """
     altered, others = made
@@ -118,16 +118,16 @@ def _best(  # noqa: PLR0917
     before = altered
     if target != described:
         as_typed = replace(passes, dtype=None)  # in another type nothing is looked up
-        before, _ = modelled(step, (origin, described), model, as_typed)
+        before, _ = predict_compute(step, (origin, described), model, as_typed)
     basis = Basis(library, origin, described, model.alone, shipped())
     best = _looked_up(step, before, basis, _may_be_looked_up(altered, passes))
     told = best.moved_ns, best.rules
-    moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
+    moved, rules, others = apply_overrides(told, before.moved_ns, altered.predicted, others)
     notes = (*altered.notes, *best.notes)
     return altered._replace(moved_ns=moved, rules=rules, notes=notes), best.doubt, others
 
 
-def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
+def _looked_up(step: Step, made: ComputePrediction, basis: Basis, where: Mask) -> Best:
     """Return a model's predictions with those of the kernel database in place of weaker ones.
 
     Args:
@@ -149,14 +149,14 @@ def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
     return best
 
 
-def _may_be_looked_up(altered: Altered, passes: PassOptions) -> Mask:
+def _may_be_looked_up(altered: ComputePrediction, passes: PassOptions) -> Mask:
     """Return which nodes are predicted in the type and by the kernel that they were captured in."""
     kernels = altered.kernels
     asked = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
     return ~among(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
 
 
-def _without_time(graph: Graph, altered: Altered) -> Altered:
+def _without_time(graph: Graph, altered: ComputePrediction) -> ComputePrediction:
     """Return the predictions but of nodes to which another tool's graph gives no duration."""
     kernels, moved, rules = altered.kernels, altered.moved_ns, altered.rules
     timeless = graph.nodes.evidence[altered.found.index] == Evidence.NONE
@@ -169,7 +169,7 @@ def _without_time(graph: Graph, altered: Altered) -> Altered:
 
 def _rewritten(
     step: Step,
-    predictions: Altered,
+    predictions: ComputePrediction,
     errors: tuple[Uncertainty, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
@@ -220,7 +220,7 @@ def _rewritten(
 
 
 def _columns(
-    graph: Graph, made: Altered, elsewhere: slice | I64
+    graph: Graph, made: ComputePrediction, elsewhere: slice | I64
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the predictions as columns.
 

@@ -17,9 +17,9 @@ from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
-from onerank.annotate.passes.attention.fuse import FusedAttentionParts, LookUp
+from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
-from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
+from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import among
 
@@ -34,7 +34,7 @@ def ratio(after: F64, before: F64) -> F64:
     return np.where(np.abs(made - 1) < _ALIKE, 1.0, made)
 
 
-def with_others(
+def apply_overrides(
     told: tuple[F64, U8], before_ns: F64, after: tuple[F64, U8], others: Others | None = None
 ) -> tuple[F64, U8, Others]:
     """Return times and rules for a target with overridden figures, after look-ups.
@@ -61,7 +61,7 @@ def with_others(
     )
 
 
-def others_note(target: Gpu, rules: U8) -> tuple[str, ...]:
+def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
     """Return a sentence on what figures that are set changed, if some are."""
     described = target.as_described
     if target == described:
@@ -106,9 +106,9 @@ class Step:
         return cls(graph, found, graph, found, np.zeros(len(found.index), dtype=bool))
 
 
-def modelled(
+def predict_compute(
     step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
-) -> tuple[Altered, Others]:
+) -> tuple[ComputePrediction, Others]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
     On the GPU that measured the graph every time is as measured; with overridden figures,
@@ -129,11 +129,13 @@ def modelled(
         factor = ratio(moved, there)
         others = Others(factor, rules, np.ones(len(rules), dtype=bool))
         moved, rules = kernels.duration_ns * factor, _as_measured(factor)
-    made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+    made = ComputePrediction(
+        step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ()
+    )
     if passes.sizes is not None:
         after = KernelFeatures.of(step.resized, step.there)
-        made = reshape((step.there, after), made, step.reshaped, target, model.alone)
-    made = alter(step.resized, made, gpus, passes, model=model)
+        made = scale_to_shapes((step.there, after), made, step.reshaped, target, model.alone)
+    made = swap_kernels(step.resized, made, gpus, passes, model=model)
     return made, others._replace(known=others.known & ~made.changed)
 
 
@@ -163,10 +165,10 @@ def rows_of(
 
     def look_up(
         made: Graph, found: OpCosts, kernels: KernelFeatures, predicted: tuple[F64, U8], where: Mask
-    ) -> FusedAttentionParts:
+    ) -> LookedUpDurations:
         best = best_of(made, found, kernels, predicted, basis, where=where)
         datasheet = np.full(len(best.rules), Evidence.DATASHEET, dtype=np.uint8)
         evidence = evidence_of(best.rules, datasheet)
-        return FusedAttentionParts(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
+        return LookedUpDurations(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
 
     return look_up

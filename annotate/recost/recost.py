@@ -18,13 +18,13 @@ from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import Fuse
 from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.overlap import CHOICES
-from onerank.annotate.passes.overlap.maximize import Overlap
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
-from onerank.annotate.recost import from_counts as counted
-from onerank.annotate.recost import from_cpu as cpu_capture
-from onerank.annotate.recost import from_gpu as measured
+from onerank.annotate.recost.from_counts import recost_counts
+from onerank.annotate.recost.from_cpu import recost_cpu_capture
+from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict import rows_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import among
@@ -168,7 +168,7 @@ class SerializeGpuCapture:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the serialized graph."""
-        return NoOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, recosting.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class PredictDurations:
         requested = _for_captured_attention(graph, recosting.requested)
         if recosting.from_cpu:
             check_capture_on_cpu(source)
-            return cpu_capture.to_gpu(graph, target, model, requested, databases=databases)
+            return recost_cpu_capture(graph, target, model, requested, databases=databases)
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
@@ -217,13 +217,13 @@ class PredictDurations:
                     "nothing to scale or to change; give `--target` alone",
                     code="recost-counts-no-target",
                 )
-            return counted.to_gpu(graph, target)
+            return recost_counts(graph, target)
         gpus = source_gpu(graph, source), target
-        return measured.to_gpu(graph, gpus, model, requested, databases=databases)
+        return recost_measured(graph, gpus, model, requested, databases=databases)
 
 
 @dataclass(frozen=True, slots=True)
-class MaximizeOverlap:
+class AllowOverlap:
     """Let communication overlap compute as far as data dependencies allow.
 
     Runs right after prediction: later passes replace kernels, and the new ones do not record which
@@ -236,7 +236,7 @@ class MaximizeOverlap:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the graph with edges for data dependencies alone."""
-        return Overlap().apply(graph, recosting.target)
+        return MaximizeOverlap().apply(graph, recosting.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,14 +314,14 @@ class SerializeCpuCapture:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the serialized graph."""
-        return NoOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, recosting.target)
 
 
 PASSES: tuple[Pass, ...] = (
     SerializeGpuCapture(),
     FuseCpuAttention(),
     PredictDurations(),
-    MaximizeOverlap(),
+    AllowOverlap(),
     FuseGpuAttention(),
     UnfuseAttention(),
     FuseKernelChains(),

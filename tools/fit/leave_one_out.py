@@ -16,7 +16,7 @@ from onerank.annotate.models.cost_model import Alone, Predict
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
-from onerank.annotate.passes.swap_kernels import by_roofline
+from onerank.annotate.passes.swap_kernels import roofline_ratio
 from tools.fit import resize_eval as resized
 from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet
 from tools.fit.datasheet_eval import attention_cases as attention_alone
@@ -129,7 +129,7 @@ Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
 """What another data type makes of the times of kernels, of (before, after, GPU)."""
 
 
-def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
+def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Case]:
     """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
 
     Nothing is left out, for nothing of the shipped rule is fitted.

@@ -195,7 +195,7 @@ def _streams(graph: Graph) -> Iterable[I64]:
     return [device[nodes.stream[device] == one] for one in np.unique(nodes.stream[device])]
 
 
-class FusedAttentionParts(NamedTuple):
+class LookedUpDurations(NamedTuple):
     """Durations from a kernel database, in addition to a model's.
 
     Attributes:
@@ -213,7 +213,7 @@ class FusedAttentionParts(NamedTuple):
     notes: tuple[str, ...]
 
 
-LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], FusedAttentionParts]
+LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], LookedUpDurations]
 
 """(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
 
@@ -289,7 +289,7 @@ class FusedAttention:
         moved, rules = self.alone(kernels, target)
         evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
         mine = np.isin(found.index, new)
-        told = FusedAttentionParts(moved, rules, evidence, Uncertainty.none(len(rules)), ())
+        told = LookedUpDurations(moved, rules, evidence, Uncertainty.none(len(rules)), ())
         if self.look_up is not None and kernel.runs in BY_TORCH:
             told = self.look_up(graph, found, kernels, (moved, rules), mine)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]

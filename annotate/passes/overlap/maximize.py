@@ -280,7 +280,7 @@ def _placed(
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class MaximizeOverlap:
     """Overlap communication with compute as far as the data allow.
 
     A call starts when its inputs are written and nothing uses the memory that it writes. Compute

@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class NoOverlap:
+class SerializeOverlap:
     """Remove all overlap of communication and compute.
 
     Device work follows the order of issue: the start of the launching operator, or its own start

@@ -15,8 +15,8 @@ from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database_set import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
 from onerank.annotate.passes.fuse_kernels import CHOICES, Fuse
-from onerank.annotate.passes.host_scaling import rehost
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.host_scaling import scale_host
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, Sizing, parse_change
@@ -144,7 +144,7 @@ class TestTwiceTheSequence:
         graph = replace(h200, job=msgspec.structs.replace(h200.job, measurement=told))
         kept = recost(graph, "H200").job.measurement
         assert (kept.scopes, kept.gpu_busy_ns) == ((timed,), 30_000_000)
-        for made in (recost(graph, "H100"), longer(graph), rehost(graph, 2.0)):
+        for made in (recost(graph, "H100"), longer(graph), scale_host(graph, 2.0)):
             left = made.job.measurement
             assert (left.scopes, left.timed_step_ns, left.step_ns) == ((), (), ())
             assert (left.gpu_busy_ns, left.profiled_step_ns) == (0, 0)
@@ -247,7 +247,7 @@ def test_eager_attention_writes_its_scores(h200):
 
 def test_nothing_overlaps_where_collectives_block(h200):
     with pytest.raises(AnnotateError, match="no communication can run beside compute"):
-        NoOverlap().apply(h200)
+        SerializeOverlap().apply(h200)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "8k", "4096=", "=4096", "4096=0", "1=2=3"])

@@ -12,7 +12,7 @@ import onerank
 from onerank import annotate as annotate_package
 from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.recost import from_counts as counted
+from onerank.annotate.recost.from_counts import recost_counts
 from onerank.cli import annotate
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence
@@ -138,4 +138,4 @@ def test_a_target_without_a_rate_is_refused(trace: Path) -> None:
     bare = load_gpu("H100")
     figures = {k: v for k, v in bare.figures.items() if "flops" not in k}
     with pytest.raises(AnnotateError, match="H100-SXM has no rate of products in bfloat16"):
-        counted.to_gpu(onerank.read(trace), msgspec.structs.replace(bare, figures=figures))
+        recost_counts(onerank.read(trace), msgspec.structs.replace(bare, figures=figures))

@@ -4,7 +4,7 @@ import pytest
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import recost
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import (
     Collective,
@@ -60,7 +60,7 @@ DDP = step((K, 1000, -1), (C, 3000, -1), (K, 5000, 4000), (C, 2000, -1), (K, 700
 
 
 def test_compute_and_communication_take_turns():
-    made = NoOverlap().apply(DDP)
+    made = SerializeOverlap().apply(DDP)
     # beside each other: 1000 + 5000 + 2000 + 700; in turns, the second kernel at its time alone
     assert replay(DDP).step_time_ns == pytest.approx(8700, abs=20)
     assert replay(made).step_time_ns == pytest.approx(1000 + 3000 + 4000 + 2000 + 700, abs=20)
@@ -81,7 +81,7 @@ def test_it_is_the_source_whose_times_alone_count():
 
 
 def test_several_streams_wait_for_all_of_the_other_sort():
-    made = NoOverlap().apply(step((C, 100, -1), (K, 50, -1), (K, 60, -1), (C, 10, -1)))
+    made = SerializeOverlap().apply(step((C, 100, -1), (K, 50, -1), (K, 60, -1), (C, 10, -1)))
     assert replay(made).step_time_ns == pytest.approx(220, abs=20)
 
 
@@ -95,4 +95,4 @@ def test_several_streams_wait_for_all_of_the_other_sort():
 )
 def test_where_there_is_no_overlap(graph, message):
     with pytest.raises(AnnotateError, match=message):
-        NoOverlap().apply(graph)
+        SerializeOverlap().apply(graph)

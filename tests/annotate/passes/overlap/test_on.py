@@ -11,8 +11,8 @@ import pytest
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES
-from onerank.annotate.passes.overlap.maximize import Overlap
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.cli.commands.annotate import OVERLAPS
 from onerank.ir import (
     Collective,
@@ -109,7 +109,7 @@ def replace_job(job, groups, measurement):
 
 
 def overlapped(*work, **more):
-    return Overlap().apply(step(*work, **more))
+    return MaximizeOverlap().apply(step(*work, **more))
 
 
 def begun(graph, kind=Kind.COLLECTIVE):
@@ -296,13 +296,13 @@ def test_what_is_received_is_awaited_where_it_is_read():
 
 def test_there_and_back():
     made = overlapped(*GRADIENTS)
-    apart = NoOverlap().apply(made)
+    apart = SerializeOverlap().apply(made)
     assert replay(apart).step_time_ns == pytest.approx(7200_000, abs=100)
-    again = Overlap().apply(apart)
+    again = MaximizeOverlap().apply(apart)
     assert replay(again).step_time_ns == pytest.approx(5200_000, abs=100)
     assert begun(again) == begun(made)
     with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
-        Overlap().apply(made)
+        MaximizeOverlap().apply(made)
 
 
 def test_an_operator_that_launches_behind_what_it_calls():
@@ -324,12 +324,12 @@ def test_an_operator_that_launches_behind_what_it_calls():
     target[ordered & (target == second)] = first
     start[first] = start[second] + 1
     behind = Edges.from_pairs(len(graph), source, target, edges.reason)
-    made = Overlap().apply(replace(graph, edges=behind).with_columns(start_ns=start))
+    made = MaximizeOverlap().apply(replace(graph, edges=behind).with_columns(start_ns=start))
     (one,) = (node for node in made if node.kind is Kind.COLLECTIVE)
     launched = [s for s, reason in made.edges.of(one.index) if reason is Reason.LAUNCH]
     assert made.nodes.start_ns[launched].tolist() == [10]
     assert begun(made) == [40]
-    assert replay(NoOverlap().apply(made)).exposed_communication_ns == 50_000
+    assert replay(SerializeOverlap().apply(made)).exposed_communication_ns == 50_000
 
 
 def test_it_goes_with_another_gpu():
@@ -360,4 +360,6 @@ def test_extrapolated_graphs():
     depths = LayerExtrapolation((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
     told = msgspec.structs.replace(graph.job.measurement, depths=depths)
     with pytest.raises(AnnotateError, match="the trace was extrapolated"):
-        Overlap().apply(replace(graph, job=msgspec.structs.replace(graph.job, measurement=told)))
+        MaximizeOverlap().apply(
+            replace(graph, job=msgspec.structs.replace(graph.job, measurement=told))
+        )
