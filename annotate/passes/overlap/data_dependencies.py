@@ -16,7 +16,12 @@ from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
 from onerank.annotate.op_costs.operands import Call, Operand
 from onerank.annotate.passes.resize.operand_growth import flat
-from onerank.annotate.passes.resize.tensor_locations import calls_of, launchers, places_of
+from onerank.annotate.passes.resize.tensor_locations import (
+    OVERWRITES,
+    calls_of,
+    launchers,
+    places_of,
+)
 from onerank.ir import UNKNOWN, Collective, Edges, Graph, Kind
 
 I64 = npt.NDArray[np.int64]
@@ -136,9 +141,6 @@ _INTO_ANOTHER = frozenset(
 )
 """Of these the tensors whose bytes count come first, and then those they fill."""
 
-_OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
-"""Operators that do not read what they write to, their first operand."""
-
 _ALSO_WRITES = "batch_norm"
 """In the name of operators that keep statistics in operands of theirs."""
 
@@ -226,7 +228,7 @@ def _of_operator(op: str, call: Call, reads: tuple[Span, ...], writes: tuple[Spa
     has new memory.
     """
     ours = op.startswith("aten::")
-    if ours and call.op in _OVERWRITES and reads[:1] == writes:
+    if ours and call.op in OVERWRITES and reads[:1] == writes:
         return _filling(reads[1:], writes)
     owned = {span.storage for span in reads}
     pure = ours and bool(call.outputs) and _ALSO_WRITES not in call.op

@@ -31,7 +31,7 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
     total,
 )
-from onerank.annotate.passes.resize.tensor_locations import Place
+from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, Place
 
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
 
@@ -119,12 +119,6 @@ def is_as_made(storages: Storages, at: Place, tensor: Tensor) -> bool:
         return False
     return storage.elements == numel(tensor.shape) and storage.tensor == at.tensor
 
-
-OVERWRITES = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
-)
-
-"""Operators that overwrite all of their first input."""
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 

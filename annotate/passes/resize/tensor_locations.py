@@ -19,6 +19,11 @@ _DECODE = msgspec.json.Decoder(list[Any])
 _TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
 """`[id, storage, offset, elements, bytes, device]`."""
 
+OVERWRITES = frozenset(
+    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ set_".split()
+)
+"""Operators that overwrite their first operand without reading it."""
+
 _OPERANDS = ("input_shapes", "input_types", "output_shapes")
 
 

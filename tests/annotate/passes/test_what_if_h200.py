@@ -14,7 +14,7 @@ from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database_set import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
-from onerank.annotate.passes.fuse_kernels import CHOICES, Fuse
+from onerank.annotate.passes.fuse_kernels import CHOICES, FuseChains
 from onerank.annotate.passes.host_scaling import scale_host
 from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
@@ -166,7 +166,7 @@ def test_four_sequences_in_the_micro_batch(h200):
 
 class TestFused:
     def test_a_norm_is_one_kernel_that_reads_once(self, h200):
-        made = Fuse("norm").apply(h200)
+        made = FuseChains("norm").apply(h200)
         norm = next(n for n in made if n.text("name").startswith("fused: copy_ x2 pow mean add"))
         assert norm.text("module") == "model.layers.0.input_layernorm"
         tokens, hidden = 4096, 4096
@@ -176,7 +176,7 @@ class TestFused:
         assert norm.value("bytes_written") == tokens * hidden * (4 + 2 + 2) + tokens * 4
 
     def test_all_but_the_first_of_a_chain_are_gone_and_the_rest_is_as_it_was(self, h200):
-        made = Fuse("norm").apply(h200)
+        made = FuseChains("norm").apply(h200)
         named = made.job.measurement.notes[-1]
         count = int(named.split("): ")[1].split(" kernels")[0])
         left = int(named.split("become ")[1].split(",")[0])
@@ -199,11 +199,11 @@ class TestFused:
 
     def test_nothing_to_fuse(self, trace, mm):
         with pytest.raises(AnnotateError, match="no two neighbouring kernels can be fused by norm"):
-            Fuse("norm").apply(trace(mm(64, 64, 64), mm(64, 64, 64)))
+            FuseChains("norm").apply(trace(mm(64, 64, 64), mm(64, 64, 64)))
         with pytest.raises(
             AnnotateError, match='unknown fusion "conv"; known are elementwise, norm'
         ):
-            Fuse("conv").apply(trace(mm(64, 64, 64)))
+            FuseChains("conv").apply(trace(mm(64, 64, 64)))
 
 
 def test_eager_attention_writes_its_scores(h200):
