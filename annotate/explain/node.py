@@ -299,7 +299,7 @@ def _modelled(
     step = Step.as_captured(graph, found)
     made, others = predict_compute(step, (here, there), MODELS[model], NO_PASSES)
     one = np.array([row])
-    return made.moved_ns[one], made.rules[one], others.at(one)
+    return made.predicted_ns[one], made.rules[one], others.at(one)
 
 
 def _terms(

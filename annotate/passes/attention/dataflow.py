@@ -115,16 +115,18 @@ class Flow(NamedTuple):
             if version is None or self.contents[version].tensor.dtype != tensor.dtype:
                 # Memory from before the step, or reused without a recorded write: another dtype
                 # at the same storage shows that its content changed.
-                current[place.storage] = self._content(place.storage, OUTSIDE, tensor, place)
+                current[place.storage] = self._add_version(place.storage, OUTSIDE, tensor, place)
             content = current[place.storage]
-            self._is_read(content, index, tensor)
+            self._note_reader(content, index, tensor)
             reads.append(Operand(tensor, place, dtype, content))
         writes = list[Operand]()
         for tensor, place, dtype in access.writes:
             underlying = current.get(place.storage) if op.endswith("_") else None
             if underlying is not None and tensor.numel >= self.contents[underlying].tensor.numel:
                 underlying = None
-            current[place.storage] = self._content(place.storage, index, tensor, place, underlying)
+            current[place.storage] = self._add_version(
+                place.storage, index, tensor, place, underlying
+            )
             writes.append(Operand(tensor, place, dtype, current[place.storage]))
         issued_ns = int(graph.nodes.start_ns[launcher if launcher >= 0 else nodes[0]])
         self.calls.append(Call(tuple(nodes), launcher, issued_ns, op, tuple(reads), tuple(writes)))

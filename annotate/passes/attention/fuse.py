@@ -279,7 +279,7 @@ class FusedAttention:
             before = int(removal.dropped.sum()) + len(fused_nodes)
             note += f"{before} operators become {len(fused_nodes)}; {peak_note}"
         else:
-            fused, notes = self._timed(fused, fused_nodes, target, resolution)
+            fused, notes = self._predict(fused, fused_nodes, target, resolution)
             after_ns = int(fused.nodes.duration_ns[fused_nodes].sum())
             note += (
                 f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} "

@@ -57,8 +57,8 @@ def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[f
 
 def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[float, Power]]:
     seq, batch = sizing.lengths, sizing.batch.before
-    length = size in seq or sizing.near(size)
-    tokens = sizing.of_tokens(size)
+    length = size in seq or sizing.is_shifted_sequence(size)
+    tokens = sizing.is_token_count(size)
     options: list[tuple[float, Power]] = []
     if size == batch:
         options.append((_NO_COST, BATCH))

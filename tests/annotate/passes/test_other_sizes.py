@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
-from onerank.annotate.passes.resize.size_change import Change, check_products, misfits
+from onerank.annotate.passes.resize.size_change import Change, check_products, mismatch_notes
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError
@@ -50,7 +51,7 @@ def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, r
     graph = graph.with_columns(phase=np.full(len(graph), int(Phase.FORWARD), dtype=np.uint8))
     sizes = graph, Change(40, 56), Change(3, 2)
     if refused:
-        with pytest.raises(AnnotateError, match="work one after another"):
+        with raises_code("resize-expert-tokens"):
             sizing_of(*sizes)
     else:
         assert sizing_of(*sizes).routes == ()
@@ -62,8 +63,8 @@ def test_operands_that_no_longer_fit_are_told(trace, add):
         return trace({**add(64), **both})
 
     changed = np.ones(len(made(56, 56)), dtype=bool)
-    assert misfits(made(56, 56), changed) == misfits(made(56, 1), changed) == ()
-    (told,) = misfits(made(56, 40), changed)
+    assert mismatch_notes(made(56, 56), changed) == mismatch_notes(made(56, 1), changed) == ()
+    (told,) = mismatch_notes(made(56, 40), changed)
     assert told.startswith("2 calls of aten::add have operands that do not fit each other")
 
 
@@ -77,6 +78,6 @@ def test_factors_that_no_longer_fit_are_refused(trace, mm):
     with pytest.raises(
         AnnotateError,
         match=r"aten::mm would multiply \[128, 240\] x \[120, 256\], captured as "
-        r"\[128, 120\] x \[120, 256\]: a size was lost on the way",
+        r"\[128, 120\] x \[120, 256\]: a size was not followed",
     ):
         check_products(captured, lost, changed)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
@@ -151,7 +152,7 @@ class TestTwiceTheSequence:
             assert left.peak_memory_bytes > 0
 
     def test_a_resized_trace_is_no_measurement(self, h200):
-        with pytest.raises(AnnotateError, match="compute nodes are not measured"):
+        with raises_code("recost-not-measured"):
             recost(longer(h200), "H100")
 
 
@@ -198,11 +199,9 @@ class TestFused:
         assert summarise(h200, made).interval == ()
 
     def test_nothing_to_fuse(self, trace, mm):
-        with pytest.raises(AnnotateError, match="no two neighbouring kernels can be fused by norm"):
+        with raises_code("fusion-nothing-to-fuse"):
             FuseChains("norm").apply(trace(mm(64, 64, 64), mm(64, 64, 64)))
-        with pytest.raises(
-            AnnotateError, match='unknown fusion "conv"; known are elementwise, norm'
-        ):
+        with raises_code("fusion-unknown"):
             FuseChains("conv").apply(trace(mm(64, 64, 64)))
 
 
@@ -246,7 +245,7 @@ def test_eager_attention_writes_its_scores(h200):
 
 
 def test_nothing_overlaps_where_collectives_block(h200):
-    with pytest.raises(AnnotateError, match="no communication can run beside compute"):
+    with raises_code("serialize-already-serial"):
         SerializeOverlap().apply(h200)
 
 
@@ -271,9 +270,7 @@ def test_sizes_follow():
 
 
 def test_steps_that_do_not_tell(trace, mm, add):
-    for operators, message in (
-        ([mm(64, 64, 64)], "the trace does not tell which tensors are the same|no token ids"),
-    ):
+    for operators, message in (([mm(64, 64, 64)], "have no tensor ids|no token ids"),):
         with pytest.raises(AnnotateError, match=message):
             Resize(Change(0, 128)).apply(trace(*operators))
 
@@ -281,11 +278,11 @@ def test_steps_that_do_not_tell(trace, mm, add):
 def test_a_compiled_step_is_refused(h200):
     compilation = Compilation("default", 1, None, None, (), ())
     compiled = replace(h200, job=msgspec.structs.replace(h200.job, compilation=compilation))
-    with pytest.raises(AnnotateError, match="generated kernels do not tell their operands"):
+    with raises_code("resize-compiled-trace"):
         longer(compiled)
     own = Module("model", "OptimizedModule", "other")
     by_script = replace(h200, job=msgspec.structs.replace(h200.job, modules=(own,)))
-    with pytest.raises(AnnotateError, match=r"the script compiled its model, .* without torch"):
+    with raises_code("resize-compiled-script"):
         longer(by_script)
 
 

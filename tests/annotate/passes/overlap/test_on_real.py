@@ -112,9 +112,12 @@ def test_tensor_parallelism_has_little_to_gain(name):
     moved, calls = {
         "cpu-llama-2l-tp4": (
             5,
-            "17 calls 5 beside more compute than captured; 12 exposed",
+            "17 calls, 5 overlap more compute than captured; 12 are exposed",
         ),
-        "h200-llama-8b-4l-tp4": (1, "21 calls 1 beside more compute than captured; 19 exposed"),
+        "h200-llama-8b-4l-tp4": (
+            1,
+            "21 calls, 1 overlap more compute than captured; 19 are exposed",
+        ),
     }[name]
     assert note.startswith(f"Overlap on: of {calls}")
     assert ("1 awaited as captured" in note) == (moved == 1)
@@ -156,7 +159,7 @@ def test_the_command(by_hand, tmp_path):
     options = ["--target", "H200", "--overlap", "on", "-o", str(out), str(path)]
     made = CliRunner().invoke(annotate, options)
     assert made.exit_code == 0, made.output
-    assert "of 12 calls 12 beside more compute" in " ".join(made.output.split())
+    assert "of 12 calls, 12 overlap more compute" in " ".join(made.output.split())
     assert check(out) == []
     again = CliRunner().invoke(annotate, ["--target", "H200", "--overlap", "half", str(path)])
     assert again.exit_code == 2
