@@ -65,7 +65,7 @@ def test_operands_that_no_longer_fit_are_told(trace, add):
     changed = np.ones(len(made(56, 56)), dtype=bool)
     assert mismatch_notes(made(56, 56), changed) == mismatch_notes(made(56, 1), changed) == ()
     (told,) = mismatch_notes(made(56, 40), changed)
-    assert told.startswith("2 calls of aten::add have operands that do not fit each other")
+    assert told.startswith("2 calls of aten::add have operands that no longer broadcast")
 
 
 def test_factors_that_no_longer_fit_are_refused(trace, mm):

@@ -294,7 +294,7 @@ def test_kernels_that_tell_no_operands_are_counted(h200):
         column[node] = ""
     made = longer(h200.with_columns(**texts))
     assert made.nodes.duration_ns[node] == h200.nodes.duration_ns[node]
-    said = f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not tell"
+    said = f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not record"
     assert any(note.startswith(said) for note in made.job.measurement.notes)
 
 
@@ -311,7 +311,7 @@ def test_the_command(h200, tmp_path):
                  "What if fused (norm)"):  # fmt: skip
         assert said in text
     for options, said in (
-        (["--overlap", "off"], "no communication can run beside compute"),
+        (["--overlap", "off"], "error[serialize-already-serial]"),
         (["--seq", "8k"], "--seq 8k: expected a size"),
         (["--seq", "4096"], "nothing changes"),
         (["--explain", "57", "--fuse", "norm"], "leave --dtype, --kernel, --seq"),

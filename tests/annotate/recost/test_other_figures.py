@@ -194,7 +194,9 @@ class TestMoreSms:
             "64 tiles, if they are of 128 x 128: 0.48 on 132 SMs, 0.32 on 198 SMs"
         )
         assert "an SM does 4.99 TFLOP/s at the peak, 7.49 as described" in lines["waves"]
-        assert "of a larger chip set its peak" in recost(graph, more).job.measurement.notes[-1]
+        assert (
+            "for a larger chip, override its peak" in recost(graph, more).job.measurement.notes[-1]
+        )
 
     def test_with_its_peak_it_is_no_slower(self, trace, mm):
         larger = with_figures(load_gpu("H200"), {"sm_count": 264, "bf16_tensor_tflops": 1978})

@@ -240,7 +240,9 @@ def test_what_nobody_reads_is_awaited_as_captured():
     assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
     made = overlapped(*work, *work, kernel(10, [2], [4]))
     assert begun(made, Kind.KERNEL) == [0, 1500, 1800, 2800, 3300]
-    assert "1 awaited as captured, as nothing in the step" in made.job.measurement.notes[-1]
+    assert (
+        "1 are awaited as captured, because nothing in the step" in made.job.measurement.notes[-1]
+    )
 
 
 def test_a_call_behind_a_call():

@@ -120,7 +120,7 @@ def test_tensor_parallelism_has_little_to_gain(name):
         ),
     }[name]
     assert note.startswith(f"Overlap on: of {calls}")
-    assert ("1 awaited as captured" in note) == (moved == 1)
+    assert ("1 are awaited as captured" in note) == (moved == 1)
 
 
 def test_it_goes_with_other_what_ifs():
