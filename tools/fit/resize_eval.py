@@ -24,7 +24,7 @@ from tools.fit.measured_kernels import (
 )
 
 FACTORS = (2, 4, 8)
-"""Another size is so many times as large, or as small."""
+"""Ratios of the larger to the smaller size."""
 
 _LEAST = 256  # rows of a product, tokens: no training step has fewer
 
@@ -34,7 +34,7 @@ def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator
 
     Args:
         products: what was measured.
-        model: family that is left out -> the model of kernels that nobody measured.
+        model: family that is left out -> the model of unmeasured kernels.
     """
     sizes = products.shapes[:, 1:4]
     pairs = _pairs(sizes, grows=0, least=_LEAST)
