@@ -230,7 +230,7 @@ class Schedule:
     Attributes:
         start_ns: int64[n].
         end_ns: int64[n].
-        held_by: node that each node waited for last, UNKNOWN for none, int64[n].
+        blocked_by: node that each node waited for last, UNKNOWN for none, int64[n].
         by_launch: whether that last wait was for the launch, bool[n].
     """
 
