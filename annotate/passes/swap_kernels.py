@@ -18,7 +18,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 
@@ -72,7 +72,7 @@ def swap_kernels(
         predicted_ns, changed, notes = _swap_attention(
             graph, costs, predicted_ns, gpus, passes.attention
         )
-        measured_here = among(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
         rules = np.where(changed & measured_here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
@@ -228,7 +228,7 @@ def swap_unmeasured_attention(
     is_modelled_kernel = kernel.forward == kernel.backward == 1
     if usual and (is_modelled_kernel or not model.resolves_kernels):
         return unswapped_ns, ()
-    fused = among(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
+    fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
     if usual and not fused.any():
         return unswapped_ns, ()

@@ -24,7 +24,7 @@ from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
 from onerank.annotate.recost.predict import Step, apply_overrides, override_note, predict_compute
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
@@ -177,7 +177,7 @@ def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
     """Return the nodes that keep their captured dtype and attention kernel, bool[n]."""
     kernels = prediction.kernels
     swapped_attention = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
-    return ~among(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
+    return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
 
 
 def _drop_missing_durations(graph: Graph, prediction: ComputePrediction) -> ComputePrediction:
@@ -208,7 +208,7 @@ def _write_prediction(
     assert np.isfinite(predicted_ns).all(), "a cost model predicted a duration that is no number"
     stale = costs.index[differs] if same_gpu else slice(None)
     columns = _columns(graph, prediction, stale)
-    predicted = ~among(rules, AS_MEASURED)
+    predicted = ~membership_mask(rules, AS_MEASURED)
     if not unchanged:
         evidence = np.full(
             len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
@@ -225,7 +225,7 @@ def _write_prediction(
             target,
             shipped(),
             changed=changed,
-            resized=reshaped & ~among(rules, BY_DATABASE),
+            resized=reshaped & ~membership_mask(rules, BY_DATABASE),
             doubt=errors[0],
             others=errors[1],
         )

@@ -21,7 +21,7 @@ from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 
 # Two predictions that agree to this part are equal: the override does not affect the node.
 _ROUNDING = 1e-9
@@ -53,7 +53,7 @@ def apply_overrides(
         others: effect of overrides on measured times; None if not measured.
     """
     others = others or Others.none(overridden[1])
-    is_looked_up = among(looked_up_values[1], BY_DATABASE)
+    is_looked_up = membership_mask(looked_up_values[1], BY_DATABASE)
     factor = ratio(overridden[0], before_ns)
     rules = np.where(factor == 1, looked_up_values[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
     return (
