@@ -196,8 +196,6 @@ def test_forms_by_option():
         "zero2",
         "fsdp",
     ]
-    with pytest.raises(
-        CaptureError, match=r"--zero 2 needs more.* the world has tp 4 = 4"
-    ):
+    with pytest.raises(CaptureError, match=r"--zero 2 needs more.* the world has tp 4 = 4"):
         strategy_of(World.of(tp=4), **{**none, "zero": 2})
     assert strategy_of(World.of(cp=2), **{**none, "fsdp": True}) == "fsdp"
