@@ -26,7 +26,7 @@ _SEEN = "_onerank_depth"
 _SCALAR = (bool, int, float, str, type(None))
 
 Fingerprint = dict[str, object]
-"""What tells one layer from another: submodules, parameter shapes, plain attributes."""
+"""The properties that distinguish layers: submodules, parameter shapes, plain attributes."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def takes_one(module: nn.Module) -> bool:
-    """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
+    """Whether a module takes only hidden states: a norm without weights (OLMo), no rotation."""
     alone = len(inspect.signature(module.forward).parameters) == 1
     return alone and not isinstance(module, nn.Dropout)
 

@@ -135,7 +135,7 @@ def without_logits(kind: Any, why: str) -> Any:
 
 
 def unusable(why: str) -> Any:
-    """Return what stands for a tensor that is not there, and says `why` as it is used."""
+    """Return a placeholder for an absent tensor; any use of it raises an error with `why`."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise SliceError(why, code="output-not-available")

@@ -22,7 +22,7 @@ def data_ranks(world: World, rank: int) -> tuple[int, ...]:
 
 
 class Groups:
-    """The process groups of the two sorts of parameters, made when first asked for."""
+    """The process groups of the two kinds of parameters, created on first use."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Groups:
         return len(data_ranks(self._world, self._rank))
 
     def of(self, sort: str) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the same parameters of a sort."""
+        """Return the group of ranks that hold the same parameters of a kind."""
         axis = data_axis(self._world) if sort == DENSE else sort
         if axis not in self._made:
             self._made[axis] = self._new_group(axis, self._world.line(axis, self._rank))

@@ -113,7 +113,7 @@ def elementwise(optimizer: Optimizer) -> bool:
 
 
 def note_of_slices() -> str | None:
-    """Return what to tell of optimizers that step on slices of --tp, None where all is well."""
+    """Return the note on optimizers that step on slices of --tp; None if all is well."""
     kinds = {
         type(one).__name__
         for one in live(Optimizer)

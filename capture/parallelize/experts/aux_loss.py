@@ -91,12 +91,12 @@ def share_balancing_loss(model: nn.Module) -> None:
 
 
 def balance_over_sequence(model: nn.Module, group: dist.ProcessGroup, *, alone: bool) -> None:
-    """Let the routers' balancing loss be whole where each rank routes a shard of the sequence.
+    """Make the routers' balancing loss whole where each rank routes a shard of the sequence.
 
     Args:
         model: a model under sequence parallelism.
         group: the tensor-parallel group.
-        alone: whether the group's other ranks are not there to add their counts.
+        alone: whether the group's other ranks are absent and cannot add their counts.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

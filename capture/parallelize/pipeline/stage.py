@@ -131,7 +131,7 @@ class Staged:
         return {**vars(self), "tied": ()}  # of the process in which the model is
 
     def of(self, name: str) -> int:
-        """Return the stage that has the module `name`, which lies in one of the layers."""
+        """Return the stage that has the module `name`, which is part of one of the layers."""
         layer = int(name.removeprefix(f"{self.list}.").split(".")[0])
         ends = itertools.accumulate(self.pipeline.layers)
         return next(stage for stage, end in enumerate(ends) if layer < end)
@@ -141,7 +141,7 @@ def split_layers(total: int, stages: int, asked: Sequence[int] = ()) -> tuple[in
     """Return how many layers each stage has: as `asked`, else even, the first ones one more.
 
     Raises:
-        SliceError: fewer layers than stages, or `asked` does not add up.
+        SliceError: there are fewer layers than stages, or `asked` does not add up.
     """
     if asked:
         if len(asked) != stages or sum(asked) != total or min(asked) < 1:

@@ -36,7 +36,9 @@ class Passing(Tensor):
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """Return the plain tensor, or the one it stands for; any other value as it is."""
+        """Return the plain tensor, or the one that a placeholder represents; other values
+        unchanged.
+        """
         if not isinstance(value, Passing):
             return value
         return value.as_subclass(Tensor) if value.stands_for is None else value.stands_for
