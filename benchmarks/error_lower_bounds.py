@@ -28,7 +28,7 @@ from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.learned import by_tiles, predict_learned
+from onerank.annotate.models.learned import predict_learned, tile_times
 from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import fits_without, fitted
 from tools.fit.measured_kernels import Products, family, of_products, read_products
@@ -96,7 +96,7 @@ def forms(products: Products, fits: dict[str, Coefficients]) -> None:
 
 def by_shape(gpu: Gpu, products: Products, c: Coefficients) -> F64:
     """Return what the tiles alone say of each product in ns."""
-    made, _ = by_tiles(of_products(products, products.times_ns[gpu.name]), gpu, c)
+    made, _ = tile_times(of_products(products, products.times_ns[gpu.name]), gpu, c)
     return made
 
 

@@ -45,7 +45,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 
 @contextlib.contextmanager
 def launched(options: Options, rank: int) -> Generator[None]:
-    """Let a script find itself started by torchrun as a rank, and prevent it from starting ranks."""
+    """Present the script as a torchrun rank, and prevent it from starting ranks."""
     size = options.world.size
     per_node = ranks_per_node(size, options.nproc_per_node)
     local = rank % per_node if options.true_local_rank else 0

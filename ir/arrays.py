@@ -1,11 +1,16 @@
-"""Array helpers: membership masks over uint8 codes, and merged time intervals."""
+"""Array types, membership masks over uint8 codes, and merged time intervals."""
 
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.edges import I64
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+I8 = npt.NDArray[np.int8]
+U64 = npt.NDArray[np.uint64]
+U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 
 
 def among(codes: npt.NDArray[np.uint8], chosen: Iterable[int]) -> npt.NDArray[np.bool_]:

@@ -4,12 +4,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8
 from onerank.ir.enums import Reason
-
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

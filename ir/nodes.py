@@ -7,14 +7,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I8, I32, I64, U8, U64
 from onerank.ir.enums import Collective, Evidence, Kind, Phase
 from onerank.ir.string_table import Codes, StringTable
 
-U8 = npt.NDArray[np.uint8]
-I8 = npt.NDArray[np.int8]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 Objects = npt.NDArray[np.object_]
 
 UNKNOWN = -1

@@ -4,10 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet, learned, residual
-from onerank.annotate.models import gemm_tiles as misaligned
+from onerank.annotate.models import datasheet, gemm_tiles, learned, residual
 from onerank.annotate.models.attention_tiles import attention_tiles
-from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import (
     KINDS,
@@ -24,7 +22,6 @@ from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
 from onerank.annotate.models.lower_bounds import least_ns, no_less
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
-from onerank.annotate.models.residual import issue_rate
 
 Lines = list[tuple[str, str]]
 
@@ -273,15 +270,16 @@ I64 = npt.NDArray[np.int64]
 
 def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return how products and attention go over by their tiles."""
-    c = shipped()
-    (before,), _ = learned.by_tiles(kernels, here, c, calibrated_beside(here, there, c.gemm))
-    (after,), _ = learned.by_tiles(kernels, there, c)
-    whole, own = kernels.operator_ns[0], kernels.duration_ns[0]
-    bound = residual.predict(kernels, here, there)[0][0]
-    weight = trust_in(there, c)
-    sort = learned.sorts_of(kernels, np.ones(1, dtype=bool))
-    deviation = float(np.log(whole / before))
-    carried = float(learned.carried(np.array([deviation]), sort, here, there, c)[0])
+    by_residual, _ = residual.predict(kernels, here, there)
+    terms = learned.tile_terms(kernels, here, there, by_residual, shipped())
+    whole, own, before, after, deviation, carried, bound = (
+        float(column[0])
+        for column in (
+            *(terms.operator_ns, terms.duration_ns, terms.source_ns, terms.target_ns),
+            *(terms.deviation, terms.carried, terms.residual_ns),
+        )
+    )
+    weight = terms.trust
     die = f"same die: {'yes' if same_die(here, there) else 'no'}; "
     return [
         _shape(kernels),
@@ -305,11 +303,12 @@ def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
 def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -> Lines:
     """Return how an unmeasured operator is costed: by datasheet, and by its tiles."""
     moved, rule = made
-    rate = kernels.rates(there).sustained[0]
+    terms = datasheet.terms_of(kernels, there)
+    rate, floor = terms.rate[0], float(terms.floor_ns[0])
+    memory, compute, issue = (
+        float(column[0]) * 1e9 for column in (terms.memory_s, terms.compute_s, terms.issue_s)
+    )
     passes = float(kernels.passes[0])
-    memory = np.nan_to_num(kernels.bytes[0] * passes) / there.bandwidth_bytes_per_s * 1e9
-    compute = np.nan_to_num(kernels.flops[0] / rate) * 1e9
-    floor = float(kernels.floor_ns(there)[0])
     bound = floor + max(memory, compute)
     roofline = f"{floor:,.0f} + max({memory:,.0f}, {compute:,.0f}) = {bound:,.0f} ns"
     one = np.zeros(1, dtype=np.int64)
@@ -328,7 +327,6 @@ def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -
                 *_part_lines(made_of, there, "by roofline")]  # fmt: skip
     if rule not in BY_TILES:
         cycles = float(kernels.cycles[0])
-        issue = cycles / issue_rate(there) * 1e9
         issued = f"{cycles:,.0f} cycles of an SM, {issue:,.0f} ns on all"
         if rule is Rule.ISSUE:
             roofline = f"{floor:,.0f} + max({memory:,.0f}, {issue:,.0f}) = {floor + issue:,.0f} ns"
@@ -340,7 +338,7 @@ def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -
             ("datasheet", roofline),
         ]
     c = shipped()
-    (tiles,), _ = learned.by_tiles(kernels, there, c)
+    (tiles,), _ = learned.tile_times(kernels, there, c)
     weight = trust_in(there, c)
     return [
         _shape(kernels),
@@ -379,14 +377,21 @@ def part_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     lines: Lines = []
     for gpu in (here, there):
         lines += _part_lines(learned.parts_ns(kernels, gpu, one, c), gpu, "by tiles")
-    (before,), (after,) = (learned.by_parts(kernels, gpu, c) for gpu in (here, there))
-    own, bound = kernels.duration_ns[0], residual.predict(kernels, here, there)[0][0]
-    told = f"{own:,.0f} x {after:,.0f} / {before:,.0f} = {own * after / before:,.0f} ns"
+    by_residual, _ = residual.predict(kernels, here, there)
+    terms = learned.part_terms(kernels, here, there, by_residual, c)
+    own, before, after, bound, proportional = (
+        float(column[0])
+        for column in (
+            *(terms.duration_ns, terms.source_ns, terms.target_ns, terms.residual_ns),
+            terms.proportional_ns,
+        )
+    )
+    told = f"{own:,.0f} x {after:,.0f} / {before:,.0f} = {proportional:,.0f} ns"
     return [
         *lines,
         ("in proportion", told),
         ("by bound", f"{bound:,.0f} ns by the residual model"),
-        _weight(there, trust_in_parts(there, c), ""),
+        _weight(there, terms.trust, ""),
         _fitted_to(kernels),
     ]
 
@@ -403,7 +408,7 @@ def _shape(kernels: KernelFeatures) -> tuple[str, str]:
 
 def _rows_off(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     """Return what a product takes at least whose rows begin off 16 bytes; of others nothing."""
-    least = misaligned.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
+    least = gemm_tiles.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
     told = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
     return [("rows", told)] if least else []
 

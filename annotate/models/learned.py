@@ -1,13 +1,13 @@
 """The learned model: GEMMs and attention from tiles, other kernels from the residual model."""
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import gemm_tiles as misaligned
-from onerank.annotate.models import residual
+from onerank.annotate.models import gemm_tiles, residual
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
@@ -72,9 +72,11 @@ Mask = npt.NDArray[np.bool_]
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
                  "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
 
-_ITEM_BYTES = 2  # of products that two microbenchmarks tell of
+_ITEM_BYTES = 2  # of the GEMMs that two microbenchmarks calibrate
 
-_ORDINARY = 1.0  # ln(measured / predicted) of a product that is nothing special
+# Beyond this |ln(measured / predicted)| a kernel does more than the GEMM, or has a bad layout: that
+# part of the deviation carries over to any GPU.
+_ORDINARY = 1.0
 
 
 def predict_learned(
@@ -87,18 +89,18 @@ def predict_learned(
     the source):
 
     1. To a GPU of the same die (H100 and H200), the share `same_die` carries over for GEMMs,
-    because libraries pick
-       the same kernels, and all of it for attention.
+       because libraries pick the same kernels, and all of it for attention.
     2. To another die, the share `product_carried` carries over, because libraries pick other
-    kernels, and all of the
-       excess beyond 1.0: such a kernel does more than the product, or has a bad layout. For forward
-       attention the share is `attention_carried`. Where nothing was fitted, the deviation is the
-       model's: for GEMMs in 8 bits the share is `eight_bit_carried`, for backward attention all.
+       kernels, and all of the excess beyond 1.0: such a kernel does more than the product, or has a
+       bad layout. For forward attention the share is `attention_carried`. Where nothing was fitted,
+       the deviation is the model's: for GEMMs in 8 bits the share is `eight_bit_carried`, for
+       backward attention all.
     3. For a GPU far from the fitted ones, part of the prediction is the residual model's (see
-    `likeness`). 4. For convolutions and recurrent layers, which are several GEMMs, all of it is.
-    From a V100 to a T4 and back
-       DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52 for the gradients of input
-       and filter; with the residual model 1.29, 1.32 and 1.47 (benchmarks/deepbench.py).
+       `trust_in`).
+    4. For convolutions and recurrent layers, which are several GEMMs, all of it carries over. From
+       a V100 to a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52
+       for the gradients of input and filter; with the residual model 1.29, 1.32 and 1.47
+       (benchmarks/deepbench.py).
 
     Attention becomes the kernel that the target runs (see `attention_kernels`). Everything else,
     and GEMMs in dtypes without matrix units, uses the residual model. No kernel is faster than the
@@ -106,33 +108,136 @@ def predict_learned(
     """
     c = coefficients or shipped()
     moved, rules = residual.predict(kernels, source, target)
-    made, attention = by_tiles(kernels, target, c)
-    here, _ = by_tiles(kernels, source, c, calibrated_beside(source, target, c.gemm))
-    usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
-    rows_off = _held_by_rows(kernels, target, made)[usable]
-    made, here, attention = made[usable], here[usable], attention[usable]
-    whole = kernels.operator_ns[usable]
-    sort = sorts_of(kernels, usable)
-    kept = carried(np.log(whole / here), sort, source, target, c)
-    by_shape = np.log(made / whole) + kept
-    by_bound = np.log(moved[usable] / kernels.duration_ns[usable])
-    trust = trust_in(target, c)
-    factor = np.exp(trust * by_shape + (1 - trust) * by_bound)
-    moved[usable] = kernels.duration_ns[usable] * factor
-    rules[usable] = _rules(attention, rows_off, trust)
+    tiles = tile_terms(kernels, source, target, moved, c)
+    moved[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
+    rules[tiles.rows] = tiles.rule
     if len(kernels.parts.call):
-        there, here = by_parts(kernels, target, c), by_parts(kernels, source, c)
-        usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0)
-        trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
-        moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
-        rules[usable] = Rule.PARTS
-    for some, part in kernels.blocks():
-        moved[some] = no_less(moved[some], part, source, part, target)
+        parts = part_terms(kernels, source, target, moved, c)
+        moved[parts.rows] = parts.predicted_ns
+        rules[parts.rows] = Rule.PARTS
+    for rows, block in kernels.blocks():
+        moved[rows] = no_less(moved[rows], block, source, block, target)
     return moved, rules
 
 
-class Sort(IntEnum):
-    """What the source's deviation is of."""
+@dataclass(frozen=True, slots=True)
+class TileTerms:
+    """Terms of the prediction of n measured GEMMs and attention calls from their tiles.
+
+    Attributes:
+        rows: their rows among the kernels, int64[n].
+        duration_ns: measured duration, float64[n].
+        operator_ns: measured time of all kernels of the operator, float64[n].
+        source_ns: time of the operator on the source by its tiles, float64[n].
+        target_ns: the same on the target, float64[n].
+        deviation: ln(operator_ns / source_ns), float64[n].
+        carried: share of the deviation that carries over to the target, float64[n].
+        residual_ns: the residual model's prediction, float64[n].
+        trust: weight of the tiles against the residual model.
+        rule: a `Rule` for each, uint8[n].
+    """
+
+    rows: I64
+    duration_ns: F64
+    operator_ns: F64
+    source_ns: F64
+    target_ns: F64
+    deviation: F64
+    carried: F64
+    residual_ns: F64
+    trust: float
+    rule: U8
+
+    @property
+    def factor(self) -> F64:
+        """Predicted over measured duration, float64[n]."""
+        by_tiles = np.log(self.target_ns / self.operator_ns) + self.carried
+        by_residual = np.log(self.residual_ns / self.duration_ns)
+        return np.exp(self.trust * by_tiles + (1 - self.trust) * by_residual)
+
+
+def tile_terms(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, residual_ns: F64, c: Coefficients
+) -> TileTerms:
+    """Return the terms of all kernels whose tiles are known on both GPUs.
+
+    Args:
+        kernels: n measured kernels.
+        source: GPU that measured them.
+        target: GPU to predict.
+        residual_ns: prediction of the residual model, float64[n].
+        c: fitted coefficients.
+    """
+    there, attention = tile_times(kernels, target, c)
+    here, _ = tile_times(kernels, source, c, calibrated_beside(source, target, c.gemm))
+    usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0) & (residual_ns > 0)
+    rows = np.flatnonzero(usable)
+    deviation = np.log(kernels.operator_ns[rows] / here[rows])
+    misaligned = _is_misaligned(kernels, target, there)[rows]
+    trust = trust_in(target, c)
+    return TileTerms(
+        rows=rows,
+        duration_ns=kernels.duration_ns[rows],
+        operator_ns=kernels.operator_ns[rows],
+        source_ns=here[rows],
+        target_ns=there[rows],
+        deviation=deviation,
+        carried=carried(deviation, deviation_kinds(kernels, rows), source, target, c),
+        residual_ns=residual_ns[rows],
+        trust=trust,
+        rule=_rules(attention[rows], misaligned, trust),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PartTerms:
+    """Terms of the prediction of n measured operators that are several GEMMs.
+
+    Attributes:
+        rows: their rows among the kernels, int64[n].
+        duration_ns: measured duration, float64[n].
+        source_ns: time of all their GEMMs on the source by tiles, float64[n].
+        target_ns: the same on the target, float64[n].
+        residual_ns: the residual model's prediction, float64[n].
+        trust: weight of the tiles against the residual model.
+    """
+
+    rows: I64
+    duration_ns: F64
+    source_ns: F64
+    target_ns: F64
+    residual_ns: F64
+    trust: float
+
+    @property
+    def proportional_ns(self) -> F64:
+        """Measured duration times the ratio of the tiles' times, float64[n]."""
+        return self.duration_ns * self.target_ns / self.source_ns
+
+    @property
+    def predicted_ns(self) -> F64:
+        """Prediction before the lower bound, float64[n]."""
+        return self.proportional_ns**self.trust * self.residual_ns ** (1 - self.trust)
+
+
+def part_terms(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, residual_ns: F64, c: Coefficients
+) -> PartTerms:
+    """Return the terms of all operators that are several GEMMs; arguments as for `tile_terms`."""
+    there, here = part_times(kernels, target, c), part_times(kernels, source, c)
+    rows = np.flatnonzero(np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0))
+    return PartTerms(
+        rows=rows,
+        duration_ns=kernels.duration_ns[rows],
+        source_ns=here[rows],
+        target_ns=there[rows],
+        residual_ns=residual_ns[rows],
+        trust=trust_in_parts(target, c),
+    )
+
+
+class DeviationKind(IntEnum):
+    """Kinds of calls whose deviation from their tiles carries over to a different extent."""
 
     PRODUCT = 0
     EIGHT_BIT = 1
@@ -140,27 +245,29 @@ class Sort(IntEnum):
     BACKWARD = 3
 
 
-def sorts_of(kernels: KernelFeatures, rows: Mask) -> npt.NDArray[np.int_]:
-    """Return a `Sort` for each of the `rows`: attention, its backward pass, width of operands."""
+def deviation_kinds(kernels: KernelFeatures, rows: I64) -> npt.NDArray[np.int_]:
+    """Return a `DeviationKind` for each of `rows`."""
     call = kernels.call[rows]
     attention, backward = (kernels.attention[call, column] > 0 for column in (0, 8))
-    product = np.where(kernels.gemm[call, 4] == 1, Sort.EIGHT_BIT, Sort.PRODUCT)
-    return np.where(attention, np.where(backward, Sort.BACKWARD, Sort.FORWARD), product)
+    product = np.where(kernels.gemm[call, 4] == 1, DeviationKind.EIGHT_BIT, DeviationKind.PRODUCT)
+    return np.where(
+        attention, np.where(backward, DeviationKind.BACKWARD, DeviationKind.FORWARD), product
+    )
 
 
 def carried(
-    deviation: F64, sort: npt.NDArray[np.int_], source: Gpu, target: Gpu, c: Coefficients
+    deviation: F64, kind: npt.NDArray[np.int_], source: Gpu, target: Gpu, c: Coefficients
 ) -> F64:
     """Return the share of ln(measured / predicted on the source) that carries over to the target.
 
     Args:
         deviation: float64[d].
-        sort: a `Sort` for each.
+        kind: a `DeviationKind` for each.
         source: GPU it was measured on.
         target: GPU to predict.
         c: fitted coefficients.
     """
-    if source.board == target.board:  # what if one of its figures were another
+    if source.board == target.board:  # the same GPU with overridden figures
         return deviation
     forward = attention_share(source, target, c)
     if same_die(source, target):
@@ -169,13 +276,13 @@ def carried(
         ordinary = np.clip(deviation, -_ORDINARY, _ORDINARY)
         product = deviation - (1 - c.product_carried) * ordinary
         eight_bit = deviation - (1 - c.eight_bit_carried) * ordinary
-    return np.choose(sort, [product, eight_bit, forward * deviation, deviation])
+    return np.choose(kind, [product, eight_bit, forward * deviation, deviation])
 
 
 def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
-    """Return the part of forward attention's deviation that the target shares."""
-    alike = source.board == target.board or same_die(source, target)
-    return 1.0 if alike else c.attention_carried
+    """Return the share of forward attention's deviation that carries over to the target."""
+    same = source.board == target.board or same_die(source, target)
+    return 1.0 if same else c.attention_carried
 
 
 def predict_alone(
@@ -184,12 +291,12 @@ def predict_alone(
     """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""
     c = coefficients or shipped()
     moved, rules = from_datasheet(kernels, target)
-    made, attention = by_tiles(kernels, target, c)
+    made, attention = tile_times(kernels, target, c)
     usable = np.isfinite(made)
     trust = trust_in(target, c)
     moved[usable] = made[usable] ** trust * moved[usable] ** (1 - trust)
-    rules[usable] = _rules(attention[usable], _held_by_rows(kernels, target, made)[usable], trust)
-    composed = by_parts(kernels, target, c)
+    rules[usable] = _rules(attention[usable], _is_misaligned(kernels, target, made)[usable], trust)
+    composed = part_times(kernels, target, c)
     usable = np.isfinite(composed)
     trust = trust_in_parts(target, c)
     moved[usable] = composed[usable] ** trust * moved[usable] ** (1 - trust)
@@ -204,20 +311,19 @@ def _rules(attention: Mask, rows_off: Mask, trust: float) -> U8:
     return np.where(attention, Rule.ATTENTION_TILES, product).astype(np.uint8)
 
 
-def _held_by_rows(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
-    """Return whether where its rows begin is what makes a product's time."""
-    least = misaligned.least_ns(gpu, kernels.gemm)[kernels.call]
+def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
+    """Return whether misaligned rows determine a GEMM's time, bool[n]."""
+    least = gemm_tiles.least_ns(gpu, kernels.gemm)[kernels.call]
     return (least > 0) & (least >= made)
 
 
-def by_tiles(
+def tile_times(
     kernels: KernelFeatures, gpu: Gpu, c: Coefficients, measured: Calibration | None = None
 ) -> tuple[F64, Mask]:
-    """Return (time of each node's whole operator in ns, whether it is attention).
+    """Return (time of each node's whole operator in ns by its tiles, whether it is attention).
 
-    nan where the model has nothing to say: no shape, or no matrix units for the data type. Each
-    distinct call is worked out once. Products in 16 bits go by the GPU as `measured` ones have it,
-    or as its own.
+    nan without a shape or without matrix units for the dtype. Each distinct call is computed once.
+    GEMMs in 16 bits use the calibration `measured`, by default that of the GPU's description.
     """
     made = np.full(len(kernels.call), np.nan)
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
@@ -238,7 +344,7 @@ def by_tiles(
     shapes = kernels.attention[call[soft]]
     times[soft] = attention_ns(gpu, fused, shapes, c.attention, described)
     times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
-    times[hard] = np.maximum(times[hard], misaligned.least_ns(gpu, kernels.gemm)[call[hard]])
+    times[hard] = np.maximum(times[hard], gemm_tiles.least_ns(gpu, kernels.gemm)[call[hard]])
     made[where] = times[inverse]
     return made, attention
 
@@ -252,7 +358,7 @@ def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
     return where, *combine([kernels.call[where], kernels.dtype[where]])
 
 
-def by_parts(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
+def part_times(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
     """Return the time of each operator that is made of several GEMMs, in ns.
 
     nan for other operators, and if the tiles do not apply. GEMMs run one after another, each with

@@ -16,19 +16,17 @@ def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]
     The measured time is split, and each part scales with the resource that it uses.
 
     1. The launch floor of the kernel's class becomes the target's (a shorter kernel scales as a
-    whole). 2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained
-    rate, becomes the target's.
-       u is the share of the time above the floor that it explains.
+       whole).
+    2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained rate,
+       becomes the target's. u is the share of the time above the floor that it explains.
     3. The rest is inefficiency. Compute-bound: tiles, waves and pipelines run below the
-    power-capped ceiling, so the
-       rest scales with the uncapped peak. Memory-bound: the rest is latency and issue slots, which
-       scale with SMs x clock (see `issue_rate`) and partly overlap memory time: time to the power
-       `BESIDE` is the sum of both to that power. For a GEMM, and to or from a core of another
-       vendor, whose instructions differ, the rest scales between bandwidth and SMs x clock; the
-       exponents are u and 1 - u.
+       power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
+       latency and issue slots, which scale with SMs x clock (see `issue_rate`) and partly overlap
+       memory time: time to the power `BESIDE` is the sum of both to that power. For a GEMM, and to
+       or from a core of another vendor, whose instructions differ, the rest scales between
+       bandwidth and SMs x clock; the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache. The share of memory
-    time is then the
-       inverse of u, and the exponents of 3 apply to all of it.
+       time is then the inverse of u, and the exponents of 3 apply to all of it.
 
     Copies and fills by copy engines scale with bandwidth above the floor. GEMMs in a dtype without
     units use the rate of a wider one (counted; see `kernels`). No kernel is faster than the

@@ -55,7 +55,7 @@ _EACH_S = 0.004
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Clock of the SMs in MHz and temperature in degrees Celsius; None if no source reports them."""
+    """Clock of the SMs in MHz and temperature in degrees Celsius; None if not reported."""
 
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None

@@ -92,9 +92,7 @@ class DeviceRemap:
         self._there, self._ranks = there, ranks
 
     def __call__(self, asked: Any) -> Any:
-        """Map a device in any form that torch takes to the present one; return other values
-        unchanged.
-        """
+        """Map a device in any form that torch takes to the present GPU; keep other values."""
         if isinstance(asked, torch.device):
             other = self._elsewhere(asked.index) and asked.type == "cuda"
             return torch.device("cuda", 0) if other else asked

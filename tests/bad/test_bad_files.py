@@ -86,8 +86,7 @@ EVENTS: dict[str, tuple[Change, str]] = {
     ),
     "operators that overlap": (
         lambda events: events[4].update(ts=20.0),
-        "1 of 2 operators outlast the one they begin in, by 10000 ns at most ('aten::add' in "
-        "'aten::mm')",
+        "1 of 2 operators outlast their caller, by 10000 ns at most ('aten::add' in 'aten::mm')",
     ),
     "no time of day": (lambda events: events[3].update(ts=1e300), "event 'gemm' starts at 1e+300"),
     "correlation above 2^63": (
@@ -154,8 +153,11 @@ def test_an_execution_trace_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda events: events[6].update(ts=25.0), "1 of 2 GPU operations begin before the one"),
-        (lambda events: events[6].update(ts=25.0), "most frequent: 'add' within 'gemm' (1))"),
+        (
+            lambda events: events[6].update(ts=25.0),
+            "1 of 2 GPU operations begin before the previous",
+        ),
+        (lambda events: events[6].update(ts=25.0), "of 1 pairs: 'add' within 'gemm' (1))"),
         (lambda events: events[3].update(ts=1.0), "start before they are launched, by 11000 ns"),
         (lambda events: events[3].update(ts=-50.0), "start before they are launched, by 62000 ns"),
     ],

@@ -230,4 +230,4 @@ def test_convert_a_kineto_trace_alone(tmp_path):
     result = invoke(onerank, "convert", "--kineto", kineto, "-o", tmp_path / "t.et")
     assert f"{tmp_path / 't.et'}: 850 nodes" in result.stdout
     text = " ".join(result.stdout.split())
-    assert "the graph holds GPU operations alone" in text
+    assert "the graph holds only GPU operations" in text

@@ -51,7 +51,7 @@ _ALIGNED = 16  # elements from one row of a mask to the next, as torch pads mask
 
 
 @dataclass(frozen=True)
-class Structure:
+class MaskInputs:
     """What a call's sequences are, as the masks of its layers need it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Structure:
     packing: Packing | None = None
 
 
-CURRENT: contextvars.ContextVar[Structure | None] = contextvars.ContextVar(
+CURRENT: contextvars.ContextVar[MaskInputs | None] = contextvars.ContextVar(
     "onerank_context_structure", default=None
 )
 
@@ -164,7 +164,7 @@ class Batch:
         return self.rows.new_ones((self.sequences, self.length))
 
 
-def own_part(
+def shard_batch(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
 ) -> Batch:
     """Cut a call's arguments to this rank's part of the sequence.
@@ -330,7 +330,7 @@ def apply_context_parallel(
     *,
     comm: ContextComm,
     has_loss: bool,
-    alone: bool,
+    peers_absent: bool,
 ) -> None:
     """Let a model run on this rank's part of each sequence it is given.
 
@@ -339,7 +339,7 @@ def apply_context_parallel(
         group: the context-parallel group.
         comm: how keys and values travel.
         has_loss: whether the model's loss is one; not so for pipeline stages before the last.
-        alone: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks are not there to add their parts.
 
     Raises:
         SliceError: the model is not known to compute the same on parts of a sequence.
@@ -356,7 +356,7 @@ def apply_context_parallel(
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal running, packed
         running = True
-        batch = own_part(module, args, kwargs, context)
+        batch = shard_batch(module, args, kwargs, context)
         packed = batch.packing is not None
         masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
         if chunked and batch.documents is not None:
@@ -369,13 +369,13 @@ def apply_context_parallel(
         _configure(module, wanted)
         if masked:
             found = batch.seen, batch.documents, layer.eager, batch.packing
-            CURRENT.set(Structure(batch.rows, batch.length, *found))
+            CURRENT.set(MaskInputs(batch.rows, batch.length, *found))
             # one that hides nothing, so that models do not look for packed sequences themselves
             batch.given["attention_mask"] = batch.unmasked() if batch.seen is None else batch.seen
         if adds_balancing_loss(module, batch.given):
             share_balancing_loss(module)
             own = None if batch.counted is None else context.own(batch.counted)
-            BALANCE.set(Balance((group,), alone, own))
+            BALANCE.set(Balance((group,), peers_absent, own))
         return (), batch.given
 
     def gather(logits: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ def apply_context_parallel(
         if losses:
             parts = [output[key] for key in losses]
             summed: Any = _SumOfParts.apply(
-                parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
+                parts[0] if len(parts) == 1 else torch.stack(parts), group, peers_absent
             )
             for place, key in enumerate(losses):  # views of a split may not be changed in place
                 output[key] = summed if len(losses) == 1 else summed[place]
@@ -437,9 +437,9 @@ class _SumOfParts(torch.autograd.Function):
     """All-reduce of a loss's parts; the gradient times the size, for the mean over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, alone: bool) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, peers_absent: bool) -> Tensor:
         ctx.size = group.size()
-        total = loss * (ctx.size if alone else 1)  # absent ranks are taken to lose as much
+        total = loss * (ctx.size if peers_absent else 1)  # absent ranks are taken to lose as much
         dist.all_reduce(total, group=group)
         return total
 

@@ -47,7 +47,7 @@ class AttentionOutput:
     random: tuple[Tensor, ...] = ()
 
 
-def attend_plainly(
+def attend_eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,7 +172,7 @@ def attend(
         mask = _lower_right(query, key, how.window) if causal and mask is None else mask
         upper_left = causal and mask is None
         if _is_plain(query, value, how):
-            return attend_plainly(query, key, value, how=how, causal=upper_left, mask=mask)
+            return attend_eager(query, key, value, how=how, causal=upper_left, mask=mask)
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
         )

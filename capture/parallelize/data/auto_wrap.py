@@ -33,10 +33,10 @@ from torch.optim.optimizer import (
 
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
-from onerank.capture.parallelize.data.fsdp import FullyShardedModel, once_backward
-from onerank.capture.parallelize.data.grad_accumulation import Rounds
+from onerank.capture.parallelize.data.fsdp import FullyShardedModel, refuse_double_backward
+from onerank.capture.parallelize.data.grad_accumulation import AccumulationRounds
 from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
-from onerank.capture.parallelize.data.optimizers import followed_by, scaled_steps
+from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
 from onerank.capture.patches import live, rebound
@@ -117,10 +117,12 @@ def refuse_model(module: nn.Module) -> None:
             )
 
 
-Form = Literal["ddp", "zero1", "zero2", "fsdp"]
+DataParallelStrategy = Literal["ddp", "zero1", "zero2", "fsdp"]
 
 
-def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | None:
+def strategy_of(
+    world: World, *, ddp: bool, fsdp: bool, zero: int | None
+) -> DataParallelStrategy | None:
     """Return the form that the options ask for, None where they leave it open.
 
     Raises:
@@ -178,7 +180,7 @@ class _Trained:
     def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
         self.form = form
         self.parameters = parameters
-        self.rounds = Rounds()
+        self.rounds = AccumulationRounds()
         self.communicates = True  # whether the backward of the newest forward does
 
 
@@ -194,7 +196,9 @@ class DataParallelism:
         shards: the optimizers that step on shards; None for forms that leave optimizers whole.
     """
 
-    def __init__(self, form: Form, groups: Groups, *, deferred: bool = False) -> None:
+    def __init__(
+        self, form: DataParallelStrategy, groups: Groups, *, deferred: bool = False
+    ) -> None:
         assert form == "fsdp" or not deferred
         self._form = form
         self._deferred = DeferredModels(self._train_early) if deferred else None
@@ -227,7 +231,7 @@ class DataParallelism:
                 undo.enter_context(self.shards.installed())
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
-                undo.enter_context(once_backward())
+                undo.enter_context(refuse_double_backward())
                 undo.enter_context(saving_own_shards())
             if self._deferred is not None:
                 undo.enter_context(self._deferred.installed())
@@ -344,7 +348,7 @@ class DataParallelism:
             with self._noted():
                 self._end_step(optimizer)
 
-        given, named, has_closure = followed_by(share, args, kwargs)
+        given, named, has_closure = with_closure_hook(share, args, kwargs)
         with self._noted():
             if not has_closure:
                 self._end_step(optimizer)

@@ -48,6 +48,6 @@ class Groups:
         return self._made[axis]
 
 
-def sort_of(parameter: Tensor) -> str:
+def group_kind_of(parameter: Tensor) -> str:
     """Return DENSE, or EXPERT for a parameter whose `_onerank_axis` says so."""
     return getattr(parameter, "_onerank_axis", DENSE)

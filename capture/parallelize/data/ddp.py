@@ -9,7 +9,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, typed
 from torch.nn.parallel import DistributedDataParallel
 
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
 from onerank.ir.errors import SliceError
 
 _ddp: Any = DistributedDataParallel  # some of what is used has no public name
@@ -31,7 +31,7 @@ class ReplicatedModel:
         names: dict[str, set[str]] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                names.setdefault(sort_of(parameter), set()).add(name)
+                names.setdefault(group_kind_of(parameter), set()).add(name)
         everything = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._module = module
         self._reducers: list[Any] = []
@@ -65,7 +65,7 @@ class ReplicatedModel:
     def add_to_averages(self) -> None:
         """Scale experts' averages so that another division by all ranks leaves them as they are."""
         for parameter in self._module.parameters():
-            sort = sort_of(parameter)
+            sort = group_kind_of(parameter)
             if sort != DENSE and parameter.grad is not None:
                 parameter.grad.mul_(self._groups.size / self._groups.of(sort).size())
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
-from onerank.capture.parallelize.data.optimizers import made, taken
+from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.fsdp_hook_order import put_ahead
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
@@ -75,7 +75,7 @@ class FullyShardedModel:
                 group["params"] = list(current(whole))
                 for old, new in zip(whole, group["params"], strict=True):
                     if old in optimizer.state and new is not old:
-                        optimizer.state[new] = made(taken(optimizer, old), new)
+                        optimizer.state[new] = expand_state(pop_uniform_state(optimizer, old), new)
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
         """Let FSDP know whether this backward communicates."""
@@ -117,7 +117,7 @@ class FullyShardedModel:
 
 
 @contextlib.contextmanager
-def once_backward() -> Generator[None]:
+def refuse_double_backward() -> Generator[None]:
     """Refuse gradients that are to be differentiated again: FSDP has freed the weights by then."""
     grad, backward = torch.autograd.grad, torch.autograd.backward
 
@@ -203,7 +203,7 @@ def _marked(root: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     pending = [root]
     for module in pending:  # grows
-        marks = {sort_of(p) for p in module.parameters()}
+        marks = {group_kind_of(p) for p in module.parameters()}
         if marks == {EXPERT}:
             found.append(module)
         elif EXPERT in marks:

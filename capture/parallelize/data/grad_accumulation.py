@@ -26,14 +26,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onerank.capture.parallelize.data.optimizers import followed_by, scaled_steps
-from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, sum_put_off
+from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
+from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.patches import patched
 from onerank.capture.script.step_hooks import after_backward, in_backward
 from onerank.ir.errors import CaptureError
 
 
-class Rounds:
+class AccumulationRounds:
     """The micro-batches of a model since its last step, and in the steps before."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Model:
         self.steps_within = False
         self.never_clears = False
         self._partials = partial_gradients(model)
-        self._rounds = Rounds()
+        self._rounds = AccumulationRounds()
         self._last = self._known = self._adds = False
 
     def begin_forward(self) -> None:
@@ -155,7 +155,7 @@ class _Model:
 
     def _sum(self) -> None:
         if any(partial.pending for _, partial in self._partials):
-            sum_put_off(self._partials)
+            reduce_deferred(self._partials)
             self.put_off(False)  # another backward of the same forward
 
 
@@ -225,7 +225,7 @@ class DeferredGradSync:
         if in_backward():
             for one in self._models.values():
                 one.steps_within = True
-        given, named, closure = followed_by(lambda: self._end_step(optimizer), args, kwargs)
+        given, named, closure = with_closure_hook(lambda: self._end_step(optimizer), args, kwargs)
         if not closure:
             self._end_step(optimizer)
         return given, named

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.data.data_groups import DENSE, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, group_kind_of
 from onerank.capture.parallelize.data.fsdp import by_mesh, current
 from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
@@ -116,7 +116,7 @@ class Clipping:
         device = parts[0][1].device if parts else torch.device("cpu")
         total = torch.zeros((), device=device)
         for expert in (False, True):
-            some = [grad for p, grad in own if (sort_of(p) != DENSE) == expert]
+            some = [grad for p, grad in own if (group_kind_of(p) != DENSE) == expert]
             power = _power(some, kind, foreach)
             if expert and self._world.ep > 1 and self._shards is None and _any_expert(parts):
                 power = self._summed(
@@ -154,7 +154,7 @@ class Clipping:
 
 
 def _any_expert(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return any(sort_of(parameter) != DENSE for parameter, _ in parts)
+    return any(group_kind_of(parameter) != DENSE for parameter, _ in parts)
 
 
 def _power(gradients: list[Tensor], kind: float, foreach: bool | None) -> Tensor | None:

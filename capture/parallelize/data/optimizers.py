@@ -76,7 +76,7 @@ def scaled_steps(
         yield
 
 
-def followed_by(
+def with_closure_hook(
     then: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Return a step's arguments with `then` behind each closure; and whether there is one.
@@ -140,8 +140,8 @@ class _Fill:
     dtype: torch.dtype
 
 
-def taken(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
-    """Take the state of whole parameters, alike, from their optimizer, as `made` wants it.
+def pop_uniform_state(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
+    """Take the state of whole parameters, alike, from their optimizer, as `expand_state` wants it.
 
     Raises:
         SliceError: it has tensors of several values.
@@ -155,7 +155,7 @@ def taken(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
     return states[0]
 
 
-def made(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+def expand_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return the state for a slice of the parameter that it was taken from."""
     return {
         name: torch.full_like(parameter, value.value, dtype=value.dtype, requires_grad=False)
@@ -181,9 +181,9 @@ def cutting_states(models: Mapping[nn.Module, Any]) -> Generator[None]:
         for parameter in [p for p in optimizer.state if id(p) in sliced or not p.numel()]:
             if _fits(optimizer.state[parameter], parameter):
                 continue
-            state = taken(optimizer, parameter)
+            state = pop_uniform_state(optimizer, parameter)
             if parameter.numel():
-                optimizer.state[parameter] = made(state, parameter)
+                optimizer.state[parameter] = expand_state(state, parameter)
 
     handle = register_optimizer_step_pre_hook(before_step)
     try:

@@ -28,8 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states  # pyright: ignore
 from torch.optim import Optimizer
 
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
-from onerank.capture.parallelize.data.optimizers import after_checks, elementwise, made, taken
+from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
+from onerank.capture.parallelize.data.optimizers import (
+    after_checks,
+    elementwise,
+    expand_state,
+    pop_uniform_state,
+)
 from onerank.capture.parallelize.pipeline.stage import TIED
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
@@ -201,7 +206,7 @@ def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
     """
     sorts: dict[Any, list[list[Tensor]]] = {}
     for parameter in reversed(parameters):
-        sort = parameter.dtype, parameter.device, sort_of(parameter), hasattr(parameter, TIED)
+        sort = parameter.dtype, parameter.device, group_kind_of(parameter), hasattr(parameter, TIED)
         parts = sorts.setdefault(sort, [[]])
         filled = sum(p.numel() for p in parts[-1])
         if parts[-1] and filled + parameter.numel() > BUCKET_ELEMENTS:
@@ -232,7 +237,7 @@ class ShardedOptimizers:
 
     def equalise(self, module: nn.Module) -> None:
         """Give every rank the first one's parameters and buffers, as DDP and DeepSpeed do."""
-        experts = {name for name, p in module.named_parameters() if sort_of(p) != DENSE}
+        experts = {name for name, p in module.named_parameters() if group_kind_of(p) != DENSE}
         group = self._groups.of(DENSE)
         _sync_module_states(module, group, 250 * 2**20, 0, experts)
 
@@ -258,7 +263,9 @@ class ShardedOptimizers:
             parts = buckets_of(trained)
             mine = [self._bucket(part) for part in parts]
             for part, bucket in zip(parts, mine, strict=True):
-                optimizer.state[bucket.shard] = made(taken(optimizer, *part), bucket.shard)
+                optimizer.state[bucket.shard] = expand_state(
+                    pop_uniform_state(optimizer, *part), bucket.shard
+                )
             self._owners.update((parameter, optimizer) for parameter in trained)
             self._owners.update((bucket.shard, optimizer) for bucket in mine)
             group["params"] = [bucket.shard for bucket in mine]
@@ -269,7 +276,7 @@ class ShardedOptimizers:
                 bucket.watch(self._arrived, self._undo)
 
     def _bucket(self, parameters: list[Tensor]) -> Bucket:
-        group = self._groups.of(sort_of(parameters[0]))
+        group = self._groups.of(group_kind_of(parameters[0]))
         return Bucket(parameters, group, self._groups.size)
 
     def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:

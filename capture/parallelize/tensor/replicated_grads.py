@@ -24,7 +24,7 @@ class PartialGradients:
     """Those of a module's own parameters of which each rank of a group computes a part.
 
     Attributes:
-        put_off: whether gradients are left as they come, for `sum_put_off`.
+        put_off: whether gradients are left as they come, for `reduce_deferred`.
         pending: whether some were left since then.
     """
 
@@ -96,7 +96,7 @@ def partial_gradients(model: nn.Module) -> list[tuple[nn.Module, PartialGradient
     ]
 
 
-def sum_put_off(partials: Iterable[tuple[nn.Module, PartialGradients]]) -> None:
+def reduce_deferred(partials: Iterable[tuple[nn.Module, PartialGradients]]) -> None:
     """All-reduce the gradients that were put off: one call for all of a group and a type.
 
     Shards of them (FSDP's) are summed as they are: other ranks have the same rows.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.converters.sources.kineto.collectives.gloo import Runs, gloo_runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls, find_gloo_calls
 from onerank.converters.sources.kineto.link.et_join import join
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
@@ -16,7 +16,7 @@ from onerank.converters.sources.kineto.link.module_phase import (
     attribute_grad_reductions,
     with_attention,
 )
-from onerank.converters.sources.kineto.lowering.build_graph import assemble
+from onerank.converters.sources.kineto.lowering.build_graph import LinkedTrace, assemble
 from onerank.converters.sources.kineto.lowering.diagnostics import (
     Conversion,
     of_unread,
@@ -211,16 +211,19 @@ def _lower(
     if sources.alone is not None:
         other = load_kineto(sources.alone, trace.strings)
         gpu, unpaired = with_uncontended_times(timeline, gpu, other)
-    graph, report = assemble(
+    linked = LinkedTrace(
         timeline=timeline,
         gpu=gpu,
-        gloo=Runs() if on_gpu else gloo_runs(timeline, et, groups_of(trace.distributed)),
+        gloo=GlooCalls() if on_gpu else find_gloo_calls(timeline, et, groups_of(trace.distributed)),
         waits=synchronizations(trace),
         queue=launch_queue(trace),
         memory=used,
-        job=job,
         timing=trace.path.name,
         et=et,
+    )
+    graph, report = assemble(
+        linked,
+        job,
         with_operators=sources.et is not None or sources.operators or not on_gpu,
     )
     if not len(graph):

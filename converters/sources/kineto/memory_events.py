@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.read.allocator_history import (
@@ -14,10 +13,7 @@ from onerank.converters.sources.kineto.read.allocator_history import (
 )
 from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
+from onerank.ir.arrays import I64, Mask
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
 

@@ -20,15 +20,9 @@ import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, named
 from onerank.converters.sources.kineto.link.kernel_launches import KERNEL_CATEGORY, GpuOps
-from onerank.converters.sources.kineto.read.schema import (
-    I64,
-    MOST_RANKS,
-    NO_CALL,
-    Args,
-    ExecutionTrace,
-    Mask,
-)
+from onerank.converters.sources.kineto.read.schema import MOST_RANKS, NO_CALL, Args, ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
 
@@ -206,7 +200,7 @@ def inputs_of(timeline: HostTimeline, op: int, et: ExecutionTrace) -> list[objec
         return None
 
 
-def root_asked(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+def find_root(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     """Return the root's index in its group, from the operator that issued the call.
 
     NCCL's arguments contain no root; c10d operators have it as their first integer input.

@@ -16,13 +16,14 @@ from onerank.converters.sources.kineto.collectives.communication import (
     NCCL_NAMES,
     POINT_TO_POINT,
     Communication,
+    find_root,
     inputs_of,
-    root_asked,
     with_root,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
-from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace, Mask
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.nodes import ROOT_COLUMNS
 
 _OPERATOR = "c10d::"
@@ -30,7 +31,7 @@ _NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GlooCall:
     """A call that Gloo ran.
 
     Attributes:
@@ -45,7 +46,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Runs:
+class GlooCalls:
     """What Gloo carried out.
 
     Attributes:
@@ -54,7 +55,7 @@ class Runs:
         of_groups: how many groups the trace has; of several, each call's is not known.
     """
 
-    found: list[Run] = field(default_factory=list[Run])
+    found: list[GlooCall] = field(default_factory=list[GlooCall])
     unknown: Counter[str] = field(default_factory=Counter[str])
     of_groups: int = 0
 
@@ -96,7 +97,9 @@ class Runs:
         return notes
 
 
-def gloo_runs(timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessGroup, ...]) -> Runs:
+def find_gloo_calls(
+    timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessGroup, ...]
+) -> GlooCalls:
     """Return the calls that Gloo ran.
 
     Args:
@@ -104,7 +107,7 @@ def gloo_runs(timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessG
         et: the execution trace; without it bytes and peers are not known.
         groups: groups of the trace; if there are several, the group of a call is not known.
     """
-    runs = Runs(of_groups=len(groups))
+    runs = GlooCalls(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
     if not len(records):
         return runs
@@ -121,7 +124,7 @@ def gloo_runs(timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessG
             continue
         before = int(np.searchsorted(rows.rf_id[asked], rows.rf_id[op])) - 1
         caller = int(asked[before]) if before >= 0 and rows.rf_id[op] else NONE
-        runs.found.append(Run(op, caller, _communication(timeline, et, op, caller, group)))
+        runs.found.append(GlooCall(op, caller, _communication(timeline, et, op, caller, group)))
     return runs
 
 
@@ -150,7 +153,7 @@ def _communication(
     )
     if call.collective not in ROOT_COLUMNS:
         return call
-    return with_root(call, root_asked(timeline, caller, et))
+    return with_root(call, find_root(timeline, caller, et))
 
 
 def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:
@@ -188,7 +191,7 @@ def _peer(values: list[object] | None) -> tuple[int, int]:
             return UNKNOWN, UNKNOWN
 
 
-def end_of_run(run: Run, timeline: HostTimeline, by_start: I64) -> int:
+def first_operator_after(run: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
     """Return the first operator that waits for a call, NONE for no such.
 
     Args:

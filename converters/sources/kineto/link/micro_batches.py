@@ -16,15 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onerank.converters.sources.kineto.link.host_timeline import (
-    I64,
-    MODEL_SCOPE,
-    NONE,
-    HostTimeline,
-    Mask,
-)
+from onerank.converters.sources.kineto.link.host_timeline import MODEL_SCOPE, NONE, HostTimeline
 from onerank.converters.sources.kineto.read.schema import pick
 from onerank.ir import Phase
+from onerank.ir.arrays import I64, Mask
 
 
 def evaluations(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mask:

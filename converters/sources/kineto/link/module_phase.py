@@ -18,16 +18,11 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.link.host_timeline import (
-    I64,
-    MODULE_SCOPE,
-    NONE,
-    HostTimeline,
-    Mask,
-)
+from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, NONE, HostTimeline
 from onerank.converters.sources.kineto.link.micro_batches import micro_batches, named_by_backward
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, pick
 from onerank.ir import Job, Phase
+from onerank.ir.arrays import I64, Mask
 
 _ATTENTION = ("scaled_dot_product", "flash_attn", "flash_attention", "flex_attention")
 

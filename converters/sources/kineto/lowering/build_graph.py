@@ -5,29 +5,29 @@ and edges form a cycle, the edges that point back in time are dropped and counte
 """
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from onerank.converters.sources.kineto.collectives.communication import find_calls
-from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.lowering import diagnostics as notes
 from onerank.converters.sources.kineto.lowering.dependency_edges import DependencyEdges
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.lowering.node_columns import (
-    call_columns,
+    gloo_columns,
     gpu_columns,
-    in_order,
+    join_by_start,
     operator_columns,
-    run_columns,
+    recorded_columns,
 )
 from onerank.converters.sources.kineto.lowering.recorded_collectives import (
-    PlacedCalls,
+    CallPlacement,
     recorded_calls,
 )
-from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, choose_nodes
+from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, select_nodes
 from onerank.converters.sources.kineto.lowering.sync_edges import SyncEdges
 from onerank.converters.sources.kineto.lowering.unexplained_gaps import UnexplainedGaps
 from onerank.converters.sources.kineto.memory_events import Memory
@@ -38,114 +38,123 @@ from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups
 from onerank.ir import Graph, Job, Nodes, Phase
 
 
-def assemble(
-    *,
-    timeline: HostTimeline,
-    gpu: GpuOps,
-    gloo: Runs,
-    waits: Synchronizations,
-    queue: LaunchQueue,
-    memory: Memory,
-    job: Job,
-    timing: str,
-    et: ExecutionTrace,
-    with_operators: bool = True,
-) -> tuple[Graph, Conversion]:
-    """Build the graph; the report counts what was linked and what was dropped.
+@dataclass(frozen=True, slots=True)
+class LinkedTrace:
+    """The linked events of one window: everything that a graph is built from.
 
-    Args:
+    Attributes:
         timeline: the host events.
         gpu: the GPU operations.
         gloo: the calls that Gloo ran.
         waits: synchronisations.
         queue: launches that waited for queue room.
         memory: bytes allocated and freed per host event.
-        job: the job so far.
-        timing: name of the file with the times.
         et: the execution trace.
+        timing: name of the file with the times.
+    """
+
+    timeline: HostTimeline
+    gpu: GpuOps
+    gloo: GlooCalls
+    waits: Synchronizations
+    queue: LaunchQueue
+    memory: Memory
+    et: ExecutionTrace
+    timing: str
+
+
+def assemble(
+    trace: LinkedTrace, job: Job, *, with_operators: bool = True
+) -> tuple[Graph, Conversion]:
+    """Build the graph; the report counts what was linked and what was dropped.
+
+    Args:
+        trace: the linked events.
+        job: the job so far; process groups, step time and memory blocks are added.
         with_operators: whether operators are nodes; otherwise only GPU operations.
     """
-    whole, found = gpu, find_calls(timeline, gpu)
-    gpu = found.gpu
-    marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
-    chosen = choose_nodes(timeline, gpu, gloo, with_operators=with_operators)
-    kept, own = chosen.host, chosen.gpu
-    work = DependencyEdges(timeline, gpu, kept, own)
-    streams, threads = work.streams(), work.threads()
-    placing = PlacedCalls(work, streams, threads)
-    if len(own):
-        work.launches()
-        unplaced = placing.on_streams(marked)
+    timeline, et, gloo, memory = trace.timeline, trace.et, trace.gloo, trace.memory
+    kernel_calls = find_calls(timeline, trace.gpu)
+    gpu = kernel_calls.gpu
+    recorded = recorded_calls(timeline, gpu, et) if len(et.id) else []
+    selected = select_nodes(timeline, gpu, gloo, with_operators=with_operators)
+    kept, gpu_rows = selected.host, selected.gpu
+    builder = DependencyEdges(timeline, gpu, kept, gpu_rows)
+    streams, threads = builder.streams(), builder.threads()
+    placement = CallPlacement(builder, streams, threads)
+    # Calls must be in their sequences before `add_order` chains the members of each sequence.
+    if len(gpu_rows):
+        builder.add_launches()
+        unplaced = placement.on_streams(recorded)
     else:
-        unplaced = placing.on_threads(marked, gloo.found)
-    work.order(streams, threads)
-    waiting = SyncEdges(work, streams, threads)
-    syncs, idle = waiting.synchronise(waits, queue.waits)
-    own_time_ns, late = work.own_time(waiting.blocked), UnexplainedGaps()
-    if not marked and len(own) == len(gpu):  # beside stand-ins nothing is late
-        work.launch_order(own_time_ns, threads)
-        late = waiting.late()
+        unplaced = placement.on_threads(recorded, gloo.found)
+    builder.add_order(streams, threads)
+    sync_edges = SyncEdges(builder, streams, threads)
+    syncs, without_edge = sync_edges.add_waits(trace.waits, trace.queue.waits)
+    self_times_ns, gaps = builder.self_times(sync_edges.blocked), UnexplainedGaps()
+    # Kernels that emulate collectives delay others by times that mean nothing: no gaps then.
+    if not recorded and len(gpu_rows) == len(gpu):
+        builder.add_launch_order(self_times_ns, threads)
+        gaps = sync_edges.explain_gaps()
 
-    threads_named = timeline.thread_numbers()
-    host = operator_columns(timeline, kept, et, threads_named)
-    host |= {"duration_ns": own_time_ns, "blocked_ns": waiting.blocked_ns}
-    lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
-    kernels, measured = gpu_columns(timeline, gpu, own, found.call, et, file=timing)
-    kernels["blocked_ns"] = waiting.gpu_waits(late if with_operators else UnexplainedGaps())
-    ops = np.array([call.op for call in marked], dtype=np.int64)
-    given = [call.communication for call in marked]
-    gloo_calls = [run.communication for run in gloo.found]
-    recorded = call_columns(timeline, ops, given, et)
-    recorded |= placing.columns(threads_named, to=len(marked))
-    ran = run_columns(timeline, gloo.found, et)
-    ran |= placing.columns(threads_named, begin=len(marked))
-    columns, order = in_order([host, kernels, recorded, ran], work.start_ns)
+    thread_numbers = timeline.thread_numbers()
+    host = operator_columns(timeline, kept, et, thread_numbers)
+    host |= {"duration_ns": self_times_ns, "blocked_ns": sync_edges.blocked_ns}
+    lost_bytes = builder.add_memory(memory, host, cpu_only=not len(gpu_rows)) if len(kept) else 0
+    kernels, measured = gpu_columns(
+        timeline, gpu, gpu_rows, kernel_calls.call, et, file=trace.timing
+    )
+    kernels["blocked_ns"] = sync_edges.gpu_waits(gaps if with_operators else UnexplainedGaps())
+    marks = np.array([call.op for call in recorded], dtype=np.int64)
+    requests = [call.communication for call in recorded]
+    gloo_calls = [call.communication for call in gloo.found]
+    recorded_part = recorded_columns(timeline, marks, requests, et)
+    recorded_part |= placement.columns(thread_numbers, to=len(recorded))
+    gloo_part = gloo_columns(timeline, gloo.found, et)
+    gloo_part |= placement.columns(thread_numbers, begin=len(recorded))
+    columns, order = join_by_start([host, kernels, recorded_part, gloo_part], builder.start_ns)
     place = np.argsort(order)
-    edges, contradictions, example = work.edges.build(place)
-    job = with_groups(with_step_time(job, work.span_ns), [*given, *gloo_calls, *measured])
-    job = with_blocks(job, memory, work.memory_node, place)
+    edges, contradictions, example = builder.edges.build(place)
+    job = with_groups(with_step_time(job, builder.span_ns), [*requests, *gloo_calls, *measured])
+    job = with_blocks(job, memory, builder.memory_node, place)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
-    report = _counts(
-        timeline,
-        whole,
-        chosen,
-        memory,
-        communication=len(given) + len(gloo_calls) + len(measured),
+    report = _count(
+        trace,
+        selected,
+        communication=len(requests) + len(gloo_calls) + len(measured),
         syncs=syncs,
-        syncs_left_out=waits.unused + idle,
-        timing=timing,
+        syncs_left_out=trace.waits.unused + without_edge,
     )
+    gpu_nodes = gpu.rows.take(gpu_rows)
     report.notes.extend(
         [
-            *notes.of_communication(found, measured, unplaced),
-            *notes.of_no_execution_trace(timeline, marked, with_operators=with_operators),
+            *notes.of_communication(kernel_calls, measured, unplaced),
+            *notes.of_no_execution_trace(timeline, recorded, with_operators=with_operators),
             *gloo.notes(),
-            *notes.of_own_calls(timeline, kept),
-            *late.notes(gpu.rows.take(own), timeline.strings, len(kept), replayed=with_operators),
+            *notes.of_unattributed_calls(timeline, kept),
+            *gaps.notes(gpu_nodes, timeline.strings, len(kept), replayed=with_operators),
         ]
     )
-    if lost:
-        report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
-    queue = replace(queue, waits=tuple(waiting.queued))
-    report.notes.extend([*notes.of_waits(waits), *(queue.notes() if with_operators else [])])
+    if lost_bytes:
+        report.notes.append(f"{lost_bytes} bytes allocated or freed on threads without operators")
+    queue = replace(trace.queue, waits=tuple(sync_edges.queued))
+    report.notes.extend([*notes.of_waits(trace.waits), *(queue.notes() if with_operators else [])])
     report.notes.extend(notes.of_contradictions(graph, contradictions, example))
     return graph, report
 
 
-def _counts(
-    timeline: HostTimeline,
-    gpu: GpuOps,
-    chosen: SelectedNodes,
-    memory: Memory,
+def _count(
+    trace: LinkedTrace,
+    selected: SelectedNodes,
     *,
     communication: int,
     syncs: int,
     syncs_left_out: Counter[str],
-    timing: str,
 ) -> Conversion:
-    """Return how much of what the traces hold was linked and kept."""
-    kept, is_operator = chosen.host, timeline.rows.is_operator
+    """Count how many of the traces' events were linked and kept."""
+    timeline, gpu, memory = trace.timeline, trace.gpu, trace.memory
+    kept, is_operator = selected.host, timeline.rows.is_operator
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
     emulation = gpu.in_mark >= 0
     linked = gpu.linked & ~emulation
@@ -157,7 +166,7 @@ def _counts(
         host_ops=int(is_operator.sum()),
         host_ops_kept=int(is_operator[kept].sum()),
         host_ops_without_record=int((is_operator & ~timeline.has_shapes)[kept].sum()),
-        host_ops_left_out=chosen.left_out,
+        host_ops_left_out=selected.dropped,
         communication=communication,
         backward_ops=len(backward),
         backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
@@ -166,5 +175,5 @@ def _counts(
         memory_events_elsewhere=memory.elsewhere,
         syncs=syncs,
         syncs_left_out=dict(syncs_left_out),
-        timing=timing,
+        timing=trace.timing,
     )

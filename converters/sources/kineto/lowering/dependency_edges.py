@@ -15,14 +15,13 @@ from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimel
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.ir import Edges, Phase, Reason
+from onerank.ir.arrays import I64, U8
 from onerank.ir.edges import topological_order
 from onerank.ir.enums import LAUNCH_NS
 
-I64 = npt.NDArray[np.int64]
-
 
 def numbers(*parts: I64) -> "array[int]":
-    """Return integers to which more can be added, in 8 bytes each."""
+    """Return the integers as one appendable array of 8 bytes each."""
     return array("q", np.concatenate(parts).tobytes())
 
 
@@ -35,7 +34,7 @@ class Times:
     launch: "array[int]"
 
     def add(self, start_ns: int, end_ns: int, launch_ns: int) -> int:
-        """Add a node to be; return its number."""
+        """Add a future node; return its number."""
         self.start.append(start_ns)
         self.end.append(end_ns)
         self.launch.append(launch_ns)
@@ -43,8 +42,8 @@ class Times:
 
 
 @dataclass(slots=True)
-class Lane:
-    """Numbers of nodes to be that run one after another."""
+class NodeSequence:
+    """Numbers of the future nodes of one stream or thread, in order."""
 
     times: Times
     members: "array[int]" = field(default_factory=lambda: array("q"))
@@ -55,48 +54,49 @@ class Lane:
         return self.members[position - 1] if position else None
 
     def last_ended(self, time_ns: int) -> int | None:
-        """Return the last one that had ended by `time_ns`."""
+        """Return the last operation that had ended by `time_ns`."""
         position = bisect_right(self.members, time_ns, key=self.times.end.__getitem__)
         return self.members[position - 1] if position else None
 
-    def begun_at(self, time_ns: int) -> int | None:
-        """Return the first one that began at `time_ns`."""
+    def starting_at(self, time_ns: int) -> int | None:
+        """Return the first operation that starts at `time_ns`."""
         position = bisect_left(self.members, time_ns, key=self.times.start.__getitem__)
-        found = self.members[position] if position < len(self.members) else None
-        return found if found is not None and self.times.start[found] == time_ns else None
+        number = self.members[position] if position < len(self.members) else None
+        return number if number is not None and self.times.start[number] == time_ns else None
 
     def first_launched(self, after_ns: int) -> int | None:
         """Return the first operation issued at or after `after_ns`."""
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)
         return self.members[position] if position < len(self.members) else None
 
-    def outlasting(self) -> list[tuple[int, int]]:
-        """Return pairs of one that outlasted those behind it, and the first that began at its end.
+    def overlapping_pairs(self) -> list[tuple[int, int]]:
+        """Return pairs of an operation that outlasts its successors and the first start after it.
 
-        Where operations overlap, the one before is not all that one begins behind.
+        Where operations overlap, an edge from the previous operation is not enough: an earlier
+        one may end last.
         """
         times = self.times
         pairs: list[tuple[int, int]] = []
         running: list[int] = []
         for before, number in pairwise(self.members):
             start = times.start[number]
-            pairs.extend((one, number) for one in running if times.end[one] <= start)
-            running = [one for one in running if times.end[one] > start]
+            pairs.extend((earlier, number) for earlier in running if times.end[earlier] <= start)
+            running = [earlier for earlier in running if times.end[earlier] > start]
             if times.end[before] > start:
                 running.append(before)
         return pairs
 
     def insert_by_start(self, number: int) -> None:
-        """Insert an operation that ran in this lane after those that started before it."""
+        """Insert an operation of this sequence after those that started before it."""
         start = self.times.start
         position = bisect_right(self.members, start[number], key=start.__getitem__)
         self.members.insert(position, number)
 
     def insert_by_launch(self, number: int) -> int | None:
-        """Insert an operation that ran in no lane after all operations issued before it.
+        """Insert an operation without a measured time after all operations issued before it.
 
         Returns:
-            A neighbour in the lane, None in an empty one.
+            A neighbour in the sequence, None if the sequence was empty.
         """
         times = self.times
         position = bisect_right(self.members, times.launch[number], key=times.launch.__getitem__)
@@ -108,28 +108,26 @@ class Lane:
         return neighbour
 
 
-def lane_at(streams: dict[tuple[int, int], Lane], time_ns: int) -> Lane:
-    """Return the lane of the last operation issued before `time_ns`, else of the first."""
-    latest: tuple[int, Lane] | None = None
-    for lane in streams.values():
-        last = lane.last_launched(time_ns)
+def sequence_at(streams: dict[tuple[int, int], NodeSequence], time_ns: int) -> NodeSequence:
+    """Return the sequence of the last operation issued before `time_ns`, else of the first."""
+    latest: tuple[int, NodeSequence] | None = None
+    for sequence in streams.values():
+        last = sequence.last_launched(time_ns)
         if last is not None:
-            launch = lane.times.launch[last]
+            launch = sequence.times.launch[last]
             if latest is None or launch > latest[0]:
-                latest = launch, lane
+                latest = launch, sequence
     if latest is not None:
         return latest[1]
-    return min(streams.values(), key=lambda lane: lane.times.launch[lane.members[0]])
+    return min(streams.values(), key=lambda sequence: sequence.times.launch[sequence.members[0]])
 
 
 Columns = dict[str, npt.NDArray[Any]]
 
-U8 = npt.NDArray[np.uint8]
-
 
 @dataclass(slots=True)
 class EdgeList:
-    """Edges in the order in which they were found; the first reason given for a pair stands."""
+    """Edges in the order in which they were added; a pair keeps its first reason."""
 
     _sources: list[I64] = field(default_factory=list[I64])
     _targets: list[I64] = field(default_factory=list[I64])
@@ -148,23 +146,23 @@ class EdgeList:
     def chain(self, members: Sequence[int], reason: Reason) -> None:
         """Let each member wait for the one before."""
         if len(members) > 1:
-            lane = np.array(members)
-            self.extend(lane[:-1], lane[1:], reason)
+            sequence = np.array(members)
+            self.extend(sequence[:-1], sequence[1:], reason)
 
     def latest(self, end_ns: I64, at_least: I64, *, of: tuple[Reason, ...]) -> I64:
-        """Return when the last of the sources of each node had ended, int64[n].
+        """Return the end of the last source of each node, int64[n].
 
         Args:
-            end_ns: of each node, int64[n].
-            at_least: what to return of a node of which no source ended later, int64[n].
+            end_ns: end of each node, int64[n].
+            at_least: lower bound for each node, int64[n].
             of: reasons whose edges count.
         """
-        found = at_least.copy()
+        latest_ns = at_least.copy()
         if self._sources:
-            counts = np.isin(np.concatenate(self._reasons), of)
-            source, target = (np.concatenate(x)[counts] for x in (self._sources, self._targets))
-            np.maximum.at(found, target, end_ns[source])
-        return found
+            chosen = np.isin(np.concatenate(self._reasons), of)
+            source, target = (np.concatenate(x)[chosen] for x in (self._sources, self._targets))
+            np.maximum.at(latest_ns, target, end_ns[source])
+        return latest_ns
 
     def build(self, place: I64) -> tuple[Edges, Counter[Reason], tuple[int, int] | None]:
         """Return the edges of the graph, without contradictory ones.
@@ -186,57 +184,59 @@ class EdgeList:
         first = np.sort(first)
         first = first[source[first] != target[first]]
         source, target, reason = source[first], target[first], reason[first]
-        made = Edges.from_pairs(count, source, target, reason)
+        edges = Edges.from_pairs(count, source, target, reason)
         backward = source > target
         if not backward.any():
-            return made, Counter(), None
-        _, leftover = topological_order(made)
+            return edges, Counter(), None
+        _, leftover = topological_order(edges)
         circular = np.zeros(count, dtype=bool)
         circular[leftover] = True
+        # Recorded times contradict each other only by the error of two clocks, so in a cycle the
+        # edges that point back in time are the wrong ones.
         out = backward & circular[source] & circular[target]
         if not out.any():
-            return made, Counter(), None
-        lost = Counter(Reason(value) for value in reason[out].tolist())
+            return edges, Counter(), None
+        dropped = Counter(Reason(value) for value in reason[out].tolist())
         example = int(source[out][0]), int(target[out][0])
-        return Edges.from_pairs(count, source[~out], target[~out], reason[~out]), lost, example
+        return Edges.from_pairs(count, source[~out], target[~out], reason[~out]), dropped, example
 
 
-Streams = dict[tuple[int, int], Lane]
+StreamSequences = dict[tuple[int, int], NodeSequence]
 
-"""Device and stream -> lane."""
+"""Device and stream -> sequence."""
 
-Threads = dict[int, Lane]
+ThreadSequences = dict[int, NodeSequence]
 
-"""Place in the trace's `threads` -> lane."""
+"""Place in the trace's `threads` -> sequence."""
 
 
 class DependencyEdges:
     """Numbers the future nodes and collects edges; each method adds one kind of edge.
 
-    Operators come first, then GPU operations by start, then recorded calls (see `PlacedCalls`).
+    Operators come first, then GPU operations by start, then recorded calls (see `CallPlacement`).
 
     Attributes:
         timeline: the host events.
         gpu: the GPU operations.
         kept: host events that are nodes, int64[n].
-        own: rows of the GPU operations that are nodes, by start, int64[m].
+        gpu_rows: rows of the GPU operations that are nodes, by start, int64[m].
         times: start, end and issue time of each future node.
         edges: the edges so far.
         node: number of each host event's node, NONE for none.
-        enclosing: the innermost such event around each host event, NONE for none.
+        enclosing: the innermost host event with a node around each host event, NONE for none.
         memory_node: host event that allocates or frees -> the node responsible for it.
     """
 
-    def __init__(self, timeline: HostTimeline, gpu: GpuOps, kept: I64, own: I64) -> None:
+    def __init__(self, timeline: HostTimeline, gpu: GpuOps, kept: I64, gpu_rows: I64) -> None:
         self.timeline, self.gpu = timeline, gpu
-        self.kept, self.own = kept, own
+        self.kept, self.gpu_rows = kept, gpu_rows
         self.edges = EdgeList()
         rows, kernels = timeline.rows, gpu.rows
-        ends = kernels.start_ns[own] + kernels.duration_ns[own]
+        ends = kernels.start_ns[gpu_rows] + kernels.duration_ns[gpu_rows]
         self.times = Times(
-            numbers(rows.start_ns[kept], kernels.start_ns[own]),
+            numbers(rows.start_ns[kept], kernels.start_ns[gpu_rows]),
             numbers(rows.end_ns[kept], ends),
-            numbers(rows.start_ns[kept], gpu.launch_ns[own]),
+            numbers(rows.start_ns[kept], gpu.launch_ns[gpu_rows]),
         )
         is_kept = np.zeros(len(timeline), dtype=bool)
         is_kept[kept] = True
@@ -246,31 +246,33 @@ class DependencyEdges:
         self.memory_node: dict[int, int] = {}
         self.enclosing = timeline.nearest(is_kept)
 
-    def streams(self) -> Streams:
-        """Return one lane per stream, of GPU operations in the order of their start."""
+    def streams(self) -> StreamSequences:
+        """Return one sequence per stream, of GPU operations in the order of their start."""
         rows = self.gpu.rows
-        lanes: Streams = {}
-        keys = zip(rows.device[self.own].tolist(), rows.stream[self.own].tolist(), strict=True)
+        sequences: StreamSequences = {}
+        keys = zip(
+            rows.device[self.gpu_rows].tolist(), rows.stream[self.gpu_rows].tolist(), strict=True
+        )
         for number, key in enumerate(keys, start=len(self.kept)):
-            lane = lanes.get(key)
-            if lane is None:
-                lane = lanes[key] = Lane(self.times)
-            lane.members.append(number)
-        return lanes
+            sequence = sequences.get(key)
+            if sequence is None:
+                sequence = sequences[key] = NodeSequence(self.times)
+            sequence.members.append(number)
+        return sequences
 
-    def threads(self) -> Threads:
-        """Return one lane of operators per thread, in call order."""
-        lanes: Threads = {}
+    def threads(self) -> ThreadSequences:
+        """Return one sequence of operators per thread, in call order."""
+        sequences: ThreadSequences = {}
         threads = self.timeline.rows.thread[self.kept].tolist()
         for number, thread in enumerate(threads):
-            lane = lanes.get(thread)
-            if lane is None:
-                lane = lanes[thread] = Lane(self.times)
-            lane.members.append(number)
-        return lanes
+            sequence = sequences.get(thread)
+            if sequence is None:
+                sequence = sequences[thread] = NodeSequence(self.times)
+            sequence.members.append(number)
+        return sequences
 
-    def own_time(self, blocked: Mapping[tuple[int, int], int]) -> I64:
-        """Return every operator's duration without what it calls, and what blocked it.
+    def self_times(self, blocked: Mapping[tuple[int, int], int]) -> I64:
+        """Return every operator's duration without its callees and without time blocked by the GPU.
 
         Args:
             blocked: thread and start of calls that waited for the GPU -> how long.
@@ -278,68 +280,69 @@ class DependencyEdges:
         rows = self.timeline.rows
         whole = rows.end_ns - rows.start_ns
         called = np.flatnonzero((self._is_kept | self.timeline.is_mark) & (self.enclosing >= 0))
-        taken = np.zeros(len(self.timeline), dtype=np.int64)
-        np.add.at(taken, self.enclosing[called], whole[called])
+        excluded_ns = np.zeros(len(self.timeline), dtype=np.int64)
+        np.add.at(excluded_ns, self.enclosing[called], whole[called])
         threads, begun = np.array(list(blocked), dtype=np.int64).reshape(-1, 2).T
         around = self.timeline.innermost(threads, begun)
+        # A call of the recorder is no time of the operator that it stands in, so its wait is none.
         for waited_ns, within in zip(blocked.values(), around, strict=True):
             operator = within if within < 0 or self._is_kept[within] else self.enclosing[within]
             if operator >= 0 and self.timeline.in_mark[within] < 0:
-                taken[operator] += waited_ns
-        return np.maximum((whole - taken)[self.kept], 0)
+                excluded_ns[operator] += waited_ns
+        return np.maximum((whole - excluded_ns)[self.kept], 0)
 
-    def launches(self) -> None:
+    def add_launches(self) -> None:
         """Let every GPU operation wait for the operator that launched it."""
         if not len(self.kept):
             return
-        operator = self.gpu.operator[self.own]
+        operator = self.gpu.operator[self.gpu_rows]
         launcher = np.where(operator >= 0, self.node[operator], NONE)
         linked = np.flatnonzero(launcher >= 0)
         self.edges.extend(launcher[linked], linked + len(self.kept), Reason.LAUNCH)
 
-    def launch_order(self, own_time_ns: I64, threads: Threads) -> None:
+    def add_launch_order(self, self_times_ns: I64, threads: ThreadSequences) -> None:
         """Let operations wait for what their operator called before it launched them.
 
-        If it called nothing that took longer than its own time, the launch edge suffices.
+        If it called nothing that took longer than its gpu_rows time, the launch edge suffices.
         """
         gpu, kept = self.gpu, self.kept
-        operator = gpu.operator[self.own]
+        operator = gpu.operator[self.gpu_rows]
         launcher = np.where(operator >= 0, self.node[operator], NONE)
-        asked = np.flatnonzero((launcher >= 0) & (gpu.returned_ns[self.own] >= 0))
-        launcher, launch_ns = launcher[asked], gpu.launch_ns[self.own][asked]
+        recorded = np.flatnonzero((launcher >= 0) & (gpu.returned_ns[self.gpu_rows] >= 0))
+        launcher, launch_ns = launcher[recorded], gpu.launch_ns[self.gpu_rows][recorded]
         begun = self.timeline.rows.start_ns[kept[launcher]]
-        within = launch_ns - begun > own_time_ns[launcher] + LAUNCH_NS
+        within = launch_ns - begun > self_times_ns[launcher] + LAUNCH_NS
         thread = self.timeline.rows.thread[kept[launcher]]
         for place in np.flatnonzero(within).tolist():
             last = threads[int(thread[place])].last_launched(int(launch_ns[place]))
             if last is not None and last != launcher[place]:
-                self.edges.add(last, int(asked[place]) + len(kept), Reason.PROGRAM_ORDER)
+                self.edges.add(last, int(recorded[place]) + len(kept), Reason.PROGRAM_ORDER)
 
-    def order(self, streams: Streams, threads: Threads) -> None:
-        """Let what runs on a stream or a thread wait for what is before it there, or hands over."""
-        for lane in streams.values():
-            self.edges.chain(lane.members, Reason.STREAM_ORDER)
-            for source, target in lane.outlasting():
+    def add_order(self, streams: StreamSequences, threads: ThreadSequences) -> None:
+        """Add the order within streams and threads, and the hand-overs between threads."""
+        for sequence in streams.values():
+            self.edges.chain(sequence.members, Reason.STREAM_ORDER)
+            for source, target in sequence.overlapping_pairs():
                 self.edges.add(source, target, Reason.STREAM_ORDER)
-        for lane in threads.values():
-            self.edges.chain(lane.members, Reason.PROGRAM_ORDER)
-        self._handovers()
-        for lane in threads.values():
-            self._begin_behind(lane.members[0])
+        for sequence in threads.values():
+            self.edges.chain(sequence.members, Reason.PROGRAM_ORDER)
+        self._add_handovers()
+        for sequence in threads.values():
+            self._add_thread_start(sequence.members[0])
 
-    def _begin_behind(self, first: int) -> None:
-        """Let a thread begin as long as measured after what began last before it on another."""
+    def _add_thread_start(self, first: int) -> None:
+        """Let a thread start after the last operator that started before it on another thread."""
         begun = self.timeline.rows.start_ns[self.kept]
         order = np.argsort(begun, kind="stable")
         place = int(np.searchsorted(begun[order], self.times.start[first])) - 1
         if place >= 0:
             self.edges.add(int(order[place]), first, Reason.PROGRAM_ORDER)
 
-    def _handovers(self) -> None:
-        """Let autograd's thread wait for the one that called backward, and the other way round.
+    def _add_handovers(self) -> None:
+        """Let autograd's thread wait for the thread that called backward, and the other way round.
 
-        What DDP does when backward is through runs in autograd's thread, and belongs to no
-        operator of it. Without operators every thread that begins as another ends is handed over.
+        DDP's work after backward runs on autograd's thread outside any autograd operator.
+        Without operators, every thread that starts as another ends takes over from that thread.
         """
         rows, phase = self.timeline.rows, self.timeline.phase
         backward = (phase == Phase.BACKWARD) | (not rows.is_operator.any())
@@ -356,30 +359,30 @@ class DependencyEdges:
         )
         self.edges.extend(order[:-1][chosen], order[1:][chosen], Reason.SYNC)
 
-    def memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
-        """Add bytes allocated and freed to the operators; return the bytes that found none.
+    def add_memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
+        """Add bytes allocated and freed to the operators; return the bytes without an operator.
 
         Outside any node, a free belongs to the node before it, an allocation too; on a CPU, where
         only leaves are nodes, an allocation belongs to the leaf that it precedes.
         """
         kept: list[int] = self.kept.tolist()
         thread, threads = self.timeline.rows.thread, self.timeline.threads
-        lost = 0
-        for account, column, onward in (
+        lost_bytes = 0
+        for account, column, forward in (
             (memory.allocated, "bytes_allocated", cpu_only),
             (memory.freed, "bytes_freed", False),
         ):
             host[column] = np.zeros(len(kept), dtype=np.int64)
             for index, size in account.items():
-                found = index if self._is_kept[index] else int(self.enclosing[index])
-                if found < 0:
-                    found = _nearest(kept, index, threads[int(thread[index])], onward=onward)
-                if found < 0:
-                    lost += size
+                operator = index if self._is_kept[index] else int(self.enclosing[index])
+                if operator < 0:
+                    operator = _nearest(kept, index, threads[int(thread[index])], forward=forward)
+                if operator < 0:
+                    lost_bytes += size
                 else:
-                    host[column][self.node[found]] += size
-                    self.memory_node.setdefault(index, int(self.node[found]))
-        return lost
+                    host[column][self.node[operator]] += size
+                    self.memory_node.setdefault(index, int(self.node[operator]))
+        return lost_bytes
 
     @property
     def span_ns(self) -> int:
@@ -388,14 +391,14 @@ class DependencyEdges:
 
     @property
     def start_ns(self) -> I64:
-        """Start of every node to be, since the trace's base time."""
+        """Start of every future node, since the trace's base time."""
         return np.array(self.times.start, dtype=np.int64)
 
 
-def _nearest(kept: list[int], index: int, span: range, *, onward: bool) -> int:
-    """Return the kept index before `index` (after it when `onward`) within its thread's span."""
+def _nearest(kept: list[int], index: int, span: range, *, forward: bool) -> int:
+    """Return the kept index before `index` (after it when `forward`) within its thread's span."""
     low, high = bisect_left(kept, span.start), bisect_left(kept, span.stop)
     if low == high:
         return NONE
-    position = bisect_left(kept, index, low, high) - (not onward)
+    position = bisect_left(kept, index, low, high) - (not forward)
     return kept[min(max(position, low), high - 1)]

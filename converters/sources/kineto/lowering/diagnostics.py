@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
@@ -13,19 +12,18 @@ from onerank.converters.sources.kineto.collectives.communication import (
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.lowering.recorded_collectives import Recorded
-from onerank.converters.sources.kineto.lowering.select_nodes import own_calls
+from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
+from onerank.converters.sources.kineto.lowering.select_nodes import unattributed_calls
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
-
-I64 = npt.NDArray[np.int64]
 
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 
-_PAIRS = 3
+_NAMED_PAIRS = 3
 """Number of overlapping pairs of GPU operations that a note names."""
 
 
@@ -46,17 +44,17 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
     if (over_ns > CLOCK_NS).any():
         count, operators = int((over_ns > CLOCK_NS).sum()), int(rows.is_operator.sum())
         worst = int(inner[over_ns.argmax()])
-        told = (
-            f"{count} of {operators} operators outlast the one they begin in, by {over_ns.max()} "
+        overlap = (
+            f"{count} of {operators} operators outlast their caller, by {over_ns.max()} "
             f"ns at most ({timeline.name(worst)!r} in {timeline.name(int(parent[worst]))!r})"
         )
         if count > operators // 10:
             raise TraceError(
-                f"{path}: {told}; operators of a thread call each other or follow each other: "
-                "record the trace again",
+                f"{path}: {overlap}; expected at most {operators // 10}, because operators of a "
+                "thread nest or follow each other: record the trace again",
                 code="trace-events-overlap",
             )
-        notes.append(told)
+        notes.append(overlap)
     rows = gpu.rows
     before, after, by_ns = _overlaps(gpu)
     if len(by_ns):
@@ -64,12 +62,12 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
         pairs = Counter(zip(rows.name[before].tolist(), rows.name[after].tolist(), strict=True))
         most = "; ".join(
             f"{names[second]!r} within {names[first]!r} ({count})"
-            for (first, second), count in pairs.most_common(_PAIRS)
+            for (first, second), count in pairs.most_common(_NAMED_PAIRS)
         )
         notes.append(
-            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the one before them on their "
-            f"stream has ended, by {by_ns.max()} ns at most; so they do in a replay "
-            f"(of {len(pairs)} pairs the most frequent: {most})"
+            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the previous one of their "
+            f"stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
+            f"(most frequent of {len(pairs)} pairs: {most})"
         )
     early = gpu.launch_ns - rows.start_ns
     early = early[early > CLOCK_NS]
@@ -85,13 +83,15 @@ def _overlaps(gpu: GpuOps) -> tuple[I64, I64, I64]:
     """Return neighbours of a stream that overlap, the earlier and the later, and by how much."""
     rows = gpu.rows
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
-    one, other = order[:-1], order[1:]
-    alike = (rows.device[one] == rows.device[other]) & (rows.stream[one] == rows.stream[other])
-    by_ns = rows.start_ns[one] + rows.duration_ns[one] - rows.start_ns[other]
-    overlap = alike & (by_ns > CLOCK_NS)
-    return one[overlap], other[overlap], by_ns[overlap]
+    earlier, later = order[:-1], order[1:]
+    same_stream = rows.device[earlier] == rows.device[later]
+    same_stream &= rows.stream[earlier] == rows.stream[later]
+    by_ns = rows.start_ns[earlier] + rows.duration_ns[earlier] - rows.start_ns[later]
+    overlap = same_stream & (by_ns > CLOCK_NS)
+    return earlier[overlap], later[overlap], by_ns[overlap]
 
 
+# The field names are the keys of `convert --json`, so they must not change.
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Counts of a conversion. Times are nanoseconds.
@@ -109,8 +109,9 @@ class Conversion:
         backward_ops: backward operators among the nodes.
         backward_ops_with_module: of these, those with a known module.
         memory_events: allocations and frees.
-        memory_events_outside: of these, those outside any operator (counted for the peak only).
-        memory_events_elsewhere: dropped, because they are of another device (the host's, on a GPU).
+        memory_events_outside: of these, those outside any operator; they count for the
+            memory peak only.
+        memory_events_elsewhere: dropped, on another device type (the host, in a GPU trace).
         syncs: synchronisations that became edges.
         syncs_left_out: synchronisations that did not, by reason.
         timing: file that the times come from, or how several were combined.
@@ -144,9 +145,9 @@ class Conversion:
 
 
 def of_communication(
-    found: CommunicationKernels, measured: list[Communication], unplaced: list[Recorded]
+    found: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
 ) -> list[str]:
-    """Add notes on kernels with unknown calls, and on partly recorded calls.
+    """Return notes on kernels with unknown calls, and on partly recorded calls.
 
     Args:
         found: the calls that GPU operations run.
@@ -164,93 +165,89 @@ def of_communication(
             "call, sends before receives, one after another, their time split by bytes"
         )
     peers = Counter(call.kind for call in measured if max(call.src, call.dst) == UNKNOWN)
-    if alone := peers[Kind.SEND] + peers[Kind.RECV]:
+    if without_peer := peers[Kind.SEND] + peers[Kind.RECV]:
         notes.append(
-            f"{alone} sends and receives do not tell of their peer: older versions of torch did "
-            "not record it"
+            f"{without_peer} sends and receives have no peer: older versions of torch do not "
+            "record it"
         )
     blocking = sum(call.communication.asynchronous for call in unplaced)
     if blocking:
         notes.append(
-            f"{blocking} asynchronous calls are taken as blocking: the trace does not tell what "
+            f"{blocking} asynchronous calls are assumed blocking: the trace does not show what "
             "they overlap"
         )
     return notes
 
 
 def of_unread(trace: KinetoTrace, et: ExecutionTrace) -> list[str]:
-    """Tell what of the files themselves was not read, or was not there."""
+    """Return notes on content of the files that was missing or could not be read."""
     notes: list[str] = []
     if et.without_caller:
         notes.append(
-            f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
-            "count as called by nobody"
+            f"{et.path.name}: {et.without_caller} nodes have a caller that is not in the file; "
+            "they become roots of their call trees"
         )
     if trace.lost_run:
-        notes.append(
-            "distributedInfo is left out: it tells no rank within a world (rank, world_size)"
-        )
+        notes.append("distributedInfo is ignored: its rank is not within its world_size")
     if trace.unread:
-        told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
-        notes.append(f"events of unknown categories are left out: {told}")
+        counts = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
+        notes.append(f"events of unknown categories are dropped: {counts}")
     return notes
 
 
 def of_waits(waits: Synchronizations) -> list[str]:
-    """Tell what of the waits for the GPU is inferred."""
+    """Return notes on inferred waits for the GPU."""
     notes: list[str] = []
     if waits.inferred:
         notes.append(
-            f"which record {waits.inferred} waits for an event refer to is inferred from the order "
-            "of the event ids; the driver does not tell"
+            f"the event records of {waits.inferred} event waits are inferred from the order of the "
+            "event ids; the driver does not report them"
         )
     if waits.by_time:
         notes.append(
-            f"{waits.by_time} waits are told by the order of calls, and by what ended and started "
-            "when: the trace has no synchronisation events (enable_cuda_sync_events)"
+            f"{waits.by_time} waits are inferred from call order and times: the trace has no "
+            "synchronisation events (profile with enable_cuda_sync_events)"
         )
     return notes
 
 
 def of_no_execution_trace(
-    timeline: HostTimeline, marked: list[Recorded], *, with_operators: bool
+    timeline: HostTimeline, recorded: list[RecordedCall], *, with_operators: bool
 ) -> list[str]:
-    """Tell what is not in the graph since no execution trace was given."""
+    """Return notes on what the graph lacks without an execution trace."""
     notes: list[str] = []
-    if unread := int(timeline.is_mark.sum()) - len(marked):
+    if unread := int(timeline.is_mark.sum()) - len(recorded):
         notes.append(
-            f"{unread} recorded communication calls are left out: what they are stands in the "
-            "execution trace"
+            f"{unread} recorded communication calls are dropped: their arguments are in the "
+            "execution trace, and none was given"
         )
     if not with_operators:
         notes.append(
-            "without an execution trace the graph holds GPU operations alone: what the host held "
-            "back is not in it, so that its replay is faster than the step; --operators keeps the "
-            "operators"
+            "without an execution trace the graph holds only GPU operations: it lacks the delays "
+            "by the host, so its replay is faster than the step; --operators keeps the operators"
         )
     return notes
 
 
-def of_own_calls(timeline: HostTimeline, kept: I64) -> list[str]:
-    """Tell how many launches outside of operators are nodes."""
-    calls = int(own_calls(timeline)[kept].sum())
+def of_unattributed_calls(timeline: HostTimeline, kept: I64) -> list[str]:
+    """Return a note on launches outside operators that became nodes."""
+    calls = int(unattributed_calls(timeline)[kept].sum())
     if not calls:
         return []
-    return [f"{calls} runtime calls that launch outside of any operator are nodes of the host"]
+    return [f"{calls} runtime calls that launch work outside any operator are host nodes"]
 
 
 def of_contradictions(
-    graph: Graph, left_out: Counter[Reason], example: tuple[int, int] | None
+    graph: Graph, dropped: Counter[Reason], example: tuple[int, int] | None
 ) -> list[str]:
-    """Add a note on edges dropped because they closed a cycle; `example` is one of them."""
+    """Return a note on edges dropped because they closed a cycle; `example` is one of them."""
     if example is None:
         return []
     counts = ", ".join(
-        f"{count} {reason.name.lower().replace('_', ' ')}" for reason, count in left_out.items()
+        f"{count} {reason.name.lower().replace('_', ' ')}" for reason, count in dropped.items()
     )
     source, target = (graph.node(index) for index in example)
     return [
-        f"{left_out.total()} edges are left out, since the trace contradicts itself there "
-        f"({counts}): {target.name!r} started before {source.name!r}, for one, which it would have "
-        "to wait for"
+        f"{dropped.total()} edges are dropped because they close a cycle ({counts}): for example, "
+        f"{target.name!r} would wait for {source.name!r} but started before it"
     ]

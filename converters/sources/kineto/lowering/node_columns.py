@@ -8,12 +8,12 @@ import numpy as np
 
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
+    find_root,
     from_kernel,
     labels,
-    root_asked,
     with_root,
 )
-from onerank.converters.sources.kineto.collectives.gloo import Run
+from onerank.converters.sources.kineto.collectives.gloo import GlooCall
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import (
     KERNEL_CATEGORY,
@@ -23,58 +23,57 @@ from onerank.converters.sources.kineto.link.kernel_launches import (
 from onerank.converters.sources.kineto.lowering.dependency_edges import Columns
 from onerank.converters.sources.kineto.read.schema import (
     GPU_CATEGORIES,
-    I32,
-    I64,
     NO_CALL,
     ExecutionTrace,
     pick,
 )
-from onerank.converters.sources.kineto.shape_inference.inputs import UNTOLD
+from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
+from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
 
-def _filled(text: str, kinds: tuple[str, ...]) -> str:
-    """Return a JSON list of types with those of the tensors in lists, and of results."""
+def _fill_types(text: str, kinds: tuple[str, ...]) -> str:
+    """Return a JSON list of types with the types of tensors in lists filled in."""
     if not text:
         return text
-    made, number = list[str](), 0
+    filled, number = list[str](), 0
     for kind in msgspec.json.decode(text, type=list[str]):
-        made.append(kind.replace(UNTOLD, kinds[min(number, len(kinds) - 1)]))
-        number += kind.startswith("GenericList[") and UNTOLD in kind
-    return msgspec.json.encode(made).decode()
+        filled.append(kind.replace(UNKNOWN_TYPE, kinds[min(number, len(kinds) - 1)]))
+        number += kind.startswith("GenericList[") and UNKNOWN_TYPE in kind
+    return msgspec.json.encode(filled).decode()
 
 
-_BYTES = re.compile(r"CatArrayBatchedCopy\w*<[^<]*OpaqueType<(\d+)")
+_CONCATENATION = re.compile(r"CatArrayBatchedCopy\w*<[^<]*OpaqueType<(\d+)")
 
-_MANY = re.compile(r"multi_tensor_apply_kernel<.*?Metadata<(\d+)>.*?(\w+)Functor<(.*)")
+_FOREACH = re.compile(r"multi_tensor_apply_kernel<.*?Metadata<(\d+)>.*?(\w+)Functor<(.*)")
 
-_OF_BYTES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+_TYPE_BY_BYTES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
-_STEPS = TENSOR_TYPES["float32"]  # counts of steps, which fused optimizers take along
+_STEPS = TENSOR_TYPES["float32"]  # fused optimizers take one more list: the step counts
 
 
-def _type(argument: str) -> str:
+def _tensor_type(argument: str) -> str:
     name = argument.strip()
     return TENSOR_TYPES[DTYPES[name][0]] if name in DTYPES else ""
 
 
-def _kinds(kernel: str) -> tuple[str, ...]:
-    """Return the type of the tensors of each list, the last standing for more; () if untold."""
-    if found := _BYTES.search(kernel):
-        dtype = _OF_BYTES.get(int(found[1]))
+def _list_types(kernel: str) -> tuple[str, ...]:
+    """Return the tensor type of each list, the last one repeated for more; () if unknown."""
+    if match := _CONCATENATION.search(kernel):
+        dtype = _TYPE_BY_BYTES.get(int(match[1]))
         return (TENSOR_TYPES[dtype],) if dtype else ()
-    found = _MANY.search(kernel)
-    if found is None:
+    match = _FOREACH.search(kernel)
+    if match is None:
         return ()
-    arguments = [_type(text) for text in split_types(found[3])[:2]]
+    arguments = [_tensor_type(text) for text in split_types(match[3])[:2]]
     if not arguments[0]:
         return ()
-    if found[2] == "Copy":  # of another type than it copies from
+    if match[2] == "Copy":  # the destination may have another type than the source
         return tuple(arguments) if all(arguments) else ()
-    lists = int(found[1])
-    return (arguments[0],) * lists + ((_STEPS,) if found[2].startswith("Fused") else ())
+    lists = int(match[1])
+    return (arguments[0],) * lists + ((_STEPS,) if match[2].startswith("Fused") else ())
 
 
 def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list[I32]:
@@ -87,20 +86,20 @@ def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list
         types: codes of the JSON texts of the types of inputs, then of outputs, each int32[n].
         strings: the texts.
     """
-    told = [UNTOLD in text for text in strings.values]
-    rows = np.flatnonzero(np.array(told, dtype=np.bool_)[types[0]])
+    incomplete = [UNKNOWN_TYPE in text for text in strings.values]
+    rows = np.flatnonzero(np.array(incomplete, dtype=np.bool_)[types[0]])
     if not len(rows):
         return types
     keys = np.column_stack([names[rows], *(column[rows] for column in types)])
     distinct, place = np.unique(keys, axis=0, return_inverse=True)
-    made = distinct[:, 1:].astype(np.int32)
+    types_filled = distinct[:, 1:].astype(np.int32)
     for number, key in enumerate(distinct.tolist()):
         name, *texts = (strings[code] for code in key)
-        if kinds := _kinds(name):
-            made[number] = strings.encode([_filled(text, kinds) for text in texts])
+        if kinds := _list_types(name):
+            types_filled[number] = strings.encode([_fill_types(text, kinds) for text in texts])
     filled = [column.copy() for column in types]
     for at, column in enumerate(filled):
-        column[rows] = made[place.reshape(-1), at]
+        column[rows] = types_filled[place.reshape(-1), at]
     return filled
 
 
@@ -121,7 +120,7 @@ _TYPES = ("input_types", "output_types")
 def operator_columns(
     timeline: HostTimeline, kept: I64, et: ExecutionTrace, threads: I64
 ) -> Columns:
-    """Return the columns of the operators that are nodes, their durations whole.
+    """Return the columns of the operators that are nodes, with total durations.
 
     Args:
         timeline: the host events.
@@ -185,88 +184,89 @@ def gpu_columns(
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()
     places: list[int] = call[communicates].tolist()
-    groups = labels((one.group_name, one.group_description) for one in timeline.calls)
-    given = [
+    groups = labels((args.group_name, args.group_description) for args in timeline.calls)
+    communications = [
         from_kernel(f"{file}: kernel {names[code]!r}", names[code], timeline.calls[place], groups)
         for code, place in zip(kernels, places, strict=True)
     ]
-    asked: list[int] = operator[communicates].tolist()
-    given = [
-        with_root(one, root_asked(timeline, op, et)) if one.collective in ROOT_COLUMNS else one
-        for one, op in zip(given, asked, strict=True)
+    issuers: list[int] = operator[communicates].tolist()
+    communications = [
+        with_root(comm, find_root(timeline, op, et)) if comm.collective in ROOT_COLUMNS else comm
+        for comm, op in zip(communications, issuers, strict=True)
     ]
-    for name, values in communication_columns(given, names).items():
+    for name, values in communication_columns(communications, names).items():
         default = Kind.KERNEL if name == "kind" else UNKNOWN
         whole = columns.get(name)
         if whole is None:
             whole = np.full(len(chosen), 0 if name == "group" else default, dtype=np.int64)
         columns[name] = whole.copy()
         columns[name][communicates] = values
-    return columns, given
+    return columns, communications
 
 
-def communication_columns(given: list[Communication], strings: StringTable) -> Columns:
+def communication_columns(communications: list[Communication], strings: StringTable) -> Columns:
     """Return the columns of communication."""
     return {
-        "name": strings.encode(call.name for call in given),
-        "kind": np.array([call.kind for call in given], dtype=np.uint8),
-        "collective": np.array([call.collective for call in given], dtype=np.int64),
-        "comm_bytes": np.array([call.bytes for call in given], dtype=np.int64),
-        "group": strings.encode(call.group for call in given),
-        "comm_src": np.array([call.src for call in given], dtype=np.int64),
-        "comm_dst": np.array([call.dst for call in given], dtype=np.int64),
-        "comm_tag": np.array([call.tag for call in given], dtype=np.int64),
+        "name": strings.encode(call.name for call in communications),
+        "kind": np.array([call.kind for call in communications], dtype=np.uint8),
+        "collective": np.array([call.collective for call in communications], dtype=np.int64),
+        "comm_bytes": np.array([call.bytes for call in communications], dtype=np.int64),
+        "group": strings.encode(call.group for call in communications),
+        "comm_src": np.array([call.src for call in communications], dtype=np.int64),
+        "comm_dst": np.array([call.dst for call in communications], dtype=np.int64),
+        "comm_tag": np.array([call.tag for call in communications], dtype=np.int64),
     }
 
 
-def call_columns(
-    timeline: HostTimeline, ops: I64, given: list[Communication], et: ExecutionTrace
+def recorded_columns(
+    timeline: HostTimeline, ops: I64, communications: list[Communication], et: ExecutionTrace
 ) -> Columns:
     """Return the columns of recorded calls, except their time and stream.
 
     Args:
         timeline: the host events.
         ops: indices of their marks, int64[n].
-        given: the recorded requests.
+        communications: the recorded requests.
         et: the execution trace.
     """
     strings = timeline.strings
     tensors: dict[str, list[int]] = {name: [] for name in _OPERANDS[:3]}
     for row in timeline.et[ops].tolist():
         for name, code in zip(tensors, et.operands[:3, row].tolist(), strict=True):
-            tensors[name].append(strings.intern(_tensors(strings[code])))
+            tensors[name].append(strings.intern(_tensor_arguments(strings[code])))
     context = _context(timeline, ops)
-    phase = np.array([call.phase for call in given], dtype=np.int64)
-    told = phase != Phase.NONE  # of others by when they were issued
-    number = np.array([call.micro_batch for call in given], dtype=np.int64)
-    context["phase"] = np.where(told, phase, context["phase"])
-    context["micro_batch"] = np.where(told, number, context["micro_batch"])
+    phase = np.array([call.phase for call in communications], dtype=np.int64)
+    # A pipeline stage names phase and micro-batch itself; other calls get them by issue time.
+    named = phase != Phase.NONE
+    number = np.array([call.micro_batch for call in communications], dtype=np.int64)
+    context["phase"] = np.where(named, phase, context["phase"])
+    context["micro_batch"] = np.where(named, number, context["micro_batch"])
     return {
-        **communication_columns(given, strings),
+        **communication_columns(communications, strings),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
         **context,
     }
 
 
-def run_columns(timeline: HostTimeline, runs: list[Run], et: ExecutionTrace) -> Columns:
-    """Return the columns of what Gloo carried out, but for where and when it ran."""
-    ops = np.array([run.op for run in runs], dtype=np.int64)
-    callers = np.array([run.caller for run in runs], dtype=np.int64)
+def gloo_columns(timeline: HostTimeline, calls: list[GlooCall], et: ExecutionTrace) -> Columns:
+    """Return the columns of Gloo calls, except their time and thread."""
+    ops = np.array([call.op for call in calls], dtype=np.int64)
+    callers = np.array([call.caller for call in calls], dtype=np.int64)
     return {
-        **communication_columns([run.communication for run in runs], timeline.strings),
+        **communication_columns([call.communication for call in calls], timeline.strings),
         "op": pick(timeline.rows.name, callers, 0),
         **_context(timeline, callers),
         **_operands(timeline, et, ops),
     }
 
 
-def _tensors(text: str) -> str:
-    """Return the tensors of a recorded call; what follows them in its mark is the call as JSON."""
+def _tensor_arguments(text: str) -> str:
+    """Return the tensors of a recorded call, without the last argument: the call as JSON."""
     return msgspec.json.encode(msgspec.json.decode(text)[:-1]).decode()
 
 
 def _context(timeline: HostTimeline, ops: I64) -> Columns:
-    """Return module, phase and micro-batch of host events; nothing is known of NONE."""
+    """Return module, phase and micro-batch of host events; defaults for NONE."""
     return {
         "module": pick(timeline.module, ops, 0),
         "phase": pick(timeline.phase, ops, Phase.NONE),
@@ -275,17 +275,17 @@ def _context(timeline: HostTimeline, ops: I64) -> Columns:
 
 
 def _operands(timeline: HostTimeline, et: ExecutionTrace, ops: I64) -> Columns:
-    """Return the operands of host events: as the execution trace has them, or as the profiler."""
+    """Return the operands of host events, from the execution trace or else the profiler."""
     rows = pick(timeline.et, ops, NONE)
     columns = zip(_OPERANDS, et.operands, timeline.operands, strict=True)
     return {
-        name: np.where(rows >= 0, pick(recorded, rows, 0), pick(own, ops, 0))
-        for name, recorded, own in columns
+        name: np.where(rows >= 0, pick(recorded, rows, 0), pick(profiled, ops, 0))
+        for name, recorded, profiled in columns
     }
 
 
-def in_order(parts: list[Columns], start: I64) -> tuple[Columns, I64]:
-    """Join the columns, ordered by start; return them and which row each node is, int64[n].
+def join_by_start(parts: list[Columns], start: I64) -> tuple[Columns, I64]:
+    """Join the columns, ordered by start; return them and the row of each node, int64[n].
 
     Time starts at zero.
     """

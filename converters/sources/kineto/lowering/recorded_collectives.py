@@ -8,61 +8,61 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     awaited,
     from_mark,
 )
-from onerank.converters.sources.kineto.collectives.gloo import Run, end_of_run
+from onerank.converters.sources.kineto.collectives.gloo import GlooCall, first_operator_after
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Columns,
     DependencyEdges,
-    Lane,
-    Streams,
-    Threads,
-    lane_at,
+    NodeSequence,
+    StreamSequences,
+    ThreadSequences,
+    sequence_at,
 )
-from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.ir import UNKNOWN, Evidence, Reason
+from onerank.ir.arrays import I64
 
 
 @dataclass(slots=True, eq=False)
-class Recorded:
+class RecordedCall:
     """A recorded call.
 
     Attributes:
         op: index of its mark.
         communication: the request.
-        stand_ins: rows of the kernels that emulate it, by start; none on a CPU.
+        kernels: rows of the kernels that emulate it, by start; none on a CPU.
         waits: indices of the marks of its waits, in order; torch's C++ code may wait without a
             mark.
     """
 
     op: int
     communication: Communication
-    stand_ins: list[int] = field(default_factory=list[int])
+    kernels: list[int] = field(default_factory=list[int])
     waits: list[int] = field(default_factory=list[int])
 
 
-def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[Recorded]:
+def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[RecordedCall]:
     """Return the recorded calls in the order of their marks.
 
     Raises:
-        TraceError: a mark does not hold what it should.
+        TraceError: a mark holds no valid record of a call.
     """
     by_mark: dict[int, list[int]] = defaultdict(list)
-    standing = np.flatnonzero(gpu.stands_in)
-    standing = standing[np.argsort(gpu.rows.start_ns[standing], kind="stable")]
-    for row, mark in zip(standing.tolist(), gpu.in_mark[standing].tolist(), strict=True):
+    emulating = np.flatnonzero(gpu.stands_in)
+    emulating = emulating[np.argsort(gpu.rows.start_ns[emulating], kind="stable")]
+    for row, mark in zip(emulating.tolist(), gpu.in_mark[emulating].tolist(), strict=True):
         by_mark[mark].append(row)
-    calls: list[Recorded] = []
-    by_sequence: dict[int, Recorded] = {}
+    calls: list[RecordedCall] = []
+    by_sequence: dict[int, RecordedCall] = {}
     for op in np.flatnonzero(timeline.is_mark).tolist():
-        call = Recorded(op, from_mark(timeline, op, et), by_mark[op])
+        call = RecordedCall(op, from_mark(timeline, op, et), by_mark[op])
         calls.append(call)
         by_sequence[call.communication.sequence] = call
     waits = np.flatnonzero(timeline.is_wait)
@@ -72,11 +72,11 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
     return calls
 
 
-def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int64]) -> int:
-    """Return the first kept operator that runs behind the wait for a call, -1 for no such.
+def end_of_wait(call: RecordedCall, timeline: HostTimeline, kept: I64) -> int:
+    """Return the first kept operator that runs after the wait for a call, -1 if there is none.
 
-    Where the wait left no mark, the call was issued by DDP's reducer, which waits for all its calls
-    when backward ends: behind it lies the first operator that is not backward's.
+    A wait without a mark belongs to a call of DDP's reducer, which waits for all its calls when
+    backward ends. The first operator after it is then the first one outside backward.
 
     Args:
         call: an asynchronous call.
@@ -87,20 +87,20 @@ def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int
     if call.waits:
         wait = call.waits[0]
         after = kept[np.searchsorted(rows.start_ns[kept], rows.start_ns[wait]) :]
-        found = np.flatnonzero(rows.thread[after] == rows.thread[wait])
+        following = np.flatnonzero(rows.thread[after] == rows.thread[wait])
     else:
         after = kept[np.searchsorted(rows.start_ns[kept], rows.end_ns[call.op]) :]
-        found = np.flatnonzero(~timeline.in_functions[after])
-    return int(after[found[0]]) if len(found) else -1
+        following = np.flatnonzero(~timeline.in_functions[after])
+    return int(after[following[0]]) if len(following) else -1
 
 
-def wait_is_known(call: Recorded, timeline: HostTimeline) -> bool:
+def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
     """Whether the wait of an asynchronous call is known, on a CPU."""
     return bool(call.waits) or bool(timeline.in_functions[call.op])
 
 
 @dataclass(slots=True)
-class _Placed:
+class _Placement:
     """Where and for how long a recorded call runs."""
 
     stream: int
@@ -110,91 +110,97 @@ class _Placed:
     waited_ns: int = 0
 
 
-class PlacedCalls:
-    """Puts calls into the lanes of streams and threads, and adds their edges."""
+class CallPlacement:
+    """Puts calls into the sequences of streams and threads, and adds their edges."""
 
-    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
-        self._timeline, self._gpu = work.timeline, work.gpu
-        self._kept, self._own = work.kept, work.own
-        self._node, self._enclosing = work.node, work.enclosing
-        self._edges, self._times = work.edges, work.times
+    def __init__(
+        self, builder: DependencyEdges, streams: StreamSequences, threads: ThreadSequences
+    ) -> None:
+        self._timeline, self._gpu = builder.timeline, builder.gpu
+        self._kept, self._gpu_rows = builder.kept, builder.gpu_rows
+        self._node, self._enclosing = builder.node, builder.enclosing
+        self._edges, self._times = builder.edges, builder.times
         self._streams, self._threads = streams, threads
         self._asynchronous: dict[str, int] = {}
-        self._placed: list[_Placed] = []
+        self._placed: list[_Placement] = []
 
-    def on_streams(self, calls: list[Recorded]) -> list[Recorded]:
-        """Add recorded calls where their stand-ins ran; return those without.
+    def on_streams(self, calls: list[RecordedCall]) -> list[RecordedCall]:
+        """Add recorded calls where their emulating kernels ran; return the calls without kernels.
 
-        The latter are put behind what was launched before them, as if they blocked.
+        A call without kernels comes after everything launched before it, as if it blocked.
         """
-        unplaced: list[Recorded] = []
+        unplaced: list[RecordedCall] = []
         rows = self._gpu.rows
         for call in calls:
-            number = self._communication(call)
-            if call.stand_ins:
-                first = call.stand_ins[0]
+            number = self._add_call(call)
+            if call.kernels:
+                first = call.kernels[0]
                 key = int(rows.device[first]), int(rows.stream[first])
                 if key not in self._streams:
-                    self._streams[key] = Lane(self._times)
+                    self._streams[key] = NodeSequence(self._times)
                 self._streams[key].insert_by_start(number)
             else:
-                self._put(number, lane_at(self._streams, self._times.launch[number]))
+                self._insert(number, sequence_at(self._streams, self._times.launch[number]))
                 unplaced.append(call)
             launcher = int(self._enclosing[call.op])
             if launcher >= 0 and self._node[launcher] >= 0:
                 self._edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
         return unplaced
 
-    def on_threads(self, calls: list[Recorded], runs: list[Run]) -> list[Recorded]:
-        """Add the calls recorded on a CPU, and what Gloo ran; return those taken as blocking."""
+    def on_threads(
+        self, calls: list[RecordedCall], gloo_calls: list[GlooCall]
+    ) -> list[RecordedCall]:
+        """Add the calls recorded on a CPU and those of Gloo; return the calls assumed blocking."""
         timeline = self._timeline
         starts = timeline.rows.start_ns[self._kept]
         by_start = self._kept[np.argsort(starts, kind="stable")]
-        unplaced: list[Recorded] = []
+        unplaced: list[RecordedCall] = []
         for call in calls:
-            number = self._communication(call)
+            number = self._add_call(call)
             thread = int(timeline.rows.thread[call.op])
             if call.communication.asynchronous and wait_is_known(call, timeline):
-                self._beside(call, number)
-                behind = end_of_wait(call, timeline, by_start)
-                if behind >= 0:
-                    self._edges.add(number, int(self._node[behind]), Reason.SYNC)
+                self._add_asynchronous(call, number)
+                waiter = end_of_wait(call, timeline, by_start)
+                if waiter >= 0:
+                    self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
             else:
                 if thread not in self._threads:
-                    self._threads[thread] = Lane(self._times)
-                self._put(number, self._threads[thread])
+                    self._threads[thread] = NodeSequence(self._times)
+                self._insert(number, self._threads[thread])
                 unplaced.append(call)
-        self._runs_on_threads(runs)
+        self._add_gloo_calls(gloo_calls)
         return unplaced
 
-    def _runs_on_threads(self, runs: list[Run]) -> None:
+    def _add_gloo_calls(self, gloo_calls: list[GlooCall]) -> None:
         """Add the calls that Gloo ran, after their issuers and earlier work of their threads."""
         rows = self._timeline.rows
         by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
-        lanes: Threads = {}
-        starts = [*self._times.start, *rows.start_ns[[run.op for run in runs]].tolist()]
+        sequences: ThreadSequences = {}
+        starts = [*self._times.start, *rows.start_ns[[call.op for call in gloo_calls]].tolist()]
         since = min(starts, default=0)
-        for run in runs:
-            start, end = int(rows.start_ns[run.op]), int(rows.end_ns[run.op])
-            thread = int(rows.thread[run.op])
-            placed = _Placed(UNKNOWN, thread, end - start, Evidence.MEASURED)
+        for call in gloo_calls:
+            start, end = int(rows.start_ns[call.op]), int(rows.end_ns[call.op])
+            thread = int(rows.thread[call.op])
+            placed = _Placement(UNKNOWN, thread, end - start, Evidence.MEASURED)
             self._placed.append(placed)
             number = self._times.add(start, end, start)
-            if run.caller == NONE or thread != rows.thread[run.caller]:
-                lane = lanes.setdefault(thread, Lane(self._times))
-                if run.caller == NONE:
-                    before = self._times.end[lane.members[-1]] if len(lane.members) else since
+            if call.caller == NONE or thread != rows.thread[call.caller]:
+                sequence = sequences.setdefault(thread, NodeSequence(self._times))
+                if call.caller == NONE:
+                    before = (
+                        self._times.end[sequence.members[-1]] if len(sequence.members) else since
+                    )
                     placed.waited_ns = max(start - before, 0)
-                lane.members.append(number)
-            if run.caller != NONE:
-                self._edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
-            behind = end_of_run(run, self._timeline, by_start)
-            if behind != NONE:
-                self._edges.add(number, int(self._node[behind]), Reason.SYNC)
-        for lane in lanes.values():
-            self._edges.chain(lane.members, Reason.PROGRAM_ORDER)
+                sequence.members.append(number)
+            if call.caller != NONE:
+                self._edges.add(int(self._node[call.caller]), number, Reason.LAUNCH)
+            waiter = first_operator_after(call, self._timeline, by_start)
+            if waiter != NONE:
+                self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
+        for sequence in sequences.values():
+            self._edges.chain(sequence.members, Reason.PROGRAM_ORDER)
 
-    def _communication(self, call: Recorded) -> int:
+    def _add_call(self, call: RecordedCall) -> int:
         """Add a recorded call.
 
         Its duration is that of the paced kernel that emulates it. Without one it is 0, because no
@@ -203,38 +209,38 @@ class PlacedCalls:
         rows = self._gpu.rows
         start = end = launch = int(self._timeline.rows.start_ns[call.op])
         stream, evidence = UNKNOWN, Evidence.NONE
-        if call.stand_ins:
-            first, last = call.stand_ins[0], call.stand_ins[-1]
+        if call.kernels:
+            first, last = call.kernels[0], call.kernels[-1]
             start = end = int(rows.start_ns[first])
             launch, stream = int(self._gpu.launch_ns[first]), int(rows.stream[first])
-            if self._gpu.paced[call.stand_ins].any():
+            if self._gpu.paced[call.kernels].any():
                 end = int(rows.start_ns[last] + rows.duration_ns[last])
                 evidence = Evidence.SCALED
-        self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
+        self._placed.append(_Placement(stream, UNKNOWN, end - start, evidence))
         return self._times.add(start, end, launch)
 
-    def _put(self, number: int, lane: Lane) -> None:
-        """Put a call into a lane, on the stream or thread of its neighbours."""
-        neighbour = lane.insert_by_launch(number)
+    def _insert(self, number: int, sequence: NodeSequence) -> None:
+        """Insert a call into a sequence, on the stream or thread of its neighbours."""
+        neighbour = sequence.insert_by_launch(number)
         if neighbour is None:
             return
-        calls = len(self._kept) + len(self._own)
+        calls = len(self._kept) + len(self._gpu_rows)
         placed = self._placed[number - calls]
         if neighbour >= calls:
-            beside = self._placed[neighbour - calls]
-            placed.stream, placed.thread = beside.stream, beside.thread
+            neighbour_call = self._placed[neighbour - calls]
+            placed.stream, placed.thread = neighbour_call.stream, neighbour_call.thread
         elif neighbour >= len(self._kept):
-            row = self._own[neighbour - len(self._kept)]
+            row = self._gpu_rows[neighbour - len(self._kept)]
             placed.stream = int(self._gpu.rows.stream[row])
         else:
             placed.thread = int(self._timeline.rows.thread[self._kept[neighbour]])
 
-    def _beside(self, call: Recorded, number: int) -> None:
-        """Let an asynchronous call on a CPU start behind what its thread and group did before."""
+    def _add_asynchronous(self, call: RecordedCall, number: int) -> None:
+        """Let an asynchronous call on a CPU start after earlier work of its thread and group."""
         thread = int(self._timeline.rows.thread[call.op])
         self._placed[-1].thread = thread
-        lane = self._threads.get(thread)
-        before = lane.last_launched(self._times.launch[number]) if lane else None
+        sequence = self._threads.get(thread)
+        before = sequence.last_launched(self._times.launch[number]) if sequence else None
         if before is not None:
             self._edges.add(before, number, Reason.PROGRAM_ORDER)
         earlier = self._asynchronous.get(call.communication.group)
@@ -243,13 +249,13 @@ class PlacedCalls:
         self._asynchronous[call.communication.group] = number
 
     def columns(self, threads: I64, begin: int = 0, to: int | None = None) -> Columns:
-        """Return stream, thread, duration and evidence of recorded calls, and what Gloo ran."""
+        """Return stream, thread, duration and evidence of recorded calls and Gloo calls."""
         placed = self._placed[begin:to]
-        thread = np.array([one.thread for one in placed], dtype=np.int64)
+        thread = np.array([call.thread for call in placed], dtype=np.int64)
         return {
-            "stream": np.array([one.stream for one in placed], dtype=np.int64),
+            "stream": np.array([call.stream for call in placed], dtype=np.int64),
             "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
-            "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
-            "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
-            "blocked_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
+            "duration_ns": np.array([call.duration_ns for call in placed], dtype=np.int64),
+            "evidence": np.array([call.evidence for call in placed], dtype=np.uint8),
+            "blocked_ns": np.array([call.waited_ns for call in placed], dtype=np.int64),
         }

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.collectives.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.read.schema import I64, OWN_CALL, Mask
+from onerank.converters.sources.kineto.read.schema import OWN_CALL
 from onerank.ir import Phase
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import DATA_LOADING
 
 _WHOLE = frozenset(
@@ -49,7 +50,7 @@ _CONVOLVES = frozenset(
     "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d".split()
 )
 
-_OF_GROUPS = "_convolution"  # calls one of these for each group
+_GROUPED_CONVOLUTION = "_convolution"  # calls one of these for each group
 
 _HELPERS = frozenset("copy_ fill_ zero_ clone".split())
 
@@ -59,7 +60,7 @@ _COPIES = frozenset(  # nothing but copies and fills: these are nodes themselves
     "diagonal_backward numpy_T type_as".split()
 )
 
-_FREE = frozenset(
+_NO_WORK = frozenset(
     "view _unsafe_view _reshape_alias reshape expand expand_as as_strided as_strided_ alias t "
     "transpose permute swapaxes movedim squeeze squeeze_ unsqueeze unsqueeze_ select slice narrow "
     "split split_with_sizes chunk unbind unflatten flatten detach detach_ view_as unfold diagonal "
@@ -73,9 +74,16 @@ _FREE = frozenset(
 
 _SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
 
-_HANDS_ON = frozenset((_SUBCLASS, _MODE))
+_DISPATCHERS = frozenset((_SUBCLASS, _MODE))
 
-_NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
+_NO_COMPUTE_PREFIXES = (
+    "autograd::",
+    "torch::",
+    "c10d::",
+    "_c10d_functional::",
+    "profiler::",
+    "onerank::",
+)
 
 _GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in C++
 
@@ -85,21 +93,23 @@ def leaves(timeline: HostTimeline) -> list[int]:
     count = len(timeline)
     parents: list[int] = timeline.parent.tolist()
     is_operator: list[bool] = timeline.rows.is_operator.tolist()
-    works, names = _works(timeline)
+    works, names = _compute_names(timeline)
     fake = _fake(parents, names)
     whole = [False] * count
-    helped, worked = [False] * count, [False] * count  # what its callees did
-    handed_on, called_again = [False] * count, [False] * count
-    multiplied = [False] * count  # whether a callee did
+    # Properties of the callees: copied or filled, computed, forwarded to a subclass or mode,
+    # called the same operator again (autocast), multiplied matrices (vmap).
+    helped, worked = [False] * count, [False] * count
+    forwarded, called_again = [False] * count, [False] * count
+    multiplied = [False] * count
     groups = [0] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
-        passes = handed_on[index] or called_again[index]
+        passes = forwarded[index] or called_again[index]
         passes |= multiplied[index] and base in _MULTIPLIES
         if works[index] and is_operator[index] and not passes and not fake[index]:
-            alone = not worked[index] and (not helped[index] or base not in _COPIES)
-            of_groups = base == _OF_GROUPS and groups[index] > 1
-            whole[index] = base in _WHOLE or alone or of_groups
+            leaf = not worked[index] and (not helped[index] or base not in _COPIES)
+            grouped = base == _GROUPED_CONVOLUTION and groups[index] > 1
+            whole[index] = base in _WHOLE or leaf or grouped
         parent = parents[index]
         if parent < 0:
             continue
@@ -108,19 +118,19 @@ def leaves(timeline: HostTimeline) -> list[int]:
             worked[parent] = True
         worked[parent] |= worked[index]
         multiplied[parent] |= multiplied[index] or (whole[index] and base in _MULTIPLIES)
-        on = base in _HANDS_ON and (worked[index] or helped[index] or fake[index])
-        handed_on[parent] |= on or handed_on[index]
+        forwards = base in _DISPATCHERS and (worked[index] or helped[index] or fake[index])
+        forwarded[parent] |= forwards or forwarded[index]
         called_again[parent] |= works[index] and names[parent] == base
         helped[parent] |= whole[index] or helped[index]
-    found: list[int] = []
+    operators: list[int] = []
     absorbed = [False] * count
     in_mark: list[int] = timeline.in_mark.tolist()
     for index, parent in enumerate(parents):
         if parent >= 0:
             absorbed[index] = absorbed[parent] or whole[parent]
         if whole[index] and not absorbed[index] and in_mark[index] < 0:
-            found.append(index)
-    return found
+            operators.append(index)
+    return operators
 
 
 def _fake(parents: list[int], names: list[str]) -> list[bool]:
@@ -133,15 +143,15 @@ def _fake(parents: list[int], names: list[str]) -> list[bool]:
     return fake
 
 
-def _works(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
-    """Return which events have the name of an operator that works, and all base names."""
+def _compute_names(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
+    """Return which events are named like a compute operator, and all base names."""
     distinct, places = np.unique(timeline.rows.name, return_inverse=True)
     names = timeline.strings.decode(distinct)
     bases = [_base_name(name) for name in names]
     works = [
         ("::" in name or _GENERATED.match(name) is not None)
-        and not name.startswith(_NOT_WORK)
-        and base not in _FREE
+        and not name.startswith(_NO_COMPUTE_PREFIXES)
+        and base not in _NO_WORK
         for name, base in zip(names, bases, strict=True)
     ]
     at = places.tolist()
@@ -154,50 +164,50 @@ def _base_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SelectedNodes:
-    """Which events become nodes.
+    """The events that become nodes.
 
     Attributes:
         host: indices of the host events, ascending, int64[n].
         gpu: rows of the GPU operations, by start, int64[m].
-        left_out: operators that are no nodes, by reason.
+        dropped: operators that are no nodes, by reason.
     """
 
     host: I64
     gpu: I64
-    left_out: dict[str, int]
+    dropped: dict[str, int]
 
 
-def _left_out(
-    timeline: HostTimeline, kept: I64, unrun: I64, in_gloo: Mask, *, with_operators: bool
+def _count_dropped(
+    timeline: HostTimeline, kept: I64, interrupted: I64, in_gloo: Mask, *, with_operators: bool
 ) -> dict[str, int]:
-    left = timeline.rows.is_operator.copy()
-    left[kept] = left[unrun] = False
-    recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
-    other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
+    unselected = timeline.rows.is_operator.copy()
+    unselected[kept] = unselected[interrupted] = False
+    recorder = unselected & ((timeline.in_mark >= 0) | timeline.is_wait)
+    other = "not a leaf, a view or free" if with_operators else "no execution trace given"
     counts = {
-        other: int((left & ~recorder & ~in_gloo).sum()),
+        other: int((unselected & ~recorder & ~in_gloo).sum()),
         "emulates communication": int(recorder.sum()),
-        "part of a call by Gloo": int((left & ~recorder & in_gloo).sum()),
-        "begun only: a recomputed checkpoint had what backward asked for": len(unrun),
+        "part of a call by Gloo": int((unselected & ~recorder & in_gloo).sum()),
+        "started only: the recomputation of a checkpoint ended early": len(interrupted),
     }
     return {reason: count for reason, count in counts.items() if count}
 
 
-def own_calls(timeline: HostTimeline) -> Mask:
+def unattributed_calls(timeline: HostTimeline) -> Mask:
     """Return which host events are runtime calls outside of any operator, bool[n]."""
     return timeline.rows.event_index == OWN_CALL
 
 
-def _operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
+def _select_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
     loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
     if cpu_only:
         return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
-    chosen = timeline.rows.is_operator | own_calls(timeline)
+    chosen = timeline.rows.is_operator | unattributed_calls(timeline)
     chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
     return np.union1d(np.flatnonzero(chosen), loading)
 
 
-def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
+def _find_interrupted(timeline: HostTimeline, kept: I64) -> Mask:
     """Return the kept operators that only began, bool[n].
 
     torch.utils.checkpoint ends a recomputation with an exception once it has what backward needs.
@@ -210,10 +220,10 @@ def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
     return unrecorded & (scope[kept] >= 0)
 
 
-def choose_nodes(
-    timeline: HostTimeline, gpu: GpuOps, gloo: Runs, *, with_operators: bool
+def select_nodes(
+    timeline: HostTimeline, gpu: GpuOps, gloo: GlooCalls, *, with_operators: bool
 ) -> SelectedNodes:
-    """Choose what becomes a node: all that ran on a GPU but emulates nothing, and operators.
+    """Select the nodes: all GPU operations that do not emulate a collective, and operators.
 
     Where nothing ran on a GPU, the operators that compute do: the leaves.
 
@@ -226,9 +236,9 @@ def choose_nodes(
     ran = np.flatnonzero(gpu.in_mark < 0)
     ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
     cpu_only = not len(ran)
-    kept = _operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
-    unrun = kept[_unrun(timeline, kept)] if cpu_only else kept[:0]
+    kept = _select_operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
+    interrupted = kept[_find_interrupted(timeline, kept)] if cpu_only else kept[:0]
     inside = gloo.within(timeline)
-    kept = np.union1d(np.setdiff1d(kept[~inside[kept]], unrun), gloo.callers())
-    left_out = _left_out(timeline, kept, unrun, inside, with_operators=with_operators)
-    return SelectedNodes(kept, ran, left_out)
+    kept = np.union1d(np.setdiff1d(kept[~inside[kept]], interrupted), gloo.callers())
+    dropped = _count_dropped(timeline, kept, interrupted, inside, with_operators=with_operators)
+    return SelectedNodes(kept, ran, dropped)

@@ -1,6 +1,6 @@
 """Turn synchronisations into edges: waits of streams and host for events, copies and queue room.
 
-Lanes (streams and threads) and node numbers are those of `DependencyEdges`.
+Node sequences (of streams and threads) and node numbers are those of `DependencyEdges`.
 """
 
 from collections import Counter
@@ -10,44 +10,50 @@ import numpy as np
 
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
-    Streams,
-    Threads,
+    StreamSequences,
+    ThreadSequences,
 )
 from onerank.converters.sources.kineto.lowering.unexplained_gaps import (
     NEVER_LATE,
     UnexplainedGaps,
     find_unexplained_gaps,
 )
-from onerank.converters.sources.kineto.read.schema import I64
-from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
+from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWait
 from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
 from onerank.ir import Reason
+from onerank.ir.arrays import I64
 
 
 class SyncEdges:
-    """Adds the edges of waits to a graph to be, and keeps how long calls and operations waited.
+    """Adds the edges of waits and keeps how long calls and operations waited.
 
     Attributes:
         blocked: thread and start of each call that waited for the GPU -> how long, nanoseconds.
-        queued: launches that waited for room, and not for a copy of their own.
+        queued: launches that waited for queue room, not for a copy that they launched.
         blocked_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
-    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
-        self._edges, self._times = work.edges, work.times
+    def __init__(
+        self, builder: DependencyEdges, streams: StreamSequences, threads: ThreadSequences
+    ) -> None:
+        self._edges, self._times = builder.edges, builder.times
         self._streams, self._threads = streams, threads
-        self._gpu, self._own, self._operators = work.gpu, work.own, len(work.kept)
+        self._gpu, self._gpu_rows, self._operators = (
+            builder.gpu,
+            builder.gpu_rows,
+            len(builder.kept),
+        )
         self.blocked: dict[tuple[int, int], int] = {}
         self.queued: list[QueueWait] = []
-        self.blocked_ns = np.zeros(len(work.kept), dtype=np.int64)
+        self.blocked_ns = np.zeros(len(builder.kept), dtype=np.int64)
 
-    def synchronise(
+    def add_waits(
         self, waits: Synchronizations, queue: Sequence[QueueWait]
     ) -> tuple[int, Counter[str]]:
-        """Add the edges of the synchronisations; return how many, and those that gave none."""
-        made = 0
-        idle = Counter[str]()
+        """Add edges of synchronisations; return their number, and waits without edges by reason."""
+        added = 0
+        without_edge = Counter[str]()
         for wait in waits.found:
             awaited = _awaited(wait, self._streams)
             waiters = self._waiters(wait)
@@ -55,23 +61,23 @@ class SyncEdges:
                 done = max(self._times.end[source] for source in awaited)
                 self._block(wait.thread, wait.start_ns, wait.end_ns, done - wait.start_ns, waiters)
             if not waiters:
-                idle["nothing follows that waits"] += 1
+                without_edge["no node follows the wait"] += 1
                 continue
             for source in awaited:
                 for waiter in waiters:
                     if waiter != source:
                         self._edges.add(source, waiter, Reason.SYNC)
-            made += len(awaited)
+            added += len(awaited)
             if not awaited:
-                idle["nothing was launched before on the stream waited for"] += 1
-        made += self._held(waits.held, idle)
-        self._queue(queue)
-        return made, idle
+                without_edge["the awaited stream had no earlier launch"] += 1
+        added += self._add_inferred(waits.inferred_waits, without_edge)
+        self._add_queue_waits(queue)
+        return added, without_edge
 
     def _block(
         self, thread: int, start_ns: int, end_ns: int, waited_ns: int, waiters: list[int]
     ) -> None:
-        """Note that a thread's call waited so long; a call waits once, whatever it waits for."""
+        """Record how long a thread's call waited; of a call's several waits the longest counts."""
         known_ns = self.blocked.get((thread, start_ns), 0)
         waited_ns = min(waited_ns, end_ns - start_ns)
         if waited_ns <= known_ns:
@@ -81,27 +87,27 @@ class SyncEdges:
             if waiter < self._operators:
                 self.blocked_ns[waiter] += waited_ns - known_ns
 
-    def _held(self, held: Sequence[InferredWaits], idle: Counter[str]) -> int:
+    def _add_inferred(self, inferred: Sequence[InferredWait], without_edge: Counter[str]) -> int:
         """Let operations wait for those of other streams that delayed them; return how many."""
-        by_number = {stream: lane for (_, stream), lane in self._streams.items()}
-        made = 0
-        for one in held:
-            waiter = by_number[one.stream].begun_at(one.start_ns)
-            source = by_number[one.waited_for].last_ended(one.ended_ns)
+        by_number = {stream: sequence for (_, stream), sequence in self._streams.items()}
+        added = 0
+        for wait in inferred:
+            waiter = by_number[wait.stream].starting_at(wait.start_ns)
+            source = by_number[wait.waited_for].last_ended(wait.ended_ns)
             if waiter is not None and source is not None:
                 self._edges.add(source, waiter, Reason.SYNC)
-                made += 1
+                added += 1
             else:
-                idle["what held it, or was held, is no node"] += 1
-        return made
+                without_edge["the awaited or the delayed operation is no node"] += 1
+        return added
 
-    def _queue(self, waits: Sequence[QueueWait]) -> None:
-        """Let what follows a launch that waited for room wait for the operation that made it."""
+    def _add_queue_waits(self, waits: Sequence[QueueWait]) -> None:
+        """Let the thread's next operator wait for the operation that freed a place in the queue."""
         for wait in waits:
             if (wait.thread, wait.start_ns) in self.blocked:
-                continue  # it waited for its own copy, longer than for room
+                continue  # the call waited for a copy that it launched, longer than for queue room
             self.queued.append(wait)
-            stream, thread = self._streams.get(wait.lane), self._threads.get(wait.thread)
+            stream, thread = self._streams.get(wait.stream_key), self._threads.get(wait.thread)
             source = stream.last_ended(wait.freed_ns) if stream else None
             target = thread.first_launched(wait.end_ns) if thread else None
             if source is not None and target is not None:
@@ -109,31 +115,32 @@ class SyncEdges:
             waiters = [] if source is None or target is None else [target]
             self._block(wait.thread, wait.start_ns, wait.end_ns, wait.waited_ns, waiters)
 
-    def late(self) -> UnexplainedGaps:
+    def explain_gaps(self) -> UnexplainedGaps:
         """Let late operations wait for their inferred cause; return the causes."""
         end = np.array(self._times.end, dtype=np.int64)
         known = np.full(len(end), np.iinfo(np.int64).min)
-        own = self._operators + np.arange(len(self._own))
-        returned = self._gpu.returned_ns[self._own]
-        known[own[returned >= 0]] = returned[returned >= 0]
+        gpu_numbers = self._operators + np.arange(len(self._gpu_rows))
+        returned = self._gpu.returned_ns[self._gpu_rows]
+        known[gpu_numbers[returned >= 0]] = returned[returned >= 0]
         waits = tuple(set(Reason) - {Reason.LAUNCH, Reason.PROGRAM_ORDER})
         known = self._edges.latest(end, known, of=waits)
         ready = np.full(len(end), NEVER_LATE)
-        told = own[known[own] > np.iinfo(np.int64).min]
-        ready[told] = known[told]
-        found = UnexplainedGaps()
+        bounded = gpu_numbers[known[gpu_numbers] > np.iinfo(np.int64).min]
+        ready[bounded] = known[bounded]
+        gaps = UnexplainedGaps()
         for device in {device for device, _ in self._streams}:
             late = find_unexplained_gaps(
-                [lane for (one, _), lane in self._streams.items() if one == device], ready
+                [sequence for (other, _), sequence in self._streams.items() if other == device],
+                ready,
             )
-            found.held.extend(late.held)
-            found.unexplained_ns.update(late.unexplained_ns)
-        for source, target, reason in found.held:
+            gaps.explained.extend(late.explained)
+            gaps.unexplained_ns.update(late.unexplained_ns)
+        for source, target, reason in gaps.explained:
             self._edges.add(source, target, reason)
-        return found
+        return gaps
 
     def gpu_waits(self, late: UnexplainedGaps) -> I64:
-        """Return the unexplained wait of each GPU operation, int64[own].
+        """Return the unexplained wait of each GPU operation, int64[gpu_numbers].
 
         Negative: the overlap with the previous operation of its stream, or of another one that left
         it free SMs.
@@ -146,26 +153,31 @@ class SyncEdges:
         waited = np.where(lead > ROUNDING_NS, -lead, 0)
         for number, unexplained_ns in late.unexplained_ns.items():
             waited[number] = unexplained_ns
-        return waited[self._operators :][: len(self._own)]
+        return waited[self._operators :][: len(self._gpu_rows)]
 
     def _waiters(self, wait: Wait) -> list[int]:
-        """Return what a synchronisation holds back: without operators all that follows."""
+        """Return the first nodes that a synchronisation delays.
+
+        A host wait delays its thread; without operators it delays the next launch on every stream.
+        """
         if wait.waiting_stream is not None:
-            waiting = [lane for (_, s), lane in self._streams.items() if s == wait.waiting_stream]
-            first = [lane.first_launched(wait.start_ns) for lane in waiting[:1]]
+            waiting = [
+                sequence for (_, s), sequence in self._streams.items() if s == wait.waiting_stream
+            ]
+            first = [sequence.first_launched(wait.start_ns) for sequence in waiting[:1]]
         elif self._operators:
-            lane = self._threads.get(wait.thread)
-            first = [lane.first_launched(wait.end_ns)] if lane else []
+            sequence = self._threads.get(wait.thread)
+            first = [sequence.first_launched(wait.end_ns)] if sequence else []
         else:
-            first = [lane.first_launched(wait.end_ns) for lane in self._streams.values()]
+            first = [sequence.first_launched(wait.end_ns) for sequence in self._streams.values()]
         return [number for number in first if number is not None]
 
 
-def _awaited(wait: Wait, streams: Streams) -> list[int]:
-    """Return what a synchronisation waits for: of each stream that it is of, the last launched."""
-    found = [
-        lane.last_launched(wait.horizon_ns)
-        for (_, stream), lane in streams.items()
+def _awaited(wait: Wait, streams: StreamSequences) -> list[int]:
+    """Return the last launched operation of each stream that a synchronisation waits for."""
+    awaited = [
+        sequence.last_launched(wait.horizon_ns)
+        for (_, stream), sequence in streams.items()
         if wait.stream in (None, stream) and stream != wait.waiting_stream
     ]
-    return [number for number in found if number is not None]
+    return [number for number in awaited if number is not None]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from onerank.converters.sources.kineto.lowering.dependency_edges import Lane
-from onerank.converters.sources.kineto.read.schema import I64, GpuRows
+from onerank.converters.sources.kineto.lowering.dependency_edges import NodeSequence
+from onerank.converters.sources.kineto.read.schema import GpuRows
 from onerank.converters.sources.kineto.sync.inferred_waits import RELEASE_NS, ROUNDING_NS
 from onerank.ir import Reason, StringTable
+from onerank.ir.arrays import I64
 
 LATE_NS = 20_000
 """An operation that begins this soon after all that it waits for is not late."""
@@ -21,10 +22,10 @@ LATE_NS = 20_000
 LAST_BLOCKS = 0.1
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
 
-_TOLD = 3
+_NAMED_GAPS = 3
 """Number of operations that a note names."""
 
-_NAME = 60
+_NAME_LENGTH = 60
 """Characters of a kernel's name in a note."""
 
 NEVER_LATE = np.iinfo(np.int64).max // 2
@@ -35,62 +36,63 @@ class UnexplainedGaps:
     """Late operations, by the numbers of future nodes.
 
     Attributes:
-        held: source, target and reason of the edges that explain them.
+        explained: source, target and reason of the edges that explain them.
         unexplained_ns: waiting time of those without an explanation.
     """
 
-    held: list[tuple[int, int, Reason]] = field(default_factory=list[tuple[int, int, Reason]])
+    explained: list[tuple[int, int, Reason]] = field(default_factory=list[tuple[int, int, Reason]])
     unexplained_ns: dict[int, int] = field(default_factory=dict[int, int])
 
     def notes(
         self, rows: GpuRows, strings: StringTable, first: int, *, replayed: bool
     ) -> list[str]:
-        """Say what was found.
+        """Return sentences on explained and unexplained gaps.
 
         Args:
             rows: the GPU operations that are nodes, by number.
             strings: table that their names point into.
-            first: number of the first of them among the nodes to be.
+            first: number of the first of them among the future nodes.
             replayed: whether the graph keeps the waits that nothing explains.
         """
         notes: list[str] = []
-        if self.held:
-            room = sum(reason is Reason.ROOM for _, _, reason in self.held)
+        if self.explained:
+            count = len(self.explained)
+            room = sum(reason is Reason.ROOM for _, _, reason in self.explained)
             notes.append(
-                f"{len(self.held)} GPU operations began long after their launch and what is before "
-                f"them on their stream, {len(self.held) - room} as another stream's ended and "
-                f"{room} as one ran its last blocks: they wait for these"
+                f"{count} GPU operations began long after their launch and the end of "
+                f"their stream's previous operation: {count - room} as an operation of "
+                f"another stream ended, {room} as one ran its last blocks; "
+                "they wait for that operation"
             )
         if self.unexplained_ns:
             order = sorted(self.unexplained_ns, key=self.unexplained_ns.__getitem__, reverse=True)
             since = int(rows.start_ns.min())
-            told = ", ".join(
+            longest = ", ".join(
                 f"{self.unexplained_ns[number] / 1e6:.3f} ms before "
-                f"{strings[int(rows.name[row])][:_NAME]!r} at "
+                f"{strings[int(rows.name[row])][:_NAME_LENGTH]!r} at "
                 f"{(int(rows.start_ns[row]) - since) / 1e6:.3f} ms"
-                for number in order[:_TOLD]
+                for number in order[:_NAMED_GAPS]
                 for row in [number - first]
             )
             notes.append(
                 f"{len(order)} GPU operations began "
                 f"{sum(self.unexplained_ns.values()) / 1e6:.3f} ms in "
-                "all later than anything in the trace explains: the GPU ran what is not in it, or "
-                "waited for what it does not tell. A replay "
-                f"{'keeps' if replayed else 'lacks'} that time (the most: {told}; since the first "
-                "GPU operation)"
+                "all later than the trace explains: the GPU ran or awaited work outside the trace. "
+                f"A replay {'keeps' if replayed else 'lacks'} that time (longest: {longest}, "
+                "counted from the first GPU operation)"
             )
         return notes
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _StreamIntervals:
     """A stream's operations in the order of their starts.
 
     Attributes:
-        number: of the nodes to be, int64[n].
+        number: numbers of the future nodes, int64[n].
         start: int64[n].
         end: int64[n].
-        latest: place of the one that ended last up to each, int64[n].
+        latest: position of the operation that ended last, up to each one, int64[n].
     """
 
     number: I64
@@ -99,16 +101,18 @@ class _Stream:
     latest: I64
 
     @classmethod
-    def of(cls, lane: Lane) -> "_Stream":
-        number = np.array(lane.members, dtype=np.int64)
-        start = np.array([lane.times.start[one] for one in lane.members], dtype=np.int64)
-        end = np.array([lane.times.end[one] for one in lane.members], dtype=np.int64)
+    def of(cls, sequence: NodeSequence) -> "_StreamIntervals":
+        number = np.array(sequence.members, dtype=np.int64)
+        start = np.array(
+            [sequence.times.start[member] for member in sequence.members], dtype=np.int64
+        )
+        end = np.array([sequence.times.end[member] for member in sequence.members], dtype=np.int64)
         until = np.maximum.accumulate(end)
         latest = np.maximum.accumulate(np.where(end == until, np.arange(len(end)), 0))
         return cls(number, start, end, latest)
 
     def ended(self, time_ns: int) -> tuple[int, int] | None:
-        """Return end and number of what ended last by that time, None for nothing."""
+        """Return end and number of the operation that ended last by that time, or None."""
         place = int(np.searchsorted(self.end[self.latest], time_ns + ROUNDING_NS, side="right")) - 1
         if place < 0:
             return None
@@ -116,38 +120,42 @@ class _Stream:
         return int(self.end[latest]), int(self.number[latest])
 
     def ending(self, time_ns: int) -> tuple[int, int] | None:
-        """Return end and number of what runs its last blocks at that time, None for nothing."""
+        """Return end and number of the operation that runs its last blocks then, or None."""
         place = int(np.searchsorted(self.start, time_ns)) - 1
         if place < 0:
             return None
-        left_ns = int(self.end[place]) - time_ns
+        remaining_ns = int(self.end[place]) - time_ns
         lasted_ns = int(self.end[place] - self.start[place])
-        if 0 < left_ns <= max(RELEASE_NS, LAST_BLOCKS * lasted_ns) and left_ns < lasted_ns:
+        if (
+            0 < remaining_ns <= max(RELEASE_NS, LAST_BLOCKS * lasted_ns)
+            and remaining_ns < lasted_ns
+        ):
             return int(self.end[place]), int(self.number[place])
         return None
 
 
-def find_unexplained_gaps(lanes: Iterable[Lane], ready_ns: I64) -> UnexplainedGaps:
+def find_unexplained_gaps(sequences: Iterable[NodeSequence], ready_ns: I64) -> UnexplainedGaps:
     """Find the cause of operations that started late.
 
     Args:
-        lanes: the streams of a device.
+        sequences: the streams of a device.
         ready_ns: earliest start of each future node by all known dependencies, NEVER_LATE without
             any, int64[n].
     """
-    streams = [_Stream.of(lane) for lane in lanes]
-    found = UnexplainedGaps()
-    for own in streams:
-        others = [stream for stream in streams if stream is not own]
-        ready = ready_ns[own.number]
-        for place in np.flatnonzero(own.start - ready > LATE_NS).tolist():
-            target, start = int(own.number[place]), int(own.start[place])
-            ended = [one for one in (stream.ended(start) for stream in others) if one]
-            ending = [one for one in (stream.ending(start) for stream in others) if one]
+    streams = [_StreamIntervals.of(sequence) for sequence in sequences]
+    gaps = UnexplainedGaps()
+    for waiting in streams:
+        others = [stream for stream in streams if stream is not waiting]
+        ready = ready_ns[waiting.number]
+        for place in np.flatnonzero(waiting.start - ready > LATE_NS).tolist():
+            target, start = int(waiting.number[place]), int(waiting.start[place])
+            ended = [end for end in (stream.ended(start) for stream in others) if end]
+            ending = [end for end in (stream.ending(start) for stream in others) if end]
+            # A full stop on another stream explains more than free SMs do: check it first.
             if ended and max(ended)[0] >= start - RELEASE_NS:
-                found.held.append((max(ended)[1], target, Reason.SYNC))
+                gaps.explained.append((max(ended)[1], target, Reason.SYNC))
             elif ending:
-                found.held.append((min(ending)[1], target, Reason.ROOM))
+                gaps.explained.append((min(ending)[1], target, Reason.ROOM))
             else:
-                found.unexplained_ns[target] = start - int(ready[place])
-    return found
+                gaps.unexplained_ns[target] = start - int(ready[place])
+    return gaps

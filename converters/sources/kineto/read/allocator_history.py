@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.read.schema import I64, MemoryRows
+from onerank.converters.sources.kineto.read.schema import MemoryRows
 from onerank.ir import AllocatorSettings
+from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
 from onerank.converters.sources.kineto.read.schema import (
@@ -18,9 +17,8 @@ from onerank.converters.sources.kineto.read.schema import (
     SchemaFile,
 )
 from onerank.ir import StringTable
+from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
-
-I64 = npt.NDArray[np.int64]
 
 LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes that may be missing in the file, as callers of others."""

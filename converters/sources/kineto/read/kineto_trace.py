@@ -16,8 +16,6 @@ import numpy as np
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
 from onerank.converters.sources.kineto.read.schema import (
     GPU_CATEGORIES,
-    I32,
-    I64,
     NO_CALL,
     Args,
     DeviceProperties,
@@ -28,7 +26,6 @@ from onerank.converters.sources.kineto.read.schema import (
     KinetoFile,
     KinetoTrace,
     LaunchRows,
-    Mask,
     MemoryRows,
     Rows,
     SyncRows,
@@ -37,6 +34,7 @@ from onerank.converters.sources.kineto.read.schema import (
     read_distributed,
 )
 from onerank.ir import StringTable
+from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.errors import TraceError
 
 _BACKENDS = ("cuda", "hip", "xpu", "mtia", "privateuse1")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir import StringTable
+from onerank.ir.arrays import I32, I64, Mask
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
@@ -205,12 +206,6 @@ class Distributed(msgspec.Struct, frozen=True):
     size: int = msgspec.field(name="world_size", default=1)
     groups: tuple[Group, ...] = msgspec.field(name="pg_config", default=())
 
-
-I64 = npt.NDArray[np.int64]
-
-I32 = npt.NDArray[np.int32]
-
-Mask = npt.NDArray[np.bool_]
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 

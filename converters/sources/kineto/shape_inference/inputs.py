@@ -8,7 +8,7 @@ from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 
 Shape = tuple[int, ...]
 
-UNTOLD = "Tensor(not recorded)"
+UNKNOWN_TYPE = "Tensor(not recorded)"
 """Type of a tensor in a list, as the profiler records it."""
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.shape_inference import results_of
-from onerank.converters.sources.kineto.shape_inference.inputs import UNTOLD, Inputs, Result
+from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE, Inputs, Result
 
 _UNDEFINED = "Tensor(nullptr (uninitialized))"
 
@@ -92,7 +92,7 @@ def _argument(value: str, shape: Any, kind: str, *, sizes: bool) -> tuple[Any, A
         return (None, [], "GenericList[]") if sizes else (None, [[]], f"GenericList[{_NO_SIZES}]")
     if kind == _LIST:
         each = [_sizes(one) for one in shape]
-        return None, each, f"GenericList[{','.join([UNTOLD] * len(each))}]"
+        return None, each, f"GenericList[{','.join([UNKNOWN_TYPE] * len(each))}]"
     if kind not in _PLAIN:
         return None, _sizes(shape), f"Tensor({kind})"
     if kind == "" and not value:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, launch_times
-from onerank.converters.sources.kineto.read.schema import I64, KinetoTrace, last_of
+from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
+from onerank.ir.arrays import I64
 
 RELEASE_NS = 20_000
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
@@ -34,7 +35,7 @@ ROUNDING_NS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class InferredWaits:
+class InferredWait:
     """An operation delayed by another stream: its start, and the end of the other operation."""
 
     stream: int
@@ -44,7 +45,7 @@ class InferredWaits:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StreamWait:
     """A stream that is waited for, and the one that waits."""
 
     stream: int
@@ -52,7 +53,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StreamTimeline:
     """A stream's operations by start.
 
     Attributes:
@@ -72,21 +73,21 @@ class Lane:
         return int(np.searchsorted(self.launched, before_ns, side="right")) - 1
 
 
-class Streams:
+class StreamTimelines:
     """The streams of a trace."""
 
     def __init__(self, trace: KinetoTrace) -> None:
         gpu, calls = trace.gpu, trace.launches
         launched, ended = launch_times(trace), gpu.start_ns + gpu.duration_ns
         launch = last_of(calls.correlation, gpu.correlation)
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: dict[int, StreamTimeline] = {}
         self._place = np.zeros(len(gpu), dtype=np.int64)
         for stream in np.unique(gpu.stream).tolist():
             own = np.flatnonzero(gpu.stream == stream)
             own = own[np.argsort(gpu.start_ns[own], kind="stable")]
             self._place[own] = np.arange(len(own))
             known = np.flatnonzero(launch[own] >= 0)
-            self.lanes[stream] = Lane(
+            self.lanes[stream] = StreamTimeline(
                 launched=np.maximum.accumulate(launched[own]),
                 start=gpu.start_ns[own],
                 ended=np.maximum.accumulate(ended[own]),
@@ -98,7 +99,7 @@ class Streams:
         thread = calls.thread[launch[rows]]
         self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
 
-    def held_by_call(self, thread: int, call_ns: int) -> InferredWaits | None:
+    def held_by_call(self, thread: int, call_ns: int) -> InferredWait | None:
         """Return the operation that a stream's event wait, called at that time, delayed.
 
         None if the next operation that the thread launched started for another reason.
@@ -118,7 +119,7 @@ class Streams:
         call_ns: int,
         records: Sequence[int],
         waited: Sequence[int],
-    ) -> Pair | None:
+    ) -> StreamWait | None:
         """Return what an event recorded just before a stream's wait makes wait, None for nothing.
 
         Args:
@@ -154,9 +155,9 @@ class Streams:
         start = int(self.lanes[waiting].start[self._place[row]])
         if source < 0 or lane.ended[source] > start + ROUNDING_NS:
             return None
-        return Pair(stream, waiting)
+        return StreamWait(stream, waiting)
 
-    def held_backlog(self) -> Iterator[InferredWaits]:
+    def held_backlog(self) -> Iterator[InferredWait]:
         """Yield operations of the backlog that another stream's backlog delayed."""
         until = {stream: lane.backlog for stream, lane in self.lanes.items()}
         for stream, lane in self.lanes.items():
@@ -164,7 +165,7 @@ class Streams:
                 if held := self._held(stream, at, until):
                     yield held
 
-    def _held(self, stream: int, at: int, until: dict[int, int]) -> InferredWaits | None:
+    def _held(self, stream: int, at: int, until: dict[int, int]) -> InferredWait | None:
         """Return the cause of a delayed operation, among the first `until` of other streams."""
         lane = self.lanes[stream]
         start = int(lane.start[at])
@@ -179,7 +180,7 @@ class Streams:
             if last >= 0 and theirs.ended[last] > since:
                 one = int(theirs.ended[last]), other
                 found = max(found, one) if found else one
-        return InferredWaits(stream, start, found[1], found[0]) if found else None
+        return InferredWait(stream, start, found[1], found[0]) if found else None
 
     def ended_last(self, start_ns: int, end_ns: int) -> tuple[int, int] | None:
         """Return stream and launch of what a host waited for between two times, None for nothing.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
-from onerank.converters.sources.kineto.read.schema import I32, I64, KinetoTrace, Mask, last_of
+from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
+from onerank.ir.arrays import I32, I64, Mask
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""
@@ -29,7 +30,7 @@ class QueueWait:
     """A launch that waited.
 
     Attributes:
-        lane: device and stream.
+        stream_key: device and stream.
         thread: calling thread, a place in the trace's `threads`.
         start_ns: host time of the call.
         end_ns: host time at which the call returned.
@@ -37,7 +38,7 @@ class QueueWait:
         freed_ns: when the operation ended for which it waited.
     """
 
-    lane: tuple[int, int]
+    stream_key: tuple[int, int]
     thread: int
     start_ns: int
     end_ns: int
@@ -74,7 +75,7 @@ def launch_queue(trace: KinetoTrace) -> LaunchQueue:
         own = np.flatnonzero((gpu.device == lane[0]) & (gpu.stream == lane[1]) & (call >= 0))
         if len(own) < LEAST_PENDING:
             continue
-        stream = _Stream.of(trace, own, call)
+        stream = _StreamLaunches.of(trace, own, call)
         waits = stream.waits()
         if not len(waits):
             continue
@@ -85,7 +86,7 @@ def launch_queue(trace: KinetoTrace) -> LaunchQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _StreamLaunches:
     """The calls that launched the operations of one stream, n of them, by time.
 
     Attributes:
@@ -107,7 +108,7 @@ class _Stream:
     freed_ns: I64
 
     @classmethod
-    def of(cls, trace: KinetoTrace, own: I64, call: I64) -> "_Stream":
+    def of(cls, trace: KinetoTrace, own: I64, call: I64) -> "_StreamLaunches":
         """Collect those of the GPU operations `own`, each launched by its `call`."""
         calls, gpu = trace.launches, trace.gpu
         own = own[np.lexsort((gpu.start_ns[own], calls.start_ns[call[own]]))]

@@ -17,7 +17,7 @@ import numpy as np
 from onerank.converters.sources.kineto.link.host_timeline import named
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
-from onerank.converters.sources.kineto.sync.inferred_waits import InferredWaits, Streams
+from onerank.converters.sources.kineto.sync.inferred_waits import InferredWait, StreamTimelines
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 
@@ -26,7 +26,7 @@ QUERIES = frozenset({"cudaEventQuery", "hipEventQuery"})
 STREAM_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 
 
-class Records:
+class EventRecords:
     """The event records of a trace, and the streams that threads launched on.
 
     Calls are identified by their row among the trace's launches.
@@ -174,7 +174,7 @@ class Synchronizations:
 
     Attributes:
         found: usable ones, in the order of their calls.
-        held: operations that waited for another stream's, inferred from times only.
+        inferred_waits: operations that waited for another stream's, inferred from times only.
         unused: unusable ones, by reason.
         inferred: number in `found` whose event record the trace does not name.
         by_time: number in `found` and `held` inferred from runtime calls and times, in a trace
@@ -182,7 +182,7 @@ class Synchronizations:
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
-    held: list[InferredWaits] = field(default_factory=list[InferredWaits])
+    inferred_waits: list[InferredWait] = field(default_factory=list[InferredWait])
     unused: Counter[str] = field(default_factory=Counter[str])
     inferred: int = 0
     by_time: int = 0
@@ -201,7 +201,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     call_of = last_of(calls.correlation, syncs.correlation).tolist()
     record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
     queries = named(calls.name, trace.strings, QUERIES.__contains__)
-    records: Records | None = None
+    records: EventRecords | None = None
     for place, (name, own, waited_for, event) in enumerate(
         zip(
             trace.strings.decode(syncs.name),
@@ -223,7 +223,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
         waiting = own if on_stream else None
         stream = waited_for if waited_for >= 0 else own
         if record < 0 and (on_stream or name == "Event Sync"):
-            records = records or Records(trace)
+            records = records or EventRecords(trace)
             record = records.record(event, call)
             if record < 0:
                 made.unused["the trace does not tell which event record is waited for"] += 1
@@ -274,8 +274,8 @@ def _of_copies(trace: KinetoTrace) -> list[Wait]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Records:
-    """Records of events and streams' waits for them, per thread in the order of their calls."""
+class _EventCalls:
+    """Event records and streams' waits for them, per thread in the order of their calls."""
 
     starts: dict[int, list[int]]
     recorded: dict[int, list[int]]
@@ -284,7 +284,7 @@ class _Records:
     """When the thread recorded events: all, and those that its next call waited for."""
 
     @classmethod
-    def of(cls, trace: KinetoTrace) -> "_Records":
+    def of(cls, trace: KinetoTrace) -> "_EventCalls":
         calls = trace.launches
         recording = named(calls.name, trace.strings, RECORDS.__contains__)
         asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
@@ -321,7 +321,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
         for code, name in names.items()
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
     ]
-    streams, records = Streams(trace), _Records.of(trace)
+    streams, records = StreamTimelines(trace), _EventCalls.of(trace)
     made.found.extend(_of_copies(trace))
     copied = {(wait.thread, wait.start_ns) for wait in made.found}
     rows = np.flatnonzero(np.isin(calls.name, wanted))
@@ -335,7 +335,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
             if pair := streams.paired(thread, record_ns, start, *records.records[thread]):
                 made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
             elif held := streams.held_by_call(thread, start):
-                made.held.append(held)
+                made.inferred_waits.append(held)
             else:
                 made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
         elif waited_for := (
@@ -349,13 +349,13 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
         else:
             made.unused["nothing came to its end during the call"] += 1
     made.found.sort(key=lambda wait: wait.start_ns)
-    made.held.extend(streams.held_backlog())
-    made.by_time = len(made.found) + len(made.held)
+    made.inferred_waits.extend(streams.held_backlog())
+    made.by_time = len(made.found) + len(made.inferred_waits)
     return made
 
 
 def _blocking(
-    streams: Streams, scope: Scope, start_ns: int, end_ns: int
+    streams: StreamTimelines, scope: Scope, start_ns: int, end_ns: int
 ) -> tuple[int | None, int] | None:
     """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
     done: list[tuple[int, int]] = []

@@ -101,7 +101,7 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def test_logits_of_packed_sequences_that_are_each_cut_are_refused(recorder):
     one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm="p2p")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm="p2p")
     output = one(input_ids=tokens(), labels=tokens(), **packed((16, 8), (24,)))
     assert output.loss.isfinite()
     with pytest.raises(SliceError, match="reads logits of packed sequences"):
@@ -118,7 +118,7 @@ def test_what_is_not_known_is_refused(recorder, case):
 
     def slice_and_call() -> None:
         new_group = recorder.new_group
-        slice_to_rank(one, World.of(cp=4), 1, new_group, flavour="megatron", cp_comm=comm)
+        slice_to_rank(one, World.of(cp=4), 1, new_group, tp_style="megatron", cp_comm=comm)
         one(**called)
 
     with pytest.raises(SliceError, match=message):

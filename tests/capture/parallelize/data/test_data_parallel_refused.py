@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from data_parallel_job import ADAM, MODEL, SGD, TRAIN, run_text
 
-from onerank.capture.parallelize.data.auto_wrap import form_of
+from onerank.capture.parallelize.data.auto_wrap import strategy_of
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
@@ -184,14 +184,18 @@ def test_refused_with_the_reason(case, tmp_path):
 )
 def test_forms_that_exclude_each_other(asked, complaint):
     with pytest.raises(CaptureError, match=complaint):
-        form_of(World.of(dp=4), **{"ddp": False, "fsdp": False, "zero": None, **asked})
+        strategy_of(World.of(dp=4), **{"ddp": False, "fsdp": False, "zero": None, **asked})
 
 
 def test_forms_by_option():
     world, none = World.of(dp=4), {"ddp": False, "fsdp": False, "zero": None}
-    assert form_of(world, **none) is None
-    assert form_of(world, **{**none, "ddp": True}) == "ddp"
-    assert [form_of(world, **{**none, "zero": n}) for n in (1, 2, 3)] == ["zero1", "zero2", "fsdp"]
+    assert strategy_of(world, **none) is None
+    assert strategy_of(world, **{**none, "ddp": True}) == "ddp"
+    assert [strategy_of(world, **{**none, "zero": n}) for n in (1, 2, 3)] == [
+        "zero1",
+        "zero2",
+        "fsdp",
+    ]
     with pytest.raises(CaptureError, match=r"--zero 2 shares work.* the world has tp 4 = 4 ranks"):
-        form_of(World.of(tp=4), **{**none, "zero": 2})
-    assert form_of(World.of(cp=2), **{**none, "fsdp": True}) == "fsdp"
+        strategy_of(World.of(tp=4), **{**none, "zero": 2})
+    assert strategy_of(World.of(cp=2), **{**none, "fsdp": True}) == "fsdp"

@@ -114,9 +114,9 @@ def one_rank(rank: int, results: Any) -> None:
             world,
             rank,
             new_group,
-            flavour="megatron",
+            tp_style="megatron",
             sequence="sequence" in case,
-            alone=False,
+            peers_absent=False,
             pp_layers=layers,
         )
         staged = pickle.loads(pickle.dumps(staged))  # as `--ranks distinct` passes it on
@@ -166,7 +166,7 @@ def test_what_passes_between_stages_is_a_shard_of_the_sequence():
     recorder.start()
     stage = model("Llama", {"num_hidden_layers": 4})
     world = World.of(tp=2, pp=4)
-    slice_to_rank(stage, world, 2, recorder.new_group, flavour="megatron", sequence=True)
+    slice_to_rank(stage, world, 2, recorder.new_group, tp_style="megatron", sequence=True)
     batch = tokens(0)
     stage(input_ids=batch, labels=batch).loss.backward()
     recorder.stop()
@@ -227,11 +227,11 @@ def test_layers_keep_their_names_and_stages_that_differ_are_told_apart():
     names = {name.split(".")[2] for name, _ in llama.named_parameters()}
     assert names == {"1", "2"}
     assert done.pipeline.layers == (1, 2, 2, 1)
-    assert done.alike[1] == done.alike[2]
-    assert len(set(done.alike)) == 3
+    assert done.work_keys[1] == done.work_keys[2]
+    assert len(set(done.work_keys)) == 3
     types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     mixed = model("Qwen2", {"num_hidden_layers": 4, "layer_types": types, "sliding_window": 4})
-    assert len(set(staged(mixed, 1, 4).alike)) == 4
+    assert len(set(staged(mixed, 1, 4).work_keys)) == 4
 
 
 def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():

@@ -156,12 +156,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_rank(rank: int, results: Any) -> None:
-    for form, (flavour, sequence) in FORMS.items():
+    for form, (tp_style, sequence) in FORMS.items():
         model, plan = gpt(form), read_plan(NANOGPT)
         if "adapters" in form:
             plan = ShardingPlan(plan.model, plan.modules | ADAPTED)
         group = dist.group.WORLD
-        slice_model(model, group, flavour, alone=False, plan=plan, sequence=sequence)
+        slice_model(model, group, tp_style, peers_absent=False, plan=plan, sequence=sequence)
         tokens, targets = batch()
         model(tokens, targets)[1].backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}

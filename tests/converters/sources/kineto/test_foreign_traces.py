@@ -44,7 +44,7 @@ def test_an_event_that_is_not_read_may_hold_anything(tmp_path, piece, monkeypatc
     trace.kernel(100, 20, 5)
     graph, report = trace.convert(tmp_path)
     assert graph.text("name") == ["aten::mm", "gemm"]
-    assert "events of unknown categories are left out: 2 of category 'my_tool'" in report.notes
+    assert "events of unknown categories are dropped: 2 of category 'my_tool'" in report.notes
 
 
 def test_an_event_that_is_read_may_not(tmp_path):
@@ -118,7 +118,7 @@ def test_events_of_another_device_are_counted(tmp_path):
     kineto = tmp_path / "kineto.json"
     kineto.write_text(json.dumps({"traceEvents": trace.events}))
     _, report = convert(Sources(kineto))
-    note = "events of unknown categories are left out: 1 of category 'mtia_ccp_events'"
+    note = "events of unknown categories are dropped: 1 of category 'mtia_ccp_events'"
     assert note in report.notes
 
 
@@ -182,7 +182,7 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
 def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
     graph, report = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
     assert (graph.job.world.size, graph.job.rank) == (1, 0)
-    assert any(note.startswith("distributedInfo is left out") for note in report.notes)
+    assert any(note.startswith("distributedInfo is ignored") for note in report.notes)
 
 
 def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):

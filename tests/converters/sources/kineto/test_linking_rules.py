@@ -204,7 +204,7 @@ def test_a_synchronisation_nothing_waits_behind_is_counted(tmp_path):
     trace.sync("Stream Sync", 20, correlation=101, stream=7)
     _, report = trace.convert(tmp_path)
     assert report.syncs == 0
-    assert report.syncs_left_out == {"nothing follows that waits": 1}
+    assert report.syncs_left_out == {"no node follows the wait": 1}
 
 
 def test_an_operator_the_execution_trace_lacks_is_counted(tmp_path):
@@ -279,7 +279,7 @@ def test_a_stand_in_places_its_call(tmp_path):
     assert graph.gpu_compute.sum() == 3
     assert report.gpu_ops_left_out == (1, 40_000)
     assert not any("as blocking" in note for note in report.notes)
-    assert any("which record 2 waits" in note for note in report.notes)
+    assert any("event records of 2 event waits" in note for note in report.notes)
 
 
 def test_a_marker_places_its_call_without_a_duration(tmp_path):
@@ -414,7 +414,7 @@ def test_on_a_cpu_ddp_waits_where_backward_ends(tmp_path):
 def test_on_a_cpu_a_call_that_nobody_awaits_blocks(tmp_path):
     graph, report = on_a_cpu(wait=False).convert(tmp_path)
     assert ("all_reduce", "aten::add") in edges(graph, Reason.PROGRAM_ORDER)
-    assert any("1 asynchronous calls are taken as blocking" in note for note in report.notes)
+    assert any("1 asynchronous calls are assumed blocking" in note for note in report.notes)
 
 
 def test_a_wait_mark_without_a_call_is_refused(tmp_path):

@@ -67,10 +67,10 @@ def test_work_that_the_trace_lacks_is_told_and_kept(tmp_path):
     trace.kernel(100, 5010, 5)
     graph, report = trace.convert(tmp_path)
     note = (
-        "2 GPU operations began 4.999 ms in all later than anything in the trace explains: the GPU "
-        "ran what is not in it, or waited for what it does not tell. A replay keeps that time (the "
-        "most: 2.999 ms before 'gemm' at 0.000 ms, 2.000 ms before 'gemm' at 2.005 ms; since the "
-        "first GPU operation)"
+        "2 GPU operations began 4.999 ms in all later than the trace explains: the GPU "
+        "ran or awaited work outside the trace. A replay keeps that time (longest: 2.999 ms "
+        "before 'gemm' at 0.000 ms, 2.000 ms before 'gemm' at 2.005 ms, counted from the first GPU "
+        "operation)"
     )
     assert note in report.notes
     done = replay(graph)
