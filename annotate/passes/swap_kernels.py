@@ -18,7 +18,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import retyped
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 
@@ -70,7 +70,7 @@ def alter(
     found, kernels, moved, rules, changed, notes = predicted
     if model.resolves_kernels:
         moved, changed, notes = _attention(graph, found, moved, gpus, passes.attention)
-        here = among(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
         rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
@@ -207,7 +207,7 @@ def attention_alone(
     own = kernel.forward == kernel.backward == 1
     if usual and (own or not model.resolves_kernels):
         return moved, ()
-    fused = among(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
+    fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
     if usual and not fused.any():
         return moved, ()

@@ -29,7 +29,7 @@ from onerank.annotate.passes.swap_kernels import attention_alone
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
 from onerank.annotate.recost.predict import others_note, with_others
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
@@ -286,8 +286,8 @@ def _check_shapes(found: OpCosts) -> None:
 
 def _note(target: Gpu, rules: U8) -> str:
     """Return a sentence on how the operators of a CPU capture were costed."""
-    tiles = int(among(rules, (*BY_TILES, Rule.PARTS)).sum())
-    rows = int(among(rules, BY_DATABASE).sum())
+    tiles = int(membership_mask(rules, (*BY_TILES, Rule.PARTS)).sum())
+    rows = int(membership_mask(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
     ways = (
         (tiles, "products, convolutions and attention by their tiles"),

@@ -24,7 +24,7 @@ from onerank.annotate.passes.swap_kernels import Altered
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
 from onerank.annotate.recost.predict import Step, modelled, others_note, with_others
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
@@ -153,7 +153,7 @@ def _may_be_looked_up(altered: Altered, passes: PassOptions) -> Mask:
     """Return which nodes are predicted in the type and by the kernel that they were captured in."""
     kernels = altered.kernels
     asked = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
-    return ~among(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
+    return ~membership_mask(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
 
 
 def _without_time(graph: Graph, altered: Altered) -> Altered:
@@ -184,7 +184,7 @@ def _rewritten(
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     elsewhere = found.index[another] if here else slice(None)
     columns = _columns(graph, predictions, elsewhere)
-    predicted = ~among(rules, AS_MEASURED)
+    predicted = ~membership_mask(rules, AS_MEASURED)
     if not same:
         how = np.full(len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED)
         how = evidence_of(rules, how.astype(np.uint8))
@@ -199,7 +199,7 @@ def _rewritten(
             target,
             shipped(),
             changed=changed,
-            resized=reshaped & ~among(rules, BY_DATABASE),
+            resized=reshaped & ~membership_mask(rules, BY_DATABASE),
             doubt=errors[0],
             others=errors[1],
         )

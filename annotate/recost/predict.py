@@ -21,7 +21,7 @@ from onerank.annotate.passes.attention.fuse import FusedAttentionParts, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 
 _ALIKE = 1e-9
 
@@ -49,7 +49,7 @@ def with_others(
         others: effect of overrides on measured times; None if not measured.
     """
     others = others or Others.none(after[1])
-    looked_up = among(told[1], BY_DATABASE)
+    looked_up = membership_mask(told[1], BY_DATABASE)
     factor = ratio(after[0], before_ns)
     rules = np.where(factor == 1, told[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
     return (

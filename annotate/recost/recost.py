@@ -27,7 +27,7 @@ from onerank.annotate.recost import from_cpu as cpu_capture
 from onerank.annotate.recost import from_gpu as measured
 from onerank.annotate.recost.predict import rows_of
 from onerank.ir import UNKNOWN, Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.workload_counts import is_counted
 from onerank.ir.errors import AnnotateError
 
@@ -63,7 +63,7 @@ def check_measured(graph: Graph) -> None:
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.p10_ns[compute] != UNKNOWN)
-    count = int((among(predicted, _PREDICTED) | resized).sum())
+    count = int((membership_mask(predicted, _PREDICTED) | resized).sum())
     if count:
         last = graph.job.annotations[-1] if graph.job.annotations else None
         made = f", predicted for {last.target} by the {last.model} model" if last else ""
