@@ -174,7 +174,7 @@ def test_fused_attention_is_what_the_fused_model_runs(capture):
     assert kept[1] < 0.9 * kept[2]
     told = [note for note in made.job.measurement.notes if note.startswith("What if attention")]
     assert "fused (cudnn): 2 calls" in told[0]
-    assert "2 are causal, as their masks are made by comparing positions" in told[0]
+    assert "2 are causal, because their masks come from comparing positions" in told[0]
     again = EagerAttention().apply(made, load_gpu("H100"))
     back = EagerAttention().apply(real, load_gpu("H100"))
     assert only_positions(kernels(again) - kernels(back))
