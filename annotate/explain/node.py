@@ -38,7 +38,7 @@ from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.passes.pass_config import NO_PASSES
-from onerank.annotate.recost.predict import Step, modelled, with_others
+from onerank.annotate.recost.predict import Step, apply_overrides, predict_compute
 from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
 from onerank.ir import Graph
 from onerank.ir.chakra.workload_counts import is_counted
@@ -277,7 +277,7 @@ def _explained(  # noqa: PLR0917
         if there != described:
             lines += others_lines(found_ns, found_by, before, moved, there)
         looked_up = found_ns, found_by
-        moved, rules, others = with_others(looked_up, before, (moved, rules), others)
+        moved, rules, others = apply_overrides(looked_up, before, (moved, rules), others)
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
         lines += interval_lines(kernels, (moved, rules, doubt), here, there, others)
@@ -298,9 +298,9 @@ def _modelled(
         )
         return moved, rules, Others.none(rules)
     step = Step.as_captured(graph, found)
-    made, others = modelled(step, (here, there), MODELS[model], NO_PASSES)
+    made, others = predict_compute(step, (here, there), MODELS[model], NO_PASSES)
     one = np.array([row])
-    return made.moved_ns[one], made.rules[one], others.at(one)
+    return made.predicted_ns[one], made.rules[one], others.at(one)
 
 
 def _terms(

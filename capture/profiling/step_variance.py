@@ -24,12 +24,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def note_of_overflow(modules: Modules) -> str:
-    """Return what to tell of parameters that are not finite, "" where all are."""
-    known = {
-        id(parameter): parameter
-        for module, _ in modules
-        for parameter in module.parameters(recurse=False)
-    }
+    """Return the note on parameters that are not finite; "" if all are finite."""
+    known = {id(one): one for module, _ in modules for one in module.parameters(recurse=False)}
     shards: list[Any] = [getattr(one, "_local_tensor", one) for one in known.values()]
     held = [shard for shard in shards if _is_held(shard)]
     largest = _torch._foreach_norm(held, ord=float("inf")) if held else []

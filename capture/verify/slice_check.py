@@ -53,7 +53,7 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
     """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
     partials = partial_gradients(model)
     for _, partial in partials:
-        partial.put_off = True
+        partial.deferred = True
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         output = model(*batch, **named)
         loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)

@@ -19,7 +19,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     COMM_SEND_NODE,
     AttributeProto,
 )
-from onerank.ir.chakra.framing import UNREADABLE, File, parse_raw_node
+from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, parse_raw_node
 from onerank.ir.chakra.records import Record, record_of
 from onerank.ir.edges import I64, U8
 
@@ -100,7 +100,7 @@ _LONGEST = 5
 """Digits of the longest length of a message."""
 
 
-class Likeness:
+class RankDiff:
     """A file to which the files of other ranks are compared.
 
     Nodes with the same encoded groups and peers share a slot; slots are numbered in order of
@@ -114,7 +114,7 @@ class Likeness:
     """
 
     def __init__(self, path: Path) -> None:
-        with File(path) as file:
+        with ChakraFile(path) as file:
             messages = [file.metadata, *file.nodes()]
         self.slots: list[int | None] = []
         self._numbers: dict[bytes, int] = {}

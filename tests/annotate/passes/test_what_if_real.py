@@ -174,7 +174,7 @@ def test_fused_attention_is_what_the_fused_model_runs(capture):
     assert kept[1] < 0.9 * kept[2]
     told = [note for note in made.job.measurement.notes if note.startswith("What if attention")]
     assert "fused (cudnn): 2 calls" in told[0]
-    assert "2 are causal, as their masks are made by comparing positions" in told[0]
+    assert "2 are causal, because their masks come from comparing positions" in told[0]
     again = EagerAttention().apply(made, load_gpu("H100"))
     back = EagerAttention().apply(real, load_gpu("H100"))
     assert only_positions(kernels(again) - kernels(back))
@@ -346,8 +346,8 @@ def test_attention_by_hand(tmp_path):
     made, real = (recost(g, "H100", passes=PassOptions(attention="flash2")) for g in graphs)
     note = next(n for n in made.job.measurement.notes if n.startswith("What if attention"))
     assert "fused (flash2): 2 calls" in note
-    assert "1 are taken to be causal: they add a square mask that all sequences share" in note
-    assert "1 drop probabilities" in note
+    assert "1 are assumed to be causal: they add a square mask shared by all sequences" in note
+    assert "1 use dropout" in note
     assert "1 more calls stay eager" in note
     assert made.text("op").count("aten::_softmax") == real.text("op").count("aten::_softmax") == 1
     assert product_flops(made) == product_flops(real)
@@ -380,7 +380,7 @@ def test_the_command_for_fused_attention(capture, tmp_path):
     assert "What if attention were fused (cudnn): 2 calls" in " ".join(done.stdout.split())
     assert onerank.read(out).text("op").count("aten::_softmax") == 0
     for trace, kernel, said in (
-        (fused, "fused", "no eager attention was found"),
+        (fused, "fused", "error[fuse-no-eager-attention]"),
         (eager, "aiter", "aiter does not run on H100"),
         (eager, "flash9", 'kernel "attention=flash9": expected attention=KERNEL'),
     ):
