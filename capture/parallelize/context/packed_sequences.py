@@ -171,7 +171,7 @@ def attend_each_backward(
             ),
             scale=how.scale,
         )
-        for_query, for_key, for_value = (gradient.transpose(0, 1)[None] for gradient in gradients)
+        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in gradients)
         return for_query, for_key, for_value
     queries = lengths[0]
     drawn = len(of.random) // len(queries.each)
