@@ -12,7 +12,7 @@ from onerank.annotate.gpus.registry import check_gpu
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
-from onerank.ir.job.microbenchmarks import HeldCall
+from onerank.ir.job.microbenchmarks import SustainedCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 
@@ -79,7 +79,11 @@ def fit(given: list[Powers]) -> F64:
 
 
 def described(
-    like: Gpu, held: Sequence[HeldCall], others: Mapping[str, float | None], source: str, date: str
+    like: Gpu,
+    held: Sequence[SustainedCall],
+    others: Mapping[str, float | None],
+    source: str,
+    date: str,
 ) -> Gpu:
     """Return the description of a GPU that was measured.
 
@@ -106,7 +110,7 @@ def described(
     return _with(made, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
 
 
-def _fractions(like: Gpu, held: Sequence[HeldCall]) -> dict[str, float]:
+def _fractions(like: Gpu, held: Sequence[SustainedCall]) -> dict[str, float]:
     """Return the sustained part of each peak that the description has."""
     found: dict[str, float] = {}
     for unit in dict.fromkeys(one.unit for one in held if one.unit):
@@ -123,7 +127,7 @@ def _fractions(like: Gpu, held: Sequence[HeldCall]) -> dict[str, float]:
     return found
 
 
-def _powers(gpu: Gpu, held: Sequence[HeldCall]) -> Powers | None:
+def _powers(gpu: Gpu, held: Sequence[SustainedCall]) -> Powers | None:
     """Return what the power model is fitted to; None where too few calls have a power."""
     rate, limit = gpu.tensor_flops_per_s("bfloat16"), gpu.tdp_w
     kept = [(one, one.power_w) for one in held if one.power_w and one.unit in ("bf16", "")]

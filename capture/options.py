@@ -5,10 +5,10 @@ from pathlib import Path
 
 from onerank.capture.collective_kernels import StandIn
 from onerank.capture.parallelize.context.sequence_shards import ContextComm
-from onerank.capture.parallelize.data.auto_wrap import Form
+from onerank.capture.parallelize.data.auto_wrap import DataParallelStrategy
 from onerank.capture.parallelize.experts.routing import BALANCED
 from onerank.capture.parallelize.fewer_layers import Depth
-from onerank.capture.parallelize.tensor.module_styles import Flavour
+from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.capture.profiling.window_plan import WindowPlan
 from onerank.ir import World
@@ -21,7 +21,7 @@ class Options:
     Attributes:
         world: sizes of the parallel axes.
         rank: global rank to stand for.
-        tp_style: where the slicer places its borders.
+        tp_style: where the slicer places its collectives.
         sequence_parallel: whether the slicer shards norms and residuals along the sequence.
         sharding_plan: what to slice of the script's own model class; None slices Hugging Face
             models.
@@ -49,12 +49,12 @@ class Options:
 
     world: World = field(default_factory=World)
     rank: int = 0
-    tp_style: Flavour = "megatron"
+    tp_style: TensorParallelStyle = "megatron"
     sequence_parallel: bool = False
     sharding_plan: ShardingPlan | None = None
     windows: WindowPlan = field(default_factory=WindowPlan)
     raw_dir: Path | None = None
-    data_parallel: Form | None = None
+    data_parallel: DataParallelStrategy | None = None
     depth: Depth | None = None
     real_job: bool = False
     moe_routing: str = BALANCED

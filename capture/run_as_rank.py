@@ -191,11 +191,11 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             options.world,
             options.rank,
             peers.new_group,
-            flavour=options.tp_style,
+            tp_style=options.tp_style,
             plan=options.sharding_plan,
             sequence=options.sequence_parallel,
             routing=routing,
-            alone=not options.real_job,
+            peers_absent=not options.real_job,
             pp_layers=options.pp_layers,
             cp_comm=options.cp_comm,
         )

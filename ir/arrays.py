@@ -13,14 +13,14 @@ U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 
 
-def among(codes: npt.NDArray[np.uint8], chosen: Iterable[int]) -> npt.NDArray[np.bool_]:
+def membership_mask(codes: npt.NDArray[np.uint8], chosen: Iterable[int]) -> npt.NDArray[np.bool_]:
     """Return which of `codes` (kinds, rules, evidence; uint8[n]) are `chosen`, bool[n]."""
     table = np.zeros(256, dtype=bool)
     table[np.fromiter(chosen, dtype=np.uint8)] = True
     return table.take(codes)
 
 
-def covered_ns(start_ns: I64, end_ns: I64) -> int:
+def union_duration_ns(start_ns: I64, end_ns: I64) -> int:
     """Return the time in which at least one of the spans lasts; int64[k] each."""
     order = np.argsort(start_ns, kind="stable")
     start, reach = start_ns[order], np.maximum.accumulate(end_ns[order])

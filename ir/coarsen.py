@@ -37,7 +37,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoping:
+class NodeScopes:
     """The scope of each node.
 
     Attributes:
@@ -49,7 +49,7 @@ class Scoping:
     of: I64
 
 
-def scopes_of(graph: Graph, grain: Grain) -> Scoping:
+def scopes_of(graph: Graph, grain: Grain) -> NodeScopes:
     """Return the scope of every node.
 
     A node belongs to the layer and sub-module that `Job.modules` names for its module. The
@@ -78,7 +78,7 @@ def scopes_of(graph: Graph, grain: Grain) -> Scoping:
     ):
         scope = _scope(modules[code], grain, is_optimizer=is_optimizer, is_loss=is_loss)
         of.append(found.setdefault(scope, len(found)))
-    return Scoping(list(found), np.array(of, dtype=np.int64))
+    return NodeScopes(list(found), np.array(of, dtype=np.int64))
 
 
 def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> Scope:

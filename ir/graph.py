@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase, Reason
 from onerank.ir.errors import GraphError
@@ -57,7 +57,7 @@ class Graph:
 
     def mask(self, *kinds: Kind) -> Mask:
         """Return which nodes are of one of `kinds`, bool[n]."""
-        return among(self.nodes.kind, kinds)
+        return membership_mask(self.nodes.kind, kinds)
 
     @property
     def gpu_compute(self) -> Mask:

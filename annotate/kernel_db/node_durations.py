@@ -17,7 +17,7 @@ from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 
 
 class Best(NamedTuple):
@@ -115,11 +115,11 @@ def _versions(rows: Sequence[KernelRow]) -> str:
 
 def evidence_of(rules: U8, otherwise: U8) -> U8:
     """Return the evidence of predictions: by the database's rules, else as it is, uint8[n]."""
-    exact = among(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
-    between = among(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
+    exact = membership_mask(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
+    between = membership_mask(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
     made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
     made = np.where(between, np.uint8(Evidence.INTERPOLATED), made)
-    others = among(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
+    others = membership_mask(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
     return np.where(others, np.uint8(Evidence.EXTRAPOLATED), made)
 
 
@@ -161,7 +161,7 @@ def best_resized(
     rows = at_one_clock(library.target) if basis.source == target else library.target
     library = Library(rows, {}, library.versions)
     basis = basis._replace(library=library)
-    before, after = (look_up(*one, where & ~kernels.over_link, basis) for one in sizes)
+    before, after = (look_up(*size, where & ~kernels.over_link, basis) for size in sizes)
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, modelled = half_widths(ErrorKinds.of(kinds, sizes_of(kernels, where)), target, errors)

@@ -9,7 +9,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import ASYNCHRONOUS, SYNCHRONOUS, Coefficients
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 
 _UNKNOWN_ARCHITECTURE = 0.7
 
@@ -197,7 +197,7 @@ def kinds_of(
     """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
     moved, rules = predicted
     die = source is not None and same_die(source, target)
-    by_tiles = among(rules, BY_TILES)
+    by_tiles = membership_mask(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     gemm = "gemm" if target.calibrated else "gemm_uncalibrated"
     product = np.where(moved < SHORT_NS, _AT[f"{gemm}_short"], _AT[gemm])
@@ -218,13 +218,15 @@ def kinds_of(
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
     kind = np.where(rules == Rule.RETYPED, _AT["retyped"], kind)
-    looked_up = among(rules, BY_DATABASE)
+    looked_up = membership_mask(rules, BY_DATABASE)
     if doubt is not None and looked_up.any():
         loose = doubt.loosely | (moved <= TINY_NS)
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
         told = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
         kind = np.where(looked_up, told, kind)
-    kept = among(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
+    kept = membership_mask(
+        rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS]
+    )
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 
 

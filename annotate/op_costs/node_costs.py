@@ -13,7 +13,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, cl
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
 from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
 from onerank.ir.errors import AnnotateError
 
@@ -129,7 +129,7 @@ class OpCosts:
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
-        return among(self.op_class, (CLASSES.index(one) for one in classes))
+        return membership_mask(self.op_class, (CLASSES.index(one) for one in classes))
 
     def only(self, rows: Mask) -> "OpCosts":
         """Return those of some of the nodes, bool[n]."""
@@ -291,7 +291,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     launches = edges.reason == Reason.LAUNCH
     launcher[edges.target[launches]] = edges.source[launches]
     _, instance = combine([launcher[index], call])
-    kernel = ~among(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
+    kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
     takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work

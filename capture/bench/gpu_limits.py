@@ -15,7 +15,7 @@ from onerank.capture.bench.random_operands import make
 from onerank.capture.bench.timing import Replays
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY, HeldCall
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY, SustainedCall
 
 _HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0
@@ -45,7 +45,7 @@ class Microbenchmarks:
         refused: units whose products this GPU or torch does not take, and why.
     """
 
-    sustained: tuple[HeldCall, ...]
+    sustained: tuple[SustainedCall, ...]
     gemm_tflops: float
     skinny_gbps: float
     copy_gbps: float
@@ -62,7 +62,7 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
     Raises:
         CaptureError: it does not even take products in bfloat16 or float16.
     """
-    held: list[HeldCall] = []
+    held: list[SustainedCall] = []
     refused: dict[str, str] = {}
     idle = _idle(bench)
     told()
@@ -133,12 +133,12 @@ COUNT = 1 + len(list(_products())) + len(list(_moves())) + 2
 
 def _hold(
     bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall, each: int = 0
-) -> HeldCall:
+) -> SustainedCall:
     """Run a call for two seconds; its operands overflow the cache unless they are very small."""
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
-    driver = call.op == "aten::copy_" and len({one.dtype for one in call.operands()}) == 1
+    driver = call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
     replays = Replays(calls, on_gpu=bench.on_gpu, queued=driver)
     if bench.board is None:
         timing, watts, clock = replays.hold(_HOLD_S), None, None
@@ -147,12 +147,12 @@ def _hold(
             timing = replays.hold(_HOLD_S)
         watts, clock = power.watts, power.sm_clock_mhz
     flops = 2 * prod(sizes) if sizes else each * prod(next(call.operands()).shape)
-    return HeldCall(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
+    return SustainedCall(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
 
 
 def _moved(call: BenchCall) -> int:
     """Return the bytes of operands and result, each once."""
-    operands = [one for one in call.operands() if one.shape]
+    operands = [operand for operand in call.operands() if operand.shape]
     first = operands[0]
     if call.op in ("aten::mm", "aten::_scaled_mm"):
         m, n = first.shape[0], operands[1].shape[1]

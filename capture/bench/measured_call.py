@@ -92,14 +92,16 @@ class BenchCall:
                 return tuple(put(one) for one in argument)
             return next(left) if isinstance(argument, Operand) else argument
 
-        return replace(self, arguments=tuple(put(one) for one in self.arguments))
+        return replace(self, arguments=tuple(put(argument) for argument in self.arguments))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all operands on the device, one that is passed twice once."""
         again = {position for position, _ in self.same}
         once = tuple(one for at, one in enumerate(self.arguments) if at not in again)
-        return sum(one.nbytes for one in BenchCall(self.op, once).operands() if not one.host)
+        return sum(
+            operand.nbytes for operand in BenchCall(self.op, once).operands() if not operand.host
+        )
 
     def texts(self) -> tuple[str, str, str]:
         """Return (shapes, types, values) as a node of this call has them in its columns."""
@@ -112,14 +114,14 @@ class BenchCall:
                      for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
-        """Return what a node does not tell: strides, host operands by position, and TF32."""
-        told: dict[str, Any] = {}
+        """Return what a node does not record: strides, host operands by position, and TF32."""
+        layout: dict[str, Any] = {}
         for position, one in enumerate(self.operands()):
             if one.host:
-                told[str(position)] = "host"
+                layout[str(position)] = "host"
             elif one.strides is not None and one.strides != contiguous(one.shape):
-                told[str(position)] = list(one.strides)
-        return {**told, "tf32": True} if self.tf32 else told
+                layout[str(position)] = list(one.strides)
+        return {**layout, "tf32": True} if self.tf32 else layout
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
     if isinstance(argument, tuple):
         parts = [_texts(one, ids) for one in argument]
         kinds = ",".join(kind for _, kind, _ in parts)
-        return [one[0] for one in parts], f"GenericList[{kinds}]", [one[2] for one in parts]
+        return [part[0] for part in parts], f"GenericList[{kinds}]", [part[2] for part in parts]
     if argument is None:
         return [], "None", "<None>"
     names = {bool: "Bool", int: "Int", float: "Double", str: "String"}

@@ -100,7 +100,7 @@ class Replays:
             torch.cuda.synchronize()
         late = [one for when, one in samples if when >= begin + seconds / 2]
         times = late or [one for _, one in samples]
-        return summary([max(1, round(one / self.made)) for one in times])
+        return summary([max(1, round(time / self.made)) for time in times])
 
     def _recorded(self, count: int) -> Callable[[], None]:
         """Return what makes `count` calls."""

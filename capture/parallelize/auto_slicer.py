@@ -20,18 +20,18 @@ _SLICED = "_onerank_sliced"
 class ModelSlicing:
     """Slices a model when it is first moved, cast or called, whichever comes first.
 
-    By then it is complete, and a model too large for the GPU is sliced before it gets there.
-    Parameters keep their identity, so an optimizer made before sees the slices. Copies of the model
-    that are there by then (EMA) are sliced with it: nobody may ever call them.
+    At that moment the model is complete, and a model too large for the GPU is sliced before it
+    moves there. Parameters keep their identity, so an optimizer created earlier sees the slices.
+    Live copies of the model (EMA) are sliced with it, because the script may never call them.
 
     Args:
         slice_one: slices a model in place.
-        kinds: names of the classes that are sliced; None is every Hugging Face model.
+        kinds: names of the classes to slice; None selects every Hugging Face model.
 
     Attributes:
-        sliced: class name of each model that was sliced, and what of it.
-        slices_of: the same by the model, as long as it lives.
-        passed_over: the first model that was called and is none to slice.
+        sliced: class name and slice summary of each sliced model.
+        slices_of: sliced model -> slice summary, for live models.
+        passed_over: the first called model that is not of a class to slice.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModelSlicing:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch for models while the context lasts."""
+        """Patch module calls and moves for the duration of the context."""
         apply, load = nn.Module._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
         call = nn.Module.__call__
 
@@ -64,7 +64,8 @@ class ModelSlicing:
             finally:
                 self._loading -= 1
 
-        # no hook for all modules: a call runs none that its model gets while they run
+        # A patch, not a global forward pre-hook: slicing registers hooks on the model, and torch
+        # would not run hooks in this call that are registered while its pre-hooks run.
         def call_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self._before_forward(module)
@@ -78,7 +79,9 @@ class ModelSlicing:
             ):
                 yield
         finally:
-            if self._failure is not None:  # raised before, and perhaps caught by the script
+            if (
+                self._failure is not None
+            ):  # the script may have caught the error that was raised earlier
                 raise self._failure
 
     def _slice(self, model: nn.Module) -> None:
@@ -102,43 +105,43 @@ class ModelSlicing:
         self._done.update(module.modules())
 
     def _visit_all(self, module: nn.Module) -> bool:
-        """Slice the models in a module, which may be a wrapper; return whether there are any."""
+        """Slice the models inside a module or wrapper; return whether it contains any."""
         inside: list[nn.Module] = [module]
-        found = False
+        has_models = False
         for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
             if self.slices(child):
                 self._visit(child)
-                found = True
+                has_models = True
             else:
                 inside += child.children()
-        return found
+        return has_models
 
     def _whole(self, part: nn.Module) -> nn.Module:
-        """Return the largest model to slice that holds `part`.
+        """Return the largest sliceable model that contains `part`.
 
-        A script may call a model's trunk, and its head on parts of what that gives.
+        A script may call a model's trunk, and then its head on parts of the trunk's output.
         """
         holders = [
-            (sum(1 for _ in one.modules()), one)
-            for one in live(nn.Module)
-            if self.slices(one) and any(inner is part for inner in one.modules())
+            module
+            for module in live(nn.Module)
+            if self.slices(module) and any(inner is part for inner in module.modules())
         ]
-        return max(holders, key=lambda held: held[0])[1]
+        return max(holders, key=lambda module: sum(1 for _ in module.modules()))
 
     def slices(self, module: nn.Module) -> bool:
-        """Whether a module is one to slice."""
+        """Return whether a module is of a class to slice."""
         if self._kinds is None:
             return isinstance(module, PreTrainedModel)
         return any(kind.__name__ in self._kinds for kind in type(module).__mro__)
 
     def _check_unchanged(self, part: nn.Module) -> None:
-        """Refuse parameters that came into a sliced model behind its slicing."""
+        """Refuse parameters that the script added to a model after it was sliced."""
         for name, module in part.named_modules():
             if module not in self._inside and any(True for _ in module.parameters(recurse=False)):
                 self._failure = SliceError(
-                    f"{name or type(module).__name__} ({type(module).__name__}) was put into "
-                    f"{type(part).__name__} after that was sliced, which a model is as it is first "
-                    "moved (.to()), cast or called: add adapters and replace layers before",
+                    f"{name or type(module).__name__} ({type(module).__name__}) was added "
+                    f"to {type(part).__name__} after the model was sliced (at its first .to(), "
+                    "cast or call)\n  add adapters and replace layers before that",
                     code="slice-replaced-module",
                 )
                 raise self._failure
@@ -155,12 +158,12 @@ class ModelSlicing:
         if self._failure is not None:
             raise self._failure
         if not any(hasattr(part, _SLICED) for part in parts):
-            whole = [one for one in copies_of(model) if not hasattr(one, _SLICED)]
-            for one in (model, *whole):
-                self._slice(one)
+            copies = [copy for copy in copies_of(model) if not hasattr(copy, _SLICED)]
+            for whole in (model, *copies):
+                self._slice(whole)
         elif not hasattr(model, _SLICED):
             raise SliceError(
-                f"{type(model).__name__} holds a model that was used, and so sliced, before: call "
+                f"{type(model).__name__} contains a model that was used and sliced earlier\n  call "
                 f"the whole {type(model).__name__} first, or move it with .to()",
                 code="slice-model-used",
             )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed them and warns about the names that 2.11 has
+# torch 2.13 renamed both collectives and warns about the names that 2.11 has
 _RENAMED = hasattr(dist, "all_gather_single")
 all_gather: Callable[..., Any] = getattr(
     dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor"
@@ -39,7 +39,9 @@ class ReduceFromGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = x.contiguous()
         dist.all_reduce(x, group=group)
-        return x.detach()  # which a model may add to in place, as it may not to an input
+        # Returned as a new tensor: autograd forbids in-place changes of an input that is returned,
+        # and models add to the result in place.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -47,7 +49,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class GatherFromGroup(torch.autograd.Function):
-    """All-gather along the last dimension forward; the own part of the gradient backward."""
+    """All-gather along the last dimension forward; this rank's part of the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -60,7 +62,7 @@ class GatherFromGroup(torch.autograd.Function):
 
 
 class SplitToGroup(torch.autograd.Function):
-    """The own part of the last dimension forward; all-gather of the gradient backward."""
+    """This rank's part of the last dimension forward; all-gather of the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

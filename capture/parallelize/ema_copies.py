@@ -1,4 +1,4 @@
-"""Copies of a model that a script keeps next to it; they are sliced and sharded with the model.
+"""Find the copies of a model that a script keeps; they are sliced and sharded with the model.
 
 Averages (EMA) are such copies; under FSDP so are frozen reference models whose outputs are compared
 with the model's (DPO).
@@ -13,39 +13,39 @@ from torch import Tensor, nn
 from onerank.capture.patches import live
 
 Fits = Callable[[nn.Module, nn.Module, list[nn.Module]], bool]
-_COMPARED = 1024
+_COMPARED = 1024  # elements; enough to distinguish a copy, cheap for large models
 
 
 def copies_of(model: nn.Module) -> list[nn.Module]:
     """Return the live modules of a model's class that have parameters of its names and shapes.
 
-    To be called while the model is whole. Modules that share a parameter with it or hold other
-    numbers are none, nor are parts of a module that it is itself part of: layers are alike.
+    Call it while the model is whole. Excluded are modules that share a parameter with the model or
+    hold other values, and siblings of the model in a larger module, because layers look the same.
     """
-    return _found(model, _is_copy)
+    return _live_matches(model, _is_copy)
 
 
 def references_of(model: nn.Module) -> list[nn.Module]:
-    """Return the live modules of a model's class, names and shapes that train nothing.
+    """Return the live frozen modules with a model's class, parameter names and shapes.
 
-    Whatever numbers they hold. Parts of a larger module are none.
+    Their values may differ. Parts of a larger module are excluded.
     """
-    return _found(model, _is_reference)
+    return _live_matches(model, _is_reference)
 
 
 class LateReferences:
-    """Knows the trained models, to tell a reference that is not sliced before it is called."""
+    """Recognises reference models that the script creates after the trained model was sharded."""
 
     def __init__(self) -> None:
         self._kinds: set[Hashable] = set()
         self._called: set[nn.Module] = set()
 
     def follow(self, model: nn.Module) -> None:
-        """Take note of a model that trains, before it is sharded."""
+        """Record a trained model, before it is sharded."""
         self._kinds.add(_kind(model))
 
     def is_called(self, module: nn.Module) -> bool:
-        """Whether a module that is called from outside is a reference, called the first time."""
+        """Return whether an outermost module is a reference in its first call."""
         if module in self._called:
             return False
         self._called.add(module)
@@ -58,19 +58,19 @@ def _kind(module: nn.Module) -> Hashable:
     return type(root), tuple((name, one.shape) for name, one in root.named_parameters())
 
 
-def _found(model: nn.Module, fits: Fits) -> list[nn.Module]:
-    if not _alike(model, fits):
+def _live_matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
+    if not _matches(model, fits):
         return []
-    gc.collect()  # of those found, some may be held by nobody any more
-    return _alike(model, fits)
+    gc.collect()  # reference cycles may keep unused copies alive
+    return _matches(model, fits)
 
 
-def _alike(model: nn.Module, fits: Fits) -> list[nn.Module]:
+def _matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
     modules = live(nn.Module)
-    holders = [one for one in modules if any(part is model for part in one.modules())]
+    holders = [module for module in modules if any(part is model for part in module.modules())]
     family = {part for holder in holders for part in holder.modules()}
-    alike = [one for one in modules if type(one) is type(model) and one not in family]
-    return [one for one in alike if fits(model, one, modules)]
+    candidates = [one for one in modules if type(one) is type(model) and one not in family]
+    return [one for one in candidates if fits(model, one, modules)]
 
 
 def _is_copy(model: nn.Module, other: nn.Module, _: list[nn.Module]) -> bool:
@@ -82,26 +82,26 @@ def _is_reference(model: nn.Module, other: nn.Module, modules: list[nn.Module]) 
     pairs = _pairs(model, other)
     if not pairs or any(parameter.requires_grad for _, parameter in pairs):
         return False
-    holders = [one for one in modules if any(part is other for part in one.modules())]
-    return all(len([*one.parameters()]) == len(pairs) for one in holders)
+    holders = [module for module in modules if any(part is other for part in module.modules())]
+    return all(len([*holder.parameters()]) == len(pairs) for holder in holders)
 
 
 def _pairs(model: nn.Module, other: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters of two modules by name; none, unless they are alike and not shared."""
-    own, others = dict(model.named_parameters()), dict(other.named_parameters())
-    if own.keys() != others.keys():
+    """Return pairs of equally named parameters; [] if names or shapes differ or one is shared."""
+    originals, others = dict(model.named_parameters()), dict(other.named_parameters())
+    if originals.keys() != others.keys():
         return []
-    pairs = [(parameter, others[name]) for name, parameter in own.items()]
+    pairs = [(parameter, others[name]) for name, parameter in originals.items()]
     if any(type(one) is not type(two) or one.shape != two.shape for one, two in pairs):
-        return []  # shards of another model among them
-    apart = {*map(id, own.values())}.isdisjoint(map(id, others.values()))
-    return [*pairs] if apart else []
+        return []  # `other` is sharded already
+    disjoint = {*map(id, originals.values())}.isdisjoint(map(id, others.values()))
+    return [*pairs] if disjoint else []
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
-    """Compare the beginnings; nothing is known of numbers that are not there yet."""
+    """Compare the first elements; tensors on the meta device count as equal."""
     if one.is_meta or two.is_meta:
         return True
     first, second = (tensor.detach().flatten()[:_COMPARED] for tensor in (one, two))
     rounded = torch.equal(first.to(second), second), torch.equal(first, second.to(first))
-    return any(rounded)  # one of them may have been cast
+    return any(rounded)  # one tensor may be a cast copy of the other

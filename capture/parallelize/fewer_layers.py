@@ -26,12 +26,12 @@ _SEEN = "_onerank_depth"
 _SCALAR = (bool, int, float, str, type(None))
 
 Fingerprint = dict[str, object]
-"""What tells one layer from another: submodules, parameter shapes, plain attributes."""
+"""Properties that distinguish layers: submodules, parameter shapes, plain attributes."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How many layers to build, and which other depths are captured beside it.
+    """How many layers to build, and which depths the whole capture covers.
 
     Attributes:
         layers: layers to build.
@@ -56,10 +56,10 @@ class Layers:
 
 
 class FewerLayers:
-    """Lets every Hugging Face model of a script be built with `depth.layers` layers; None: all.
+    """Builds every Hugging Face model of a script with `depth.layers` layers; None keeps all.
 
     Attributes:
-        layers: those of the model as the script configured it, once it is built.
+        layers: the layers that the script configured; None until a model is built.
     """
 
     def __init__(self, depth: Depth | None) -> None:
@@ -71,7 +71,7 @@ class FewerLayers:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch the construction of models while the context lasts."""
+        """Patch the construction of models for the duration of the context."""
         depth = self._depth
         if depth is None:
             yield
@@ -93,7 +93,9 @@ class FewerLayers:
             yield
         finally:
             PreTrainedModel.__init__ = original
-            if self._failure is not None:  # raised before, and perhaps caught by the script
+            if (
+                self._failure is not None
+            ):  # the script may have caught the error that was raised earlier
                 raise self._failure
 
     def check_built(self, script: Path) -> None:
@@ -104,51 +106,47 @@ class FewerLayers:
         """
         if self._depth is not None and self.layers is None:
             raise DepthError(
-                f"{script}: took a step, and built no Hugging Face model "
-                "(transformers.PreTrainedModel): --capture-layers knows how to build those with "
-                "fewer "
-                "layers, not a script's own modules. Give the script fewer layers itself, or leave "
-                "--capture-layers out",
+                f"{script}: the script ran a step without building a Hugging Face model; "
+                "--capture-layers supports transformers.PreTrainedModel only\n"
+                "  configure fewer layers in the script, or leave --capture-layers out",
                 code="layers-no-model",
             )
 
-    def _shrink(self, asked: Depth, model: str, config: PretrainedConfig) -> None:
+    def _shrink(self, requested: Depth, model: str, config: PretrainedConfig) -> None:
         if hasattr(config, _SEEN):
             return
         text: Any = config.get_text_config()
         if config.is_encoder_decoder:
             raise DepthError(
-                f"{model} has an encoder and a decoder, each with layers of its own: "
-                "--capture-layers "
-                "takes models of one list of layers. Leave it out",
+                f"{model} has an encoder and a decoder, each with its own list of layers; "
+                "--capture-layers supports models with one list of layers: leave it out",
                 code="layers-encoder-decoder",
             )
         depth = getattr(text, "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise DepthError(
                 f"{model}: its configuration, {type(text).__name__}, has no num_hidden_layers, so "
-                "--capture-layers cannot tell how many layers it has. Leave it out",
+                "--capture-layers cannot determine how many layers it has: leave it out",
                 code="layers-no-config-key",
             )
         if self.layers is not None and self.layers.depth != depth:
             raise DepthError(
                 f"the script builds {self._model} of {self.layers.depth} layers and {model} of "
-                f"{depth}: --capture-layers takes one depth. Leave it out",
+                f"{depth}: --capture-layers supports one depth: leave it out",
                 code="layers-two-depths",
             )
         if self.layers is None:
-            self.layers, self._model = self._whole(asked, model, text, depth), model
-        _configure(config, text, depth, asked.layers)
+            self.layers, self._model = self._whole_layers(requested, model, text, depth), model
+        _configure(config, text, depth, requested.layers)
 
-    def _whole(self, asked: Depth, model: str, text: Any, depth: int) -> Layers:
-        """Return the whole model's layers, once it is clear that the depths suffice for it."""
-        captured = ",".join(map(str, asked.captured))
-        deepest = asked.captured[-1]
+    def _whole_layers(self, requested: Depth, model: str, text: Any, depth: int) -> Layers:
+        """Return the whole model's layers after checking that the captured depths suffice."""
+        captured = ",".join(map(str, requested.captured))
+        deepest = requested.captured[-1]
         if deepest > depth:
             raise DepthError(
-                f"--capture-layers {captured}: {model} has {depth} layers, and {deepest} were "
-                "asked for: "
-                f"name depths up to {depth}",
+                f"--capture-layers {captured}: {model} has {depth} layers, fewer than the "
+                f"requested {deepest}\n  give depths up to {depth}",
                 code="layers-too-deep",
             )
         kinds = self._fingerprints(model, text, depth)
@@ -156,10 +154,10 @@ class FewerLayers:
         if deepest < depth and pattern.deepest > depth:
             raise DepthError(
                 f"--capture-layers {captured}: the {depth} layers of {model} do not repeat: "
-                f"{_unlike(kinds)}. Capture it whole: leave --capture-layers out",
+                f"{_layer_differences(kinds)}\n  capture it whole: leave --capture-layers out",
                 code="layers-not-repeating",
             )
-        check_depths(list(asked.captured), depth, pattern)
+        check_depths(list(requested.captured), depth, pattern)
         return Layers(depth, pattern)
 
     def _fingerprints(self, model: str, text: Any, depth: int) -> list[Fingerprint]:
@@ -170,7 +168,7 @@ class FewerLayers:
         except ValueError as error:
             raise DepthError(
                 f"{model}: transformers' AutoModel does not know {type(text).__name__}, so "
-                "--capture-layers cannot tell which of its layers are alike "
+                "--capture-layers cannot determine which of its layers are equal "
                 f"({first_line(error)}). Leave it out",
                 code="layers-unknown-config",
             ) from error
@@ -179,11 +177,11 @@ class FewerLayers:
         lists = [m for m in whole.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
         if not lists:
             raise DepthError(
-                f"{model}: no list of {depth} modules in it, which its configuration calls its "
-                "num_hidden_layers, so --capture-layers cannot tell its layers. Leave it out",
+                f"{model}: found no nn.ModuleList of {depth} modules (num_hidden_layers of its "
+                "configuration), so --capture-layers cannot identify its layers: leave it out",
                 code="layers-no-list",
             )
-        largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+        largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
         return _without_indices([_fingerprint(layer) for layer in largest])
 
 
@@ -195,41 +193,43 @@ def _configure(config: Any, text: Any, depth: int, layers: int) -> None:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     parts = (getattr(config, name, None) for name in config.sub_configs)
-    for part in (config, text, *parts):  # a model within this one has one of these
+    for part in (config, text, *parts):  # an inner model gets one of these configurations
         if part is not None:
             setattr(part, _SEEN, depth)
 
 
 def _fingerprint(layer: nn.Module) -> Fingerprint:
-    found: Fingerprint = {}
+    properties: Fingerprint = {}
     for name, module in layer.named_modules():
-        found[name or "layer"] = type(module).__name__
+        properties[name or "layer"] = type(module).__name__
         for key, value in vars(module).items():
             if isinstance(value, _SCALAR) and not key.startswith("_"):
-                found[f"{name}.{key}".lstrip(".")] = value
-    found.update((name, tuple(one.shape)) for name, one in layer.named_parameters())
-    return found
+                properties[f"{name}.{key}".lstrip(".")] = value
+    properties.update((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return properties
 
 
 def _without_indices(layers: list[Fingerprint]) -> list[Fingerprint]:
-    """Leave out what merely counts the layers (`layer_idx`)."""
+    """Drop attributes that only count the layers (`layer_idx`)."""
     counts = {
         key
         for key, value in layers[0].items()
-        if type(value) is int and all(one.get(key) == at + value for at, one in enumerate(layers))
+        if type(value) is int
+        and all(layer.get(key) == at + value for at, layer in enumerate(layers))
     }
-    return [{key: value for key, value in one.items() if key not in counts} for one in layers]
+    return [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
 
 
-def _unlike(kinds: list[Fingerprint]) -> str:
-    """Say which layers differ from the one before, and in what."""
-    found: list[str] = []
+def _layer_differences(kinds: list[Fingerprint]) -> str:
+    """Describe which layers differ from the previous layer, and in which property."""
+    differences: list[str] = []
     for layer in range(1, len(kinds)):
         before, after = kinds[layer - 1], kinds[layer]
         keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         if keys:
-            found.append(
+            differences.append(
                 f"layer {layer} differs from layer {layer - 1} in {keys[0]} "
                 f"({after.get(keys[0])} against {before.get(keys[0])})"
             )
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more

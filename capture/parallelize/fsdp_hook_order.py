@@ -13,12 +13,12 @@ _AHEAD = "_onerank_ahead"
 
 
 def register_ahead(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a forward pre-hook, given keywords too, that stays ahead of FSDP2's."""
+    """Register a forward pre-hook with keyword arguments that runs before FSDP2's hook."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     setattr(module, _AHEAD, [*getattr(module, _AHEAD, []), handle.id])
 
 
 def put_ahead(module: Any) -> None:
-    """Put these hooks first again, in their order: `module` has just been sharded."""
+    """Move these hooks to the front again, in order, after `fully_shard(module)`."""
     for number in reversed(getattr(module, _AHEAD, [])):
         module._forward_pre_hooks.move_to_end(number, last=False)

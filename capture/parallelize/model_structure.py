@@ -12,29 +12,28 @@ from onerank.ir.errors import SliceError
 
 
 def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model's forward is given, those it takes as `**kwargs` among the others."""
+    """Return the arguments of a call of a model's forward by name, `**kwargs` included."""
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
     bound.pop(next(iter(bound)))  # self
     return {**bound, **bound.pop("kwargs", {})}
 
 
-_SHOWN = 3
-"""Strange parts that a refusal names; an encoder has hundreds."""
+_SHOWN = 3  # unknown parts that an error names; an encoder has hundreds
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """Parts of a causal language model.
 
     Attributes:
         trunk: the module that runs the layers.
         layers: its layers.
-        embeddings: what comes before them, by name in the trunk.
-        norms: what comes after them, by name in the trunk; one at most.
+        embeddings: modules before the layers, by name in the trunk.
+        norms: modules after the layers, by name in the trunk; at most one.
         head: the output embedding.
-        tied: whether its weight is the input embedding's.
+        tied: whether the head shares the input embedding's weight.
         hidden: features of the hidden states.
-        types: kind of each layer, as the configuration has it; None where it has none.
+        types: kind of each layer in the configuration (`layer_types`); None if absent.
     """
 
     trunk: Any
@@ -47,11 +46,11 @@ class Anatomy:
     types: list[str] | None
 
 
-def anatomy_of(model: PreTrainedModel) -> Anatomy:
-    """Find the parts.
+def model_parts_of(model: PreTrainedModel) -> ModelParts:
+    """Return the parts of a causal language model.
 
     Raises:
-        SliceError: something with parameters is none of them.
+        SliceError: a module with parameters is not one of the known parts.
     """
     kind = type(model).__name__
     config = model.config.get_text_config()
@@ -74,36 +73,38 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     embeddings: dict[str, nn.Embedding] = {}
     norms: dict[str, nn.Module] = {}
     plain: dict[str, nn.Module] = {}
-    strange: list[str] = []
-    behind = False
+    unknown: list[str] = []
+    after_layers = False
     for name, child in trunk.named_children():
         if child is layers:
-            behind = True
+            after_layers = True
         elif not _has_weights(child):
-            if behind and takes_one(child):
+            if after_layers and takes_one(child):
                 plain[name] = child
-        elif isinstance(child, nn.Embedding) and not behind:
+        elif isinstance(child, nn.Embedding) and not after_layers:
             embeddings[name] = child
-        elif (behind or name.startswith("final")) and not norms:  # OPT's stands before its layers
+        elif (
+            after_layers or name.startswith("final")
+        ) and not norms:  # OPT registers its final norm before its layers
             norms[name] = child
         else:
-            strange.append(f"{path}.{name}")
+            unknown.append(f"{path}.{name}")
     norms = norms or dict([*plain.items()][:1])
     inside = set(trunk.modules()) | set(head.modules())
     for name, module in model.named_modules():
         if module not in inside or module is trunk:
-            strange += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-    if strange or model.get_input_embeddings() not in embeddings.values():
-        shown = ", ".join(strange[:_SHOWN]) or "the input embedding"
-        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+            unknown += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    if unknown or model.get_input_embeddings() not in embeddings.values():
+        shown = ", ".join(unknown[:_SHOWN]) or "the input embedding"
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
-            f"and a head, in this order; what is {shown}{more} for is not known: leave --pp out",
+            f"and a head, in this order; found {shown}{more} of unknown purpose: leave --pp out",
             code="pp-module-order",
         )
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
-    return Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
+    return ModelParts(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -111,27 +112,28 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def takes_one(module: nn.Module) -> bool:
-    """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
-    alone = len(inspect.signature(module.forward).parameters) == 1
-    return alone and not isinstance(module, nn.Dropout)
+    """Return whether a module may be a norm without weights (OLMo): one input, no dropout."""
+    # rotary embeddings take positions as a second argument
+    has_one_input = len(inspect.signature(module.forward).parameters) == 1
+    return has_one_input and not isinstance(module, nn.Dropout)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a model is an encoder and a decoder that attends to it (T5, BART, Whisper)."""
+    """Return whether a model is an encoder and a decoder that attends to it (T5, BART, Whisper)."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def refuse_encoder_decoder(model: nn.Module, option: str) -> None:
-    """Refuse a model of two stacks of layers for an option that is known for one.
+    """Refuse an encoder-decoder model for an option that supports one stack of layers.
 
     Raises:
         SliceError: the model is an encoder and its decoder (T5, BART, Whisper).
     """
     if is_encoder_decoder(model):
         raise SliceError(
-            f"{option}: {type(model).__name__} is an encoder and a decoder that attends to it, and "
-            f"{option} is known for one stack of layers: leave {option} out; --tp, --sp, --pp and "
-            "the forms of --dp run it",
+            f"{option}: {type(model).__name__} is an encoder-decoder model; {option} supports one "
+            f"stack of layers\n  leave {option} out; --tp, --sp, --pp and data parallelism "
+            "support the model",
             code="encoder-decoder-unsupported",
         )
 
@@ -139,7 +141,10 @@ def refuse_encoder_decoder(model: nn.Module, option: str) -> None:
 def refuse_early_norm(
     model: nn.Module, layers: Iterable[nn.Module], norms: Iterable[nn.Module], option: str
 ) -> None:
-    """Refuse, as it runs, a model whose final norm runs before its layers as well (NanoChat)."""
+    """Refuse, at its first forward, a model that also runs its final norm before its layers.
+
+    NanoChat does.
+    """
     begun = False
 
     def start(*_: Any) -> None:
@@ -153,8 +158,8 @@ def refuse_early_norm(
     def check(*_: Any) -> None:
         if not begun:
             raise SliceError(
-                f"{option}: {type(model).__name__} runs its final norm before its layers as well, "
-                f"and what is to run there of a slice is not known: leave {option} out",
+                f"{option}: {type(model).__name__} also runs its final norm before its layers, "
+                f"where a slice has no equivalent: leave {option} out",
                 code="pp-norm-twice",
             )
 
@@ -165,13 +170,13 @@ def refuse_early_norm(
         norm.register_forward_pre_hook(check)
 
 
-def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:
-    """Return per stage what its work depends on: its place, and the kind of each of its layers."""
+def stage_keys(parts: ModelParts, counts: Sequence[int]) -> tuple[Hashable, ...]:
+    """Return a key per stage: equal keys mean equal work (position and kinds of layers)."""
     shapes = [
         (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))
-        for layer in anatomy.layers
+        for layer in parts.layers
     ]
-    types = anatomy.types or [""] * len(shapes)
+    types = parts.types or [""] * len(shapes)
     kinds = [*zip(shapes, types, strict=True)]
     keys: list[Hashable] = []
     for stage, count in enumerate(counts):

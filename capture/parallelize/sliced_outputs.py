@@ -1,4 +1,4 @@
-"""The outputs of a sliced model: whole tensors for scripts that read them."""
+"""Outputs of a sliced model: logits are gathered only if the script reads them."""
 
 import functools
 from collections import OrderedDict
@@ -13,33 +13,35 @@ from onerank.ir.errors import SliceError
 
 @functools.cache
 def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a subclass of a model's output class that changes its logits as they are read, once.
+    """Return a subclass of a model's output class that transforms its logits at the first read.
 
-    A training step reads the loss alone: its logits must cost nothing.
+    A training step reads only the loss, so its logits must not cost a collective.
 
     Args:
-        kind: the output class, which may be such a subclass.
-        change: what becomes of the logits. The same object for all calls of a model, since a class
-            is made for each.
+        kind: the output class, possibly a subclass that this function returned.
+        change: transforms the logits. Pass the same object in all calls of a model, because the
+            function caches one class per object.
     """
     inner, place = getattr(kind, "logits", None), f"logits_{len(kind.__mro__)}"
 
     class Changing(kind):
         @property
         def logits(self) -> Tensor:
-            own = self.__dict__
-            if place not in own:
-                given = inner.__get__(self) if isinstance(inner, property) else own["logits"]
-                own[place] = change(given)
-            return own[place]
+            fields = self.__dict__
+            if place not in fields:
+                stored = inner.__get__(self) if isinstance(inner, property) else fields["logits"]
+                fields[place] = change(stored)
+            return fields[place]
 
         @logits.setter
         def logits(self, value: Tensor) -> None:
-            self.__dict__[place] = value  # the script's own, or a copy of what was read
+            self.__dict__[place] = value  # set by the script, or copied from another output
 
         def __getitem__(self, key: Any) -> Any:
             name = list(self.keys())[key] if isinstance(key, int) else key
-            plain: Any = OrderedDict[str, Any]  # the class between looks names up by items()
+            plain: Any = OrderedDict[
+                str, Any
+            ]  # ModelOutput, in between, looks names up through items()
             return self.logits if name == "logits" else plain.__getitem__(self, name)
 
         def values(self) -> list[Any]:
@@ -56,13 +58,13 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class LogitsWhenUsed:
-    """Logits that are changed as they are used, once.
+    """Logits that are transformed at their first use.
 
-    For compiled code, which cannot give an object another class.
+    For compiled code, where torch.compile cannot trace an assignment to `__class__`.
 
     Args:
-        given: as the head computed them.
-        change: what becomes of them.
+        given: the logits as the head computed them.
+        change: transforms the logits.
     """
 
     def __init__(self, given: Tensor, change: Callable[[Tensor], Tensor]) -> None:
@@ -70,13 +72,13 @@ class LogitsWhenUsed:
         self._changed: Tensor | None = None
 
     def changed(self) -> Tensor:
-        """Return what became of them."""
+        """Return the transformed logits."""
         if self._changed is None:
             self._changed = self._change(self._given)
         return self._changed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_given", "_change", "_changed"):  # of an object that is being copied
+        if name in ("_given", "_change", "_changed"):  # `copy` reads attributes before __init__ ran
             raise AttributeError(name)
         return getattr(self.changed(), name)
 
@@ -88,13 +90,13 @@ class LogitsWhenUsed:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch on what became of them."""
+        """Call a torch function on the transformed logits."""
         plain = [_plain(value) for value in args]
         return func(*plain, **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
 
 def change_when_read(output: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Let the logits of a model's output be changed once somebody reads them."""
+    """Transform the logits of a model's output when the script first reads them."""
     if torch.compiler.is_compiling():
         output.logits = LogitsWhenUsed(output.logits, change)
     else:
@@ -115,27 +117,30 @@ def _operate(name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
-for _name in (*_ARITHMETIC, *"getitem len iter eq ne lt le gt ge".split()):  # looked up in classes
+for _name in (
+    *_ARITHMETIC,
+    *"getitem len iter eq ne lt le gt ge".split(),
+):  # Python looks operators up in the class, past __getattr__
     setattr(LogitsWhenUsed, f"__{_name}__", _operate(f"__{_name}__"))
 
 
 @functools.cache
 def without_logits(kind: Any, why: str) -> Any:
-    """Return a subclass of a model's output class whose logits refuse to be used, and say `why`.
+    """Return a subclass of a model's output class whose logits raise an error with `why` on use.
 
-    They may be read, to be passed on: the HF Trainer's evaluation takes all outputs apart, and then
-    uses the loss alone.
+    Reading them is allowed: the HF Trainer's evaluation unpacks all outputs and then uses only the
+    loss.
     """
     nothing = unusable(why)
 
-    def instead(_: Tensor) -> Any:
+    def replace(_: Tensor) -> Any:
         return nothing
 
-    return logits_when_read(kind, instead)
+    return logits_when_read(kind, replace)
 
 
 def unusable(why: str) -> Any:
-    """Return what stands for a tensor that is not there, and says `why` as it is used."""
+    """Return a placeholder for an absent tensor; any use raises an error with `why`."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise SliceError(why, code="output-not-available")
@@ -146,7 +151,7 @@ def unusable(why: str) -> Any:
 
 
 def change_hidden_states(stack: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Let an encoder or a decoder give other hidden states than it computes."""
+    """Transform the hidden states that an encoder or decoder returns."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -158,7 +163,7 @@ def change_hidden_states(stack: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 def leave_hidden_states(stack: nn.Module) -> None:
-    """Let it give them as they are, where another pipeline stage goes on with them."""
+    """Remove the transformation, for a stack whose output goes to the next pipeline stage."""
     if (handle := vars(stack).pop(_CHANGED, None)) is not None:
         handle.remove()
 

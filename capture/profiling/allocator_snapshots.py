@@ -86,7 +86,7 @@ def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
 
 
 class StepsHistory:
-    """Records step after step, and keeps the last alone."""
+    """Records step after step, and keeps only the last."""
 
     def __init__(self) -> None:
         self._on = False
@@ -163,11 +163,11 @@ def history_of(
     begin = len(_trace(before, device))
     entries = [one for one in _trace(after, device)[begin:] if one["action"] in _ACTIONS]
     private = _Segments([*before["segments"], *after["segments"]], device)
-    numbers = [pools.number(_key(one, private)) for one in entries]
+    numbers = [pools.number(_key(entry, private)) for entry in entries]
     return History(
-        action=tuple(int(_ACTIONS[one["action"]]) for one in entries),
-        address=tuple(one["addr"] for one in entries),
-        bytes=tuple(one["size"] for one in entries),
+        action=tuple(int(_ACTIONS[entry["action"]]) for entry in entries),
+        address=tuple(entry["addr"] for entry in entries),
+        bytes=tuple(entry["size"] for entry in entries),
         pool=tuple(numbers),
         reserved_bytes=reserved_bytes,
         settings=settings_of(after),
@@ -182,12 +182,12 @@ def lingering_as(profiled: History, other: History) -> History:
     at their ends, the history stays.
     """
     mine, theirs = _events(profiled), _events(other)
-    shift = next((one for one in _SHIFTS if _alike(mine, theirs, one)), None)
+    shift = next((shift for shift in _SHIFTS if _alike(mine, theirs, shift)), None)
     if shift is None:
         return profiled
     told = lingering(np.array(other.action), np.array(other.address)).tolist()
     places = (place + shift for place in range(len(mine)))
-    lingers = tuple(told[one] if 0 <= one < len(told) else 0 for one in places)
+    lingers = tuple(told[place] if 0 <= place < len(told) else 0 for place in places)
     return msgspec.structs.replace(profiled, lingers=lingers)
 
 
@@ -266,7 +266,7 @@ def _pool_of(segment: Mapping[str, Any]) -> Key:
 
 
 def _key(entry: Mapping[str, Any], segments: "_Segments") -> Key:
-    """Return the pool of a traced event; older versions name its stream alone."""
+    """Return the pool of a traced event; older versions name only its stream."""
     told = entry.get("pool_id")
     private = segments.pool_at(entry["addr"])[0] if told is None else tuple(told)
     return private, entry["stream"]
@@ -276,9 +276,9 @@ class _Segments:
     """Segments of a device, found by address."""
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], device: int) -> None:
-        mine = [one for one in segments if one.get("device", device) == device]
+        mine = [segment for segment in segments if segment.get("device", device) == device]
         self.rows = sorted(mine, key=lambda one: one["address"])
-        self._starts = [one["address"] for one in self.rows]
+        self._starts = [row["address"] for row in self.rows]
 
     def pool_at(self, address: int) -> Key:
         """Return the pool of the segment that holds an address, the default where none does."""

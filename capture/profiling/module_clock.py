@@ -174,7 +174,7 @@ class ModuleClock:
         self._handles.append(view.register_hook(partial(self._backward_ends, call)))
         call.ends_at_input = True
         return (
-            tuple(view if one is given else one for one in args),
+            tuple(view if arg is given else arg for arg in args),
             {key: view if one is given else one for key, one in kwargs.items()},
         )
 

@@ -37,7 +37,7 @@ def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
     not among them.
     """
     tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
-    parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
+    parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
     for optimizer in optimizers:
         parameters += [one for group in optimizer.param_groups for one in group["params"]]
     states = (value for optimizer in optimizers for value in _values(optimizer.state))

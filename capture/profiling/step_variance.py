@@ -24,7 +24,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def note_of_overflow(modules: Modules) -> str:
-    """Return what to tell of parameters that are not finite, "" where all are."""
+    """Return the note on parameters that are not finite; "" if all are finite."""
     known = {id(one): one for module, _ in modules for one in module.parameters(recurse=False)}
     shards: list[Any] = [getattr(one, "_local_tensor", one) for one in known.values()]
     held = [shard for shard in shards if _is_held(shard)]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.expert_parallel import expert_layers, route_by
+from onerank.capture.parallelize.experts.expert_parallel import apply_static_routing, expert_layers
 from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
-from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, sum_put_off
+from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.parallelize.tensor.shard_parameters import fill_with_positions, origin_of
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import slicing
@@ -53,7 +53,7 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
     """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
     partials = partial_gradients(model)
     for _, partial in partials:
-        partial.put_off = True
+        partial.deferred = True
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         output = model(*batch, **named)
         loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)
@@ -62,7 +62,7 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
         if loss is None:
             loss = _projected(logits)
         loss.backward()
-    sum_put_off(partials)
+    reduce_deferred(partials)
     _before_optimizer_step(model)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
@@ -192,7 +192,7 @@ def compare_slices(
         model: a whole model; it is left as it is.
         inputs: positional arguments of its call.
         keywords: keyword arguments of its call.
-        options: world and flavour of the slices.
+        options: world and tp_style of the slices.
         progress: told in a few words what goes on.
 
     Returns:
@@ -278,7 +278,7 @@ def _compare(
     reference = copy.deepcopy(whole)
     routing = parse_routing(options.moe_routing)
     if routing is not None:
-        route_by(reference, routing)
+        apply_static_routing(reference, routing)
     expected = run_step(reference, batch, named)
 
     def compared(rounding: Result | None) -> list[Difference]:
@@ -291,7 +291,7 @@ def _compare(
         return differences
 
     differences, allowed = compared(None), _TOLERANCE
-    if any(one.breach for one in differences):
+    if any(difference.breach for difference in differences):
         progress("the whole model, its weights rounded otherwise")
         differences = compared(rounding_of(reference, batch, named, expected))
         allowed = f"{_TOLERANCE}; {_ROUNDED}"

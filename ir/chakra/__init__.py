@@ -3,7 +3,7 @@
 from onerank.ir.chakra.chakra_json import from_json, to_json
 from onerank.ir.chakra.encode import NodeWriter, attribute, header
 from onerank.ir.chakra.framing import EmptyFileError, MissingMetadataError, TruncatedError
-from onerank.ir.chakra.rank_template import PEERS, Likeness, Template
+from onerank.ir.chakra.rank_template import PEERS, RankDiff, Template
 from onerank.ir.chakra.reader import read
 from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
 from onerank.ir.chakra.writer import write
@@ -12,9 +12,9 @@ __all__ = [
     "PEERS",
     "Attribute",
     "EmptyFileError",
-    "Likeness",
     "MissingMetadataError",
     "NodeWriter",
+    "RankDiff",
     "Record",
     "Records",
     "Template",

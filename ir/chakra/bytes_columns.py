@@ -112,15 +112,15 @@ class Pieces:
 
     def add_numbers(self, rows: I64, values: U64, head: bytes) -> None:
         """Append `head` and a varint to each of `rows`."""
-        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), head)])
+        self._add_fields(rows, [NumberField(values, np.ones(len(rows), dtype=bool), head)])
 
     def add_messages(self, rows: I64, values: U64, outer: bytes, inner: bytes) -> None:
         """Append a nested message of up to 127 bytes: `inner` and a varint."""
-        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), outer, inner)])
+        self._add_fields(rows, [NumberField(values, np.ones(len(rows), dtype=bool), outer, inner)])
 
-    def add_fields(self, numbers: "Sequence[Numbers]") -> None:
+    def add_fields(self, numbers: "Sequence[NumberField]") -> None:
         """Append numbers one after another, each to the rows that have it."""
-        given = [one for one in numbers if one.has.any()]
+        given = [number for number in numbers if number.has.any()]
         for begin in range(0, len(given), _TOGETHER):
             self._add_fields(np.arange(self._count), given[begin : begin + _TOGETHER])
 
@@ -162,9 +162,9 @@ class Pieces:
             made[rows, place] = pieces
         return made
 
-    def _add_fields(self, rows: I64, numbers: "Sequence[Numbers]") -> None:
+    def _add_fields(self, rows: I64, numbers: "Sequence[NumberField]") -> None:
         """Append numbers, those of the rows whose numbers take as many bytes in one go."""
-        digits = [varints(one.values) for one in numbers]
+        digits = [varints(number.values) for number in numbers]
         key = np.zeros(len(rows), dtype=np.int64)
         for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
             key = key * _LENGTHS + lengths * one.has
@@ -190,7 +190,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberField:
     """A field of some rows that holds a number, or a message that holds one.
 
     Attributes:

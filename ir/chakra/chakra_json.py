@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.framing import UNREADABLE, File, frame
+from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame
 from onerank.ir.errors import ChakraError
 
 _HEAD_BYTES = 1 << 16
@@ -22,7 +22,7 @@ def to_json(path: str | Path) -> str:
         ChakraError: the file is no Chakra trace.
         OSError: the file cannot be read.
     """
-    with File(path) as file:
+    with ChakraFile(path) as file:
         texts = [MessageToJson(GlobalMetadata.FromString(file.metadata))]
         for number, message in enumerate(file.nodes()):
             try:
@@ -91,8 +91,8 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             value, position = decoder.raw_decode(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
-            told = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
             raise ChakraError(
-                f"{path}: line {line}: not JSON: {told}", code="chakra-json-malformed"
+                f"{path}: line {line}: not JSON: {reason}", code="chakra-json-malformed"
             ) from error
         yield line, value

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
-from onerank.ir.chakra.dedup import Numbers, TextCodes, cut, packed
+from onerank.ir.chakra.dedup import BytesInterner, TextCodes, cut, packed
 from onerank.ir.chakra.dependencies import Collector, Dependencies
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.chakra.field_scan import Buffer, Cursor, Mask, Spans, find, scan
@@ -81,7 +81,7 @@ class _Attributes(NamedTuple):
     turns: list[int]
 
 
-class Known:
+class RunContext:
     """What runs have in common.
 
     Attributes:
@@ -91,7 +91,7 @@ class Known:
     def __init__(self, texts: TextCodes) -> None:
         self.reasons: list[bytes] = []
         self._texts = texts
-        self._numbers = Numbers()
+        self._numbers = BytesInterner()
         self._is_foreign: dict[bytes, bool] = {}
 
     def codes(self, buffer: Buffer, spans: Spans) -> I64:
@@ -117,7 +117,7 @@ class Known:
         return known
 
 
-class Batch:
+class RunDecoder:
     """Parses the distinct runs of fields at some spans.
 
     Attributes:
@@ -132,7 +132,7 @@ class Batch:
             `reasons`.
     """
 
-    def __init__(self, known: Known, buffer: Buffer, spans: Spans) -> None:
+    def __init__(self, known: RunContext, buffer: Buffer, spans: Spans) -> None:
         count = len(spans.first)
         self._known, self._buffer = known, buffer
         self.values: dict[str, tuple[I64, I64]] = {}
@@ -329,10 +329,10 @@ class Runs:
     """The distinct runs met so far."""
 
     def __init__(self, texts: TextCodes) -> None:
-        self._known = Known(texts)
-        self._numbers = Numbers()
+        self._known = RunContext(texts)
+        self._numbers = BytesInterner()
         self._unread: list[bytes] = []
-        self._batches: list[Batch] = []
+        self._batches: list[RunDecoder] = []
 
     def numbers(self, buffer: Buffer, spans: Spans) -> I64:
         """Return the number of the run at each span."""
@@ -371,7 +371,7 @@ class Runs:
 
     def _read_new(self) -> None:
         if self._unread:
-            self._batches.append(Batch(self._known, *packed(self._unread)))
+            self._batches.append(RunDecoder(self._known, *packed(self._unread)))
             self._unread = []
 
 
@@ -395,7 +395,7 @@ _OF_ALL: dict[str, type[np.generic]] = {
 """What is read of every node."""
 
 
-class Columns:
+class ColumnDecoder:
     """Columns of nodes; complete after `finish`.
 
     Attributes:

@@ -58,7 +58,7 @@ def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:
     return Buffer(b"".join([*strings, bytes(PADDING)])), Spans(last - sizes, last)
 
 
-class Numbers:
+class BytesInterner:
     """Numbers of distinct byte strings, from `begin` on in the order in which they are met."""
 
     def __init__(self, begin: int = 0) -> None:
@@ -89,7 +89,7 @@ class TextCodes:
 
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings
-        self._numbers = Numbers()
+        self._numbers = BytesInterner()
         known: dict[bytes, int] = {}
         for code, text in enumerate(strings.values):
             try:

@@ -144,10 +144,10 @@ def _reasons(node: I64, told: I64, octets: list[bytes]) -> tuple[U8, Mask]:
     rows = np.flatnonzero(told >= 0)
     if not len(rows):
         return made, exact
-    sizes = np.array([len(one) for one in octets], dtype=np.int64)
+    sizes = np.array([len(octet) for octet in octets], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
-    good = np.array([max(one, default=0) < Reason.CONTROL for one in octets], dtype=bool)
-    tells = np.array([any(one) for one in octets], dtype=bool)
+    good = np.array([max(octet, default=0) < Reason.CONTROL for octet in octets], dtype=bool)
+    tells = np.array([any(octet) for octet in octets], dtype=bool)
     counts = np.bincount(node, minlength=len(told))
     fits = good[told[rows]] & (sizes[told[rows]] == counts[rows])
     exact[rows[~fits | ~tells[told[rows]]]] = False

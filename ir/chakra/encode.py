@@ -22,7 +22,7 @@ from onerank.ir.chakra.attributes import (
 )
 from onerank.ir.chakra.bytes_columns import (
     ATTRIBUTE,
-    Numbers,
+    NumberField,
     Pieces,
     Texts,
     inner_of,
@@ -162,7 +162,7 @@ class Encoder:
         micros = self._micros[chosen_rows]
         chosen = {column: getattr(self._nodes, column)[chosen_rows] for column in self._used}
         pieces = Pieces(len(rows))
-        pieces.add_fields([Numbers(chosen["id"], chosen["id"] != 0, b"\x08")])
+        pieces.add_fields([NumberField(chosen["id"], chosen["id"] != 0, b"\x08")])
         self._add_alike(pieces, chosen, ["name", "kind"], self._add_head)
         single = self._add_dependencies(pieces, rows)
         pieces.add_fields(
@@ -229,7 +229,7 @@ class Encoder:
         pieces.add_sized(rows, sizes, prefix)
         pieces.add(rows, texts, sizes)
 
-    def _add_dependencies(self, pieces: Pieces, rows: I64) -> Numbers:
+    def _add_dependencies(self, pieces: Pieces, rows: I64) -> NumberField:
         """Append `ctrl_deps` and `data_deps` as packed varints; return single `data_deps`."""
         offsets, middle = self._deps.offsets, self._middle[rows]
         self._add_lists(pieces, offsets[rows], middle, b"\x22", 1)
@@ -238,7 +238,7 @@ class Encoder:
         is_single = end - middle == 1
         values = np.zeros(len(rows), dtype=np.uint64)
         values[is_single] = self._deps.ids[middle[is_single]]
-        return Numbers(values, is_single, b"\x2a", b"")
+        return NumberField(values, is_single, b"\x2a", b"")
 
     def _add_lists(self, pieces: Pieces, low: I64, high: I64, head: bytes, least: int) -> None:
         """Append the dependencies from `low` to `high` where they are at least so many."""
@@ -291,12 +291,12 @@ def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
     return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
 
 
-def _where_set(values: I64, head: bytes) -> Numbers:
+def _where_set(values: I64, head: bytes) -> NumberField:
     """Return an encoded number; empty for 0, the protobuf default."""
-    return Numbers(values.astype(np.uint64), values != 0, head)
+    return NumberField(values.astype(np.uint64), values != 0, head)
 
 
-def _numbers(chosen: Columns, micros: I64) -> Iterator[Numbers]:
+def _numbers(chosen: Columns, micros: I64) -> Iterator[NumberField]:
     """Yield the attributes that most nodes have a value of their own of."""
     for field in NUMBERS:
         values = chosen.get(field.column)
@@ -309,7 +309,7 @@ def _numbers(chosen: Columns, micros: I64) -> Iterator[Numbers]:
         else:
             written = values != _DEFAULTS[field.column]
         unsigned = values.astype(np.int64).view(np.uint64)
-        yield Numbers(unsigned, written, ATTRIBUTE, inner_of(field.attribute, field.variant))
+        yield NumberField(unsigned, written, ATTRIBUTE, inner_of(field.attribute, field.variant))
 
 
 @cache

@@ -110,7 +110,7 @@ BLOCK = 4096
 """Most messages of a block."""
 
 
-class Source(Protocol):
+class MessageSource(Protocol):
     """Node messages to be decoded."""
 
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
@@ -159,7 +159,7 @@ _LARGEST_MESSAGE = (1 << 31) - 1
 """Protobuf's own limit, bytes."""
 
 
-class File:
+class ChakraFile:
     """An open file; its metadata is known to parse, its nodes are not.
 
     Attributes:

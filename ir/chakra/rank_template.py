@@ -19,7 +19,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     COMM_SEND_NODE,
     AttributeProto,
 )
-from onerank.ir.chakra.framing import UNREADABLE, File, parse_raw_node
+from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, parse_raw_node
 from onerank.ir.chakra.records import Record, record_of
 from onerank.ir.edges import I64, U8
 
@@ -53,7 +53,7 @@ class Template:
         self._between: list[bytes] = []
         begin = 0
         for place, _ in [*self._slots, (len(messages), 0)]:
-            framed = (varint(len(one)) + one for one in messages[begin:place])
+            framed = (varint(len(message)) + message for message in messages[begin:place])
             self._between.append(b"".join(framed))
             begin = place + 1
         self._laid: dict[tuple[int, ...], _Laid] = {}
@@ -100,7 +100,7 @@ _LONGEST = 5
 """Digits of the longest length of a message."""
 
 
-class Likeness:
+class RankDiff:
     """A file to which the files of other ranks are compared.
 
     Nodes with the same encoded groups and peers share a slot; slots are numbered in order of
@@ -114,7 +114,7 @@ class Likeness:
     """
 
     def __init__(self, path: Path) -> None:
-        with File(path) as file:
+        with ChakraFile(path) as file:
             messages = [file.metadata, *file.nodes()]
         self.slots: list[int | None] = []
         self._numbers: dict[bytes, int] = {}

@@ -16,12 +16,12 @@ from onerank.ir.chakra.attributes import (
     variant_of,
     whole_micros,
 )
-from onerank.ir.chakra.decode_columns import Columns
+from onerank.ir.chakra.decode_columns import ColumnDecoder
 from onerank.ir.chakra.dependencies import NONE, Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
 from onerank.ir.chakra.field_scan import Mask
-from onerank.ir.chakra.framing import UNREADABLE, File, Source, parse_raw_node
+from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, MessageSource, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
 from onerank.ir.edges import I64, U8, Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
@@ -214,7 +214,7 @@ class Decoded:
     exact: Mask
 
 
-def decode(messages: Source, strings: StringTable) -> Decoded:
+def decode(messages: MessageSource, strings: StringTable) -> Decoded:
     """Return the columns that node messages hold.
 
     An attribute whose type or value its column cannot hold leaves the column at its default.
@@ -223,7 +223,7 @@ def decode(messages: Source, strings: StringTable) -> Decoded:
     Raises:
         ChakraError: a message is not a Node; begins with its place.
     """
-    columns = Columns(strings)
+    columns = ColumnDecoder(strings)
     for buffer, spans in messages.blocks():
         columns.add(buffer, spans)
     columns.finish()
@@ -242,7 +242,7 @@ def decode(messages: Source, strings: StringTable) -> Decoded:
     return Decoded(nodes, dependencies, columns.duration_micros, exact)
 
 
-def _read_times(columns: Columns) -> None:
+def _read_times(columns: ColumnDecoder) -> None:
     """Fill in times that are given only in microseconds."""
     for name, micros in (
         ("start_ns", columns.start_micros),
@@ -252,7 +252,7 @@ def _read_times(columns: Columns) -> None:
         made[~told] = nanoseconds(micros[~told])
 
 
-def _kinds(columns: Columns) -> U8:
+def _kinds(columns: ColumnDecoder) -> U8:
     by_type = np.full(max(NODE_TYPES.values()) + 2, Kind.INVALID, dtype=np.uint8)
     for kind, node_type in NODE_TYPES.items():
         by_type[node_type] = kind
@@ -265,7 +265,7 @@ def _kinds(columns: Columns) -> U8:
     return kinds
 
 
-def _is_consistent(columns: Columns, nodes: Nodes) -> Mask:
+def _is_consistent(columns: ColumnDecoder, nodes: Nodes) -> Mask:
     """Whether what depends on several columns is as we write it, bool[n]."""
     types = np.array([NODE_TYPES[kind] for kind in Kind])
     flags = np.full(len(Kind), -1)
@@ -300,7 +300,7 @@ def read(path: str | Path) -> Graph:
         OSError: the file cannot be read.
     """
     strings = StringTable()
-    with File(path) as file:
+    with ChakraFile(path) as file:
         job = decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         decoded = decode(file, strings)
         edges = _resolve(file.path, decoded.nodes, decoded.dependencies)
@@ -341,7 +341,7 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
 
 
 def _rows_that_say_more(
-    messages: Source, decoded: Decoded, edges: Edges, strings: StringTable
+    messages: MessageSource, decoded: Decoded, edges: Edges, strings: StringTable
 ) -> I64:
     """Return the nodes whose message is not what their columns are written as."""
     nodes = decoded.nodes

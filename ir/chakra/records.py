@@ -7,7 +7,7 @@ from typing import Any, cast
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.attributes import variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
-from onerank.ir.chakra.framing import UNREADABLE, File, frame, parse_raw_node
+from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job
 from onerank.ir.chakra.reader import not_a_node
 from onerank.ir.errors import ChakraError
@@ -77,7 +77,7 @@ def read_records(path: str | Path) -> Records:
     """
     seen: dict[bytes, tuple[str, Attribute]] = {}
     nodes: list[Record] = []
-    with File(path) as file:
+    with ChakraFile(path) as file:
         metadata = GlobalMetadata.FromString(file.metadata)
         decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         for position, message in enumerate(file.nodes()):

@@ -9,7 +9,7 @@ from itertools import product
 
 
 @dataclass(frozen=True, slots=True)
-class HeldCall:
+class SustainedCall:
     """A call that ran without a pause for two seconds.
 
     Attributes:

@@ -230,17 +230,17 @@ class Schedule:
     Attributes:
         start_ns: int64[n].
         end_ns: int64[n].
-        held_by: node that each node waited for last, UNKNOWN for none, int64[n].
+        blocked_by: node that each node waited for last, UNKNOWN for none, int64[n].
         by_launch: whether that last wait was for the launch, bool[n].
     """
 
     start_ns: I64
     end_ns: I64
-    held_by: I64
+    blocked_by: I64
     by_launch: Mask
 
 
-class Run:
+class ReplayedRank:
     """A graph prepared for scheduling, as one step or as consecutive steps.
 
     Args:
@@ -358,4 +358,4 @@ def schedule(graph: Graph) -> Schedule:
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
-    return Run(graph).schedule()
+    return ReplayedRank(graph).schedule()

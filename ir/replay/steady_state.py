@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import covered_ns
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.enums import Kind
 from onerank.ir.graph import Graph
-from onerank.ir.replay.scheduler import Run, Schedule
+from onerank.ir.replay.scheduler import ReplayedRank, Schedule
 
 I64 = npt.NDArray[np.int64]
 
@@ -47,10 +47,10 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     if overhead is None or not graph.mask(Kind.HOST_OP).any():
         return None
     inter_step_host_ns = round(overhead.inter_step_host_ns * graph.job.host_factor)
-    run = paced_run(graph, overhead.host_factor)
+    run = replay_without_profiler(graph, overhead.host_factor)
     times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(inter_step_host_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
-    busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
+    busy_ns = union_duration_ns(times.start_ns[gpu], times.end_ns[gpu])
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
 
@@ -65,13 +65,13 @@ def with_step_time(graph: Graph, step_ns: int) -> Graph:
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
-def paced_run(graph: Graph, host: float) -> Run:
+def replay_without_profiler(graph: Graph, host: float) -> ReplayedRank:
     """Return a graph made ready to be scheduled, the host's own times times `host`.
 
     Under the profiler launches fill their queue sooner. In 20 ms without it a host launched 1050
     kernels that took 50 ms; the profiled one waited for room by then.
     """
-    return Run(with_host_factor(graph, host), queues=False)
+    return ReplayedRank(with_host_factor(graph, host), queues=False)
 
 
 def with_host_factor(graph: Graph, factor: float) -> Graph:

@@ -9,20 +9,24 @@ from onerank.annotate import load_gpu
 from onerank.annotate.describe_gpu import described, to_toml
 from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.ir.errors import TargetError
-from onerank.ir.job.microbenchmarks import HeldCall
+from onerank.ir.job.microbenchmarks import SustainedCall
 
 CUBE = 2 * 8192**3
 
 LIMIT = 700.0
 
 
-def held(unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1000) -> HeldCall:
+def held(
+    unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1000
+) -> SustainedCall:
     """A call that uses shares of 800, 4 TB/s and 50 TFLOPS on a board of the model below."""
     active = max(0, 1 - 1.5 / us)
     drawn = 0.15 + 0.2 * active + 0.5 * tensor + 0.3 * memory + 4 * vector
     flops = (tensor * 800e12 + vector * 50e12) * us * 1e-6
     watts = LIMIT * min(1, drawn)
-    return HeldCall(unit, (2048,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
+    return SustainedCall(
+        unit, (2048,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts
+    )
 
 
 OTHERS = {
@@ -36,9 +40,9 @@ OTHERS = {
 }
 
 HELD = [
-    HeldCall("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
-    HeldCall("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
-    HeldCall("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
+    SustainedCall("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
+    SustainedCall("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
+    SustainedCall("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
     *(held("bf16", u, m) for u, m in ((0.2, 0.1), (0.5, 0.4), (0.7, 0.1), (0.05, 0.9))),
     *(held("", 0, m, v) for m, v in ((0.5, 0), (0.8, 0.05), (1.0, 0.01))),
     *(held("", 0, m, 0, us) for m, us in ((0.2, 3), (0.9, 6), (0.1, 2))),

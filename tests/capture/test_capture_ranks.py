@@ -14,7 +14,7 @@ from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture, capture_ranks
 from onerank.capture.parallelize.experts.expert_parallel import expert_loads
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.rank_classes import classes_along, rank_classes
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
@@ -49,7 +49,7 @@ def classes(world: World, routing: Routing, stages: int = 1) -> list[Any]:
     loads = expert_loads(experts(4), routing, world.ep)
     each = (4 // stages,) * stages
     alike = tuple((at == 0, at == stages - 1) for at in range(stages))
-    stage = Staged(Pipeline(0, each), alike, "model.layers", 0, 0) if stages > 1 else None
+    stage = PipelineStage(Pipeline(0, each), alike, "model.layers", 0, 0) if stages > 1 else None
     found = rank_classes(world, stage, loads)
     members = [one.members(world) for one in found]
     assert sorted(rank for some in members for rank in some) == [*range(world.size)]

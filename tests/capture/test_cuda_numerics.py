@@ -26,9 +26,9 @@ def capture(*args: str | Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("flavour", ["megatron", "hf"])
-def test_instruments_and_slices_leave_the_numbers_as_they_are(flavour):
-    options = ["--tp", "4", "--rank", "1", "--tp-style", flavour, "--json"]
+@pytest.mark.parametrize("tp_style", ["megatron", "hf"])
+def test_instruments_and_slices_leave_the_numbers_as_they_are(tp_style):
+    options = ["--tp", "4", "--rank", "1", "--tp-style", tp_style, "--json"]
     told = capture("verify", EXAMPLE, *options, *SMALL)
     assert told["not_checked"] == []
     checks = {row["check"] for row in told["comparisons"]}

@@ -18,7 +18,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     IOInfo,
     Node,
 )
-from onerank.ir.chakra.framing import File, frame
+from onerank.ir.chakra.framing import ChakraFile, frame
 
 
 def write_messages(path: Path, *messages: Message) -> Path:
@@ -27,12 +27,12 @@ def write_messages(path: Path, *messages: Message) -> Path:
 
 
 def nodes_of(path: Path) -> list[Node]:
-    with File(path) as file:
+    with ChakraFile(path) as file:
         return [Node.FromString(message) for message in file.nodes()]
 
 
 def metadata_of(path: Path) -> bytes:
-    with File(path) as file:
+    with ChakraFile(path) as file:
         return file.metadata
 
 

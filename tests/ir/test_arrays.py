@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from onerank.ir.arrays import among
+from onerank.ir.arrays import membership_mask
 
 
 @pytest.mark.parametrize("chosen", [(), (3,), (0, 3, 255)])
 def test_as_isin_finds_them(chosen: tuple[int, ...]):
     codes = np.arange(256, dtype=np.uint8).repeat(2)
-    assert (among(codes, chosen) == np.isin(codes, chosen)).all()
+    assert (membership_mask(codes, chosen) == np.isin(codes, chosen)).all()

@@ -26,7 +26,7 @@ from onerank.ir import (
 )
 from onerank.ir.chakra.attributes import FIELDS, whole_micros
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
-from onerank.ir.chakra.framing import File, frame
+from onerank.ir.chakra.framing import ChakraFile, frame
 from onerank.ir.chakra.metadata import SCHEMA
 from onerank.ir.nodes import TEXT_COLUMNS, default_of, dtype_of
 
@@ -176,7 +176,7 @@ def test_any_file_is_written_back_message_for_message(metadata: GlobalMetadata, 
     def work(path: Path, out: Path) -> None:
         chakra.write(chakra.read(path), out)
         # As bytes, which unlike == tells one NaN from another, and finds it equal to itself.
-        with File(out) as back:
+        with ChakraFile(out) as back:
             assert back.metadata == metadata.SerializeToString()
             assert [*back.nodes()] == [node.SerializeToString() for node in nodes]
         records = chakra.read_records(path)
@@ -308,7 +308,7 @@ def test_changed_columns_of_another_tools_nodes_are_read_back(
         chakra.write(changed, out)
         assert_same(changed, chakra.read(out))
         foreign = [[a for a in node.attr if a.name not in NAMES] for node in nodes]
-        with File(out) as file:
+        with ChakraFile(out) as file:
             written = [*file.nodes()]
         for message, kept in zip(written, foreign, strict=True):
             left = [a for a in Node.FromString(message).attr if a.name not in NAMES]

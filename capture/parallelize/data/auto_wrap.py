@@ -33,10 +33,10 @@ from torch.optim.optimizer import (
 
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
-from onerank.capture.parallelize.data.fsdp import FullyShardedModel, once_backward
-from onerank.capture.parallelize.data.grad_accumulation import Rounds
+from onerank.capture.parallelize.data.fsdp import FullyShardedModel, refuse_double_backward
+from onerank.capture.parallelize.data.grad_accumulation import AccumulationRounds
 from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
-from onerank.capture.parallelize.data.optimizers import followed_by, scaled_steps
+from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
 from onerank.capture.patches import live, rebound
@@ -46,44 +46,46 @@ from onerank.ir.errors import CaptureError, OneRankError, SliceError
 
 
 @contextlib.contextmanager
-def saving_own_shards() -> Generator[None]:
-    """Let safetensors save this rank's shards, whoever has imported its functions."""
+def saving_local_shards() -> Generator[None]:
+    """Patch safetensors everywhere to save this rank's shards."""
     save_file, save = safetensors.torch.save_file, safetensors.torch.save
-    with rebound("safetensors.torch", {"save_file": _of_own(save_file), "save": _of_own(save)}):
+    with rebound(
+        "safetensors.torch", {"save_file": _saving_local(save_file), "save": _saving_local(save)}
+    ):
         yield
 
 
-def _of_own(save: Callable[..., Any]) -> Callable[..., Any]:
+def _saving_local(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
-    def save_own(tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        return save({name: _own(tensor) for name, tensor in tensors.items()}, *args, **kwargs)
+    def save_local(tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        return save({name: _local(tensor) for name, tensor in tensors.items()}, *args, **kwargs)
 
-    return save_own
+    return save_local
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().contiguous() if isinstance(tensor, DTensor) else tensor
 
 
 _RUN_AS_IT_IS = (
-    "give --torchrun, which lets the script run as it is, and leave --ddp, --fsdp and --zero out: "
-    "--dp then gives the world's shape only"
+    "run the script as it is with --torchrun and leave --ddp, --fsdp and --zero out; "
+    "--dp then only sets the shape of the world"
 )
 
 
 def refuse_transforms(module: nn.Module) -> None:
-    """Refuse a call whose gradients torch.func computes: no parameter gets one in its backward."""
+    """Refuse a call under torch.func, which sets no `.grad`."""
     if any(is_functorch_wrapped_tensor(tensor) for tensor in module.parameters()):
         raise SliceError(
-            f"{type(module).__name__} is called under torch.func (grad, vmap), which gives "
-            "gradients to nobody but the script, and --ddp and --fsdp communicate as parameters "
-            "get them: use --zero 1, which works on the optimizer",
+            f"{type(module).__name__} is called under torch.func (grad, vmap), which returns "
+            "gradients to the script without setting .grad, where --ddp and --fsdp communicate\n"
+            "  use --zero 1, which works on the optimizer",
             code="dp-functional-grad",
         )
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Refuse parameters that have no rows, which FSDP2 shards."""
+    """Refuse scalar parameters: FSDP2 shards rows, and a scalar has none."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise SliceError(
@@ -94,45 +96,47 @@ def refuse_scalars(module: nn.Module) -> None:
 
 
 def refuse_model(module: nn.Module) -> None:
-    """Refuse a model that is distributed already, or whose gradients have no size known ahead."""
+    """Refuse a model that is already distributed or has sparse gradients."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             raise SliceError(
-                f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
-                f"script, or by a library of its own: {_RUN_AS_IT_IS}",
+                f"{name or type(module).__name__} is already wrapped in DistributedDataParallel by "
+                f"the script or a library\n  {_RUN_AS_IT_IS}",
                 code="dp-already-ddp",
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SliceError(
-                f"{name or type(module).__name__} has sparse gradients, whose size is not known "
-                "ahead: make it with sparse=False",
+                f"{name or type(module).__name__} has sparse gradients, whose size depends on "
+                "the data: create it with sparse=False",
                 code="dp-sparse-gradient",
             )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise SliceError(
-                f"{name} is a DTensor, so the script, or a library of its own, distributes its "
-                f"model: {_RUN_AS_IT_IS}",
+                f"{name} is a DTensor, so the script or a library already distributes the model\n"
+                f"  {_RUN_AS_IT_IS}",
                 code="dp-already-dtensor",
             )
 
 
-Form = Literal["ddp", "zero1", "zero2", "fsdp"]
+DataParallelStrategy = Literal["ddp", "zero1", "zero2", "fsdp"]
 
 
-def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | None:
-    """Return the form that the options ask for, None where they leave it open.
+def strategy_of(
+    world: World, *, ddp: bool, fsdp: bool, zero: int | None
+) -> DataParallelStrategy | None:
+    """Return the strategy that the options select; None if they select none.
 
     Raises:
-        CaptureError: options that exclude each other, or a form without data-parallel ranks.
+        CaptureError: the options exclude each other, or the world has no data-parallel ranks.
     """
-    asked = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
+    selected = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
     if zero is not None:
-        asked.append(f"--zero {zero}")
-    if len(asked) > 1:
+        selected.append(f"--zero {zero}")
+    if len(selected) > 1:
         raise CaptureError(
-            f"{' and '.join(asked)}: each says how gradients and states are shared; give one "
-            "(--fsdp is --zero 3)",
+            f"{' and '.join(selected)}: each selects how gradients and states are sharded; give "
+            "one (--fsdp is --zero 3)",
             code="dp-strategy-twice",
         )
     if zero not in (None, 1, 2, 3):
@@ -141,10 +145,10 @@ def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | 
             "3 (and parameters, the same as --fsdp)",
             code="dp-zero-stage",
         )
-    if asked and len(data_ranks(world, 0)) == 1:
+    if selected and len(data_ranks(world, 0)) == 1:
         raise CaptureError(
-            f"{asked[0]} shares work among data-parallel ranks, and the world has {world}: "
-            "give --dp D with D above 1",
+            f"{selected[0]} needs more than one data-parallel rank; the world has {world}\n"
+            "  give --dp D with D above 1",
             code="dp-size-missing",
         )
     if ddp:
@@ -157,14 +161,14 @@ def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | 
 
 
 class TrainedModel(Protocol):
-    """A model that a form was applied to."""
+    """A model under a data-parallel strategy."""
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
-        """Begin a forward; `communicates` tells whether its backward does."""
+        """Begin a forward; `communicates` is whether its backward reduces gradients."""
         ...
 
     def add_to_averages(self) -> None:
-        """Let the next backward communicate gradients that hold what one before it did."""
+        """Prepare gradients that were reduced already for another reduction."""
         ...
 
     def after_forward(self, output: Any) -> None:
@@ -173,28 +177,30 @@ class TrainedModel(Protocol):
 
 
 class _Trained:
-    """A model, the ids of what it trains, and the rounds of its micro-batches."""
+    """A trained model: its strategy, parameter ids and accumulation rounds."""
 
     def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
         self.form = form
         self.parameters = parameters
-        self.rounds = Rounds()
-        self.communicates = True  # whether the backward of the newest forward does
+        self.rounds = AccumulationRounds()
+        self.communicates = True  # whether the newest forward's backward does
 
 
 class DataParallelism:
-    """Applies a form to every model that the script trains.
+    """Applies a data-parallel strategy to every model that the script trains.
 
     Args:
-        form: what becomes of parameters and gradients.
+        form: the strategy.
         groups: the data-parallel groups.
-        deferred: whether Hugging Face models get their weights when they are sharded.
+        deferred: whether the weights of Hugging Face models are created during sharding.
 
     Attributes:
-        shards: the optimizers that step on shards; None for forms that leave optimizers whole.
+        shards: optimizers that step on shards; None for strategies with whole optimizers.
     """
 
-    def __init__(self, form: Form, groups: Groups, *, deferred: bool = False) -> None:
+    def __init__(
+        self, form: DataParallelStrategy, groups: Groups, *, deferred: bool = False
+    ) -> None:
         assert form == "fsdp" or not deferred
         self._form = form
         self._deferred = DeferredModels(self._train_early) if deferred else None
@@ -211,7 +217,7 @@ class DataParallelism:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch for models and optimizers while the context lasts."""
+        """Hook models and optimizers for the duration of the context."""
         with contextlib.ExitStack() as undo:
             for handle in (
                 register_module_forward_pre_hook(self._before_forward),
@@ -227,14 +233,16 @@ class DataParallelism:
                 undo.enter_context(self.shards.installed())
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
-                undo.enter_context(once_backward())
-                undo.enter_context(saving_own_shards())
+                undo.enter_context(refuse_double_backward())
+                undo.enter_context(saving_local_shards())
             if self._deferred is not None:
                 undo.enter_context(self._deferred.installed())
             try:
                 yield
             finally:
-                if self._failure is not None:  # raised before, and perhaps caught by the script
+                if (
+                    self._failure is not None
+                ):  # the script may have caught the error that was raised earlier
                     raise self._failure
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -244,10 +252,10 @@ class DataParallelism:
         outermost = len(self._open) == 1
         if self._failure is not None:
             raise self._failure
-        computed = isinstance(module, ParametrizationList)  # a weight, asked for by itself
+        computed = isinstance(module, ParametrizationList)  # a weight, selected for by itself
         if outermost and not computed and module not in self._covered:
             needed = self._deferred is not None and is_deferred(module)
-            with self._noted():
+            with self._recording_failure():
                 if self._form == "fsdp" and self._references.is_called(module):
                     self._covered |= set(module.modules())
                     reference = FullyShardedModel(module, self._groups)
@@ -255,7 +263,7 @@ class DataParallelism:
                 elif torch.is_grad_enabled() or needed:
                     self._train(module)
         if self.shards is not None and outermost and torch.is_grad_enabled():
-            with self._noted():
+            with self._recording_failure():
                 self.shards.before_forward()
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
@@ -263,9 +271,9 @@ class DataParallelism:
         if torch.is_grad_enabled():
             again = trained.communicates and trained.rounds.within_step
             trained.communicates = trained.rounds.begin_micro_batch()
-            if again and trained.communicates:  # while it is not known which backward is the last
+            if again and trained.communicates:  # until it is known which backward is the last
                 trained.form.add_to_averages()
-        with self._noted():
+        with self._recording_failure():
             trained.form.before_forward(args, communicates=trained.communicates)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -284,18 +292,18 @@ class DataParallelism:
                 trained.rounds.end_backward(module.parameters())
 
     def _train_early(self, module: nn.Module) -> None:
-        """Apply the form to a model before it is called."""
-        with self._noted():
+        """Apply the strategy to a model before its first call."""
+        with self._recording_failure():
             self._train(module, called=False)
 
     def _train(self, module: nn.Module, *, called: bool = True) -> None:
-        """Apply the form to a module that trains parameters nobody has seen yet."""
+        """Apply the strategy to a module with trained parameters that are not managed."""
         inside = set(module.modules())
         self._covered |= inside
         own = {id(p) for p in module.parameters() if p.requires_grad}
         known: set[int] = set()
         known = known.union(*(trained.parameters for trained in self._trained.values()))
-        if own <= known:  # no parameters, or a part of a model, run by itself
+        if own <= known:  # no parameters, or a separately called part of a managed model
             compiled = getattr(module, "_orig_mod", None)
             if compiled in self._trained:
                 self._trained[module] = self._trained[compiled]
@@ -303,9 +311,9 @@ class DataParallelism:
         overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
         if overlaps and self.shards is None:
             raise SliceError(
-                f"{type(module).__name__} holds a model that was trained by itself before: call "
-                f"the whole {type(module).__name__} first, so that its parameters are shared out "
-                "together",
+                f"{type(module).__name__} contains a model that was trained separately before\n"
+                f"  call the whole {type(module).__name__} first, so that its parameters are "
+                "sharded together",
                 code="dp-part-used-first",
             )
         refuse_model(module)
@@ -322,15 +330,15 @@ class DataParallelism:
         elif self._form == "ddp":
             form = ReplicatedModel(module, self._groups)
         else:
-            whole = [one for one in copies_of(module) if one not in self._covered]
+            copies = [other for other in copies_of(module) if other not in self._covered]
             root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-            whole += [one for one in references_of(root) if one not in whole]
+            copies += [other for other in references_of(root) if other not in copies]
             self._references.follow(module)
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
-            for one in whole:  # averages are taken shard by shard
-                FullyShardedModel(one, self._groups, called=False)
-                self._covered |= set(one.modules())
+            for replica in copies:  # scripts average parameters shard by shard
+                FullyShardedModel(replica, self._groups, called=False)
+                self._covered |= set(replica.modules())
             form = sharded
             own = {id(p) for p in module.parameters() if p.requires_grad}
         self._trained[module] = _Trained(form, own)
@@ -338,23 +346,23 @@ class DataParallelism:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Share the gradients of a step, or have the closure that computes them do so."""
+        """Reduce the gradients before a step, or after its closure has computed them."""
 
-        def share() -> None:
-            with self._noted():
+        def reduce() -> None:
+            with self._recording_failure():
                 self._end_step(optimizer)
 
-        given, named, has_closure = followed_by(share, args, kwargs)
-        with self._noted():
+        new_args, new_kwargs, has_closure = with_closure_hook(reduce, args, kwargs)
+        with self._recording_failure():
             if not has_closure:
                 self._end_step(optimizer)
             if self.shards is not None:
                 self.shards.before_step(optimizer)
-        return given, named
+        return new_args, new_kwargs
 
     @contextlib.contextmanager
-    def _noted(self) -> Generator[None]:
-        """Keep what is refused, for a script that catches it."""
+    def _recording_failure(self) -> Generator[None]:
+        """Record an error, so that `installed` raises it again if the script catches it."""
         try:
             yield
         except OneRankError as error:
@@ -375,26 +383,26 @@ class DataParallelism:
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)
-        if strangers := [p for p in stepped if id(p) in ids and p.grad is not None]:
+        if unmanaged := [p for p in stepped if id(p) in ids and p.grad is not None]:
             raise SliceError(
-                f"{type(optimizer).__name__} steps {len(strangers)} parameters (the first of shape "
-                f"{tuple(strangers[0].shape)}) that belong to no module that was called to train "
-                "them, so their gradients would not be shared among the ranks: call the module "
-                "that holds them, or use --zero 1, which works on the optimizer",
+                f"{type(optimizer).__name__} steps {len(unmanaged)} parameters (the first of shape "
+                f"{tuple(unmanaged[0].shape)}) outside every module that was called in training, "
+                "so their gradients would not be reduced\n  call the module that contains them, or "
+                "use --zero 1, which works on the optimizer",
                 code="dp-foreign-parameters",
             )
 
     def _forget_step(self, optimizer: Optimizer) -> None:
-        """Free the gradients of a step that a GradScaler took, or skipped."""
+        """Free the gradients after a GradScaler ran or skipped a step."""
         if self.shards is not None:
             self.shards.forget(optimizer)
 
 
 def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
-    """Return the optimizers that were made for any of the parameters."""
+    """Return the live optimizers that hold any of the parameters."""
     return [
         candidate
         for candidate in live(Optimizer)
-        if "param_groups" in vars(candidate)  # else a wrapper that shows another's
+        if "param_groups" in vars(candidate)  # a wrapper forwards another optimizer's
         and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
     ]

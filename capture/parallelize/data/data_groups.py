@@ -1,4 +1,4 @@
-"""The group of ranks that hold the same parameters and see different data."""
+"""Process groups of ranks that hold the same parameters and process different data."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from onerank.ir import World
 
-# the two sorts of parameters: held by all data-parallel ranks, or by those of the same experts
+# the two kinds of parameters: replicated on all data-parallel ranks, or on those with the same
+# experts
 DENSE, EXPERT = "dense", "edp"
 
 
 def data_axis(world: World) -> str:
-    """Return the axis whose ranks hold the same dense parameters and see other data."""
+    """Return the axis whose ranks hold the same dense parameters and process other data."""
     return "cp+dp" if world.sizes.get("cp", 1) > 1 else "dp"
 
 
@@ -22,7 +23,7 @@ def data_ranks(world: World, rank: int) -> tuple[int, ...]:
 
 
 class Groups:
-    """The process groups of the two sorts of parameters, made when first asked for."""
+    """Process groups of the two kinds of parameters, created on first use."""
 
     def __init__(
         self,
@@ -33,21 +34,21 @@ class Groups:
         self._new_group = new_group
         self._world = world
         self._rank = rank
-        self._made: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
 
     @property
     def size(self) -> int:
-        """Over how many ranks a gradient is averaged."""
+        """Number of ranks that a gradient is averaged over."""
         return len(data_ranks(self._world, self._rank))
 
-    def of(self, sort: str) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the same parameters of a sort."""
-        axis = data_axis(self._world) if sort == DENSE else sort
-        if axis not in self._made:
-            self._made[axis] = self._new_group(axis, self._world.line(axis, self._rank))
-        return self._made[axis]
+    def of(self, kind: str) -> dist.ProcessGroup:
+        """Return the group of ranks that hold the same parameters of a kind."""
+        axis = data_axis(self._world) if kind == DENSE else kind
+        if axis not in self._groups:
+            self._groups[axis] = self._new_group(axis, self._world.line(axis, self._rank))
+        return self._groups[axis]
 
 
-def sort_of(parameter: Tensor) -> str:
-    """Return DENSE, or EXPERT for a parameter whose `_onerank_axis` says so."""
+def group_kind_of(parameter: Tensor) -> str:
+    """Return DENSE, or EXPERT for a parameter with that `_onerank_axis`."""
     return getattr(parameter, "_onerank_axis", DENSE)

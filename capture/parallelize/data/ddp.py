@@ -9,10 +9,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, typed
 from torch.nn.parallel import DistributedDataParallel
 
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
 from onerank.ir.errors import SliceError
 
-_ddp: Any = DistributedDataParallel  # some of what is used has no public name
+_ddp: Any = DistributedDataParallel  # typed as Any: private members are used below
 
 _UNREDUCED = re.compile(
     r"finished reduction in the prior iteration.*?(?:rank \d+: ([\d ]+)|$)", re.S
@@ -22,34 +22,33 @@ _UNREDUCED = re.compile(
 class ReplicatedModel:
     """A model whose gradients torch's own reducer averages, as `DDP(model)` would.
 
-    The DDP objects stand beside the model and are told of its forwards: hooks on the parameters
-    are theirs, the module tree stays the script's. Experts, which fewer ranks hold, have a reducer
-    of their own.
+    DDP objects exist next to the model and hook its parameters; the script's module tree stays
+    unchanged. Experts, which fewer ranks hold, get a separate reducer.
     """
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         names: dict[str, set[str]] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                names.setdefault(sort_of(parameter), set()).add(name)
+                names.setdefault(group_kind_of(parameter), set()).add(name)
         everything = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._module = module
         self._reducers: list[Any] = []
         self._groups = groups
-        for sort, own in names.items():
+        for kind, members in names.items():
             if len(names) > 1:
-                others = set().union(*(names[other] for other in names if other != sort))
-                ignored = others if sort == DENSE else everything - own
+                others = set().union(*(names[other] for other in names if other != kind))
+                ignored = others if kind == DENSE else everything - members
                 _ignore(module, sorted(ignored))
-            reducer = DistributedDataParallel(module, process_group=groups.of(sort))
-            if sort != DENSE:
-                reducer.register_comm_hook((groups.of(sort), groups.size), _average)
+            reducer = DistributedDataParallel(module, process_group=groups.of(kind))
+            if kind != DENSE:
+                reducer.register_comm_hook((groups.of(kind), groups.size), _average)
             self._reducers.append(reducer)
         if len(names) > 1:
             _ignore(module, [])
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
-        """Synchronise buffers, and let the reducers know whether this backward communicates."""
+        """Synchronise buffers and set whether the reducers communicate in this backward."""
         for reducer in self._reducers:
             reducer.require_backward_grad_sync = communicates
             try:
@@ -60,17 +59,19 @@ class ReplicatedModel:
                         self._unused(unreduced[1] or ""), code="ddp-unused-parameter"
                     ) from error
                 raise
-            _ddp._active_ddp_module = reducer  # torch.compile splits by buckets
+            _ddp._active_ddp_module = (
+                reducer  # torch.compile splits its graph at the buckets of this module
+            )
 
     def add_to_averages(self) -> None:
-        """Scale experts' averages so that another division by all ranks leaves them as they are."""
+        """Scale experts' averages, to compensate the division in the next reduction."""
         for parameter in self._module.parameters():
-            sort = sort_of(parameter)
-            if sort != DENSE and parameter.grad is not None:
-                parameter.grad.mul_(self._groups.size / self._groups.of(sort).size())
+            kind = group_kind_of(parameter)
+            if kind != DENSE and parameter.grad is not None:
+                parameter.grad.mul_(self._groups.size / self._groups.of(kind).size())
 
     def after_forward(self, output: Any) -> None:
-        """Have the reducers expect the backward."""
+        """Prepare the reducers for the backward."""
         for reducer in self._reducers:
             reducer._post_forward(output)
         _ddp._active_ddp_module = None
@@ -80,27 +81,28 @@ class ReplicatedModel:
         names = [trained[int(index)] for index in indices.split()]
         return (
             f"{type(self._module).__name__}: {', '.join(names) or 'some parameters'} got no "
-            "gradient in the last step, and DistributedDataParallel stops there: freeze them "
-            "(requires_grad_(False)), or let the script wrap its model with "
-            "find_unused_parameters=True itself"
+            "gradient in the last step, which DistributedDataParallel does not allow\n  freeze "
+            "them (requires_grad_(False)), or wrap the model in the script with "
+            "find_unused_parameters=True"
         )
 
 
 def _ignore(module: nn.Module, names: list[str]) -> None:
-    """Set, or take back, the names that a DDP object made next leaves alone."""
+    """Set the parameter names that the next DDP object ignores; [] resets them."""
     _ddp._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def _average(
     state: tuple[dist.ProcessGroup, int], bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a bucket of expert gradients; each was summed over the tokens of all ranks."""
+    """All-reduce a bucket of expert gradients, divided by the number of data-parallel ranks."""
     group, ranks = state
+    # Not divided by the group's size: experts saw the tokens of all data-parallel ranks.
     gradients = bucket.buffer().div_(ranks)
     if group.size() == 1:
-        alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        alone.set_result(gradients)
-        return alone
+        completed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        completed.set_result(gradients)
+        return completed
     work: Any = dist.all_reduce(gradients, group=group, async_op=True)
 
     def reduced(future: Any) -> torch.Tensor:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
-from onerank.capture.parallelize.data.optimizers import made, taken
+from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.fsdp_hook_order import put_ahead
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
@@ -26,89 +26,92 @@ class FullyShardedModel:
     """A model with `fully_shard` on each repeated block and on the rest.
 
     A block is an element of an outermost `nn.ModuleList`. Parameters keep the script's dtype:
-    mixed precision is what its own autocast makes of them. Weights that are not there yet are made
-    block by block, so that no more than one is ever whole.
+    mixed precision is left to the script's autocast. Deferred weights are created block by block,
+    so that at most one block is whole at a time.
 
     Args:
         module: the model.
         groups: its data-parallel groups.
-        called: whether its forward has begun.
+        called: whether its first forward has begun.
     """
 
     def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
         self._late = called
         self._called = module
-        self._root: Any = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        self._root: Any = getattr(
+            module, "_orig_mod", module
+        )  # the module inside torch.compile's wrapper
         device = device_of(self._root)
-        before = _places(self._root)
+        before = _parameters_by_owner(self._root)
         meshes: dict[str, DeviceMesh] = {}
 
-        def shard(part: nn.Module, sort: str) -> None:
-            if sort not in meshes:
-                group = groups.of(sort)
-                meshes[sort] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        def shard(part: nn.Module, kind: str) -> None:
+            if kind not in meshes:
+                group = groups.of(kind)
+                meshes[kind] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
             make_weights(part, self._root)
-            sharded: Any = fully_shard(part, mesh=meshes[sort])
+            sharded: Any = fully_shard(part, mesh=meshes[kind])
             put_ahead(part)
-            if sort != DENSE:
+            if kind != DENSE:
                 sharded.set_gradient_divide_factor(float(groups.size))
 
-        for experts in _marked(self._root):
+        for experts in _expert_modules(self._root):
             shard(experts, EXPERT)
         for block in [*_blocks(self._root), self._root]:
             shard(block, DENSE)
-        # FSDP reads all of the output: before it is made to gather its logits, or to refuse them
+        # FSDP's hook reads every output tensor, so it must run before the hook that makes logits
+        # gather, or raise an error, when read.
         handle = self._root._get_fsdp_state()._post_forward_hook_handle
         self._root._forward_hooks.move_to_end(handle.id, last=False)
         for (owner, name), old in before.items():
             new = getattr(owner, name)
             if new is not old and not hasattr(old, _REPLACED):
-                new.__dict__.update(old.__dict__)  # marks of others
+                new.__dict__.update(old.__dict__)  # attributes that other modules set
                 old.data = torch.empty(0, dtype=old.dtype, device=old.device)  # free the whole
                 setattr(old, _REPLACED, new)
 
     def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put the shards in the place of the whole parameters."""
+        """Replace whole parameters by their shards in the optimizers."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 whole: list[Tensor] = group["params"]
                 group["params"] = list(current(whole))
                 for old, new in zip(whole, group["params"], strict=True):
                     if old in optimizer.state and new is not old:
-                        optimizer.state[new] = made(taken(optimizer, old), new)
+                        optimizer.state[new] = expand_state(pop_uniform_state(optimizer, old), new)
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
-        """Let FSDP know whether this backward communicates."""
+        """Set whether FSDP communicates in this backward."""
         self._root.set_requires_gradient_sync(communicates)
         late = self._late and self._called is self._root
         if late and not self._root._get_fsdp_state()._is_root:
-            # its hooks came while torch was going through those of the first call; on CUDA torch
-            # moves the inputs and cannot do without one
+            # FSDP's hooks were registered while torch ran those of the first call, so this call
+            # misses them. On CUDA FSDP moves the inputs and fails without any.
             self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
 
     def add_to_averages(self) -> None:
-        """FSDP adds to its shards what each backward reduces."""
+        """Do nothing: FSDP adds each backward's reduced gradients to its shards."""
 
     def after_forward(self, output: Any) -> None:
-        """FSDP's own hook has seen the end of the forward."""
+        """Do nothing: FSDP's hook handles the end of the forward."""
 
     @staticmethod
     @contextlib.contextmanager
     def clipping() -> Generator[None]:
-        """Let gradients be clipped through a list of parameters made before they were sharded."""
+        """Patch clipping to accept lists of the parameters from before sharding."""
         original: Any = nn.utils.clip_grad_norm_
         clip_value: Any = nn.utils.clip_grad_value_
 
         def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-            given = [parameters] if isinstance(parameters, Tensor) else parameters
-            clip_value(list(current(given)), *args, **kwargs)
+            listed = [parameters] if isinstance(parameters, Tensor) else parameters
+            clip_value(list(current(listed)), *args, **kwargs)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-            given = [parameters] if isinstance(parameters, Tensor) else parameters
-            own = list(current(given))
-            meshes = by_mesh(own)
+            listed = [parameters] if isinstance(parameters, Tensor) else parameters
+            shards = list(current(listed))
+            meshes = by_mesh(shards)
             if len(meshes) < 2:
-                return original(own, *args, **kwargs)
+                return original(shards, *args, **kwargs)
             return _clip(meshes, *args, **kwargs)
 
         replacements = {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_}
@@ -117,8 +120,8 @@ class FullyShardedModel:
 
 
 @contextlib.contextmanager
-def once_backward() -> Generator[None]:
-    """Refuse gradients that are to be differentiated again: FSDP has freed the weights by then."""
+def refuse_double_backward() -> Generator[None]:
+    """Refuse double backward (create_graph): FSDP frees its weights after the first backward."""
     grad, backward = torch.autograd.grad, torch.autograd.backward
 
     def refusing(original: Any) -> Any:
@@ -128,9 +131,8 @@ def once_backward() -> Generator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if signature.bind(*args, **kwargs).arguments.get("create_graph"):
                 raise SliceError(
-                    "--fsdp: the script differentiates gradients again (create_graph=True), and "
-                    "FSDP does not support double backward: its weights are freed behind the "
-                    "first. Use --ddp or --zero 1",
+                    "--fsdp: the script calls backward with create_graph=True, but FSDP frees its "
+                    "weights after the first backward\n  use --ddp or --zero 1",
                     code="fsdp-double-backward",
                 )
             return original(*args, **kwargs)
@@ -142,18 +144,18 @@ def once_backward() -> Generator[None]:
 
 
 def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what stands in each parameter's place."""
+    """Yield the shard that replaced each parameter, or the parameter itself."""
     for parameter in parameters:
         yield getattr(parameter, _REPLACED, parameter)
 
 
 def by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
-    """Return the parameters that have gradients, by the ranks that share them out."""
-    found: dict[Any, list[Any]] = {}
+    """Return the parameters with gradients, grouped by the device mesh that shards them."""
+    groups: dict[Any, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values())
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def _clip(
@@ -163,12 +165,12 @@ def _clip(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip gradients of several meshes (experts', all others'), which no one operator takes."""
+    """Clip gradients on several meshes (experts and the rest), which one operator cannot mix."""
     utils: Any = nn.utils
     norms: list[Tensor] = []
     for parameters in meshes:
         norm = utils.get_total_norm(
-            [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
+            [parameter.grad for parameter in parameters], norm_type, error_if_nonfinite, foreach
         )
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     linalg: Any = torch.linalg
@@ -178,7 +180,7 @@ def _clip(
     return total
 
 
-def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+def _parameters_by_owner(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     return {
         (owner, name): parameter
         for owner in root.modules()
@@ -188,24 +190,24 @@ def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
 
 def _blocks(root: nn.Module) -> list[nn.Module]:
     """Return the elements of the outermost module lists that hold parameters, frozen or not."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     pending = list(root.children())
-    for module in pending:  # grows
+    for module in pending:  # the list grows during the loop
         if not isinstance(module, nn.ModuleList):
             pending += module.children()
             continue
-        found += [block for block in module if any(True for _ in block.parameters())]
-    return found
+        blocks += [block for block in module if any(True for _ in block.parameters())]
+    return blocks
 
 
-def _marked(root: nn.Module) -> list[nn.Module]:
+def _expert_modules(root: nn.Module) -> list[nn.Module]:
     """Return the largest parts whose parameters are all experts'."""
-    found: list[nn.Module] = []
+    experts: list[nn.Module] = []
     pending = [root]
-    for module in pending:  # grows
-        marks = {sort_of(p) for p in module.parameters()}
+    for module in pending:  # the list grows during the loop
+        marks = {group_kind_of(p) for p in module.parameters()}
         if marks == {EXPERT}:
-            found.append(module)
+            experts.append(module)
         elif EXPERT in marks:
             pending += module.children()
-    return found
+    return experts

@@ -26,26 +26,26 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onerank.capture.parallelize.data.optimizers import followed_by, scaled_steps
-from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, sum_put_off
+from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
+from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.patches import patched
 from onerank.capture.script.step_hooks import after_backward, in_backward
 from onerank.ir.errors import CaptureError
 
 
-class Rounds:
-    """The micro-batches of a model since its last step, and in the steps before."""
+class AccumulationRounds:
+    """The micro-batches of a model in the current step, and the pattern of previous steps."""
 
     def __init__(self) -> None:
         self._ends: list[bool] = []  # whether each forward is the last micro-batch of its round
-        self._newest = -1  # the last of them that a backward followed
+        self._newest = -1  # index of the last forward that a backward followed
         self._last: list[bool] = []
         self._expected: list[bool] = []
         self._filled: list[nn.Parameter] = []
 
     @property
     def knows_next(self) -> bool:
-        """Whether the steps before had as many micro-batches as this one with the next."""
+        """Whether previous steps had at least one micro-batch more than this step so far."""
         return len(self._ends) < len(self._expected)
 
     @property
@@ -54,7 +54,7 @@ class Rounds:
         return bool(self._ends)
 
     def begin_micro_batch(self) -> bool:
-        """Return whether the backward of the forward that begins communicates."""
+        """Begin a forward; return whether its backward communicates."""
         if self._ends and self._filled and all(map(cleared, self._filled)):
             self._ends[self._newest] = True
             self._filled = []
@@ -63,40 +63,40 @@ class Rounds:
         return number >= len(self._expected) or self._expected[number]
 
     def end_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of a backward; see what has gradients, while the rounds are not known."""
+        """Record a backward and, until the rounds are known, the parameters with gradients."""
         self._newest = len(self._ends) - 1
         if not self._expected:
-            self._filled = [one for one in parameters if one.grad is not None]
+            self._filled = [parameter for parameter in parameters if parameter.grad is not None]
 
     def refuse_fewer(self) -> None:
-        """Raise where a step ends before the backward that was to communicate.
+        """Refuse a step that ends before the backward that should communicate.
 
         Raises:
-            CaptureError: it has fewer micro-batches than the steps before.
+            CaptureError: the step has fewer micro-batches than previous steps.
         """
-        taken, known = len(self._ends), len(self._expected)
-        if 0 < taken < known:
+        count, known = len(self._ends), len(self._expected)
+        if 0 < count < known:
             raise CaptureError(
-                f"a step of {taken} micro-batches followed steps of {known}: gradients are "
-                "communicated in a step's last backward, which is known from the steps before. "
-                "Let every step take as many micro-batches",
+                f"a step of {count} micro-batches followed steps of {known}: only "
+                "the last backward of a step communicates, and previous steps predict which it is\n"
+                "  give every step the same number of micro-batches",
                 code="dp-varying-micro-batches",
             )
 
     def end_step(self) -> None:
-        """Learn from a step which rounds the next will have."""
+        """Record the rounds of a step, to predict the next step's."""
         if not self._ends:
             return
-        taken, known = len(self._ends), len(self._expected)
+        count, known = len(self._ends), len(self._expected)
         self._ends[self._newest] = True
-        if taken != known:
+        if count != known:
             self._expected = self._ends if self._ends == self._last else []
             self._last = [] if known else self._ends
         self._ends, self._newest, self._filled = [], -1, []
 
 
 def cleared(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient is gone, or zero in every element of this rank."""
+    """Return whether a parameter's gradient is None or zero on this rank."""
     if parameter.grad is None:
         return True
     local = getattr(parameter.grad, "to_local", None)
@@ -105,47 +105,47 @@ def cleared(parameter: nn.Parameter) -> bool:
 
 
 class _Model:
-    """A slice, its rounds, and whether the backward to come is the last of one.
+    """A sliced model, its rounds, and whether the next backward ends a round.
 
     Attributes:
-        steps_within: whether an optimizer was seen to step within backward.
-        never_clears: whether a step was seen to add to the gradients of the one before.
+        steps_within: whether an optimizer stepped during a backward.
+        never_clears: whether a step added to the gradients of the previous step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.steps_within = False
         self.never_clears = False
         self._partials = partial_gradients(model)
-        self._rounds = Rounds()
+        self._rounds = AccumulationRounds()
         self._last = self._known = self._adds = False
 
     def begin_forward(self) -> None:
-        """Put the sums of the backward to come off, if it is known which one is the last."""
+        """Defer the sums of the next backward if the last one of the round is known."""
         self._known = self._rounds.knows_next
-        self.put_off(self._known and not self.steps_within and not self.never_clears)
+        self.defer(self._known and not self.steps_within and not self.never_clears)
         self._last = self._rounds.begin_micro_batch()
 
-    def put_off(self, wanted: bool) -> bool:
-        """Set whether sums are put off; return whether they were."""
-        before = any(partial.put_off for _, partial in self._partials)
+    def defer(self, wanted: bool) -> bool:
+        """Set whether sums are deferred; return the previous setting."""
+        before = any(partial.deferred for _, partial in self._partials)
         for _, partial in self._partials:
-            partial.put_off = wanted
+            partial.deferred = wanted
         return before
 
     def begin_backward(self) -> None:
-        """See, while the rounds are not known, whether a step's first one finds gradients."""
+        """Until the rounds are known, check whether a step's first backward finds gradients."""
         if not self._known and not self._adds:
             self.never_clears = not all(map(cleared, self._parameters()))
         self._adds = True
 
     def end_backward(self) -> None:
-        """Sum what was put off, behind the last backward."""
+        """Sum the deferred gradients after the last backward."""
         self._rounds.end_backward(self._parameters())
         if self._last:
             self._sum()
 
     def end_step(self) -> None:
-        """Sum what is left by a step with fewer micro-batches than were expected."""
+        """Sum gradients that a step with fewer micro-batches than expected left deferred."""
         self._sum()
         self._rounds.end_step()
         self._adds = False
@@ -155,25 +155,25 @@ class _Model:
 
     def _sum(self) -> None:
         if any(partial.pending for _, partial in self._partials):
-            sum_put_off(self._partials)
-            self.put_off(False)  # another backward of the same forward
+            reduce_deferred(self._partials)
+            self.defer(False)  # another backward of the same forward
 
 
 class DeferredGradSync:
-    """Puts the sums of slices' gradients off to the end of a round of micro-batches.
+    """Defers the sums of replicated gradients to the end of a round of micro-batches.
 
     Args:
-        slices: what was sliced, by model; it may grow.
+        slices: sliced model -> summary; may grow.
     """
 
     def __init__(self, slices: Mapping[nn.Module, Any]) -> None:
         self._slices = slices
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
-        self._asked = False  # whether torch.autograd.grad runs
+        self._in_grad = False  # whether torch.autograd.grad is running
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch forwards, backwards and steps while the context lasts."""
+        """Hook forwards, backwards and steps for the duration of the context."""
         with contextlib.ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._before_forward).remove)
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -181,7 +181,9 @@ class DeferredGradSync:
             undo.enter_context(after_backward(self._end_backward))
             engine = torch.autograd._engine_run_backward  # pyright: ignore
             undo.enter_context(
-                patched("torch.autograd", {"_engine_run_backward": self._summing_asked(engine)})
+                patched(
+                    "torch.autograd", {"_engine_run_backward": self._sum_at_once_in_grad(engine)}
+                )
             )
             yield
 
@@ -194,42 +196,46 @@ class DeferredGradSync:
                 self._models[model] = _Model(model)
             self._models[model].begin_forward()
 
-    def _summing_asked(self, engine: Any) -> Any:
+    def _sum_at_once_in_grad(self, engine: Any) -> Any:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("accumulate_grad", True):
                 if not in_backward():
-                    for one in self._models.values():
-                        one.begin_backward()
+                    for model in self._models.values():
+                        model.begin_backward()
                 return engine(*args, **kwargs)
-            before = {one: one.put_off(False) for one in self._models.values()}
-            self._asked = True
+            before = {model: model.defer(False) for model in self._models.values()}
+            self._in_grad = True
             try:
-                return engine(*args, **kwargs)  # torch.autograd.grad's: the caller has the result
+                return engine(
+                    *args, **kwargs
+                )  # torch.autograd.grad returns gradients to the caller, so they must be summed now
             finally:
-                self._asked = False
-                for one, was in before.items():
-                    one.put_off(was)
+                self._in_grad = False
+                for model, deferred in before.items():
+                    model.defer(deferred)
 
         return run_backward
 
     def _end_backward(self) -> None:
-        if self._asked:
+        if self._in_grad:
             return
-        for one in self._models.values():
-            one.end_backward()
+        for model in self._models.values():
+            model.end_backward()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if in_backward():
-            for one in self._models.values():
-                one.steps_within = True
-        given, named, closure = followed_by(lambda: self._end_step(optimizer), args, kwargs)
-        if not closure:
+            for model in self._models.values():
+                model.steps_within = True
+        new_args, new_kwargs, has_closure = with_closure_hook(
+            lambda: self._end_step(optimizer), args, kwargs
+        )
+        if not has_closure:
             self._end_step(optimizer)
-        return given, named
+        return new_args, new_kwargs
 
     def _end_step(self, _: Optimizer) -> None:
-        for one in self._models.values():
-            one.end_step()
+        for model in self._models.values():
+            model.end_step()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.data.data_groups import DENSE, sort_of
+from onerank.capture.parallelize.data.data_groups import DENSE, group_kind_of
 from onerank.capture.parallelize.data.fsdp import by_mesh, current
 from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
@@ -32,14 +32,14 @@ _INFINITE = float("inf")
 
 
 class Clipping:
-    """Takes the place of `torch.nn.utils.clip_grad_norm_` and a GradScaler's checks for slices.
+    """Replaces `torch.nn.utils.clip_grad_norm_` and a GradScaler's checks for sliced models.
 
     Args:
-        models: the slices, and what was sliced.
+        models: sliced model -> summary of its slice.
         world: sizes of the parallel axes.
-        rank: whose slices they are.
-        new_group: makes the process group of an axis from its name and ranks.
-        shards: the optimizers that step on shards; None where none do.
+        rank: the rank of the slices.
+        new_group: creates the process group of an axis from its name and ranks.
+        shards: optimizers that step on shards (ZeRO); None without any.
     """
 
     def __init__(
@@ -59,44 +59,44 @@ class Clipping:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Take its place while the context lasts."""
+        """Patch clipping and the checks for the duration of the context."""
         original: Any = nn.utils.clip_grad_norm_
 
-        def find_anywhere(found: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        def reduce_flags(flags: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             if self._shards is not None or self._counted_elsewhere(stepped):
-                for one in found:
-                    self._found_anywhere(one)
+                for flag in flags:
+                    self._reduce_flag(flag)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            elsewhere = self._counted_elsewhere(given)
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            elsewhere = self._counted_elsewhere(listed)
             if not elsewhere:
-                return original(given, *args, **kwargs)
-            return self._clip(given, elsewhere, *args, **kwargs)
+                return original(listed, *args, **kwargs)
+            return self._clip(listed, elsewhere, *args, **kwargs)
 
         patch = patched("torch.nn.utils", {"clip_grad_norm_": clip_grad_norm_})
-        with patch, after_checks(find_anywhere):
+        with patch, after_checks(reduce_flags):
             yield
 
-    def _found_anywhere(self, found: Tensor) -> None:
-        """Let all ranks skip a step in which one of them found gradients that are not finite."""
+    def _reduce_flag(self, flag: Tensor) -> None:
+        """Make all ranks skip a step if one of them found non-finite gradients."""
         axes = ["tp+pp"] if self._world.ep == 1 or self._shards is not None else ["ep", "tp+pp"]
         for axis in axes:
-            self._summed(axis, found, _INFINITE)  # in place
+            self._summed(axis, flag, _INFINITE)  # in place
 
-    def _counted_elsewhere(self, given: Sequence[Tensor]) -> dict[int, bool]:
-        """Return id of each parameter of a slice -> whether another rank counts it."""
+    def _counted_elsewhere(self, parameters: Sequence[Tensor]) -> dict[int, bool]:
+        """Return id of each sliced parameter -> whether another rank counts its gradient."""
         known = {
             id(parameter): name in sliced.duplicates
             for model, sliced in self._models.items()
             for name, parameter in model.named_parameters()
         }
-        return {id(p): known[id(p)] for p in current(given) if id(p) in known}
+        return {id(p): known[id(p)] for p in current(parameters) if id(p) in known}
 
-    def _clip(  # noqa: PLR0917, the last are torch's
+    def _clip(  # noqa: PLR0917, torch's signature
         self,
-        given: list[Tensor],
+        parameters: list[Tensor],
         elsewhere: Mapping[int, bool],
         max_norm: float,
         norm_type: float = 2.0,
@@ -108,16 +108,16 @@ class Clipping:
             for sliced in self._models.values():
                 for tied in sliced.stage.tied if sliced.stage is not None else ():
                     tied.sum()
-            clipped = list(current(given))
+            clipped = list(current(parameters))
             parts = [(p, p.grad) for p in clipped if p.grad is not None]
         else:
-            clipped, parts = self._shards.parts_of(given)
-        own = [(p, grad) for p, grad in parts if not elsewhere.get(id(p), False)]
+            clipped, parts = self._shards.parts_of(parameters)
+        counted = [(p, grad) for p, grad in parts if not elsewhere.get(id(p), False)]
         device = parts[0][1].device if parts else torch.device("cpu")
         total = torch.zeros((), device=device)
         for expert in (False, True):
-            some = [grad for p, grad in own if (sort_of(p) != DENSE) == expert]
-            power = _power(some, kind, foreach)
+            gradients = [grad for p, grad in counted if (group_kind_of(p) != DENSE) == expert]
+            power = _power(gradients, kind, foreach)
             if expert and self._world.ep > 1 and self._shards is None and _any_expert(parts):
                 power = self._summed(
                     "ep", torch.zeros_like(total) if power is None else power, kind
@@ -132,15 +132,15 @@ class Clipping:
                 "non-finite, so it cannot be clipped"
             )
         utils: Any = nn.utils
-        for some in by_mesh(clipped):
-            utils.clip_grads_with_norm_(some, max_norm, total, foreach)
+        for on_mesh in by_mesh(clipped):
+            utils.clip_grads_with_norm_(on_mesh, max_norm, total, foreach)
         return total
 
     def _summed(self, axis: str, power: Tensor, kind: float) -> Tensor:
-        """Add up powers of norms over an axis, or take the largest."""
+        """Sum powers of norms over the ranks of an axis; take the maximum for the infinity norm."""
         sizes = self._world.sizes
         if axis == "tp+pp":
-            axis = "+".join(one for one in ("tp", "pp") if one in sizes)
+            axis = "+".join(name for name in ("tp", "pp") if name in sizes)
         if not axis:
             return power
         if axis not in self._groups:
@@ -154,11 +154,11 @@ class Clipping:
 
 
 def _any_expert(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return any(sort_of(parameter) != DENSE for parameter, _ in parts)
+    return any(group_kind_of(parameter) != DENSE for parameter, _ in parts)
 
 
 def _power(gradients: list[Tensor], kind: float, foreach: bool | None) -> Tensor | None:
-    """Return a norm to the power of its order, or the largest element; over FSDP's ranks too."""
+    """Return a norm to the power of its order (infinity: the maximum), over FSDP's ranks too."""
     if not gradients:
         return None
     norm: Any = nn.utils.get_total_norm(gradients, kind, False, foreach)

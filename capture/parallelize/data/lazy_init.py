@@ -19,15 +19,15 @@ from onerank.capture.patches import patched
 
 _DEVICE = "_onerank_device"
 _DEFERRED = "_onerank_deferred"
-_INITIALISED = "_is_hf_initialized"  # transformers' mark of what it need not fill
-_STD = 0.02  # of parameters that their model says nothing of, transformers' own default
+_INITIALISED = "_is_hf_initialized"  # transformers skips parameters with this mark
+_STD = 0.02  # transformers' default, for parameters that _init_weights does not fill
 
 
 class DeferredModels:
-    """Defers the weights of the Hugging Face models that a script builds; not of loaded ones.
+    """Defers the weights of Hugging Face models that a script builds; loaded models are exempt.
 
     Args:
-        needed: told of a module with deferred weights once they are needed; it makes them.
+        needed: called with a module when its deferred weights are needed; creates them.
     """
 
     def __init__(self, needed: Callable[[nn.Module], None]) -> None:
@@ -38,7 +38,7 @@ class DeferredModels:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch models as they are built and moved while the context lasts."""
+        """Patch construction and moves of models for the duration of the context."""
         model: Mapping[str, Any] = vars(PreTrainedModel)
         init, post_init, load = model["__init__"], model["post_init"], model["from_pretrained"]
         module: Mapping[str, Any] = vars(nn.Module)
@@ -55,7 +55,7 @@ class DeferredModels:
             post_init(one)
             if one is self._building:
                 self._building = None
-                self._made_if_placed(one)
+                self._create_if_placed(one)
 
         def loaded(kind: Any, *args: Any, **kwargs: Any) -> Any:
             self._loading += 1
@@ -77,7 +77,7 @@ class DeferredModels:
                 apply(one, functools.partial(_moved, fn), *args, **kw)
             finally:
                 self._moving = False
-            self._made_if_placed(one)
+            self._create_if_placed(one)
             return one
 
         from_pretrained = classmethod(loaded)
@@ -90,50 +90,50 @@ class DeferredModels:
         ):
             yield
 
-    def _made_if_placed(self, module: nn.Module) -> None:
-        """Have the weights made of a module that has come to an accelerator."""
+    def _create_if_placed(self, module: nn.Module) -> None:
+        """Create the weights of a module whose device is now an accelerator."""
         whole = any(getattr(part, _DEFERRED, False) for part in module.modules())
         if whole and is_deferred(module) and device_of(module).type != "cpu":
             self._needed(module)
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether a module has weights that are not there yet."""
+    """Return whether a module has weights that are not created yet."""
     return any(hasattr(parameter, _DEVICE) for parameter in module.parameters())
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device that a module's trained weights are on, or are to be on."""
+    """Return the current or intended device of a module's trained weights."""
     parameters = list(module.parameters())
     first = next((p for p in parameters if p.requires_grad), parameters[0])
     return getattr(first, _DEVICE, first.device)
 
 
 def make_weights(part: nn.Module, whole: nn.Module) -> None:
-    """Make the deferred weights of a part on their device, as its model initialises them.
+    """Create the deferred weights of a part on their device, as its model initialises them.
 
-    Parameters are replaced; one that has two names stays one.
+    Parameters are replaced; a parameter with two names stays one parameter.
 
     Args:
-        part: the part.
-        whole: the module it is a part of.
+        part: the module to fill.
+        whole: the model that contains `part`.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    created: dict[nn.Parameter, nn.Parameter] = {}
     filled: list[nn.Module] = []
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not hasattr(parameter, _DEVICE):
                 continue
-            if parameter not in made:
-                made[parameter] = _real(parameter)
-            setattr(module, name, made[parameter])
+            if parameter not in created:
+                created[parameter] = _real(parameter)
+            setattr(module, name, created[parameter])
             filled += [module] if module not in filled[-1:] else []
-    if not made:
+    if not created:
         return
-    models = [one for one in whole.modules() if isinstance(one, PreTrainedModel)]
+    models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
     inside: dict[nn.Module, Any] = {
         module: one for one in models for module in one.modules()
-    }  # the innermost stands
+    }  # an inner model overrides the outer one
     with torch.no_grad():
         for module in filled:
             if module in inside:
@@ -141,10 +141,10 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    setattr(made, _DEVICE, parameter.device)
-    return made
+    deferred = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+    vars(deferred).update(vars(parameter))
+    setattr(deferred, _DEVICE, parameter.device)
+    return deferred
 
 
 def _real(parameter: nn.Parameter) -> nn.Parameter:
@@ -153,14 +153,14 @@ def _real(parameter: nn.Parameter) -> nn.Parameter:
         data.normal_(std=_STD)
     else:
         data.zero_()
-    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    created = nn.Parameter(data, requires_grad=parameter.requires_grad)
     kept = vars(parameter).items()
-    vars(made).update({k: v for k, v in kept if k not in (_DEVICE, _INITIALISED)})
-    return made
+    vars(created).update({k: v for k, v in kept if k not in (_DEVICE, _INITIALISED)})
+    return created
 
 
 def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return what `fn`, which moves or casts, makes of a tensor that may be deferred."""
+    """Apply `fn`, a move or cast, to a tensor that may be deferred."""
     device = getattr(tensor, _DEVICE, None)
     if device is None:
         return fn(tensor)

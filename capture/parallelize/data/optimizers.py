@@ -30,32 +30,32 @@ def after_checks(
     then: Callable[[Sequence[Tensor], Optimizer], None],
     before: Callable[[Optimizer], None] = lambda _: None,
 ) -> Generator[None]:
-    """Call `then` after each check of an optimizer's gradients, with a flag for each device.
+    """Call `then` after each GradScaler check of an optimizer's gradients, with a flag per device.
 
-    A flag is 1 where a gradient is not finite; what is written into it decides whether the step is
-    taken. Gradients are checked as they are unscaled (`unscale_`), or alone, where the kernels of a
-    fused optimizer unscale them (`_check_inf_per_device`).
+    A flag is 1 if a gradient is not finite; `then` may change it, and it decides whether the step
+    runs. `unscale_` checks gradients; with a fused optimizer, which unscales in its kernel,
+    `_check_inf_per_device` does.
 
     Args:
-        then: what to do with the flags.
-        before: what to do with the optimizer before its gradients are looked at.
+        then: called with the flags and the optimizer.
+        before: called with the optimizer before the check.
     """
     scaler: Any = torch.amp.GradScaler
 
     def checking(check: Any) -> Any:
-        def run(own: Any, optimizer: Optimizer) -> Any:
+        def run(grad_scaler: Any, optimizer: Optimizer) -> Any:
             before(optimizer)
-            result = check(own, optimizer)
-            if own.is_enabled():
-                then(list(own._found_inf_per_device(optimizer).values()), optimizer)
+            result = check(grad_scaler, optimizer)
+            if grad_scaler.is_enabled():
+                then(list(grad_scaler._found_inf_per_device(optimizer).values()), optimizer)
             return result
 
         return run
 
     with contextlib.ExitStack() as stack:
         for name in ("unscale_", "_check_inf_per_device"):
-            by = checking(getattr(scaler, name))
-            stack.enter_context(patched("torch.amp.GradScaler", {name: by}))
+            replacement = checking(getattr(scaler, name))
+            stack.enter_context(patched("torch.amp.GradScaler", {name: replacement}))
         yield
 
 
@@ -63,7 +63,7 @@ def after_checks(
 def scaled_steps(
     before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> Generator[None]:
-    """Call these around each step of a GradScaler, which skips the optimizer's own now and then."""
+    """Call `before` and `after` around GradScaler.step, which may skip the optimizer's step."""
     original: Any = torch.amp.GradScaler.step
 
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -76,19 +76,19 @@ def scaled_steps(
         yield
 
 
-def followed_by(
+def with_closure_hook(
     then: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return a step's arguments with `then` behind each closure; and whether there is one.
+    """Return a step's arguments with closures that call `then`, and whether there is a closure.
 
     Args:
-        then: what to do once a closure has computed the gradients.
-        args: of a step, the optimizer first.
-        kwargs: of a step.
+        then: called after a closure has computed the gradients.
+        args: positional arguments of a step; the optimizer is first.
+        kwargs: keyword arguments of a step.
     """
-    found = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
+    has_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
 
-    def followed(argument: Any) -> Any:
+    def hooked(argument: Any) -> Any:
         if not callable(argument):
             return argument
 
@@ -100,35 +100,39 @@ def followed_by(
 
         return closure
 
-    given = (*args[:1], *map(followed, args[1:]))
-    return given, {key: followed(value) for key, value in kwargs.items()}, bool(found)
+    new_args = (*args[:1], *map(hooked, args[1:]))
+    return new_args, {key: hooked(value) for key, value in kwargs.items()}, has_closure
 
 
-_WHOLE = frozenset("adafactor came lamb lars lbfgs muon shampoo soap sparseadam".split())
+_NEEDS_WHOLE_PARAMETERS = frozenset(
+    "adafactor came lamb lars lbfgs muon shampoo soap sparseadam".split()
+)
 
 
 def elementwise(optimizer: Optimizer) -> bool:
-    """Whether neither its class nor one that it is made from is known to need whole parameters."""
-    return not any(kind.__name__.lower() in _WHOLE for kind in type(optimizer).__mro__)
+    """Return whether no class in the optimizer's MRO is known to need whole parameters."""
+    return not any(
+        kind.__name__.lower() in _NEEDS_WHOLE_PARAMETERS for kind in type(optimizer).__mro__
+    )
 
 
 def note_of_slices() -> str | None:
-    """Return what to tell of optimizers that step on slices of --tp, None where all is well."""
+    """Return a note on optimizers that cannot step exactly on --tp slices; None without any."""
     kinds = {
-        type(one).__name__
-        for one in live(Optimizer)
-        if not elementwise(one) and _steps_on_matrices(one)
+        type(optimizer).__name__
+        for optimizer in live(Optimizer)
+        if not elementwise(optimizer) and _steps_on_matrices(optimizer)
     }
     if not kinds:
         return None
     return (
-        f"{', '.join(sorted(kinds))} does not update element by element: each rank of --tp does it "
-        "for its slices alone, and communicates nothing"
+        f"{', '.join(sorted(kinds))} does not update element by element; each rank of --tp updates "
+        "only its slices, without communication"
     )
 
 
 def _steps_on_matrices(optimizer: Optimizer) -> bool:
-    groups = vars(optimizer).get("param_groups", [])  # a wrapper shows another's
+    groups = vars(optimizer).get("param_groups", [])  # a wrapper may lack its own
     return any(isinstance(p, torch.Tensor) and p.ndim > 1 for g in groups for p in g["params"])
 
 
@@ -140,23 +144,23 @@ class _Fill:
     dtype: torch.dtype
 
 
-def taken(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
-    """Take the state of whole parameters, alike, from their optimizer, as `made` wants it.
+def pop_uniform_state(optimizer: Optimizer, *parameters: Tensor) -> dict[str, Any]:
+    """Remove the state of whole parameters from their optimizer; return it for `expand_state`.
 
     Raises:
-        SliceError: it has tensors of several values.
+        SliceError: a state tensor is not uniform, or the parameters' states differ.
     """
     states = [
-        {name: _form(optimizer, value) for name, value in optimizer.state.pop(one, {}).items()}
-        for one in parameters
+        {name: _uniform(optimizer, value) for name, value in optimizer.state.pop(p, {}).items()}
+        for p in parameters
     ]
     if any(state != states[0] for state in states):
-        raise _several(optimizer)
+        raise _not_uniform(optimizer)
     return states[0]
 
 
-def made(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return the state for a slice of the parameter that it was taken from."""
+def expand_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return a state for `parameter`, a slice or shard of the parameter that had the state."""
     return {
         name: torch.full_like(parameter, value.value, dtype=value.dtype, requires_grad=False)
         if isinstance(value, _Fill)
@@ -167,9 +171,9 @@ def made(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def cutting_states(models: Mapping[nn.Module, Any]) -> Generator[None]:
-    """Give slices, before an optimizer's first step on them, states of their own sizes.
+    """Resize optimizer states to the slices before an optimizer's first step.
 
-    Parameters that the rank has nothing of, as those of other stages, lose theirs.
+    Parameters without elements on this rank (of other pipeline stages) lose their states.
     """
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -181,9 +185,9 @@ def cutting_states(models: Mapping[nn.Module, Any]) -> Generator[None]:
         for parameter in [p for p in optimizer.state if id(p) in sliced or not p.numel()]:
             if _fits(optimizer.state[parameter], parameter):
                 continue
-            state = taken(optimizer, parameter)
+            state = pop_uniform_state(optimizer, parameter)
             if parameter.numel():
-                optimizer.state[parameter] = made(state, parameter)
+                optimizer.state[parameter] = expand_state(state, parameter)
 
     handle = register_optimizer_step_pre_hook(before_step)
     try:
@@ -199,18 +203,18 @@ def _fits(state: dict[str, Any], parameter: Tensor) -> bool:
     )
 
 
-def _form(optimizer: Optimizer, value: Any) -> Any:
+def _uniform(optimizer: Optimizer, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     first = value.flatten()[:1]
     if not bool((value == first).all()):
-        raise _several(optimizer)
+        raise _not_uniform(optimizer)
     return _Fill(first.item(), value.dtype)
 
 
-def _several(optimizer: Optimizer) -> SliceError:
+def _not_uniform(optimizer: Optimizer) -> SliceError:
     return SliceError(
-        f"{type(optimizer).__name__} holds states of whole parameters before the first step (of a "
-        "checkpoint?), which cannot be cut: start from empty states",
+        f"{type(optimizer).__name__} holds non-uniform states of whole parameters before the first "
+        "step, perhaps from a checkpoint: start from empty states",
         code="optimizer-early-states",
     )

@@ -28,8 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states  # pyright: ignore
 from torch.optim import Optimizer
 
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
-from onerank.capture.parallelize.data.optimizers import after_checks, elementwise, made, taken
+from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
+from onerank.capture.parallelize.data.optimizers import (
+    after_checks,
+    elementwise,
+    expand_state,
+    pop_uniform_state,
+)
 from onerank.capture.parallelize.pipeline.stage import TIED
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
@@ -39,7 +44,7 @@ BUCKET_ELEMENTS = 500_000_000
 
 ALIGNMENT = 2
 
-# torch 2.13 renamed both and warns about the names that 2.11 has
+# torch 2.13 renamed both collectives and warns about the names that 2.11 has
 _renamed = hasattr(dist, "all_gather_single")
 
 _all_gather: Callable[..., Any] = getattr(
@@ -52,10 +57,10 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Bucket:
-    """Some parameters in one flat buffer, and the slice of it that this rank updates.
+    """Parameters in one flat buffer, and the slice of the buffer that this rank updates.
 
     Attributes:
-        shard: the slice [padded / ranks], a parameter for the optimizer.
+        shard: the slice [padded / ranks], as a parameter for the optimizer.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
@@ -79,24 +84,24 @@ class Bucket:
         self._tied: Any = getattr(parameters[0], TIED, None)
         own = self._flat.chunk(group.size())[group.rank()]
         self.shard = nn.Parameter(own)
-        self._noted: tuple[str, list[int]] | None = None
+        self._checksum: tuple[str, list[int]] | None = None
 
     def note_weights(self) -> None:
-        """Remember what the weights sum to, if they have gradients that no step has used."""
+        """Record a checksum of the weights if they have gradients that no step has used."""
         pending = self._filling, self._in_flight, self._sum, *(p.grad for p in self._views)
-        if any(one is not None for one in pending):
-            self._noted = self._weights()
+        if any(gradient is not None for gradient in pending):
+            self._checksum = self._weights()
 
     def forget_weights(self) -> None:
-        """Take it that the weights may change."""
-        self._noted = None
+        """Discard the checksum: the weights may change now."""
+        self._checksum = None
 
     def weights_changed(self) -> bool:
-        """Whether the weights are others than were noted, or lie elsewhere."""
-        return self._noted is not None and self._noted != self._weights()
+        """Return whether the weights or their addresses differ from the recorded ones."""
+        return self._checksum is not None and self._checksum != self._weights()
 
     def _weights(self) -> tuple[str, list[int]]:
-        total = str(self._flat.sum(dtype=torch.float64).item())  # "nan" is the same as itself
+        total = str(self._flat.sum(dtype=torch.float64).item())  # as text, because nan != nan
         return total, [parameter.data_ptr() for parameter in self._views]
 
     def take(self, parameter: Tensor) -> bool:
@@ -105,11 +110,11 @@ class Bucket:
         if parameter.grad.is_sparse:
             raise SliceError(
                 f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, whose size "
-                "is not known ahead: make its embedding with sparse=False",
+                "depends on the data: create its embedding with sparse=False",
                 code="dp-sparse-gradient",
             )
         if self._filling is not None and parameter not in self._missing:
-            self.launch()  # the micro-batch before did not complete it
+            self.launch()  # the previous micro-batch left it incomplete
         if self._filling is None:
             self._filling = torch.empty_like(self._flat)
             used = sum(length for _, length in self._views.values())
@@ -128,7 +133,7 @@ class Bucket:
                 self.take(parameter)
 
     def launch(self) -> None:
-        """Sum what the bucket holds over the ranks; parameters without a gradient count as zero."""
+        """Start the reduce-scatter of the bucket; missing gradients count as zero."""
         if self._filling is None:
             return
         self.land()
@@ -140,22 +145,22 @@ class Bucket:
         if self._group.size() == 1:
             self._in_flight = None, gradients, gradients
             return
-        own = torch.empty_like(self.shard)
-        work = _reduce_scatter(own, gradients, group=self._group, async_op=True)
-        self._in_flight = work, gradients, own
+        local = torch.empty_like(self.shard)
+        work = _reduce_scatter(local, gradients, group=self._group, async_op=True)
+        self._in_flight = work, gradients, local
 
     def land(self) -> None:
-        """Wait for the sum and add it to those of the micro-batches before."""
+        """Wait for the sum and add it to the sums of previous micro-batches."""
         if self._in_flight is None:
             return
-        work, _, own = self._in_flight
+        work, _, local = self._in_flight
         self._in_flight = None
         if work is not None:
             work.wait()
-        self._sum = own if self._sum is None else self._sum.add_(own)
+        self._sum = local if self._sum is None else self._sum.add_(local)
 
     def finish(self) -> None:
-        """Give the shard the gradients of the step."""
+        """Set the shard's gradient to the sum of the step."""
         self.launch()
         self.land()
         if self._sum is None:
@@ -167,7 +172,7 @@ class Bucket:
         self._sum = None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter that has elements in the shard, and their gradients."""
+        """Yield each parameter with elements in the shard, and the gradients of these elements."""
         if self.shard.grad is None:
             return
         first = self._group.rank() * self.shard.numel()
@@ -178,12 +183,12 @@ class Bucket:
                 yield parameter, self.shard.grad[begin:end]
 
     def gather(self) -> None:
-        """Collect the shards that the other ranks have updated."""
+        """All-gather the shards that the other ranks have updated."""
         if self._group.size() > 1:
             _all_gather(self._flat, self.shard.detach(), group=self._group)
 
     def watch(self, call: Callable[["Bucket", Tensor], None], undo: contextlib.ExitStack) -> None:
-        """Have `call` told of each gradient that is complete, until `undo` is closed."""
+        """Call `call` after each accumulated gradient, until `undo` is closed."""
 
         def arrived(parameter: Tensor) -> None:
             call(self, parameter)
@@ -196,26 +201,26 @@ class Bucket:
 def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Return the parameters of each bucket, in the order in which backward reaches them.
 
-    An embedding that other pipeline stages have too has a bucket of its own, as in Megatron-LM
-    (megatron/core/distributed/param_and_grad_buffer.py): its shards are alike on all of them.
+    An embedding that pipeline stages share gets a separate bucket, as in Megatron-LM
+    (megatron/core/distributed/param_and_grad_buffer.py), so that its shards match on all stages.
     """
-    sorts: dict[Any, list[list[Tensor]]] = {}
+    by_kind: dict[Any, list[list[Tensor]]] = {}
     for parameter in reversed(parameters):
-        sort = parameter.dtype, parameter.device, sort_of(parameter), hasattr(parameter, TIED)
-        parts = sorts.setdefault(sort, [[]])
+        kind = parameter.dtype, parameter.device, group_kind_of(parameter), hasattr(parameter, TIED)
+        parts = by_kind.setdefault(kind, [[]])
         filled = sum(p.numel() for p in parts[-1])
         if parts[-1] and filled + parameter.numel() > BUCKET_ELEMENTS:
             parts.append([])
         parts[-1].append(parameter)
-    return [part for parts in sorts.values() for part in parts]
+    return [part for parts in by_kind.values() for part in parts]
 
 
 _OUTSIDE = (
-    "under --zero 1 and 2 gradients are summed, and reach the weights, in an optimizer's step "
-    "alone. Use --ddp or --fsdp"
+    "--zero 1 and 2 reduce gradients and update weights only in an optimizer's step\n"
+    "  use --ddp or --fsdp"
 )
 
-_WATCHED_STEPS = 2
+_WATCHED_STEPS = 2  # later steps repeat the first; a checksum reads all weights
 
 
 class ShardedOptimizers:
@@ -231,15 +236,15 @@ class ShardedOptimizers:
         self._undo = contextlib.ExitStack()
 
     def equalise(self, module: nn.Module) -> None:
-        """Give every rank the first one's parameters and buffers, as DDP and DeepSpeed do."""
-        experts = {name for name, p in module.named_parameters() if sort_of(p) != DENSE}
+        """Broadcast the first rank's parameters and buffers, as DDP and DeepSpeed do."""
+        experts = {name for name, p in module.named_parameters() if group_kind_of(p) != DENSE}
         group = self._groups.of(DENSE)
         _sync_module_states(module, group, 250 * 2**20, 0, experts)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Shard what an optimizer steps on, before it has states."""
+        """Replace an optimizer's parameters by shards, before its first step."""
         kind = type(optimizer).__name__
-        if not elementwise(optimizer):  # a slice of a flat buffer is no matrix
+        if not elementwise(optimizer):  # a slice of a flat buffer is not a matrix
             raise SliceError(
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
                 "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors",
@@ -256,26 +261,28 @@ class ShardedOptimizers:
         for group in optimizer.param_groups:
             trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]
             parts = buckets_of(trained)
-            mine = [self._bucket(part) for part in parts]
-            for part, bucket in zip(parts, mine, strict=True):
-                optimizer.state[bucket.shard] = made(taken(optimizer, *part), bucket.shard)
+            added = [self._bucket(part) for part in parts]
+            for part, bucket in zip(parts, added, strict=True):
+                optimizer.state[bucket.shard] = expand_state(
+                    pop_uniform_state(optimizer, *part), bucket.shard
+                )
             self._owners.update((parameter, optimizer) for parameter in trained)
-            self._owners.update((bucket.shard, optimizer) for bucket in mine)
-            group["params"] = [bucket.shard for bucket in mine]
-            buckets += mine
+            self._owners.update((bucket.shard, optimizer) for bucket in added)
+            group["params"] = [bucket.shard for bucket in added]
+            buckets += added
         self._buckets[optimizer] = buckets
         if self._early:
             for bucket in buckets:
                 bucket.watch(self._arrived, self._undo)
 
     def _bucket(self, parameters: list[Tensor]) -> Bucket:
-        group = self._groups.of(sort_of(parameters[0]))
+        group = self._groups.of(group_kind_of(parameters[0]))
         return Bucket(parameters, group, self._groups.size)
 
     def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
         if not bucket.take(parameter):
             return
-        self._land()  # its buffer is free for the bucket after this one
+        self._land()  # so that at most one bucket is in flight
         bucket.launch()
         self._flying = bucket
         engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
@@ -287,24 +294,24 @@ class ShardedOptimizers:
             self._flying = None
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Have the shards of an optimizer hold the gradients of the step."""
+        """Reduce the step's gradients into the shards of an optimizer."""
         for bucket in self._buckets.get(optimizer, ()):
             bucket.take_all()
             bucket.finish()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer that was not known before, and sum its gradients."""
+        """Shard an optimizer on its first step, and reduce its gradients."""
         if optimizer not in self._buckets:
             self.adopt(optimizer)
         self.finish(optimizer)
-        own = {id(bucket.shard) for bucket in self._buckets[optimizer]}
+        shards = {id(bucket.shard) for bucket in self._buckets[optimizer]}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in own:
+                if id(parameter) not in shards:
                     raise SliceError(
                         f"{type(optimizer).__name__} got a parameter of shape "
-                        f"{tuple(parameter.shape)} after its first step: under --zero 1 and 2 all "
-                        "must be there before",
+                        f"{tuple(parameter.shape)} after its first step\n  add all "
+                        "parameters before it under --zero 1 and 2",
                         code="zero-late-parameter",
                     )
 
@@ -316,53 +323,53 @@ class ShardedOptimizers:
         self.forget(optimizer)
 
     def after_backward(self) -> None:
-        """Note what the weights are, in the first steps."""
+        """Record checksums of the weights in the first steps."""
         if self._steps < _WATCHED_STEPS:
             for bucket in itertools.chain.from_iterable(self._buckets.values()):
                 bucket.note_weights()
 
     def before_forward(self) -> None:
-        """See that no weights were changed since a backward whose step is still to come."""
+        """Check that weights are unchanged between a backward and its step."""
         for optimizer, buckets in self._buckets.items():
             if any(bucket.weights_changed() for bucket in buckets):
                 raise SliceError(
-                    f"weights of {type(optimizer).__name__} were changed between a backward and "
-                    "its step, and the model is called with them (sharpness-aware minimisation): "
+                    f"weights of {type(optimizer).__name__} changed between a backward and its "
+                    "step, and the model was called with them (sharpness-aware minimisation): "
                     f"{_OUTSIDE}",
                     code="zero-weights-changed",
                 )
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Free the gradients of a step that was taken, or skipped."""
+        """Free the gradients after a step that ran or was skipped."""
         for bucket in self._buckets.get(optimizer, ()):
             bucket.shard.grad = None
             bucket.forget_weights()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Let clipping and GradScaler see the summed gradients of all shards."""
+        """Patch clipping and GradScaler to work on the reduced gradients of all shards."""
         utils: Any = nn.utils
         clip, clip_value = utils.clip_grad_norm_, utils.clip_grad_value_
 
         def clip_grad_norm_(
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
         ) -> Tensor:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            shards: list[Tensor] = [bucket.shard for bucket in self._summed(given)]
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards: list[Tensor] = [bucket.shard for bucket in self._reduced(listed)]
             if not shards:
-                return clip(given, max_norm, norm_type, *args, **kwargs)
+                return clip(listed, max_norm, norm_type, *args, **kwargs)
             total = self._norm(shards, norm_type)
             utils.clip_grads_with_norm_(shards, max_norm, total)
             return total
 
         def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            shards = [bucket.shard for bucket in self._summed(given)]
-            clip_value(shards or given, *args, **kwargs)
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards = [bucket.shard for bucket in self._reduced(listed)]
+            clip_value(shards or listed, *args, **kwargs)
 
-        def find_anywhere(found: Sequence[Tensor], _: Optimizer) -> None:
-            for one in found:
-                dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
+        def reduce_flags(flags: Sequence[Tensor], _: Optimizer) -> None:
+            for flag in flags:
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
 
         with (
             patched(
@@ -370,34 +377,34 @@ class ShardedOptimizers:
                 {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_},
             ),
             self._undo,
-            after_checks(find_anywhere, before=self.finish),
+            after_checks(reduce_flags, before=self.finish),
         ):
             yield
 
     def parts_of(
         self, parameters: list[Tensor]
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return what the optimizers of the parameters step on, their gradients summed.
+        """Return the shards of the parameters' optimizers, with reduced gradients.
 
-        And each parameter that this rank's shards have elements of, with their gradients.
+        Also return each parameter with elements in this rank's shards, with these gradients.
         """
-        buckets = self._summed(parameters)
+        buckets = self._reduced(parameters)
         return [bucket.shard for bucket in buckets], [
             part for bucket in buckets for part in bucket.parts()
         ]
 
-    def _summed(self, parameters: list[Tensor]) -> list[Bucket]:
-        """Return the buckets of the parameters, their gradients summed over the ranks."""
-        given = {id(p) for p in parameters}
+    def _reduced(self, parameters: list[Tensor]) -> list[Bucket]:
+        """Return the buckets of the parameters after reducing their gradients."""
+        requested = {id(p) for p in parameters}
         known = {self._owners[p]: None for p in parameters if p in self._owners}
         for optimizer in known:
             shards = {id(bucket.shard) for bucket in self._buckets[optimizer]}
             whole = {id(p) for p, owner in self._owners.items() if owner is optimizer} - shards
-            if not (whole <= given or shards <= given):
+            if not (whole <= requested or shards <= requested):
                 raise SliceError(
-                    f"clipping got {len(whole & given)} of the {len(whole)} parameters that "
+                    f"clipping got {len(whole & requested)} of the {len(whole)} parameters that "
                     f"{type(optimizer).__name__} steps: under --zero 1 and 2 their gradients lie "
-                    "in flat buffers and are clipped together",
+                    "in flat buffers: clip all of them together",
                     code="zero-partial-clipping",
                 )
             self.finish(optimizer)
@@ -406,11 +413,11 @@ class ShardedOptimizers:
     def _norm(self, shards: list[Tensor], kind: float) -> Tensor:
         """Return the norm of the gradients of all ranks' shards."""
         gradients = [shard.grad for shard in shards if shard.grad is not None]
-        own: Tensor = nn.utils.get_total_norm(gradients, kind)
-        group = self._groups.of(DENSE)  # the planes of experts lie inside it
+        norm: Tensor = nn.utils.get_total_norm(gradients, kind)
+        group = self._groups.of(DENSE)  # contains the groups of the experts
         if kind == float("inf"):
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
-            return own
-        power = own.pow(kind)
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+            return norm
+        power = norm.pow(kind)
         dist.all_reduce(power, group=group)
         return power.pow(1.0 / kind)

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts whose ranks each route a part of a sequence.
+"""The load-balancing loss of a mixture of experts when each rank routes a part of a sequence.
 
 Transformers' loss (`load_balancing_loss_func`, from Switch Transformer) over all tokens and layers
 is: number of experts x sum over experts of (share of tokens routed to the expert x its mean
@@ -29,17 +29,17 @@ _SHARED = "_onerank_shared"
 
 @dataclass(frozen=True)
 class Balance:
-    """Who routes the rest of the tokens.
+    """How the ranks of a call share the tokens of the balancing loss.
 
     Attributes:
-        groups: the ranks that share each sequence, and those that share each part of it.
-        alone: whether the others are not there to add their counts.
-        counted: which of this rank's tokens count, [batch, tokens]; None for all.
-        summed: the group to sum the parts over; None where what uses them does so.
+        groups: process groups to sum token counts over: those that shard the sequence.
+        peers_absent: whether the other ranks do not exist to add their counts.
+        counted: mask of this rank's tokens that count, [batch, tokens]; None for all.
+        summed: group to sum the partial losses over; None if the caller sums them.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
-    alone: bool
+    peers_absent: bool
     counted: Tensor | None = None
     summed: dist.ProcessGroup | None = None
 
@@ -47,23 +47,23 @@ class Balance:
 BALANCE: contextvars.ContextVar[Balance | None] = contextvars.ContextVar(
     "onerank_balance", default=None
 )
-"""Of the call under way: a thread, and so a slice under `verify`, has its own."""
+"""Balance of the current call. Per thread, because `verify` runs one slice per thread."""
 
 
-def adds_balancing_loss(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a model adds the balancing loss of its routers, called with `given`."""
+def adds_balancing_loss(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether a call with these arguments adds the routers' balancing loss."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    asked = given.get("output_router_logits")
-    asked = getattr(config, "output_router_logits", False) if asked is None else asked
-    return bool(asked) and hasattr(_module(model), _FUNCTION)
+    enabled = arguments.get("output_router_logits")
+    enabled = getattr(config, "output_router_logits", False) if enabled is None else enabled
+    return bool(enabled) and hasattr(_module(model), _FUNCTION)
 
 
 def share_balancing_loss(model: nn.Module) -> None:
-    """Let the balancing loss of a model be a part, whenever `BALANCE` says of what.
+    """Patch a model's balancing loss to return a partial loss while `BALANCE` is set.
 
     Raises:
-        SliceError: it is not known to be the loss above.
+        SliceError: the model's loss differs from the loss in the module docstring.
     """
     module = _module(model)
     whole: Any = getattr(module, _FUNCTION)
@@ -72,9 +72,9 @@ def share_balancing_loss(model: nn.Module) -> None:
     known = getattr(modeling_mixtral, _FUNCTION)
     if inspect.getsource(whole) != inspect.getsource(getattr(known, _SHARED, known)):
         raise SliceError(
-            f"{type(model).__name__} adds a balancing loss of its routers that is not the one "
-            "transformers' models have from Mixtral, and which part of it a part of the sequence "
-            "has is not known: configure output_router_logits=False",
+            f"{type(model).__name__} adds a balancing loss that differs from Mixtral's in "
+            "transformers, so it cannot be split over parts of the sequence\n"
+            "  configure output_router_logits=False",
             code="moe-loss-unknown",
         )
 
@@ -84,27 +84,31 @@ def share_balancing_loss(model: nn.Module) -> None:
         balance = BALANCE.get()
         if balance is None or not isinstance(gate_logits, tuple):
             return whole(gate_logits, num_experts, top_k, attention_mask)
-        return _part(gate_logits, num_experts, top_k, balance)
+        return _partial_loss(gate_logits, num_experts, top_k, balance)
 
     setattr(part_or_whole, _SHARED, whole)
     setattr(module, _FUNCTION, part_or_whole)
 
 
-def balance_over_sequence(model: nn.Module, group: dist.ProcessGroup, *, alone: bool) -> None:
-    """Let the routers' balancing loss be whole where each rank routes a shard of the sequence.
+def balance_over_sequence(
+    model: nn.Module, group: dist.ProcessGroup, *, peers_absent: bool
+) -> None:
+    """Compute the routers' balancing loss over the whole sequence when ranks route shards of it.
 
     Args:
         model: a model under sequence parallelism.
         group: the tensor-parallel group.
-        alone: whether the group's other ranks are not there to add their counts.
+        peers_absent: whether the group's other ranks do not exist to add their counts.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = by_name(module, args, kwargs)
-        if not adds_balancing_loss(module, given):
+        arguments = by_name(module, args, kwargs)
+        if not adds_balancing_loss(module, arguments):
             return
         share_balancing_loss(module)
-        outer = BALANCE.get() or Balance((), alone, _counted(given.get("attention_mask")))
+        outer = BALANCE.get() or Balance(
+            (), peers_absent, _counted_tokens(arguments.get("attention_mask"))
+        )
         counted = outer.counted
         if counted is not None:
             counted = counted.chunk(group.size(), dim=1)[group.rank()]
@@ -117,7 +121,7 @@ def balance_over_sequence(model: nn.Module, group: dist.ProcessGroup, *, alone: 
     model.register_forward_hook(leave, always_call=True)
 
 
-def _counted(mask: Any) -> Tensor | None:
+def _counted_tokens(mask: Any) -> Tensor | None:
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return mask
     raise SliceError(
@@ -131,7 +135,9 @@ def _module(model: nn.Module) -> Any:
     return sys.modules[type(model).__module__]
 
 
-def _part(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, balance: Balance) -> Tensor:
+def _partial_loss(
+    gate_logits: tuple[Tensor, ...], experts: int, top_k: int, balance: Balance
+) -> Tensor:
     counts = torch.zeros(experts + 1, dtype=torch.float32, device=gate_logits[0].device)
     probabilities = counts[:-1]
     for logits in gate_logits:
@@ -144,11 +150,13 @@ def _part(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, balance: Ba
         counts[-1] += rows.sum()
         probabilities = probabilities + (weights.float() * rows.unsqueeze(-1)).sum(0)
     for group in balance.groups:
-        if balance.alone:
-            counts *= group.size()  # absent ranks are taken to route as this one does
+        if balance.peers_absent:
+            counts *= group.size()  # absent ranks are assumed to route as this rank does
         dist.all_reduce(counts, group=group)
     tokens = counts[-1]
     loss = (counts[:-1] / tokens * probabilities / tokens).sum() * experts
     if balance.summed is None:
         return loss
-    return reduce_from_group(loss * (balance.summed.size() if balance.alone else 1), balance.summed)
+    return reduce_from_group(
+        loss * (balance.summed.size() if balance.peers_absent else 1), balance.summed
+    )

@@ -13,7 +13,7 @@ tokens cannot be sent to one expert. Each rank gathers all tokens and scores of 
 own experts, and reduce-scatters the sums: the collectives of Megatron-LM's
 MoEAllGatherTokenDispatcher (same file), whose experts compute only tokens routed to them. Per layer
 and forward 2 all-gathers and a reduce-scatter; the backward mirrors them. Every rank has the same
-number of tokens, as there.
+number of tokens, as in Megatron-LM.
 
 With absent peers, the all-gathered counts repeat this rank's counts: every peer is assumed to route
 as this rank does.
@@ -34,7 +34,7 @@ from onerank.ir.errors import SliceError
 
 
 class ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows [sum(sends), ...] -> [sum(receives), ...]; backward, the way back."""
+    """All-to-all of rows [sum(sends), ...] -> [sum(receives), ...]; reversed in the backward."""
 
     @staticmethod
     def forward(
@@ -63,7 +63,7 @@ def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.Proc
 
 
 class GatherRows(torch.autograd.Function):
-    """All-gather of rows [lengths[own], ...] -> [sum(lengths), ...]; backward, reduce-scatter."""
+    """All-gather of rows [lengths[rank], ...] -> [sum(lengths), ...]; backward, reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -76,7 +76,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class ScatterRows(torch.autograd.Function):
-    """Reduce-scatter of rows [sum(lengths), ...] -> [lengths[own], ...]; backward, all-gather."""
+    """Reduce-scatter of rows [sum(lengths), ...] -> [lengths[rank], ...]; backward, all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -95,7 +95,7 @@ def gather_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tens
 
 
 def scatter_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum rows over the ranks and return this rank's `lengths[own]` of them."""
+    """Sum rows over the ranks and return this rank's `lengths[rank]` of them."""
     result: Tensor = ScatterRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
     return result
 
@@ -110,12 +110,12 @@ def _gather(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
 
 
 def _scatter(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    own = x.new_empty((lengths[group.rank()], *x.shape[1:]))
+    shard = x.new_empty((lengths[group.rank()], *x.shape[1:]))
     if len(set(lengths)) == 1:
-        reduce_scatter(own, x.contiguous(), group=group)
+        reduce_scatter(shard, x.contiguous(), group=group)
     else:
-        dist.reduce_scatter(own, list(x.contiguous().split(lengths)), group=group)
-    return own
+        dist.reduce_scatter(shard, list(x.contiguous().split(lengths)), group=group)
+    return shard
 
 
 _DENSE = "Llama4TextExperts"
@@ -124,32 +124,32 @@ _PARTS = ("experts", "router", "shared_expert")
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Whether a module holds experts that each compute every token, as Llama-4's do."""
+    """Return whether a module holds experts that each compute every token, as Llama-4's do."""
     return type(module).__name__ == _DENSE
 
 
 def dense_layers(model: nn.Module) -> dict[str, Any]:
-    """Return name -> module of the experts of each layer that compute every token."""
+    """Return name -> module of the layers' experts that compute every token."""
     return {name: module for name, module in model.named_modules() if is_dense(module)}
 
 
 def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None:
-    """Let a layer's experts, shared out already, compute the tokens of all ranks of the group.
+    """Make a layer's sharded experts compute the tokens of all ranks of the group.
 
     Args:
-        model: whose layer it is.
+        model: the model with the layer.
         name: qualified name of the experts, in a block with their router and a shared expert.
         group: the expert-parallel group.
 
     Raises:
-        SliceError: the block has other parts than Llama-4's.
+        SliceError: the block's parts differ from Llama-4's.
     """
     block = model.get_submodule(name.rpartition(".")[0])
     parts = {part for part, _ in block.named_children()}
     if parts != set(_PARTS):
         raise SliceError(
-            f"--ep {group.size()}: the block of {name} has {', '.join(sorted(parts))}; tokens are "
-            f"known to be gathered in one of {', '.join(_PARTS)}, as Llama-4's: leave --ep out",
+            f"--ep {group.size()}: the block of {name} has {', '.join(sorted(parts))}; gathering "
+            f"tokens needs Llama-4's {', '.join(_PARTS)}: leave --ep out",
             code="ep-block-inputs",
         )
 
@@ -158,10 +158,10 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
         scores, logits = self.router(hidden)
         lengths = [hidden.shape[0]] * group.size()
         tokens = gather_rows(hidden, lengths, group)
-        own = self.experts.num_experts
-        weights = gather_rows(scores, lengths, group).narrow(1, group.rank() * own, own)
-        routed = tokens.repeat(own, 1) * weights.t().reshape(-1, 1)
-        summed = self.experts(routed).view(own, *tokens.shape).sum(0)
+        local = self.experts.num_experts
+        weights = gather_rows(scores, lengths, group).narrow(1, group.rank() * local, local)
+        routed = tokens.repeat(local, 1) * weights.t().reshape(-1, 1)
+        summed = self.experts(routed).view(local, *tokens.shape).sum(0)
         output = self.shared_expert(hidden)
         return output.add_(scatter_rows(summed, lengths, group)), logits
 
@@ -174,9 +174,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Tell whether a module holds the fused experts of a layer.
+    """Return whether a module holds the fused experts of a layer.
 
-    Such a module is of transformers' experts interface (transformers/integrations/moe.py): its
+    Such a module follows transformers' experts interface (transformers/integrations/moe.py): its
     parameters have the experts as their first dimension, and it takes hidden states
     [tokens, hidden], expert indices and routing weights, both [tokens, top_k].
     """
@@ -195,58 +195,58 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_fused(module)}
 
 
-def share_experts(
+def shard_experts(
     model: nn.Module, group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None = None
 ) -> dict[str, int]:
-    """Keep this rank's experts of every layer, and let tokens travel to and from the others'.
+    """Keep this rank's experts of every layer and exchange tokens with the other ranks.
 
     The experts run as the model is configured (eager, grouped_mm, batched_mm). Their parameters
-    are marked by the attribute `_onerank_axis` = "edp": the ranks that hold the same ones.
+    carry the attribute `_onerank_axis` = "edp": the axis of ranks with the same experts.
 
     Args:
         model: a model whose experts are whole, on any device.
         group: the expert-parallel group.
-        gathered_over: the tensor-parallel group, where each of its ranks routes a shard of the
-            sequence and holds a part of every expert.
+        gathered_over: the tensor-parallel group if each of its ranks routes a shard of the
+            sequence and holds a slice of every expert.
 
     Returns:
         Counts of modules by style.
 
     Raises:
-        SliceError: the model has no experts, holds them in a form not known here, or their number
-            does not divide.
+        SliceError: the model has no experts, an unsupported layout of experts, or a number of
+            experts that the group does not divide.
     """
     layers, dense = expert_layers(model), dense_layers(model)
     if not layers and not dense:
-        raise SliceError(_without_experts(model, group.size()), code="ep-no-experts")
+        raise SliceError(_no_experts_message(model, group.size()), code="ep-no-experts")
     for name, module in (layers | dense).items():
         _keep_experts(module, name, group)
         module.register_forward_pre_hook(_mark)
     for module in layers.values():
-        module.forward = MethodType(_travelling(group, gathered_over), module)
+        module.forward = MethodType(_dispatching_forward(group, gathered_over), module)
     for name in dense:
         gather_tokens(model, name, group)
     return {"expert_parallel": len(layers) + len(dense)}
 
 
 def are_shared(experts: nn.Module) -> bool:
-    """Tell whether a module's experts are shared out."""
+    """Return whether a module's experts are sharded over ranks."""
     return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
 
 
-def route_by(model: nn.Module, routing: Routing) -> None:
-    """Let static indices take the place of those that the model's routers choose.
+def apply_static_routing(model: nn.Module, routing: Routing) -> None:
+    """Replace the expert indices that the model's routers choose with static ones.
 
-    To be called while the experts are whole.
+    Call it while the experts are whole.
 
     Raises:
-        SliceError: the routing is not made for this model.
+        SliceError: the routing does not fit the model.
     """
     layers = list(expert_layers(model).values())
     if not layers and routing.name != BALANCED:
         raise SliceError(
-            f"--moe-routing {routing.name}: {type(model).__name__} has no experts that tokens "
-            "could be routed to: leave it out",
+            f"--moe-routing {routing.name}: {type(model).__name__} has no experts to route "
+            "tokens to: leave it out",
             code="routing-no-experts",
         )
     for module in layers:
@@ -259,19 +259,20 @@ def route_by(model: nn.Module, routing: Routing) -> None:
 def expert_loads(
     model: nn.Module, routing: Routing, size: int
 ) -> dict[str, tuple[tuple[Fraction, ...], ...]]:
-    """Return name of a layer's experts -> per rank of a group of `size`, its experts' shares.
+    """Return name of a layer's experts -> for each rank of a group, the shares of its experts.
 
-    A share is of the layer's routed tokens, before rounding to whole ones. To be called while the
-    experts are whole; their number divides by `size`.
+    A share is a fraction of the layer's routed tokens, before rounding to whole tokens. Call it
+    while the experts are whole; `size` divides their number.
     """
     loads: dict[str, tuple[tuple[Fraction, ...], ...]] = {}
     for place, (name, module) in enumerate(expert_layers(model).items()):
-        shares, own = routing.shares(place, module.num_experts), module.num_experts // size
-        loads[name] = tuple(tuple(sorted(shares[r * own : (r + 1) * own])) for r in range(size))
+        shares, local = routing.shares(place, module.num_experts), module.num_experts // size
+        ranges = (slice(rank * local, (rank + 1) * local) for rank in range(size))
+        loads[name] = tuple(tuple(sorted(shares[part])) for part in ranges)
     return loads
 
 
-def _without_experts(model: nn.Module, size: int) -> str:
+def _no_experts_message(model: nn.Module, size: int) -> str:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = max((getattr(text, key, 0) or 0 for key in _COUNTS), default=0)
@@ -280,9 +281,9 @@ def _without_experts(model: nn.Module, size: int) -> str:
         return (
             f"--ep {size}: {kind} has {experts} experts, but not in the fused form of "
             "transformers' experts interface (weights [experts, ...], called with hidden states, "
-            "indices and routing weights), so how its tokens travel is not known"
+            "indices and routing weights): leave --ep out"
         )
-    return f"--ep {size} shares out the experts of a model, but {kind} has none: leave --ep out"
+    return f"--ep {size} shards experts over ranks, but {kind} has none: leave --ep out"
 
 
 def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
@@ -302,10 +303,8 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
 
 
 def _mark(module: nn.Module, *_: Any) -> None:
-    """Name the axis of the experts' gradients.
-
-    Before each forward, since moving a model off the meta device makes new parameters.
-    """
+    """Mark experts' parameters with the axis that averages their gradients."""
+    # Before each forward: moving a model off the meta device creates new parameters.
     for parameter in module.parameters(recurse=False):
         setattr(parameter, AXIS, "edp")
 
@@ -318,26 +317,27 @@ def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[...,
     return hook
 
 
-def _travelling(
+def _dispatching_forward(
     group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None
 ) -> Callable[..., Tensor]:
-    """Return the forward of an experts module whose tokens come from all ranks of the group."""
+    """Return an experts forward that exchanges tokens with all ranks of the group."""
     size = group.size()
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local, top_k = self.num_experts, index.shape[-1]
         ids = index.reshape(-1)
-        order = torch.argsort(ids)  # an expert's tokens together, and so a rank's
+        order = torch.argsort(ids)  # groups tokens by expert, and so by rank
         sent = torch.zeros(size * local, dtype=torch.long, device=ids.device)
         sent = sent.scatter_add_(0, ids, torch.ones_like(ids))
-        asked = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
-        all_gather(asked.view(-1), sent, group=group)  # [from, to, expert]
-        arriving = asked[:, group.rank()].contiguous()
+        requested = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
+        all_gather(requested.view(-1), sent, group=group)  # [from, to, expert]
+        arriving = requested[:, group.rank()].contiguous()
         everywhere = arriving.unsqueeze(0)
         if gathered_over is not None:
             everywhere = arriving.new_empty((gathered_over.size(), *arriving.shape))
             all_gather(everywhere.view(-1), arriving.view(-1), group=gathered_over)
         lengths = everywhere.sum((1, 2))
+        # one device-to-host copy for all counts: each .tolist() waits for the GPU
         figures = torch.cat([sent.view(size, local).sum(1), arriving.sum(1), lengths]).tolist()
         sends, receives, lengths = figures[:size], figures[size : 2 * size], figures[2 * size :]
         rows = exchange_rows(hidden[order // top_k], receives, sends, group)
@@ -345,10 +345,10 @@ def _travelling(
             rows = gather_rows(rows, lengths, gathered_over)
         owners = torch.arange(local, device=ids.device).repeat(len(lengths) * size)
         owners = owners.repeat_interleave(everywhere.view(-1), output_size=sum(lengths))
-        done = _run_experts(self, rows, owners.unsqueeze(-1))
+        results = _run_experts(self, rows, owners.unsqueeze(-1))
         if gathered_over is not None:
-            done = scatter_rows(done, lengths, gathered_over)
-        returned = exchange_rows(done, sends, receives, group)
+            results = scatter_rows(results, lengths, gathered_over)
+        returned = exchange_rows(results, sends, receives, group)
         slots = torch.empty_like(returned)
         slots[order] = returned
         slots = slots.view(*weights.shape, -1) * weights.unsqueeze(-1)
@@ -358,10 +358,11 @@ def _travelling(
 
 
 def _run_experts(experts: Any, rows: Tensor, owners: Tensor) -> Tensor:
-    """Run the module's own forward on rows of one expert each; the sender weights what it gets."""
+    """Run the module's forward on rows of one expert each; the sender applies routing weights."""
     run = type(experts).forward
     if len(rows):
         return run(experts, rows, owners, torch.ones_like(owners, dtype=rows.dtype))
-    # a row that is dropped again: the backward must still reach the other ranks and the weights
+    # Without tokens, run one row and drop it: the backward must reach the weights and the
+    # all-to-all of the other ranks.
     row = rows.sum(dim=0, keepdim=True)
     return run(experts, row, owners.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]

@@ -27,13 +27,13 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Routing:
-    """How popular the experts are.
+    """Static distribution of tokens over experts.
 
     Attributes:
         name: as the user wrote it.
-        exponent: of Zipf's law: expert i has the weight 1 / (i + 1) ** exponent. 0: all the same.
+        exponent: exponent of Zipf's law: expert i has weight 1 / (i + 1) ** exponent; 0 is uniform.
         table: tokens per expert, one line per mixture-of-experts layer or one for all; counts or
-            shares, since proportions alone matter. Empty: Zipf's law holds.
+            shares, because only proportions matter. Empty selects Zipf's law.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Routing:
     table: tuple[tuple[float, ...], ...] = ()
 
     def check(self, layers: int, experts: int) -> None:
-        """Hold the table against a model's number of layers with experts, and of experts.
+        """Check the table against a model's numbers of expert layers and experts.
 
         Raises:
-            SliceError: they differ.
+            SliceError: the numbers differ.
         """
         if not self.table:
             return
@@ -65,17 +65,17 @@ class Routing:
     def tokens_per_expert(self, layer: int, experts: int, tokens: int, top_k: int) -> list[int]:
         """Return how many of `tokens` go to each expert; the sum is tokens * top_k.
 
-        A token goes to an expert once at most. What Zipf's law gives an expert above that goes to
-        the others in proportion; a table that does so is refused.
+        A token goes to an expert at most once. Zipf's excess over that limit is distributed to the
+        other experts in proportion; a table above the limit is an error.
 
         Args:
-            layer: place among the layers with experts.
+            layer: index among the layers with experts.
             experts: experts of the layer.
-            tokens: tokens that a rank routes.
-            top_k: experts that each token goes to.
+            tokens: tokens that one rank routes.
+            top_k: experts per token.
 
         Raises:
-            SliceError: the table cannot be met.
+            SliceError: the table exceeds one visit per token and expert.
         """
         shares = self.shares(layer, experts)
         if self.table:
@@ -83,13 +83,13 @@ class Routing:
         return _apportion(shares, tokens, top_k)
 
     def shares(self, layer: int, experts: int) -> list[Fraction]:
-        """Return each expert's share of the tokens routed; args as for `tokens_per_expert`."""
+        """Return each expert's share of the routed tokens; arguments as for `tokens_per_expert`."""
         if self.table:
             weights = [Fraction(w) for w in self.table[layer if len(self.table) > 1 else 0]]
         else:
             weights = [Fraction((i + 1) ** -self.exponent) for i in range(experts)]
-        whole = sum(weights)
-        return [weight / whole for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
 
     def _refuse_overfull(self, layer: int, shares: list[Fraction], top_k: int) -> None:
         most = max(range(len(shares)), key=shares.__getitem__)
@@ -98,23 +98,23 @@ class Routing:
             raise SliceError(
                 f"--moe-routing {self.name}: layer {layer} gives expert {most} "
                 f"{float(share):.1%} of the routed tokens; a token goes to {top_k} different "
-                f"experts, so that each can have 1 / {top_k} = {1 / top_k:.1%} at most",
+                f"experts, so an expert gets at most 1 / {top_k} = {1 / top_k:.1%}",
                 code="routing-share-too-large",
             )
 
 
 def parse_routing(text: str) -> Routing | None:
-    """Read `--moe-routing`: balanced, zipf:S, the name of a file, or `model`.
+    """Parse `--moe-routing`: balanced, zipf:S, the path of a file, or `model`.
 
     A file is JSON, a list of numbers for all layers or a list of such lists, or CSV, one line for
     all layers or one per layer.
 
     Returns:
-        None where the model's own router is to decide.
+        The routing; None if the model's own router decides.
 
     Raises:
-        CaptureError: the text is none of them.
-        FormatError: the file is not what it should be.
+        CaptureError: the text is no known routing and no file.
+        FormatError: the file is malformed.
     """
     if text == MODEL:
         return None
@@ -126,8 +126,8 @@ def parse_routing(text: str) -> Routing | None:
     path = Path(text)
     if not path.is_file():
         raise CaptureError(
-            f"--moe-routing {text}: no such file, and none of {BALANCED}, zipf:S (S = 1 is Zipf's "
-            f"law, 0 is balanced) and {MODEL} (its own router)",
+            f"--moe-routing {text}: no such file; expected a file, {BALANCED}, zipf:S (S = 1 is "
+            f"Zipf's law, 0 is balanced) or {MODEL} (the model's router)",
             code="routing-unknown",
         )
     return Routing(text, table=_table(path))
@@ -136,12 +136,13 @@ def parse_routing(text: str) -> Routing | None:
 def chosen_experts(counts: list[int], top_k: int) -> Tensor:
     """Return expert indices [tokens, top_k], int64, in which expert e occurs counts[e] times.
 
-    The experts of a token differ. Tokens, and the places among a token's top-k, are shuffled from
-    a fixed seed, the global generators untouched.
+    The experts of a token differ. Tokens, and each token's top-k slots, are shuffled from a fixed
+    seed; the global generators stay untouched.
     """
     tokens = sum(counts) // top_k
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    # token t takes the entries t, t + tokens, ...: an expert's run is no longer than `tokens`
+    # Token t takes the entries t, t + tokens, ...: an expert fills at most `tokens` consecutive
+    # entries, so no token gets it twice.
     index = experts.view(top_k, tokens).T
     generator = torch.Generator().manual_seed(_SEED)
     index = index[torch.randperm(tokens, generator=generator)]
@@ -150,39 +151,39 @@ def chosen_experts(counts: list[int], top_k: int) -> Tensor:
 
 
 class StaticRouting:
-    """The indices of a model's layers, made at the first forward and kept on the device."""
+    """Static expert indices of a model's layers, created at the first forward."""
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
-        self._made: dict[Any, Tensor] = {}
+        self._indices: dict[Any, Tensor] = {}
 
     def indices(self, layer: int, experts: int, chosen: Tensor) -> Tensor:
         """Return indices in place of those `chosen` by a router; both are [tokens, top_k].
 
-        Layers of the same popularity share one tensor.
+        Layers with the same distribution share one tensor.
         """
         line = layer if len(self._routing.table) > 1 else 0
         key = line, experts, chosen.shape, chosen.dtype, chosen.device
-        if key not in self._made:
+        if key not in self._indices:
             counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape)
-            made = chosen_experts(counts, chosen.shape[1])
-            self._made[key] = made.to(chosen.device, chosen.dtype)
-        return self._made[key]
+            index = chosen_experts(counts, chosen.shape[1])
+            self._indices[key] = index.to(chosen.device, chosen.dtype)
+        return self._indices[key]
 
 
 def _apportion(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
-    """Split tokens * top_k in proportion, at most `tokens` each; the largest remainders first."""
+    """Split tokens * top_k by weight with the largest-remainder method, at most `tokens` each."""
     if sum(1 for weight in weights if weight) < top_k:
         raise SliceError(
             f"each token goes to {top_k} experts, but only "
-            f"{sum(1 for weight in weights if weight)} of {len(weights)} have tokens at all",
+            f"{sum(1 for weight in weights if weight)} of {len(weights)} get any tokens",
             code="routing-too-few-experts",
         )
     full: set[int] = set()
     while True:
-        rest = tokens * (top_k - len(full))
+        remaining = tokens * (top_k - len(full))
         total = sum(w for e, w in enumerate(weights) if e not in full) or 1
-        exact = {e: w * rest / total for e, w in enumerate(weights) if e not in full}
+        exact = {e: w * remaining / total for e, w in enumerate(weights) if e not in full}
         over = {e for e, value in exact.items() if value > tokens}
         if not over:
             break
@@ -225,17 +226,17 @@ def _table(path: Path) -> tuple[tuple[float, ...], ...]:
 
 def _json_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
     try:
-        found = msgspec.json.decode(text, type=list[float | list[float]])
+        items = msgspec.json.decode(text, type=list[float | list[float]])
     except msgspec.MsgspecError as error:
         raise FormatError(
             f"{path}: {error}; expected a list of tokens per expert, or a list of such lists",
             code="routing-file-malformed",
         ) from error
-    lists = [tuple(item) for item in found if isinstance(item, list)]
-    numbers = tuple(item for item in found if not isinstance(item, list))
+    lists = [tuple(item) for item in items if isinstance(item, list)]
+    numbers = tuple(item for item in items if not isinstance(item, list))
     if lists and numbers:
         raise FormatError(
-            f"{path}: numbers and lists side by side; expected one or the other",
+            f"{path}: both numbers and lists; expected one of them",
             code="routing-file-malformed",
         )
     return (numbers,) if numbers else tuple(lists)
@@ -249,7 +250,7 @@ def _csv_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
         except ValueError as error:
             raise FormatError(
                 f"{path}: line {len(lines) + 1} is {','.join(row)!r}; expected tokens per expert, "
-                "numbers apart by commas, without a heading",
+                "numbers separated by commas, without a header",
                 code="routing-bad-line",
             ) from error
     return tuple(line for line in lines if line)

@@ -26,7 +26,7 @@ from onerank.capture.parallelize.model_structure import by_name, refuse_early_no
 from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
-    Staged,
+    PipelineStage,
     TiedEmbedding,
     dtype_of,
     receive_first,
@@ -37,128 +37,132 @@ from onerank.capture.parallelize.pipeline.stage import (
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
-    Passing,
+    PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
-    StageBorder,
+    StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import leave_hidden_states
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 
-class Passed:
-    """What a call's stage receives, given what the script calls the model with.
+class EncoderDecoderInputs:
+    """Receives the inputs of a stage, in shapes taken from the arguments of the model's call.
 
     Args:
-        model: what is called.
-        border: the stage's ends.
-        at_first: whether the stage is the decoder's first.
-        last: whether it is the last.
+        model: the model that the script calls.
+        boundary: communication with the neighbouring stages.
+        at_first: whether the stage is the first of the decoder.
+        last: whether the stage is the last of the pipeline.
     """
 
-    def __init__(self, model: Any, border: StageBorder, *, at_first: bool, last: bool) -> None:
-        self.border, self.encoder = border, model.get_encoder()
+    def __init__(self, model: Any, boundary: StageBoundary, *, at_first: bool, last: bool) -> None:
+        self.boundary, self.encoder = boundary, model.get_encoder()
         self.hidden: Tensor | None = None
         self._at_first, self._last = at_first, last
         self._decoded: tuple[int, ...] = ()
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def __deepcopy__(self, _: Any) -> "Passed":
-        return self  # as functions are, when a model with its hooks is copied
+    def __deepcopy__(self, _: Any) -> "EncoderDecoderInputs":
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
-    def stand_for(self, encoder: nn.Module) -> None:
-        """Let an encoder whose layers other stages have give what they sent."""
+    def replace_encoder(self, encoder: nn.Module) -> None:
+        """Empty an encoder on a decoder stage; its forward returns the received encoder output."""
         for name, _ in [*encoder.named_children()]:
             delattr(encoder, name)
         encoder.forward = MethodType(self._receive, encoder)
 
-    def encoded(self, given: Tensor) -> tuple[int, int]:
-        """Return [batch, sequence] of the encoder, from its token ids or features."""
-        if given.is_floating_point():
-            return given.shape[0], self.encoder.config.max_source_positions
-        return given.shape[0], given.shape[1]
+    def encoded(self, inputs: Tensor) -> tuple[int, int]:
+        """Return the encoder's [batch, sequence], from token ids or features."""
+        if inputs.is_floating_point():
+            return inputs.shape[0], self.encoder.config.max_source_positions
+        return inputs.shape[0], inputs.shape[1]
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = by_name(model, args, kwargs)
+        arguments = by_name(model, args, kwargs)
         for name in ("encoder_outputs", "inputs_embeds", "decoder_inputs_embeds"):
-            if given.get(name) is not None:
+            if arguments.get(name) is not None:
                 raise SliceError(
-                    f"--pp: {type(model).__name__} was called with {name}, which one stage makes "
-                    "of token ids: call it with those, and labels",
+                    f"--pp: {type(model).__name__} was called with {name}, which one stage "
+                    "computes from token ids\n  call it with input_ids and labels",
                     code="pp-other-inputs",
                 )
-        decoded = given.get("decoder_input_ids")
-        decoded = given.get("labels") if decoded is None else decoded
+        decoded = arguments.get("decoder_input_ids")
+        decoded = arguments.get("labels") if decoded is None else decoded
         if decoded is None:
             raise SliceError(
                 f"--pp: {type(model).__name__} was called without labels or decoder_input_ids, so "
-                "that it has no loss: call model(..., labels=...)",
+                "it computes no loss: call model(..., labels=...)",
                 code="pp-no-labels",
             )
         self._decoded = tuple(decoded.shape)
 
     def _receive(self, _: Any, *args: Any, **kwargs: Any) -> BaseModelOutput:
-        ids = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         shapes: list[tuple[int, ...]] = [self.encoded(ids)]
         if not self._at_first:
             shapes.insert(0, self._decoded)
-        *hidden, encoded = self.border.receive_all(shapes, ids.device)
+        *hidden, encoded = self.boundary.receive_all(shapes, ids.device)
         if hidden:
             (self.hidden,) = hidden
-            self.border.address = hidden[0].data_ptr()
-        self.border.beside = None if self._last else encoded
+            self.boundary.address = hidden[0].data_ptr()
+        self.boundary.encoded = None if self._last else encoded
         return BaseModelOutput(last_hidden_state=encoded)  # pyright: ignore[reportArgumentType]
 
 
 class SendingDecoder(nn.Module):
-    """Stands where the decoder was: sends the encoder's hidden states; its output is the loss."""
+    """Replaces the decoder on encoder stages: sends the hidden states and returns the loss."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     def forward(self, *_: Any, encoder_hidden_states: Tensor, **__: Any) -> Any:
-        loss = Passing.of(self._border.send(Passing.plain(encoder_hidden_states)))
+        loss = PassthroughTensor.of(
+            self._boundary.send(PassthroughTensor.plain(encoder_hidden_states))
+        )
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=loss)  # pyright: ignore
 
 
-class HeldEmbedding(nn.Module):
-    """Stands where the decoder's embedding was: what was received with the encoder's output."""
+class ReceivedEmbedding(nn.Module):
+    """Replaces the decoder's embedding: hidden states received with the encoder's output."""
 
-    def __init__(self, passed: Passed) -> None:
+    def __init__(self, inputs: EncoderDecoderInputs) -> None:
         super().__init__()
-        self._passed = passed
+        self._inputs = inputs
 
     def forward(self, _: Tensor) -> Tensor:
-        hidden, self._passed.hidden = self._passed.hidden, None
+        hidden, self._inputs.hidden = self._inputs.hidden, None
         assert hidden is not None
-        return self._passed.border.widened(hidden)
+        return self._inputs.boundary.widened(hidden)
 
 
 class NoConvolution(nn.Module):
-    """Stands where a convolution before an encoder's layers was; the last receives."""
+    """Replaces a convolution before an encoder's layers; the last one receives."""
 
-    def __init__(self, instead_of: nn.Conv1d, passed: Passed, *, receives: bool) -> None:
+    def __init__(
+        self, convolution: nn.Conv1d, inputs: EncoderDecoderInputs, *, receives: bool
+    ) -> None:
         super().__init__()
-        self.stride = instead_of.stride
-        self._passed, self._receives = passed, receives
+        self.stride = convolution.stride
+        self._inputs, self._receives = inputs, receives
 
     def forward(self, features: Tensor) -> Tensor:
         if not self._receives:
             return features.as_subclass(_Convolved)
-        border, plain = self._passed.border, features.as_subclass(Tensor)
-        shape = self._passed.encoded(plain)
-        (received,) = border.receive_all([shape], plain.device)
-        border.address = received.data_ptr()
-        widened: Any = border.widened(received)
+        boundary, plain = self._inputs.boundary, features.as_subclass(Tensor)
+        shape = self._inputs.encoded(plain)
+        (received,) = boundary.receive_all([shape], plain.device)
+        boundary.address = received.data_ptr()
+        widened: Any = boundary.widened(received)
         convolved = widened.as_subclass(_Convolved)
         convolved.stands_for = widened.stands_for
         return convolved
 
 
-class _Convolved(Passing):
-    """What passes through the activations behind convolutions, and is turned already."""
+class _Convolved(PassthroughTensor):
+    """Passes unchanged through the activations and the permutation after the convolutions."""
 
     @classmethod
     def __torch_function__(
@@ -168,7 +172,7 @@ class _Convolved(Passing):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the tensor itself for these."""
+        """Return the tensor unchanged for GELU and permute."""
         if func in (nn.functional.gelu, Tensor.permute):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
@@ -183,7 +187,7 @@ _ENCODED = "encoder_last_hidden_state"
 
 @dataclass(frozen=True)
 class _Stack:
-    """An encoder or a decoder: its module, and what is in it, by name."""
+    """An encoder or decoder module and its parts by name."""
 
     module: Any
     layers: nn.ModuleList
@@ -192,28 +196,28 @@ class _Stack:
 
     @property
     def biases(self) -> list[str]:
-        """Names, in a layer, of the biases that the first layer has and the others have not."""
+        """Relative position biases that only the first layer holds, by name in the layer."""
         first, *others = [dict(layer.named_modules()) for layer in self.layers]
         return [name for name in first if name.endswith(_BIAS) and others and name not in others[0]]
 
 
 def split_stacks(
-    encoder: int, decoder: int, stages: int, asked: Sequence[int] = ()
+    encoder: int, decoder: int, stages: int, requested: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], int]:
-    """Return how many layers each stage has, and how many stages are the encoder's.
+    """Return the layers of each stage and the number of encoder stages.
 
-    Each stack is split evenly, over stages in proportion to its layers.
+    Stages are assigned in proportion to each stack's layers; each stack is split evenly.
 
     Raises:
-        SliceError: fewer layers than stages, or `asked` does not add up.
+        SliceError: fewer layers than stages, or `requested` does not add up.
     """
-    if asked:
-        counts = split_layers(encoder + decoder, stages, asked)
+    if requested:
+        counts = split_layers(encoder + decoder, stages, requested)
         ends = [*itertools.accumulate(counts)]
         if encoder not in ends:
             raise SliceError(
-                f"--pp-layers {','.join(map(str, asked))}: a stage would have layers of the "
-                f"encoder and of the decoder; the first stages are to add up to the encoder's "
+                f"--pp-layers {','.join(map(str, requested))}: one stage would hold layers "
+                f"of both encoder and decoder\n  the first stages must add up to the encoder's "
                 f"{encoder} layers, the others to the decoder's {decoder}",
                 code="pp-mixed-stage",
             )
@@ -229,70 +233,72 @@ def stage_encoder_decoder(
     group: dist.ProcessGroup,
     ranks: Sequence[int],
     new_group: NewGroup,
-    asked: Sequence[int] = (),
+    requested: Sequence[int] = (),
     *,
     shards: int = 1,
-) -> Staged:
-    """Keep the layers of this rank's stage, and place the borders; as for `stage_model`.
+) -> PipelineStage:
+    """Reduce an encoder-decoder model to one stage; arguments as for `stage_model`.
 
     Raises:
-        SliceError: the model's stacks are not embeddings, one list of layers and a norm each, or
-            there is one stage.
+        SliceError: a stack is not embeddings, one list of layers and a norm, or there is only
+            one stage.
     """
     stage, stages = group.rank(), group.size()
     encoder, decoder = (_stack(model, one) for one in (model.get_encoder(), model.get_decoder()))
-    counts, split = split_stacks(len(encoder.layers), len(decoder.layers), stages, asked)
-    own, begin = (encoder, 0) if stage < split else (decoder, split)
-    place = sum(counts[begin:stage])
-    kept = slice(place, place + counts[stage])
+    counts, split = split_stacks(len(encoder.layers), len(decoder.layers), stages, requested)
+    stack, begin = (encoder, 0) if stage < split else (decoder, split)
+    first = sum(counts[begin:stage])
+    kept = slice(first, first + counts[stage])
     before = sum(p.numel() for p in model.parameters())
-    alike = _sorts(encoder, decoder, counts, split)
-    listed = next(name for name, module in model.named_modules() if module is own.layers)
+    work_keys = _work_keys(encoder, decoder, counts, split)
+    list_name = next(name for name, module in model.named_modules() if module is stack.layers)
     head = model.get_output_embeddings()
     holders = _holders(model, encoder, decoder, counts, split)
-    dtype = functools.partial(dtype_of, own.layers, next(own.layers.parameters()).dtype)
-    border = StageBorder(group, model.config.d_model, dtype, shards)
-    dropped = _keep(own, kept)
+    dtype = functools.partial(dtype_of, stack.layers, next(stack.layers.parameters()).dtype)
+    boundary = StageBoundary(group, model.config.d_model, dtype, shards)
+    dropped = _keep_layers(stack, kept)
     if stage not in holders.get(EMBEDDING_GROUP, {0: None}):
-        dropped += _without_words(model)
-    ends = Passed(model, border, at_first=stage == split, last=stage == stages - 1)
+        dropped += _drop_unused_embeddings(model)
+    inputs = EncoderDecoderInputs(
+        model, boundary, at_first=stage == split, last=stage == stages - 1
+    )
     if stage < split:
-        _replace(model, decoder.module, SendingDecoder(border))
+        _replace(model, decoder.module, SendingDecoder(boundary))
         _replace(model, head, nn.Identity())
         dropped += [decoder.module, head]
     else:
         dropped += encoder.module.children()
-        ends.stand_for(encoder.module)
+        inputs.replace_encoder(encoder.module)
         if stage < stages - 1:
-            _replace(model, head, SendingHead(border))
+            _replace(model, head, SendingHead(boundary))
             dropped.append(head)
     if stage not in (0, split):
-        dropped += _without_embeddings(own, border, ends)
-        receive_first(border, next(iter(own.layers)))
+        dropped += _replace_embeddings(stack, boundary, inputs)
+        receive_first(boundary, next(iter(stack.layers)))
     if stage < stages - 1:
-        leave_hidden_states(own.module)
-        without_outputs(model, border, (_ENCODED,) if stage < split else ())
-        dropped += _leave(own, border, at_last=stage == split - 1)
-    norms = [getattr(own.module, name) for name in own.norms]
-    refuse_early_norm(model, own.layers, norms, "--pp")
+        leave_hidden_states(stack.module)
+        without_outputs(model, boundary, (_ENCODED,) if stage < split else ())
+        dropped += _place_exit(stack, boundary, at_last=stage == split - 1)
+    norms = [getattr(stack.module, name) for name in stack.norms]
+    refuse_early_norm(model, stack.layers, norms, "--pp")
     tied: list[TiedEmbedding] = []
-    for name, held in holders.items():
-        members = [ranks[at] for at in held] if stage in held else [ranks[stage]]
-        several = new_group(name, members)  # on all stages: peers count their groups
-        if stage in held:
-            tied.append(TiedEmbedding(held[stage], several))
+    for name, by_stage in holders.items():
+        members = [ranks[at] for at in by_stage] if stage in by_stage else [ranks[stage]]
+        sharing = new_group(name, members)  # every stage creates a group: torch numbers them
+        if stage in by_stage:
+            tied.append(TiedEmbedding(by_stage[stage], sharing))
     release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, listed, before, after, tuple(tied))
+    return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tuple(tied))
 
 
-def _keep(own: _Stack, kept: slice) -> list[nn.Module]:
-    """Keep a stage's layers under their names, and what the first layer has for all."""
-    layers = [*own.layers.named_children()]
-    biases = {name: own.layers[0].get_submodule(name) for name in own.biases}
+def _keep_layers(stack: _Stack, kept: slice) -> list[nn.Module]:
+    """Keep a stage's layers under their names; copy the first layer's position biases to it."""
+    layers = [*stack.layers.named_children()]
+    biases = {name: stack.layers[0].get_submodule(name) for name in stack.biases}
     dropped = [*layers[: kept.start], *layers[kept.stop :]]
     for name, _ in dropped:
-        delattr(own.layers, name)
+        delattr(stack.layers, name)
     first = layers[kept.start][1]
     for name, bias in biases.items():
         attention = first.get_submodule(name.rpartition(".")[0])
@@ -301,19 +307,19 @@ def _keep(own: _Stack, kept: slice) -> list[nn.Module]:
     return [layer for _, layer in dropped]
 
 
-def _leave(own: _Stack, border: StageBorder, *, at_last: bool) -> list[nn.Module]:
-    """Take note of what a stage gives: at the encoder's last its output, else the last layer's."""
+def _place_exit(stack: _Stack, boundary: StageBoundary, *, at_last: bool) -> list[nn.Module]:
+    """Record a stage's output: of the encoder on its last stage, else of the last layer."""
     if at_last:
 
         def encoded(module: nn.Module, given: Any, output: Any) -> None:
-            border.left(module, given, output[0])
+            boundary.record_output(module, given, output[0])
 
-        own.module.register_forward_hook(encoded)
+        stack.module.register_forward_hook(encoded)
         return []
-    for name in own.norms:
-        setattr(own.module, name, NoNorm(border))
-    [*own.layers][-1].register_forward_hook(border.left)
-    return [*own.norms.values()]
+    for name in stack.norms:
+        setattr(stack.module, name, NoNorm(boundary))
+    [*stack.layers][-1].register_forward_hook(boundary.record_output)
+    return [*stack.norms.values()]
 
 
 def _stack(model: nn.Module, module: Any) -> _Stack:
@@ -336,10 +342,10 @@ def _stack(model: nn.Module, module: Any) -> _Stack:
     return _Stack(module, lists[0], before, norms)
 
 
-def _sorts(
+def _work_keys(
     encoder: _Stack, decoder: _Stack, counts: Sequence[int], split: int
 ) -> tuple[Hashable, ...]:
-    """Return per stage what its work depends on."""
+    """Return a key per stage; equal keys mean equal work."""
     keys: list[Hashable] = []
     for stage, count in enumerate(counts):
         stack, begin = (encoder, 0) if stage < split else (decoder, split)
@@ -356,7 +362,7 @@ def _sorts(
 def _holders(
     model: Any, encoder: _Stack, decoder: _Stack, counts: Sequence[int], split: int
 ) -> dict[str, dict[int, Any]]:
-    """Return name of a group -> stage -> what has a weight that several stages have."""
+    """Return group name -> stage -> module with a weight that several stages share."""
     last = len(counts) - 1
     words = {0: encoder.before.get("embed_tokens"), split: decoder.before.get("embed_tokens")}
     places = [*words.items(), (last, model.get_output_embeddings())]
@@ -376,8 +382,8 @@ def _holders(
     return holders
 
 
-def _without_words(model: Any) -> list[nn.Module]:
-    """Take away what names a tied embedding (`shared`), which forwards do not use."""
+def _drop_unused_embeddings(model: Any) -> list[nn.Module]:
+    """Remove modules that only name a tied embedding (`shared`) and are unused in forwards."""
     used = {*model.get_encoder().modules(), *model.get_decoder().modules()}
     unused = [
         module
@@ -389,21 +395,25 @@ def _without_words(model: Any) -> list[nn.Module]:
     return [*unused]
 
 
-def _without_embeddings(own: _Stack, border: StageBorder, passed: Passed) -> list[nn.Module]:
-    for name, child in own.before.items():
+def _replace_embeddings(
+    stack: _Stack, boundary: StageBoundary, inputs: EncoderDecoderInputs
+) -> list[nn.Module]:
+    for name, child in stack.before.items():
         if name == "embed_tokens":
-            stand_in: nn.Module = (
-                ReceivingEmbedding(border, own.layers)
-                if own.module is passed.encoder
-                else HeldEmbedding(passed)
+            replacement: nn.Module = (
+                ReceivingEmbedding(boundary, stack.layers)
+                if stack.module is inputs.encoder
+                else ReceivedEmbedding(inputs)
             )
         elif isinstance(child, nn.Conv1d):
-            stand_in = NoConvolution(child, passed, receives=name == "conv2")
+            replacement = NoConvolution(child, inputs, receives=name == "conv2")
         else:
-            stand_in = NoEmbedding() if isinstance(child, nn.Embedding) else nn.Identity()
-            vars(stand_in)["num_embeddings"] = getattr(child, "num_embeddings", 0)  # Whisper asks
-        setattr(own.module, name, stand_in)
-    return [*own.before.values()]
+            replacement = NoEmbedding() if isinstance(child, nn.Embedding) else nn.Identity()
+            vars(replacement)["num_embeddings"] = getattr(
+                child, "num_embeddings", 0
+            )  # Whisper reads it
+        setattr(stack.module, name, replacement)
+    return [*stack.before.values()]
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -26,34 +26,34 @@ from transformers.modeling_utils import PreTrainedModel
 from onerank.capture.parallelize.experts.aux_loss import adds_balancing_loss
 from onerank.capture.parallelize.fsdp_hook_order import register_ahead
 from onerank.capture.parallelize.model_structure import (
-    Anatomy,
-    anatomy_of,
+    ModelParts,
     by_name,
+    model_parts_of,
     refuse_early_norm,
-    sorts_of,
+    stage_keys,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
-    Passing,
+    PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
-    StageBorder,
+    StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import unusable, without_logits
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 TIED = "_onerank_tied_over"
-"""The attribute of the parameter that names the group."""
+"""Attribute of a tied parameter: the process group that sums its gradients."""
 
 
 class TiedEmbedding:
-    """An embedding whose gradients both stages sum before they are clipped, or stepped by.
+    """An embedding whose gradients two stages sum before clipping or the optimizer step.
 
     Args:
-        holder: the module that has its weight on this stage.
-        group: the first and the last stage.
+        holder: the module with the weight on this stage.
+        group: the ranks of the first and the last stage.
     """
 
     def __init__(self, holder: Any, group: dist.ProcessGroup) -> None:
@@ -65,20 +65,20 @@ class TiedEmbedding:
         register_optimizer_step_pre_hook(self._before_step)
 
     def __deepcopy__(self, _: Any) -> "TiedEmbedding":
-        return self  # as functions are, when a model with its hooks is copied
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     @property
     def is_copy(self) -> bool:
-        """Whether a rank before this one has it too."""
+        """Whether an earlier rank of the group holds the weight too."""
         return self._group.rank() > 0
 
     @property
     def weight(self) -> Tensor:
-        """The weight as it is now: moving a model off the meta device makes new ones."""
+        """The current weight; moving a model off the meta device creates a new parameter."""
         return self._holder.weight
 
     def sum(self) -> None:
-        """Sum the gradients, once after each forward."""
+        """Sum the gradients over the group, at most once per training forward."""
         gradient: Any = self.weight.grad
         if not self._summed and gradient is not None:
             shard = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -86,18 +86,15 @@ class TiedEmbedding:
             self._summed = True
 
     def _mark(self, *_: Any) -> None:
-        """Name the group, for an optimizer that takes the gradients away.
-
-        Before each forward, since moving a model off the meta device makes new parameters. What a
-        training forward adds to the gradients is not summed yet, also after a step that was
-        skipped.
-        """
+        """Mark the weight with its group, for sharded optimizers that take gradients away."""
+        # Before each forward: moving a model off the meta device creates new parameters. A training
+        # forward adds unsummed gradients, also after a step that a GradScaler skipped.
         setattr(self.weight, TIED, self._group)
         if torch.is_grad_enabled():
             self._summed = False
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if any(self.weight is p for one in optimizer.param_groups for p in one["params"]):
+        if any(self.weight is p for group in optimizer.param_groups for p in group["params"]):
             self.sum()
             self._summed = False
 
@@ -108,55 +105,55 @@ NewGroup = Callable[[str, Sequence[int]], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Staged:
-    """What was kept: the stage, what the stages hold, and elements before and after.
+class PipelineStage:
+    """One pipeline stage of a model, with its parameter counts before and after slicing.
 
     Attributes:
-        pipeline: the stage and how many layers each has.
-        alike: per stage, a key that is equal for stages that do the same work.
+        pipeline: the index of the stage, and the layers of every stage.
+        work_keys: a key per stage, equal for stages that do the same work.
         list: qualified name of the list of layers.
-        elements_before: parameters of the model.
-        elements_after: parameters of the stage.
-        tied: what this stage and others have both: an embedding; a bias of relative positions.
+        elements_before: parameter elements of the model.
+        elements_after: parameter elements of the stage.
+        tied: weights that this stage shares with others: embeddings, relative position biases.
     """
 
     pipeline: Pipeline
-    alike: tuple[Hashable, ...]
+    work_keys: tuple[Hashable, ...]
     list: str
     elements_before: int
     elements_after: int
     tied: tuple[TiedEmbedding, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tied": ()}  # of the process in which the model is
+        return {**vars(self), "tied": ()}  # process groups cannot be pickled
 
     def of(self, name: str) -> int:
-        """Return the stage that has the module `name`, which lies in one of the layers."""
+        """Return the stage that holds the module `name`, which lies in one of the layers."""
         layer = int(name.removeprefix(f"{self.list}.").split(".")[0])
         ends = itertools.accumulate(self.pipeline.layers)
         return next(stage for stage, end in enumerate(ends) if layer < end)
 
 
-def split_layers(total: int, stages: int, asked: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return how many layers each stage has: as `asked`, else even, the first ones one more.
+def split_layers(total: int, stages: int, requested: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the layers of each stage: `requested`, or an even split with the remainder first.
 
     Raises:
-        SliceError: fewer layers than stages, or `asked` does not add up.
+        SliceError: fewer layers than stages, or `requested` does not add up.
     """
-    if asked:
-        if len(asked) != stages or sum(asked) != total or min(asked) < 1:
-            terms = " + ".join(map(str, asked))
+    if requested:
+        if len(requested) != stages or sum(requested) != total or min(requested) < 1:
+            terms = " + ".join(map(str, requested))
             raise SliceError(
-                f"--pp-layers {','.join(map(str, asked))}: expected {stages} numbers (--pp "
+                f"--pp-layers {','.join(map(str, requested))}: expected {stages} numbers (--pp "
                 f"{stages}), each at least 1, that add up to the model's {total} layers; found "
-                f"{len(asked)}, {terms} = {sum(asked)}",
+                f"{len(requested)}, {terms} = {sum(requested)}",
                 code="pp-layers-malformed",
             )
-        return tuple(asked)
+        return tuple(requested)
     if total < stages:
         raise SliceError(
-            f"--pp {stages}: the model has {total} layers, so that {stages - total} stages would "
-            f"have none; use at most --pp {total}",
+            f"--pp {stages}: the model has {total} layers, so {stages - total} stages would "
+            f"be empty; use at most --pp {total}",
             code="pp-too-many-stages",
         )
     return tuple(total // stages + (stage < total % stages) for stage in range(stages))
@@ -167,170 +164,173 @@ def stage_model(
     group: dist.ProcessGroup,
     ranks: Sequence[int],
     new_group: NewGroup,
-    asked: Sequence[int] = (),
+    requested: Sequence[int] = (),
     *,
     shards: int = 1,
-) -> Staged:
-    """Keep the layers of this rank's stage, and place the borders.
+) -> PipelineStage:
+    """Reduce a model to this rank's pipeline stage and insert sends and receives.
 
     Args:
-        model: a causal language model with all its layers, on any device; each may be a slice.
-        group: the pipeline's group; the stage is this rank's place in it.
-        ranks: its global ranks, in the order of the stages.
-        new_group: makes the group of the first and the last stage, for tied embeddings.
-        asked: layers of each stage; () splits evenly.
-        shards: into how many the sequence is cut between the blocks (sequence parallelism); what
-            passes between stages is one.
+        model: a causal language model with all its layers, on any device; layers may be sliced.
+        group: the pipeline group; this rank's index in it is the stage.
+        ranks: global ranks of the group, in the order of the stages.
+        new_group: creates the group of first and last stage, for tied embeddings.
+        requested: layers of each stage; () splits evenly.
+        shards: shards of the sequence between blocks (sequence parallelism); stages exchange one
+            shard.
 
     Raises:
         SliceError: the model is not one list of layers between an embedding and a head.
     """
     if not isinstance(model, PreTrainedModel):
         raise SliceError(
-            f"--pp cuts Hugging Face models into stages, and {type(model).__name__} is none "
-            "(transformers.PreTrainedModel): leave --pp out",
+            f"--pp supports Hugging Face models (transformers.PreTrainedModel); "
+            f"{type(model).__name__} is not one: leave --pp out",
             code="pp-not-transformers",
         )
     stage, stages = group.rank(), group.size()
     model.register_forward_pre_hook(_refuse_balancing, with_kwargs=True)
-    anatomy = anatomy_of(model)
-    counts = split_layers(len(anatomy.layers), stages, asked)
+    parts = model_parts_of(model)
+    counts = split_layers(len(parts.layers), stages, requested)
     first = sum(counts[:stage])
-    own = slice(first, first + counts[stage])
+    kept = slice(first, first + counts[stage])
     before = sum(p.numel() for p in model.parameters())
-    alike = sorts_of(anatomy, counts)
-    listed = next(name for name, module in model.named_modules() if module is anatomy.layers)
-    dtype = next(anatomy.layers.parameters()).dtype
-    find_dtype = functools.partial(dtype_of, anatomy.layers, dtype)
-    border = StageBorder(group, anatomy.hidden, find_dtype, shards)
-    dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
-    _keep_layers(anatomy, own)
+    work_keys = stage_keys(parts, counts)
+    list_name = next(name for name, module in model.named_modules() if module is parts.layers)
+    dtype = next(parts.layers.parameters()).dtype
+    current_dtype = functools.partial(dtype_of, parts.layers, dtype)
+    boundary = StageBoundary(group, parts.hidden, current_dtype, shards)
+    dropped = [child for at, child in enumerate(parts.layers) if not kept.start <= at < kept.stop]
+    _keep_layers(parts, kept)
     if stage > 0:
-        dropped += _without_embedding(model, anatomy, border)
+        dropped += _without_embedding(model, parts, boundary)
     if stage < stages - 1:
-        dropped += _without_head(model, anatomy, border)
+        dropped += _without_head(model, parts, boundary)
     tied: tuple[TiedEmbedding, ...] = ()
-    norms = [getattr(anatomy.trunk, name) for name in anatomy.norms]
-    refuse_early_norm(model, anatomy.layers, norms, "--pp")
-    if anatomy.tied:
-        holders = {0: model.get_input_embeddings(), stages - 1: anatomy.head}
+    norms = [getattr(parts.trunk, name) for name in parts.norms]
+    refuse_early_norm(model, parts.layers, norms, "--pp")
+    if parts.tied:
+        holders = {0: model.get_input_embeddings(), stages - 1: parts.head}
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
-        ends = new_group(EMBEDDING_GROUP, members)  # on all stages: peers count their groups
+        ends = new_group(
+            EMBEDDING_GROUP, members
+        )  # every stage creates a group: torch numbers groups per process
         if stage in holders:
             tied = (TiedEmbedding(holders[stage], ends),)
     release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, listed, before, after, tied)
+    return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
 
 
 def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if adds_balancing_loss(module, by_name(module, args, kwargs)):
         raise SliceError(
-            f"--pp: {type(module).__name__} adds a balancing loss of its routers, which multiplies "
-            "what all layers route, those of other stages too: configure "
-            "output_router_logits=False, or leave --pp out",
+            f"--pp: {type(module).__name__} adds a load-balancing loss over the routers of all "
+            "layers, which a stage cannot compute\n  configure output_router_logits=False, or "
+            "leave --pp out",
             code="pp-balancing-loss",
         )
 
 
-def _keep_layers(anatomy: Anatomy, own: slice) -> None:
-    """Keep the stage's layers under their names in the whole model."""
-    layers = list(anatomy.layers.named_children())
-    for name, _ in [*layers[: own.start], *layers[own.stop :]]:
-        delattr(anatomy.layers, name)
-    if anatomy.types is not None:  # forwards look types up by the place in the list
-        trunk = anatomy.trunk
+def _keep_layers(parts: ModelParts, kept: slice) -> None:
+    """Drop other stages' layers; the others keep their names in the whole model."""
+    layers = list(parts.layers.named_children())
+    for name, _ in [*layers[: kept.start], *layers[kept.stop :]]:
+        delattr(parts.layers, name)
+    if parts.types is not None:  # forwards index layer_types by position in the list
+        trunk = parts.trunk
         trunk.config = copy.copy(trunk.config)
-        turned = anatomy.types[own.start :] + anatomy.types[: own.start]
+        rotated = parts.types[kept.start :] + parts.types[: kept.start]
         try:
-            trunk.config.layer_types = turned
-        except AttributeError as error:  # a property
+            trunk.config.layer_types = rotated
+        except AttributeError as error:  # layer_types is a property
             raise SliceError(
-                f"--pp: {type(trunk.config).__name__} computes the types of its layers by itself, "
-                "and forwards look them up by the place in the model, which a stage does not "
-                "keep: leave --pp out",
+                f"--pp: {type(trunk.config).__name__} computes layer_types in a property, which a "
+                "stage cannot adapt to its layer indices: leave --pp out",
                 code="pp-layer-types",
             ) from error
-        for module in anatomy.layers.modules():  # caches of keys and values go by the same places
-            if isinstance(place := getattr(module, "layer_idx", None), int):
-                module.layer_idx = place - own.start
+        for module in parts.layers.modules():  # key-value caches use the same indices
+            if isinstance(layer_index := getattr(module, "layer_idx", None), int):
+                module.layer_idx = layer_index - kept.start
 
 
 def _without_embedding(
-    model: PreTrainedModel, anatomy: Anatomy, border: StageBorder
+    model: PreTrainedModel, parts: ModelParts, boundary: StageBoundary
 ) -> list[nn.Module]:
     tokens = model.get_input_embeddings()
-    for name, embedding in anatomy.embeddings.items():
-        stand_in = (
-            ReceivingEmbedding(border, anatomy.layers) if embedding is tokens else NoEmbedding()
+    for name, embedding in parts.embeddings.items():
+        replacement = (
+            ReceivingEmbedding(boundary, parts.layers) if embedding is tokens else NoEmbedding()
         )
-        setattr(anatomy.trunk, name, stand_in)
-    receive_first(border, next(iter(anatomy.layers)))
-    return [*anatomy.embeddings.values()]
+        setattr(parts.trunk, name, replacement)
+    receive_first(boundary, next(iter(parts.layers)))
+    return [*parts.embeddings.values()]
 
 
-def receive_first(border: StageBorder, first: nn.Module) -> None:
-    """Give the first layer of a stage what was received."""
-    register_ahead(first, functools.partial(_unwrap, border))
+def receive_first(boundary: StageBoundary, first: nn.Module) -> None:
+    """Feed the received hidden states to the first layer of a stage."""
+    register_ahead(first, functools.partial(_unwrap_received, boundary))
 
 
-def _unwrap(
-    border: StageBorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _unwrap_received(
+    boundary: StageBoundary, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Give the first layer what was received, and see that nothing was computed from it before."""
-    args = tuple(Passing.plain(value) for value in args)
-    kwargs = {name: Passing.plain(value) for name, value in kwargs.items()}
-    given = (*args, *kwargs.values())
-    if not any(isinstance(it, Tensor) and it.data_ptr() == border.address for it in given):
+    """Unwrap placeholders; check that the first layer gets the received tensor unchanged."""
+    args = tuple(PassthroughTensor.plain(value) for value in args)
+    kwargs = {name: PassthroughTensor.plain(value) for name, value in kwargs.items()}
+    inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    if not any(x.data_ptr() == boundary.address for x in inputs):
         raise SliceError(
-            f"{type(layer).__name__}, the stage's first layer, is not given what the stage "
-            "received: the model computes on hidden states between its embedding and its layers, "
-            "in a way that cannot be left to the first stage",
+            f"{type(layer).__name__}, the stage's first layer, does not get the received "
+            "tensor: the model changes hidden states between embedding and layers in a way that "
+            "the first stage cannot do alone\n  leave --pp out",
             code="pp-work-before-layer",
         )
     return args, kwargs
 
 
-def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder) -> list[nn.Module]:
-    for name in anatomy.norms:
-        setattr(anatomy.trunk, name, NoNorm(border))
-    last_layer = [*anatomy.layers][-1]
-    last_layer.register_forward_hook(border.left)
-    name = next(name for name, module in model.named_modules() if module is anatomy.head)
+def _without_head(
+    model: PreTrainedModel, parts: ModelParts, boundary: StageBoundary
+) -> list[nn.Module]:
+    for name in parts.norms:
+        setattr(parts.trunk, name, NoNorm(boundary))
+    last_layer = [*parts.layers][-1]
+    last_layer.register_forward_hook(boundary.record_output)
+    name = next(name for name, module in model.named_modules() if module is parts.head)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, SendingHead(border))
+    setattr(model.get_submodule(parent), leaf, SendingHead(boundary))
 
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        return Passing.plain(logits)
+        return PassthroughTensor.plain(logits)
 
     model.loss_function = loss_function
-    without_outputs(model, border)
-    return [*anatomy.norms.values(), anatomy.head]
+    without_outputs(model, boundary)
+    return [*parts.norms.values(), parts.head]
 
 
-def without_outputs(model: nn.Module, border: StageBorder, others: Sequence[str] = ()) -> None:
-    """Let logits, and other outputs by name, refuse to be used on a stage that has them not."""
-    stage, last = border.stage, border.group.size() - 1
+def without_outputs(model: nn.Module, boundary: StageBoundary, others: Sequence[str] = ()) -> None:
+    """Make logits, and the outputs named in `others`, raise an error when used on this stage."""
+    stage, last = boundary.stage, boundary.group.size() - 1
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple):
             return
-        output.__class__ = without_logits(type(output), _why_not("logits", stage, last))
+        output.__class__ = without_logits(type(output), _absent_output("logits", stage, last))
         for name in others:
-            setattr(output, name, unusable(_why_not(name, stage, last)))
+            setattr(output, name, unusable(_absent_output(name, stage, last)))
 
     model.register_forward_hook(after)
 
 
-def _why_not(what: str, stage: int, last: int) -> str:
+def _absent_output(what: str, stage: int, last: int) -> str:
     return (
-        f"the script reads {what}, which stage {last} has and stage {stage} has not: let the model "
-        "compute its loss (pass labels) and use output.loss"
+        f"the script reads {what}, which stage {last} computes, on stage {stage}\n"
+        "  let the model compute its loss (pass labels) and use output.loss"
     )
 
 
 def release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
-    """Free what the stage has not, even where an optimizer made before still lists it."""
+    """Free the parameters of dropped modules, even if an earlier optimizer still lists them."""
     kept = {id(parameter) for parameter in model.parameters()}
     for module in dropped:
         for parameter in module.parameters():
@@ -340,5 +340,5 @@ def release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
 
 
 def dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
-    """Return the type that the layers' parameters have now; a script may cast them later."""
+    """Return the current dtype of the layers' parameters; a script may cast them later."""
     return next((p.dtype for p in layers.parameters() if p.is_floating_point()), default)

@@ -16,28 +16,28 @@ from torch.nn import functional
 from onerank.ir.errors import SliceError
 
 
-class Passing(Tensor):
-    """A tensor on which what a model does to embeddings and logits has no effect.
+class PassthroughTensor(Tensor):
+    """A tensor that ignores scaling, dropout and the like around embeddings and logits.
 
-    Any other function of it gives a plain tensor.
+    Any other function of it returns a plain tensor.
     """
 
     stands_for: Tensor | None = None
 
     @staticmethod
     def of(plain: Tensor, stands_for: Tensor | None = None) -> Tensor:
-        """Return such a tensor; the memory and the autograd history are those of `plain`.
+        """Wrap `plain`, sharing memory and autograd history.
 
-        With `stands_for` it is that tensor's place holder.
+        With `stands_for` the result is a placeholder for that tensor.
         """
-        passing = plain.as_subclass(Passing)
-        passing.stands_for = stands_for
-        return passing
+        wrapped = plain.as_subclass(PassthroughTensor)
+        wrapped.stands_for = stands_for
+        return wrapped
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """Return the plain tensor, or the one it stands for; any other value as it is."""
-        if not isinstance(value, Passing):
+        """Unwrap a placeholder to the tensor it represents; return other values unchanged."""
+        if not isinstance(value, PassthroughTensor):
             return value
         return value.as_subclass(Tensor) if value.stands_for is None else value.stands_for
 
@@ -49,28 +49,30 @@ class Passing(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the tensor itself for a function of embeddings or logits."""
+        """Return the tensor unchanged for functions that models apply to embeddings or logits."""
         if func in _WITHOUT_EFFECT:
-            found = [value for value in args if isinstance(value, Passing)]
-            return max(found, key=Tensor.numel)  # not the empty one that stands for positions
+            wrapped = [value for value in args if isinstance(value, PassthroughTensor)]
+            return max(wrapped, key=Tensor.numel)  # not the empty one of NoEmbedding
         with _DISABLED():
-            if args[0].dim() == 0 and (known := _of_loss(func, *args)) is not None:
-                return known
+            if args[0].dim() == 0 and (answer := _loss_as_logits(func, *args)) is not None:
+                return answer
             result = func(*args, **(kwargs or {}))
         if func in _VIEWS and result.shape == args[0].shape:
-            return args[0]  # a place holder of a shard must not lose it
+            return args[0]  # keeps `stands_for`
         if func is Tensor.detach:
-            return Passing.of(result, cast("Passing", args[0]).stands_for)
+            return PassthroughTensor.of(result, cast("PassthroughTensor", args[0]).stands_for)
         return result
 
 
-def _of_loss(func: Callable[..., Any], loss: Tensor, *given: Any) -> Any:
-    """Answer a model that takes a loss for logits, and computes one of them by itself."""
-    if func is Tensor.size and given:
+def _loss_as_logits(func: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
+    """Let a model that computes its own loss treat the scalar loss as logits; None otherwise."""
+    if func is Tensor.size and args:
         return 1
-    if func.__name__ == functional.cross_entropy.__name__:  # which a slice's head replaces
-        return Passing.plain(loss)
-    return loss if func in _VIEWS[:2] and len(given) > 1 else None  # [tokens, vocabulary]
+    if (
+        func.__name__ == functional.cross_entropy.__name__
+    ):  # by name: a sliced head replaces the function
+        return PassthroughTensor.plain(loss)
+    return loss if func in _VIEWS[:2] and len(args) > 1 else None  # [tokens, vocabulary]
 
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
@@ -86,14 +88,14 @@ _WITHOUT_EFFECT: tuple[Any, ...] = (
 )
 
 
-class StageBorder:
-    """The ends of a stage: who is next to it, and what passes between them.
+class StageBoundary:
+    """Communication of a pipeline stage with its neighbours.
 
     Args:
-        group: the pipeline's group; the stage is this rank's place in it.
-        hidden: features of the hidden states.
-        dtype: tells the type of the layers' parameters, in which hidden states are passed.
-        shards: into how many the sequence is cut between the blocks; one is passed.
+        group: the pipeline group; this rank's index in it is the stage.
+        hidden: hidden size.
+        dtype: returns the dtype of the layers' parameters, which hidden states are sent in.
+        shards: shards of the sequence between blocks; stages exchange one shard.
     """
 
     def __init__(
@@ -107,42 +109,42 @@ class StageBorder:
         self.stage = group.rank()
         self.hidden = hidden
         self.shards = shards
-        self.address = 0  # of what was received last
-        self.leaving = 0  # of what the last layer gave
-        self.beside: Tensor | None = None  # what is sent along: the output of an encoder
+        self.address = 0  # data pointer of the tensor received last
+        self.leaving = 0  # data pointer of the last layer's output
+        self.encoded: Tensor | None = None  # encoder output, sent after the hidden states
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
-    def __deepcopy__(self, _: Any) -> "StageBorder":
-        return self  # as functions are, when a model with its hooks is copied
+    def __deepcopy__(self, _: Any) -> "StageBoundary":
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     @property
     def dtype(self) -> torch.dtype:
-        """What hidden states are passed in: the type of the layers' parameters."""
+        """The dtype that hidden states are sent in: that of the layers' parameters."""
         return self._dtype()
 
     def scalar(self, device: torch.device) -> Tensor:
-        """Return a zero of one element; filled once, in warm-up."""
+        """Return a scalar zero; its kernel runs once per device, during warm-up."""
         if device not in self._scalars:
             self._scalars[device] = torch.zeros((), device=device)
         return self._scalars[device].detach()
 
     def receive(self, ids: Tensor) -> Tensor:
-        """Return the hidden states [batch, sequence / shards, hidden] of the stage before."""
+        """Receive hidden states [batch, sequence / shards, hidden] from the previous stage."""
         (received,) = self.receive_all([tuple(ids.shape)], ids.device)
         self.address = received.data_ptr()
         return received
 
     def receive_all(
-        self, of: Sequence[tuple[int, ...]], device: torch.device
+        self, id_shapes: Sequence[tuple[int, ...]], device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return what the stage before sends, one message for each shape of token ids in `of`."""
+        """Receive one message from the previous stage for each shape of token ids."""
         anchor = self.scalar(device).requires_grad_()
-        shapes = [(*batch, self._share(length), self.hidden) for *batch, length in of]
+        shapes = [(*batch, self._shard_length(length), self.hidden) for *batch, length in id_shapes]
         received: Any = _Receive.apply(anchor, self, *shapes)
         return received
 
-    def _share(self, length: int) -> int:
+    def _shard_length(self, length: int) -> int:
         if length % self.shards:
             raise SliceError(
                 f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
@@ -153,147 +155,149 @@ class StageBorder:
         return length // self.shards
 
     def widened(self, hidden: Tensor) -> Tensor:
-        """Return what has the shape of the whole sequence and stands for a shard of it.
+        """Return a placeholder with the shape of the whole sequence for one shard.
 
-        Models take positions and masks from the shape of what the embedding gives, and reshape
-        what the layers give. The place holder has no memory of its own.
+        Models derive positions and masks from the shape of the embedding's output and reshape the
+        layers' output. The placeholder allocates one element.
         """
         if self.shards == 1:
-            return Passing.of(hidden)
+            return PassthroughTensor.of(hidden)
         batch, part, width = hidden.shape
         whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
-        return Passing.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
+        return PassthroughTensor.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
 
-    def left(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Take note of what the last layer gives."""
+    def record_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Record the last layer's output, as a forward hook."""
         first = output[0] if isinstance(output, tuple) else output
         self.leaving = first.data_ptr()
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Send hidden states to the next stage; return a loss whose backward is theirs."""
+        """Send hidden states on; return a zero loss whose backward receives their gradients."""
         if hidden.data_ptr() != self.leaving:
             raise SliceError(
-                f"stage {self.stage} would send something else than its last layer gives: the "
-                "model computes on hidden states between its layers and its head, in a way that "
-                "cannot be left to the last stage: leave --pp out",
+                f"stage {self.stage} would send a tensor that is not its last layer's output: "
+                "the model changes hidden states between layers and head in a way that the last "
+                "stage cannot do alone\n  leave --pp out",
                 code="pp-work-after-layer",
             )
         if hidden.dtype != self.dtype:
             raise SliceError(
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
-                f"expects {self.dtype}, the type of its parameters: keep the layers of one type",
+                f"expects {self.dtype}, the dtype of its parameters: keep all layers in one dtype",
                 code="pp-hidden-dtype",
             )
-        beside = () if self.beside is None else (self.beside,)
-        # a stage that trains nothing gets its gradient too, as Megatron-LM's does
-        trains = any(one.requires_grad for one in (hidden, *beside))
+        encoded = () if self.encoded is None else (self.encoded,)
+        # A stage without trained parameters receives gradients too, as in Megatron-LM.
+        trains = any(x.requires_grad for x in (hidden, *encoded))
         anchor = None if trains else self.scalar(hidden.device).requires_grad_()
-        loss: Any = _Send.apply(anchor, self, hidden, *beside)
+        loss: Any = _Send.apply(anchor, self, hidden, *encoded)
         return loss
 
 
 class _Receive(torch.autograd.Function):
-    """Receive from the stage before; backward, send it the gradients.
+    """Receive from the previous stage; the backward sends it the gradients.
 
-    The anchor makes the result part of the autograd graph; it gets no gradient.
+    The anchor requires a gradient, so that the result does too; it gets none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, border: StageBorder, *shapes: tuple[int, ...]
+        ctx: Any, anchor: Tensor, boundary: StageBoundary, *shapes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        ctx.border = border
+        ctx.boundary = boundary
         received = [
-            torch.empty(shape, dtype=border.dtype, device=anchor.device) for shape in shapes
+            torch.empty(shape, dtype=boundary.dtype, device=anchor.device) for shape in shapes
         ]
-        for one in received:
-            dist.recv(one, group=border.group, group_src=border.stage - 1)
+        for tensor in received:
+            dist.recv(tensor, group=boundary.group, group_src=boundary.stage - 1)
         return tuple(received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        border = ctx.border
+        boundary = ctx.boundary
         for gradient in grads:
-            dist.send(gradient.contiguous(), group=border.group, group_dst=border.stage - 1)
+            dist.send(gradient.contiguous(), group=boundary.group, group_dst=boundary.stage - 1)
         return (None,) * (2 + len(grads))
 
 
 class _Send(torch.autograd.Function):
-    """Send to the next stage and return a zero; backward, receive the gradients of what was sent.
+    """Send to the next stage and return a zero; the backward receives the tensors' gradients.
 
-    The anchor makes the loss part of the autograd graph where what was sent is not.
+    The anchor makes the loss part of the autograd graph if no sent tensor requires a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor | None, border: StageBorder, *leaving: Tensor) -> Tensor:
-        ctx.border = border
-        ctx.like = [(one.shape, one.dtype, one.device) for one in leaving]
-        for one in leaving:
-            dist.send(one.contiguous(), group=border.group, group_dst=border.stage + 1)
-        return border.scalar(leaving[0].device)
+    def forward(
+        ctx: Any, anchor: Tensor | None, boundary: StageBoundary, *leaving: Tensor
+    ) -> Tensor:
+        ctx.boundary = boundary
+        ctx.received = [(x.shape, x.dtype, x.device) for x in leaving]
+        for tensor in leaving:
+            dist.send(tensor.contiguous(), group=boundary.group, group_dst=boundary.stage + 1)
+        return boundary.scalar(leaving[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        border, gradients = ctx.border, list[Tensor | None]()
-        for number, (shape, dtype, device) in enumerate(ctx.like):
+        boundary, gradients = ctx.boundary, list[Tensor | None]()
+        for number, (shape, dtype, device) in enumerate(ctx.received):
             gradient = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(gradient, group=border.group, group_src=border.stage + 1)
+            dist.recv(gradient, group=boundary.group, group_src=boundary.stage + 1)
             gradients.append(gradient if ctx.needs_input_grad[2 + number] else None)
         return None, None, *gradients
 
 
 class ReceivingEmbedding(nn.Module):
-    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
+    """Replaces the token embedding: token ids [...] -> received hidden states [..., hidden]."""
 
-    def __init__(self, border: StageBorder, layers: nn.Module) -> None:
+    def __init__(self, boundary: StageBoundary, layers: nn.Module) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
         self._parameters_of = layers.parameters
 
     @property
     def weight(self) -> Tensor:
-        """Nothing, where the layers are: models ask an embedding for its device (Llama-4)."""
+        """An empty tensor on the layers' device, which models read off the embedding (Llama-4)."""
         return next(self._parameters_of()).detach().new_empty(0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self._border.widened(self._border.receive(ids))
+        return self._boundary.widened(self._boundary.receive(ids))
 
 
 class NoEmbedding(nn.Module):
-    """Stands where an embedding of positions was, whose sum is in what is received."""
+    """Replaces a position embedding; the received hidden states already contain positions."""
 
     def forward(self, ids: Any, *_: Any, **__: Any) -> Tensor:
-        # some are given a shape (Pegasus)
-        return Passing.of(torch.empty(0, device=getattr(ids, "device", None)))
+        # Pegasus passes a shape, not a tensor
+        return PassthroughTensor.of(torch.empty(0, device=getattr(ids, "device", None)))
 
 
 class NoNorm(nn.Module):
-    """Stands where the final norm was: hidden states as they are, of a shard what stands for it."""
+    """Replaces the final norm: returns hidden states unchanged, or a placeholder for a shard."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._border.widened(hidden)
+        return self._boundary.widened(hidden)
 
 
 class SendingHead(nn.Module):
-    """Stands where the head was: sends hidden states [..., hidden], in whose place is the loss."""
+    """Replaces the head: sends hidden states [..., hidden] and returns the zero loss."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, boundary: StageBoundary) -> None:
         super().__init__()
-        self._border = border
+        self._boundary = boundary
 
     @property
     def weight(self) -> Tensor:
-        """The last stage has it."""
+        """Not available; raises an error, because only the last stage holds the head."""
         raise SliceError(
-            "--pp: the weight of the model's head is read, not the head called (a fused loss, as "
-            "TRL's trainers and Liger have), and only the last stage has it: call the head, or "
-            "leave --pp out",
+            "--pp: the script reads the head's weight instead of calling the head (fused losses of "
+            "TRL and Liger do), and only the last stage holds it\n"
+            "  call the head, or leave --pp out",
             code="head-weight-read",
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return Passing.of(self._border.send(Passing.plain(hidden)))
+        return PassthroughTensor.of(self._boundary.send(PassthroughTensor.plain(hidden)))

@@ -20,10 +20,10 @@ from transformers.modeling_utils import PreTrainedModel
 from onerank.capture.parallelize.experts.aux_loss import balance_over_sequence
 from onerank.capture.parallelize.model_structure import refuse_early_norm, takes_one
 from onerank.capture.parallelize.sliced_outputs import change_hidden_states, unusable
-from onerank.capture.parallelize.tensor.linear import Border, with_hidden_states
+from onerank.capture.parallelize.tensor.linear import BlockBoundary, with_hidden_states
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.sequence_parallel import (
-    HeldShard,
+    SequencePlaceholder,
     scatter_sum_to_sequence,
     split_to_sequence,
 )
@@ -78,9 +78,8 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         raise SliceError(
             f"--sp: {type(model).__name__} has {len(names)} stacks of layers "
             f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
-            f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
-            "the sequence are known for an embedding, one stack, a norm and a head that are all "
-            "sliced or planned: leave --sp out",
+            f"{head or 'none'}, other modules: {', '.join(outside) or 'none'}\n  --sp supports "
+            "an embedding, one stack, a norm and a head, all sliced or planned: leave --sp out",
             code="sp-model-structure",
         )
     (name,) = names
@@ -113,9 +112,9 @@ def shard_sequence(
     group: dist.ProcessGroup,
     blocks: Collection[str],
     *,
-    alone: bool,
-) -> Border:
-    """Let the stack run on a shard of the sequence; return the border before the head.
+    peers_absent: bool,
+) -> BlockBoundary:
+    """Let the stack run on a shard of the sequence; return the boundary before the head.
 
     Up to the first layer hidden states keep the whole sequence, since models take positions and
     masks from their shape: the embedding's sum is reduced and scattered there. Where learned
@@ -129,23 +128,28 @@ def shard_sequence(
         group: the tensor-parallel group.
         blocks: names of the blocks that gather the sequence, and so run on all of it, and of
             experts that do.
-        alone: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks are not there to add their parts.
     """
     begin_sequence(
-        model, stack.first, stack.embedding, group, summed=stack.learns_positions, alone=alone
+        model,
+        stack.first,
+        stack.embedding,
+        group,
+        summed=stack.learns_positions,
+        peers_absent=peers_absent,
     )
     layers = model.get_submodule(stack.name)
     sum_on_shards(model, stack.name, [stack.last_norm], group, blocks)
-    balance_over_sequence(model, group, alone=alone)
-    border = Border(group, sequence=True)
+    balance_over_sequence(model, group, peers_absent=peers_absent)
+    boundary = BlockBoundary(group, sequence=True)
 
     def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return border.enter(output)
+        return boundary.enter(output)
 
     refuse_early_norm(model, layers.children(), [stack.last_norm], "--sp")
 
     stack.last_norm.register_forward_hook(gather)
-    return border
+    return boundary
 
 
 def begin_sequence(
@@ -155,7 +159,7 @@ def begin_sequence(
     group: dist.ProcessGroup,
     *,
     summed: bool,
-    alone: bool,
+    peers_absent: bool,
 ) -> None:
     """Let a stack of layers begin with a shard of the sequence.
 
@@ -165,9 +169,11 @@ def begin_sequence(
         embedding: of the vocabulary, if there is one.
         group: the tensor-parallel group.
         summed: whether the first layer gets the whole sum, else this rank's part of it.
-        alone: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks are not there to add their parts.
     """
-    made_up = RandomFill(embedding, group.rank()) if alone and embedding is not None else None
+    made_up = (
+        RandomFill(embedding, group.rank()) if peers_absent and embedding is not None else None
+    )
 
     def scatter(x: Tensor) -> Tensor:
         return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
@@ -315,9 +321,9 @@ def two_stacks_of(
     if not same or outside or not head:
         raise SliceError(
             f"--sp: {type(model).__name__} has stacks of layers {', '.join(sorted(lists))}, head "
-            f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
-            "the sequence are known for an encoder and a decoder that begin alike, with "
-            "embeddings and a head that are all sliced or planned: leave --sp out",
+            f"{head or 'none'}, other modules: {', '.join(outside) or 'none'}\n  --sp supports "
+            "an encoder and a decoder that begin in the same way, with embeddings and a head that "
+            "are all sliced or planned: leave --sp out",
             code="sp-model-structure",
         )
     return TwoStacks(*stacks)
@@ -343,36 +349,38 @@ def shard_sequences(
     group: dist.ProcessGroup,
     blocks: Collection[str],
     *,
-    alone: bool,
-) -> Border:
-    """Let both stacks run on shards of their sequences; return the border before the head.
+    peers_absent: bool,
+) -> BlockBoundary:
+    """Let both stacks run on shards of their sequences; return the boundary before the head.
 
     Args:
         model: whose layers are sliced.
         stacks: where its layers are.
         group: the tensor-parallel group.
         blocks: as for `shard_sequence`.
-        alone: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks are not there to add their parts.
     """
     for one in (stacks.encoder, stacks.decoder):
         layers = model.get_submodule(one.layers)
         first = next(iter(layers.children()))
-        begin_sequence(one.module, first, one.embedding, group, summed=one.summed, alone=alone)
+        begin_sequence(
+            one.module, first, one.embedding, group, summed=one.summed, peers_absent=peers_absent
+        )
         sum_on_shards(model, one.layers, one.behind, group, blocks)
         refuse_early_norm(model, layers.children(), one.behind, "--sp")
-    border = Border(group, sequence=True)
+    boundary = BlockBoundary(group, sequence=True)
 
     def hold(shard: Tensor) -> Tensor:
-        return HeldShard.of(shard, group)
+        return SequencePlaceholder.of(shard, group)
 
     change_hidden_states(stacks.encoder.module, hold)
-    change_hidden_states(stacks.decoder.module, border.enter)
+    change_hidden_states(stacks.decoder.module, boundary.enter)
     model.register_forward_hook(_hide)
-    return border
+    return boundary
 
 
 def _hide(_: nn.Module, __: Any, output: Any) -> None:
-    if isinstance(getattr(output, _ENCODED, None), HeldShard):
+    if isinstance(getattr(output, _ENCODED, None), SequencePlaceholder):
         setattr(output, _ENCODED, _NO_OUTPUT)
 
 

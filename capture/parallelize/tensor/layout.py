@@ -25,8 +25,8 @@ from onerank.capture.parallelize.tensor.layer_stack import (
     stack_of,
     two_stacks_of,
 )
-from onerank.capture.parallelize.tensor.linear import Border
-from onerank.capture.parallelize.tensor.lora import Adapted, adapted
+from onerank.capture.parallelize.tensor.linear import BlockBoundary
+from onerank.capture.parallelize.tensor.lora import LoraLinear, adapted
 from onerank.capture.parallelize.tensor.mla import LatentSequence, latent_styles, rotary_width
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -42,7 +42,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     SPLIT_OUTPUT,
     UP,
     WHOLE,
-    Flavour,
+    TensorParallelStyle,
     check_complete,
     check_exact,
     check_sizes,
@@ -57,7 +57,7 @@ from onerank.ir.errors import SliceError
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
-_GATE = "gate_proj"  # of the attention's output, a factor for each of its features
+_GATE = "gate_proj"  # in attention: a factor for each output feature
 
 _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 
@@ -78,10 +78,10 @@ _MLP = {
 }
 
 
-def with_unplanned(
+def add_megatron_styles(
     model: PreTrainedModel, styles: dict[str, str], *, complete: bool
 ) -> dict[str, str]:
-    """Return module name -> style with latent attention's and, if `complete`, all left out."""
+    """Add styles of latent attention and, if `complete`, of every module the plan omits."""
     result = dict(styles)
     if complete:
         stacks: set[str | None] = {_stack_of(name) for name in styles} | {
@@ -90,8 +90,10 @@ def with_unplanned(
         for name, module in model.named_modules():
             if _stack_of(f"{name}.") in stacks - {None}:
                 gathered = result.get(f"{name}.q_proj") in GATHERED
-                for key, style in _left_out(model, module).items():
-                    if not (gathered and key in _NORMS):  # they have all heads, on every rank
+                for key, style in _known_styles(model, module).items():
+                    if not (
+                        gathered and key in _NORMS
+                    ):  # a gathered projection gives every rank all heads
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)
@@ -113,7 +115,7 @@ def _experts(model: nn.Module) -> list[str]:
 
 
 def _stack_of(name: str) -> str | None:
-    """Return the list of layers that a module is in: a vision tower's may stay whole."""
+    """Return the list of layers that contains a module; a vision tower's list may stay whole."""
     stack, *inside = re.split(r"\.\d+\.", name, maxsplit=1)
     return stack if inside else None
 
@@ -123,27 +125,27 @@ def _attends(module: nn.Module) -> bool:
     return all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION)
 
 
-def _left_out(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
-    """Return name of a part -> style for what is known by name in a module; "" is itself."""
+def _known_styles(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
+    """Return submodule name -> style for known submodules; "" is the module itself."""
     children = dict(module.named_children())
     if _attends(module):
-        return _of_attention(model, module, children)
+        return _attention_styles(model, module, children)
     if isinstance(module, XIELUActivation):
-        return {"": REPLICATED[0]}  # two numbers for all features
+        return {"": REPLICATED[0]}  # two scalars for all features
     if _is_gated(children):
         return {key: _MLP[key] for key in _GATED}
     if _is_packed(children):
         return {_PACKED: "packed_colwise", "down_proj": _MLP["down_proj"]}
     styles: dict[str, str] = {}
     for shared in _SHARED:
-        if isinstance(found := children.get(shared), nn.Module):
-            keys = (key for key, _ in found.named_children() if key in _MLP)
+        if isinstance(mlp := children.get(shared), nn.Module):
+            keys = (key for key, _ in mlp.named_children() if key in _MLP)
             styles |= {f"{shared}.{key}": _MLP[key] for key in keys}
     return styles
 
 
 def _is_gated(children: dict[str, Any]) -> bool:
-    """Whether they are the projections of an MLP whose hidden features are those of its gate."""
+    """Return whether the children are the projections of a gated MLP."""
     if not all(isinstance(children.get(key), nn.Linear) for key in _GATED):
         return False
     gate, up, down = (children[key] for key in _GATED)
@@ -151,13 +153,13 @@ def _is_gated(children: dict[str, Any]) -> bool:
 
 
 def _is_packed(children: dict[str, Any]) -> bool:
-    """Whether they are the projections of an MLP whose gate is the first half of one of them."""
+    """Return whether the children are those of a gated MLP with gate and up projection fused."""
     if not all(isinstance(children.get(key), nn.Linear) for key in (_PACKED, "down_proj")):
         return False
     return children[_PACKED].out_features == 2 * children["down_proj"].in_features
 
 
-def _of_attention(
+def _attention_styles(
     model: PreTrainedModel, module: Any, children: dict[str, nn.Module]
 ) -> dict[str, str]:
     config: Any = model.config.get_text_config()
@@ -168,8 +170,8 @@ def _of_attention(
     gate = children.get(_GATE)
     if isinstance(gate, nn.Linear) and gate.out_features == module.q_proj.out_features:
         styles[_GATE] = "colwise"
-    own = {key for key, _ in module.named_parameters(recurse=False)}
-    if own and own <= _SINKS:
+    direct = {key for key, _ in module.named_parameters(recurse=False)}
+    if direct and direct <= _SINKS:
         styles[""] = HEADS[0]
     for key in _NORMS:
         norm = children.get(key)
@@ -186,98 +188,102 @@ _TIES = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Layout:
-    """What becomes of a model's modules. Names are qualified.
+    """Styles and collectives of a model's modules, by qualified name.
 
     Attributes:
         styles: style of each planned module.
-        head: the sliced head; "" where there is none.
-        stack: the layers that run on a shard of the sequence; None where all have the whole.
-        borders: border before each block that has one.
-        own_inputs: where the input of a layer is gathered that no block's border is for.
+        head: the sliced head; "" without one.
+        stack: the layers that run on a shard of the sequence; None without sequence parallelism.
+        boundaries: boundary of each block with column-parallel layers.
+        own_inputs: gathers the input of each layer that no block's boundary covers.
         adapted: layers with low-rank adapters.
     """
 
     styles: Mapping[str, str]
     head: str
     stack: Stack | TwoStacks | None
-    borders: Mapping[str, Border]
+    boundaries: Mapping[str, BlockBoundary]
     own_inputs: Mapping[str, LatentSequence | OwnInput]
-    adapted: Mapping[str, Adapted]
+    adapted: Mapping[str, LoraLinear]
 
     @property
     def cuts(self) -> list[str]:
-        """What shares work by itself: blocks behind a border, and modules before which none is."""
-        alone = (*EXPERTS, *UP, *ROW)
-        return [*self.borders, *(name for name, style in self.styles.items() if style in alone)]
+        """Names of the blocks behind a boundary, and of sliced modules that need no boundary."""
+        unbounded = (*EXPERTS, *UP, *ROW)
+        modules = (name for name, style in self.styles.items() if style in unbounded)
+        return [*self.boundaries, *modules]
 
 
 def layout_of(
     model: nn.Module,
     rules: dict[str, ModuleRule],
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     *,
     sequence: bool,
 ) -> Layout:
-    """Return what becomes of a model's modules; nothing is changed yet.
+    """Plan styles and collectives of a model's modules without changing the model.
 
     Args:
         model: a model whose parameters are whole.
-        rules: a plan's, by module; {} takes transformers' plan.
+        rules: rules of a plan, by module; {} selects transformers' plan.
         group: the tensor-parallel group.
-        flavour: where the borders stand.
+        tp_style: where the collectives stand.
         sequence: whether norms and residuals are sharded along the sequence.
 
     Raises:
         SliceError: as for `slice_model`.
     """
-    styles = _styles(model, rules, group.size(), flavour)
+    styles = _styles(model, rules, group.size(), tp_style)
     adapters = _adapted(model, styles, rules)
-    styles |= {inner: WHOLE[0] for one in adapters.values() for inner in one.inner}
-    check_complete(model, styles, flavour)
-    if flavour == "megatron":
+    styles |= {inner: WHOLE[0] for lora in adapters.values() for inner in lora.inner}
+    check_complete(model, styles, tp_style)
+    if tp_style == "megatron":
         styles = without_gathers(model, styles)
     _check_tied(model, styles)
     for name in adapters:
         _check_adapted(name, styles[name], rules, sequence=sequence)
     head = _head(model, styles)
-    stack = _stack(model, styles, head, flavour) if sequence else None
-    borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
+    stack = _stack(model, styles, head, tp_style) if sequence else None
+    boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     own_inputs = _own_inputs(model, styles, group) if stack else {}
-    return Layout(styles, head, stack, borders, own_inputs, adapters)
+    return Layout(styles, head, stack, boundaries, own_inputs, adapters)
 
 
 def _styles(
-    model: nn.Module, rules: dict[str, ModuleRule], size: int, flavour: Flavour
+    model: nn.Module, rules: dict[str, ModuleRule], size: int, tp_style: TensorParallelStyle
 ) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
         check_exact(model)
-    given = {name: rule.style for name, rule in rules.items() if rule.style}
+    explicit = {name: rule.style for name, rule in rules.items() if rule.style}
     if any(rule.slices for rule in rules.values()):
-        return given
+        return explicit
     if isinstance(model, PreTrainedModel):
-        own = with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
-        return own | given
+        defaults = add_megatron_styles(
+            model, planned_styles(model), complete=tp_style == "megatron"
+        )
+        return defaults | explicit
     raise SliceError(without_plan(model), code="tp-no-plan")
 
 
 def _adapted(
     model: nn.Module, styles: dict[str, str], rules: dict[str, ModuleRule]
-) -> dict[str, Adapted]:
-    """Return name -> adapters, for each planned layer that has some."""
-    found: dict[str, Adapted] = {}
+) -> dict[str, LoraLinear]:
+    """Return name -> adapted layer, for each planned layer with adapters."""
+    layers: dict[str, LoraLinear] = {}
     for name in styles.keys() | {name for name, rule in rules.items() if rule.adapter}:
         rule = rules.get(name, ModuleRule())
-        if (one := adapted(model.get_submodule(name), name, rule.adapter or ())) is None:
+        lora = adapted(model.get_submodule(name), name, rule.adapter or ())
+        if lora is None:
             continue
         if name not in styles:
             raise SliceError(
-                f"the plan names adapters of {name}, which no plan gives a style",
+                f"the plan names adapters of {name}, but no plan gives it a style",
                 code="plan-adapter-unplanned",
             )
-        found[name] = one
-    return found
+        layers[name] = lora
+    return layers
 
 
 def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, sequence: bool) -> None:
@@ -287,15 +293,15 @@ def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, seque
         why = "--sp" if sequence else "narrow_input" if narrows else f"style {style}"
         why = "parts of its input" if fused and not sequence else why
         raise SliceError(
-            f"{name} has low-rank adapters, which are known beside colwise and rowwise layers of "
-            f"whole inputs, not with {why}: leave "
+            f"{name} has low-rank adapters, which are supported on colwise and rowwise layers "
+            f"with whole inputs, not with {why}: leave "
             + ("--sp out" if sequence else "the adapter out"),
             code="lora-style",
         )
 
 
 def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:
-    """Refuse a weight that one module is to share out, and another to have whole."""
+    """Refuse a tied weight that one module slices and another keeps whole."""
     whole = (*KEPT_WHOLE, *WHOLE, *SPLIT_OUTPUT, *LATENT)
     sliced = {
         id(parameter): name
@@ -305,12 +311,12 @@ def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:
     }
     for name, module in model.named_modules():
         if styles.get(name, whole[0]) not in whole or not isinstance(module, _TIES):
-            continue  # others only keep what is another's (BERT's bias)
+            continue  # other modules only keep a reference (BERT's bias)
         for key, parameter in module.named_parameters(recurse=False):
             if (other := sliced.get(id(parameter))) is not None:
                 raise SliceError(
-                    f"{name} is to stay whole, and its {key} is that of {other}, which is planned "
-                    f"as {styles[other]}: slice both, or let both stay whole",
+                    f"{name} stays whole, but its {key} is tied to {other}, which is planned "
+                    f"as {styles[other]}: slice both, or keep both whole",
                     code="plan-tied-parameters",
                 )
 
@@ -325,9 +331,9 @@ def _head(model: nn.Module, styles: dict[str, str]) -> str:
 
 
 def _stack(
-    model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
+    model: nn.Module, styles: dict[str, str], head: str, tp_style: TensorParallelStyle
 ) -> Stack | TwoStacks:
-    if flavour != "megatron":
+    if tp_style != "megatron":
         raise SliceError(
             "--sp is Megatron-LM's sequence parallelism: use --tp-style megatron", code="sp-style"
         )
@@ -335,8 +341,8 @@ def _stack(
     for name, style in styles.items():
         if style in (*GATHERED, *SPLIT) and name != head and parent_of(name) not in closed:
             raise SliceError(
-                f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
-                "sequence is not known: leave --sp out",
+                f"--sp: {name} is planned as {style}, which --sp does not support on a "
+                "shard of the sequence: leave --sp out",
                 code="sp-module-style",
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
@@ -354,34 +360,34 @@ def _closed(styles: dict[str, str]) -> set[str]:
 def _own_inputs(
     model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
 ) -> dict[str, LatentSequence | OwnInput]:
-    """Return name -> where its input is gathered, for layers that no block's border is for."""
+    """Return name -> input gatherer, for layers that no block's boundary covers."""
     latent = {
         name: LatentSequence(model.get_submodule(name), name, rotary_width(model, name), group)
         for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
     }
-    alone = [name for name, style in styles.items() if style in UP]
-    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in alone}
+    projections = [name for name, style in styles.items() if style in UP]
+    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in projections}
 
 
-def _borders(
+def _boundaries(
     styles: dict[str, str],
     rules: dict[str, ModuleRule],
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     head: str,
     *,
     sequence: bool,
-) -> dict[str, Border]:
-    """Return block name -> border, for each block that has one."""
-    borders: dict[str, Border] = {}
+) -> dict[str, BlockBoundary]:
+    """Return block name -> boundary, for each block that has one."""
+    boundaries: dict[str, BlockBoundary] = {}
     closed = _closed(styles)
     for name, style in styles.items():
         block = parent_of(name)
         narrows = block in rules and rules[block].narrow_input
         if style in GATHERED and block not in closed:
-            continue  # whole behind it again: what follows has a border of its own
-        if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
+            continue  # the gathered output is whole again: the next layer gets its own boundary
+        if name == head or style not in (*COLUMN, *GATHERED) or block in boundaries:
             continue
-        if flavour == "megatron" or narrows:
-            borders[block] = Border(group, sequence=sequence, narrows=narrows)
-    return borders
+        if tp_style == "megatron" or narrows:
+            boundaries[block] = BlockBoundary(group, sequence=sequence, narrows=narrows)
+    return boundaries

@@ -14,7 +14,7 @@ from onerank.capture.parallelize.autograd_collectives import (
     reduce_from_group,
     split_to_group,
 )
-from onerank.capture.parallelize.tensor.sequence_parallel import HeldShard, SequenceInput
+from onerank.capture.parallelize.tensor.sequence_parallel import SequenceInput, SequencePlaceholder
 from onerank.ir.errors import SliceError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -44,8 +44,12 @@ def column_linear(
 ) -> None:
     """Shard a linear layer's output features: [..., in] -> [..., out / size].
 
-    `copy` places the border at this layer; without it the border stands further out, and `linear`
-    is how it multiplies. Where `gathers` says so, the output is gathered: [..., in] -> [..., out].
+    Args:
+        module: the linear layer, whose parameters are sliced already.
+        group: the tensor-parallel group.
+        copy: whether this layer is itself the region's boundary; else an enclosing block is.
+        gathers: returns whether the output is gathered, [..., in] -> [..., out], in this call.
+        linear: multiplies the input by the weight.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
@@ -81,7 +85,7 @@ HIDDEN_STATES = "hidden_states"
 _OTHERS = ("key_value_states", "encoder_hidden_states")  # to which a decoder attends
 
 
-class Border:
+class BlockBoundary:
     """Stands before a block while `placed`.
 
     Args:
@@ -99,7 +103,7 @@ class Border:
         self._whole: Tensor | None = None
         self._gathered: list[SequenceInput] = []
 
-    def __deepcopy__(self, _: Any) -> "Border":
+    def __deepcopy__(self, _: Any) -> "BlockBoundary":
         return self  # as functions are, when a model with its hooks is copied
 
     def place_before(self, block: nn.Module) -> None:
@@ -136,7 +140,11 @@ class Border:
         return args, kwargs | {key: self._enter_other(x) for key, x in others.items()}
 
     def _enter_other(self, x: Tensor) -> Tensor:
-        return self._gather(x.shard) if isinstance(x, HeldShard) else copy_to_group(x, self._group)
+        return (
+            self._gather(x.shard)
+            if isinstance(x, SequencePlaceholder)
+            else copy_to_group(x, self._group)
+        )
 
     def _gather(self, shard: Tensor) -> Tensor:
         self._gathered.append(SequenceInput(shard, self._group))
@@ -162,6 +170,6 @@ def with_hidden_states(
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise SliceError(
         f"{type(module).__name__} takes no hidden states as first argument or by name; "
-        "its tensor-parallel border cannot be placed: use --tp-style hf",
+        "its tensor-parallel boundary cannot be placed: use --tp-style hf",
         code="tp-no-hidden-states",
     )

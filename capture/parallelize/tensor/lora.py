@@ -40,7 +40,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class Adapted:
+class LoraLinear:
     """A linear layer with adapters.
 
     Attributes:
@@ -69,7 +69,7 @@ class Adapted:
     def cut_column(
         self, group: dist.ProcessGroup, cut: set[int], blocks: Sequence[int], *, copy: bool
     ) -> None:
-        """Keep this rank's output features; `copy` places the border at this layer."""
+        """Keep this rank's output features; `copy` places the boundary at this layer."""
         rows = matrix_of(self.base).shape[0]
         self._cut_base(group, cut, output=True, blocks=blocks)
         for up in self.ups:
@@ -101,7 +101,7 @@ class Adapted:
         self.module.register_forward_hook(_summing(group, inner))
 
 
-def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> Adapted | None:
+def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLinear | None:
     """Return a layer with its adapters, PEFT's or those that a plan names; None without any.
 
     Args:
@@ -142,17 +142,17 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> Adapted 
             "LoRA without biases and variants, or leave --tp out",
             code="lora-extra-parameters",
         )
-    return Adapted(module, name, base, downs, ups)
+    return LoraLinear(module, name, base, downs, ups)
 
 
 def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
-    """Return module and name of each parameter that a name stands for."""
+    """Return module and name of each parameter that a name represents."""
     value = getattr(module, key, None)
     if isinstance(value, nn.Parameter):
         return [(module, key)]
     several = isinstance(value, nn.ModuleDict | nn.ModuleList)
     parts: list[Any] = list(value.children()) if several else [value]
-    return [(one, "weight") for one in parts if isinstance(one, nn.Linear)]
+    return [(part, "weight") for part in parts if isinstance(part, nn.Linear)]
 
 
 def _placed(owner: nn.Module, key: str, features: int, what: str) -> _Matrix:

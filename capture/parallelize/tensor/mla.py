@@ -22,8 +22,8 @@ from onerank.capture.parallelize.autograd_collectives import copy_to_group
 from onerank.capture.parallelize.tensor.linear import with_hidden_states
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, LATENT, UP, WHOLE
 from onerank.capture.parallelize.tensor.sequence_parallel import (
-    HeldShard,
     SequenceInput,
+    SequencePlaceholder,
     gather_sequence,
 )
 from onerank.ir.errors import SliceError
@@ -115,7 +115,7 @@ class LatentSequence:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a projection up: of a shard, gathered here, or of the latents, gathered before."""
-        if isinstance(x, ShardOf):
+        if isinstance(x, LatentPlaceholder):
             source = SequenceInput(x.shard, self._group)
             return source.linear(source.whole, weight, bias)
         if self._latents is None:
@@ -126,7 +126,7 @@ class LatentSequence:
         return with_hidden_states(module, args, kwargs, self._placed)
 
     def _placed(self, shard: Tensor) -> Tensor:
-        return ShardOf.hold(shard, self._group, self._width)
+        return LatentPlaceholder.hold(shard, self._group, self._width)
 
     def _hold_place(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return self._placed(output)
@@ -139,7 +139,7 @@ class LatentSequence:
         self._latents = None
 
 
-class ShardOf(HeldShard):
+class LatentPlaceholder(SequencePlaceholder):
     """Place holder for the hidden states of a latent attention.
 
     It splits the rotary part, which it gathers, from the latents.
@@ -149,9 +149,9 @@ class ShardOf(HeldShard):
     what = "a latent attention computes {} of hidden states, beside its projections"
 
     @staticmethod
-    def hold(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "ShardOf":
+    def hold(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "LatentPlaceholder":
         """Return the place holder of a shard [batch, sequence / size, features]."""
-        held = ShardOf.of(shard, group)
+        held = LatentPlaceholder.of(shard, group)
         held.rotary = rotary
         return held
 
@@ -164,13 +164,13 @@ class ShardOf(HeldShard):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer what is known of the whole."""
-        if func in _SPLITS and isinstance(args[0], ShardOf):
+        if func in _SPLITS and isinstance(args[0], LatentPlaceholder):
             return _without_rotary(args[0], *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _without_rotary(
-    held: ShardOf, split_size_or_sections: Any, dim: int = 0
+    held: LatentPlaceholder, split_size_or_sections: Any, dim: int = 0
 ) -> tuple[Tensor, Tensor]:
     features = held.shape[-1]
     wanted = [features - held.rotary, held.rotary]
@@ -183,13 +183,13 @@ def _without_rotary(
         )
     latents, rotary = held.shard.split(wanted, dim=-1)
     return (
-        ShardOf.hold(latents, held.group, held.rotary),
+        LatentPlaceholder.hold(latents, held.group, held.rotary),
         gather_sequence(rotary, held.group),
     )
 
 
 def _on_shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.shard if isinstance(value, ShardOf) else value for value in args)
+    return tuple(value.shard if isinstance(value, LatentPlaceholder) else value for value in args)
 
 
 _SPLITS: tuple[Any, ...] = (torch.split, Tensor.split)

@@ -16,7 +16,7 @@ from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
 from onerank.ir.errors import SliceError
 
-Flavour = Literal["megatron", "hf"]
+TensorParallelStyle = Literal["megatron", "hf"]
 
 COLUMN = ("colwise", "packed_colwise", "fused_qkv")  # the last is ours, never a plan's
 GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -30,7 +30,7 @@ EXPERTS = ("moe_tp_experts",)
 IDENTITY = ("moe_identity_expert",)
 LATENT = ("mla_kv_a_proj",)
 HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
-UP = ("colwise_own_border",)  # ours: column-parallel with a border of its own in both flavours
+UP = ("colwise_own_border",)  # ours: column-parallel with a boundary of its own in both styles
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
 _STYLES = (
     *COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *IDENTITY, *LATENT,
@@ -111,7 +111,7 @@ def check_exact(model: PreTrainedModel) -> None:
         )
 
 
-def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -> None:
+def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorParallelStyle) -> None:
     """Refuse a plan that leaves out what must be sliced with the rest."""
     kind = type(model).__name__
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
@@ -141,14 +141,14 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         whole = isinstance(module, nn.Linear | Conv1D) and any(
             name.startswith(stack) for stack in stacks
         )
-        if whole and flavour == "megatron":
+        if whole and tp_style == "megatron":
             left_out.append(name)
     if left_out:
         own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-        by_flavour = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
+        by_style = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
         raise SliceError(
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
-            f"compute it whole, which Megatron-LM would not do. To let it, {by_flavour}give "
+            f"compute it whole, which Megatron-LM would not do. To let it, {by_style}give "
             "--sharding-plan FILE with this, which goes beside the model's own plan:\n\n"
             f"{whole_plan(model, left_out)}",
             code="tp-unplanned-module",

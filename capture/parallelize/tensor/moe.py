@@ -57,7 +57,7 @@ class _Form:
 def cut_experts(
     module: Any, name: str, group: dist.ProcessGroup, *, sequence: bool = False
 ) -> None:
-    """Keep this rank's features of every expert, and place the borders around the module.
+    """Keep this rank's features of every expert, and place the boundaries around the module.
 
     Args:
         module: the fused experts of a layer.

@@ -20,7 +20,7 @@ from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_
 from onerank.ir.errors import SliceError
 
 
-class HeldShard(Tensor):
+class SequencePlaceholder(Tensor):
     """Place holder of [batch, sequence, features] for a shard of the sequence; without memory.
 
     It tells its shape, which models take masks from. Anything else that is computed of it is an

@@ -23,14 +23,19 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
-from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.tensor.layer_stack import (
     TwoStacks,
     shard_sequence,
     shard_sequences,
 )
 from onerank.capture.parallelize.tensor.layout import Layout, layout_of
-from onerank.capture.parallelize.tensor.linear import Border, column_linear, matrix_of, row_linear
+from onerank.capture.parallelize.tensor.linear import (
+    BlockBoundary,
+    column_linear,
+    matrix_of,
+    row_linear,
+)
 from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -47,7 +52,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     SPLIT_OUTPUT,
     UP,
     WHOLE,
-    Flavour,
+    TensorParallelStyle,
     blocks_of,
     parent_of,
     parts_of,
@@ -64,11 +69,11 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     slice_head_bias,
 )
 from onerank.capture.parallelize.tensor.vocab_parallel import (
+    computes_loss_in_forward,
     cross_entropy_head,
-    loses_by_itself,
     parallel_embedding,
     parallel_head,
-    refuse_skipped,
+    refuse_unused_head,
 )
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
@@ -76,22 +81,21 @@ from onerank.ir.errors import SliceError
 
 @dataclass(frozen=True)
 class Sliced:
-    """What was sliced.
+    """Summary of a sliced model.
 
     Attributes:
         modules: counts of modules by style.
-        elements_before: parameters of the model.
-        elements_after: parameters of the slice.
-        stage: the pipeline stage it is; None where there is none.
-        classes: classes of the world's equal ranks; () where what they do is not known before.
-        duplicates: names of the parameters that a rank before this one holds too, of those that
-            hold one replica of the model.
+        elements_before: parameter elements of the model.
+        elements_after: parameter elements of the slice.
+        stage: the pipeline stage; None without pipeline parallelism.
+        classes: classes of equivalent ranks; () if a rank's work depends on data.
+        duplicates: names of parameters that an earlier rank of the same model replica holds too.
     """
 
     modules: dict[str, int]
     elements_before: int
     elements_after: int
-    stage: Staged | None = None
+    stage: PipelineStage | None = None
     classes: tuple[RankClass, ...] = ()
     duplicates: frozenset[str] = frozenset()
 
@@ -99,38 +103,38 @@ class Sliced:
 def slice_model(
     model: nn.Module,
     group: dist.ProcessGroup,
-    flavour: Flavour,
+    tp_style: TensorParallelStyle,
     *,
-    alone: bool = True,
+    peers_absent: bool = True,
     plan: ShardingPlan | None = None,
     sequence: bool = False,
 ) -> Sliced:
-    """Keep this rank's share of every planned module and place the borders.
+    """Keep this rank's share of every planned module and insert the collectives.
 
     Args:
         model: a model whose parameters are whole, on any device.
         group: the tensor-parallel group.
-        flavour: where the borders stand.
-        alone: whether the group's other ranks are not there to add their parts.
-        plan: what to slice; None takes transformers' plan, or one that comes with onerank.
+        tp_style: where the collectives stand.
+        peers_absent: whether the group's other ranks do not exist to add partial sums.
+        plan: what to slice; None selects transformers' plan, or a plan that ships with onerank.
         sequence: whether norms and residuals are sharded along the sequence.
 
     Raises:
-        SliceError: the model has no plan, the plan leaves something out or has a style that is
-            not known here, or a size does not divide.
+        SliceError: the model has no plan, the plan omits a module or has an unknown style, or
+            the group size does not divide a dimension.
     """
     rules = rules_for(model, plan)
-    layout = layout_of(model, rules, group, flavour, sequence=sequence)
+    layout = layout_of(model, rules, group, tp_style, sequence=sequence)
     whole = {name: p.numel() for name, p in model.named_parameters()}
     slicing = _Slicing(
-        model, group, rules, layout, alone=alone, parallel_loss=flavour == "megatron"
+        model, group, rules, layout, peers_absent=peers_absent, parallel_loss=tp_style == "megatron"
     )
     for name, style in layout.styles.items():
         slicing.cut(name, style)
-    for name, border in layout.borders.items():
-        border.place_before(model.get_submodule(name))
+    for name, boundary in layout.boundaries.items():
+        boundary.place_before(model.get_submodule(name))
     for name, rule in rules.items():
-        _tell_heads(model.get_submodule(name), name, rule, group)
+        _divide_heads(model.get_submodule(name), name, rule, group)
     return Sliced(
         dict(Counter(s for s in layout.styles.values() if s not in WHOLE)),
         sum(whole.values()),
@@ -144,15 +148,15 @@ def slice_model(
 
 
 class _Slicing:
-    """Cuts the modules of one model.
+    """Slices the modules of one model.
 
     Args:
-        model: whole, but for what was cut before.
+        model: the model; other axes may have cut it already.
         group: the tensor-parallel group.
-        rules: a plan's, by module.
-        layout: what becomes of each module.
-        alone: as for `slice_model`.
-        parallel_loss: whether the head's logits stay sharded up to the loss.
+        rules: rules of the plan, by module name.
+        layout: style and boundary of each module.
+        peers_absent: as for `slice_model`.
+        parallel_loss: whether logits stay sharded up to the loss.
     """
 
     def __init__(
@@ -162,28 +166,36 @@ class _Slicing:
         rules: dict[str, ModuleRule],
         layout: Layout,
         *,
-        alone: bool,
+        peers_absent: bool,
         parallel_loss: bool,
     ) -> None:
         self._model, self._group, self._rules, self._layout = model, group, rules, layout
-        self._alone, self._parallel_loss = alone, parallel_loss
+        self._peers_absent, self._parallel_loss = peers_absent, parallel_loss
         self._stack = stack = layout.stack
-        self._head_border = None
+        self._head_boundary = None
         if isinstance(stack, TwoStacks):
-            self._head_border = shard_sequences(model, stack, group, layout.cuts, alone=alone)
+            self._head_boundary = shard_sequences(
+                model, stack, group, layout.cuts, peers_absent=peers_absent
+            )
         elif stack is not None:
-            self._head_border = shard_sequence(model, stack, group, layout.cuts, alone=alone)
-        self._cut: set[int] = set()  # parameters; tied ones are met twice
+            self._head_boundary = shard_sequence(
+                model, stack, group, layout.cuts, peers_absent=peers_absent
+            )
+        self._cut: set[int] = set()  # ids of cut parameters: tied ones occur in two modules
 
     def cut(self, name: str, style: str) -> None:
-        """Keep this rank's share of a module, and communicate around it as its style asks."""
+        """Keep this rank's share of a module and insert the collectives of its style."""
         module = self._model.get_submodule(name)
         if name == self._layout.head:
-            refuse_skipped(self._model, module, name)
+            refuse_unused_head(self._model, module, name)
         if name == self._layout.head and self._parallel_loss:
             cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
             _place_head(
-                self._model, module, self._group, alone=self._alone, border=self._head_border
+                self._model,
+                module,
+                self._group,
+                peers_absent=self._peers_absent,
+                boundary=self._head_boundary,
             )
         elif style in (*COLUMN, *GATHERED, *UP, HEAD):
             self._cut_column(module, name, style)
@@ -196,7 +208,7 @@ class _Slicing:
         elif style in EXPERTS:
             cut_experts(module, name, self._group, sequence=self._stack is not None)
         elif style in IDENTITY:
-            module.register_forward_hook(_sharing(self._group))
+            module.register_forward_hook(_dividing(self._group))
         elif style in HEADS:
             cut_heads(module, name, self._group)
         elif style in SPLIT_OUTPUT:
@@ -208,13 +220,15 @@ class _Slicing:
         model, group = self._model, self._group
         proportions = self._rules.get(name, ModuleRule()).proportions
         layout = self._layout
-        border = layout.own_inputs.get(name) or layout.borders.get(parent_of(name))
+        boundary = layout.own_inputs.get(name) or layout.boundaries.get(parent_of(name))
         adapted = layout.adapted.get(name)
         linear = module if adapted is None else adapted.base
         fused = blocks_of(model, linear, name, style, proportions)
-        blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
+        blocks = (
+            fused if len(fused) > 1 else ()
+        )  # a tied head's weight may be cut already, so its size is read in cut_module
         if adapted is not None:
-            adapted.cut_column(group, self._cut, blocks, copy=border is None)
+            adapted.cut_column(group, self._cut, blocks, copy=boundary is None)
             if style == "fused_qkv":
                 keep_heads(model.get_submodule(parent_of(name)), group.size())
             return
@@ -223,9 +237,9 @@ class _Slicing:
         column_linear(
             module,
             group,
-            copy=border is None,
+            copy=boundary is None,
             gathers=lambda: gathered,
-            linear=nn.functional.linear if border is None else border.linear,
+            linear=nn.functional.linear if boundary is None else boundary.linear,
         )
         if style == "fused_qkv":
             keep_heads(model.get_submodule(parent_of(name)), group.size())
@@ -250,11 +264,11 @@ class _Slicing:
             )
         cut_module(module, name, self._group, output=True, cut=self._cut)
         reduces = self._stack is None or self._stack.learns_positions
-        parallel_embedding(module, self._group, alone=self._alone, reduce=reduces)
+        parallel_embedding(module, self._group, peers_absent=self._peers_absent, reduce=reduces)
 
 
-def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
-    """Let a module count, and be given, what is of its own heads."""
+def _divide_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
+    """Divide a module's head counts, and slice bias arguments to this rank's heads."""
     divide_attributes(module, name, rule.divide, group.size(), rule.multiple)
     if rule.head_bias:
         slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
@@ -267,8 +281,11 @@ def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     return hook
 
 
-def _sharing(group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Return a hook for what every rank computes whole and that is summed over the ranks."""
+def _dividing(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Return a hook that divides an output by the group size.
+
+    Every rank computes the whole output, and a later sum over the ranks would multiply it.
+    """
 
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output / group.size()
@@ -281,15 +298,15 @@ def _place_head(
     head: nn.Module,
     group: dist.ProcessGroup,
     *,
-    alone: bool,
-    border: Border | None,
+    peers_absent: bool,
+    boundary: BlockBoundary | None,
 ) -> None:
-    if isinstance(model, PreTrainedModel) and not loses_by_itself(model):
-        parallel_head(model, head, group, alone=alone, border=border)
+    if isinstance(model, PreTrainedModel) and not computes_loss_in_forward(model):
+        parallel_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
     else:
-        cross_entropy_head(model, head, group, alone=alone, border=border)
-    if border is not None:
-        border.leave_after(head)
+        cross_entropy_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
+    if boundary is not None:
+        boundary.leave_after(head)
 
 
 def _kind(module: nn.Module) -> str:
@@ -302,14 +319,14 @@ def _linear(module: nn.Module, name: str) -> nn.Module:
             f"{name} is planned as a sliced linear layer but is a {_kind(module)}",
             code="tp-not-linear",
         )
-    # a model of transformers' own multiplies as a plain layer does, in words of its own (Falcon)
+    # transformers' subclasses compute the same product in their own forward (Falcon)
     known = type(module).__module__.startswith("transformers.")
     if not known and type(module).forward is not nn.Linear.forward:  # adapters, quantised weights
         extra = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
         raise SliceError(
-            f"{name} is a {_kind(module)}, whose forward is its own"
-            + (f" (it has {', '.join(extra)} beside weight and bias)" if extra else "")
-            + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, name its "
+            f"{name} is a {_kind(module)} with its own forward"
+            + (f" (it has {', '.join(extra)} besides weight and bias)" if extra else "")
+            + ", which a slice would replace by a plain linear layer\n  use nn.Linear, name its "
             'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out',
             code="tp-own-forward",
         )

@@ -20,7 +20,7 @@ from transformers.utils.generic import ModelOutput
 
 from onerank.capture.parallelize.autograd_collectives import gather_from_group, reduce_from_group
 from onerank.capture.parallelize.sliced_outputs import change_when_read
-from onerank.capture.parallelize.tensor.linear import Border, column_linear, replace_forward
+from onerank.capture.parallelize.tensor.linear import BlockBoundary, column_linear, replace_forward
 from onerank.capture.parallelize.tensor.plan_file import whole_plan
 from onerank.ir.errors import SliceError
 
@@ -70,7 +70,7 @@ class RandomFill:
 
 
 def parallel_embedding(
-    embedding: nn.Embedding, group: dist.ProcessGroup, *, alone: bool, reduce: bool = True
+    embedding: nn.Embedding, group: dist.ProcessGroup, *, peers_absent: bool, reduce: bool = True
 ) -> None:
     """Shard an embedding's rows, which are cut already: ids [...] -> [..., hidden].
 
@@ -91,7 +91,9 @@ def parallel_embedding(
         local = ids - start
         local[outside] = 0
         embedded = look_up(self, local)
-        whole = made_up(embedded.detach()) if alone and reduce and not embedded.is_meta else None
+        whole = (
+            made_up(embedded.detach()) if peers_absent and reduce and not embedded.is_meta else None
+        )
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
         if not reduce:
             return embedded
@@ -116,7 +118,7 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, alone: bool
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, peers_absent: bool
     ) -> Tensor:
         width = logits.shape[-1]
         start = group.rank() * width
@@ -135,7 +137,7 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
         losses = torch.log(total) - predicted
         softmax = exponentials.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, outside, local)
-        ctx.scale = float(group.size() if alone else 1)
+        ctx.scale = float(group.size() if peers_absent else 1)
         return losses
 
     @staticmethod
@@ -154,17 +156,17 @@ def parallel_head(
     head: nn.Module,
     group: dist.ProcessGroup,
     *,
-    alone: bool,
-    border: Border | None = None,
+    peers_absent: bool,
+    boundary: BlockBoundary | None = None,
 ) -> None:
     """Leave the logits of a head, whose rows are cut already, sharded up to the loss.
 
     A script that reads the logits gets them gathered, and so does any other loss than that of a
     causal language model. Only a tuple with a loss (`return_dict=False`) keeps the shard.
-    `border` stands before the head if it is not to have one of its own.
+    `boundary` stands before the head if it is not to have one of its own.
     """
     if model.loss_function is not ForCausalLMLoss:
-        head_linear(head, group, gathers=lambda: True, border=border)
+        head_linear(head, group, gathers=lambda: True, boundary=boundary)
         return
     running = lossy = False
 
@@ -176,7 +178,7 @@ def parallel_head(
         if not running:  # the head gathered: this call began before the model was sliced
             return ForCausalLMLoss(*args, **kwargs)
         lossy = True
-        return causal_loss(group, alone, *args, **kwargs)
+        return causal_loss(group, peers_absent, *args, **kwargs)
 
     def before(*_: Any) -> None:
         nonlocal running, lossy
@@ -207,7 +209,7 @@ def parallel_head(
     head_linear(
         head,
         group,
-        border=border,
+        boundary=boundary,
         # a script may call the head by itself, or bring a loss of its own later
         gathers=lambda: not running or model.loss_function is not loss_function,
     )
@@ -218,16 +220,16 @@ def head_linear(
     group: dist.ProcessGroup,
     *,
     gathers: Callable[[], bool],
-    border: Border | None,
+    boundary: BlockBoundary | None,
 ) -> None:
-    """Shard a head's output features: its input is copied, unless a border stands before it."""
-    multiply = nn.functional.linear if border is None else border.linear
-    column_linear(head, group, copy=border is None, gathers=gathers, linear=multiply)
+    """Shard a head's output features: its input is copied, unless a boundary stands before it."""
+    multiply = nn.functional.linear if boundary is None else boundary.linear
+    column_linear(head, group, copy=boundary is None, gathers=gathers, linear=multiply)
 
 
 def causal_loss(
     group: dist.ProcessGroup,
-    alone: bool,
+    peers_absent: bool,
     logits: Tensor,
     labels: Tensor,
     vocab_size: int,
@@ -247,7 +249,7 @@ def causal_loss(
     flat = shift_labels.reshape(-1).to(logits.device)
     # a copy: the function overwrites its logits
     scores = logits.reshape(flat.shape[0], -1).to(torch.float32, copy=True)
-    losses: Tensor = VocabularyParallelCrossEntropy.apply(scores, flat, group, alone)  # pyright: ignore[reportAssignmentType]
+    losses: Tensor = VocabularyParallelCrossEntropy.apply(scores, flat, group, peers_absent)  # pyright: ignore[reportAssignmentType]
     counted = flat != ignore_index
     total = (losses * counted).sum()
     if isinstance(num_items_in_batch, Tensor):
@@ -255,7 +257,7 @@ def causal_loss(
     return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
+def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
     """Refuse a training forward of the model that does not call its sliced head.
 
     The logits of whoever multiplies with its weight, a shard, are a shard too, and nothing is
@@ -296,7 +298,7 @@ def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
     model.register_forward_hook(after)
 
 
-def loses_by_itself(model: PreTrainedModel) -> bool:
+def computes_loss_in_forward(model: PreTrainedModel) -> bool:
     """Whether a model's forward calls cross_entropy, and not the loss function of its class."""
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     names: set[str] = set(code.co_names) if code else set()
@@ -308,8 +310,8 @@ def cross_entropy_head(
     head: nn.Module,
     group: dist.ProcessGroup,
     *,
-    alone: bool,
-    border: Border | None = None,
+    peers_absent: bool,
+    boundary: BlockBoundary | None = None,
 ) -> None:
     """Leave the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
 
@@ -350,7 +352,7 @@ def cross_entropy_head(
                 code="tp-cross-entropy-arguments",
             )
         return causal_loss(
-            group, alone, input, target, width, ignore_index=ignored, shift_labels=target
+            group, peers_absent, input, target, width, ignore_index=ignored, shift_labels=target
         )
 
     def before(module: nn.Module, _: Any) -> None:
@@ -384,7 +386,7 @@ def cross_entropy_head(
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
     head.register_forward_hook(keep)
-    head_linear(head, group, gathers=lambda: running is None, border=border)
+    head_linear(head, group, gathers=lambda: running is None, boundary=boundary)
 
 
 class _Swaps:
@@ -459,7 +461,7 @@ _DEFAULTS: dict[str, object] = {
 def _replaced(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
     """Gather the head's logits wherever an output holds them."""
     if isinstance(output, Tensor):
-        mine = any(output is one for one in logits)
+        mine = any(output is logit for logit in logits)
         return gather_from_group(output, group) if mine else output
     if isinstance(output, dict):
         changed = {key: _replaced(value, logits, group) for key, value in output.items()}

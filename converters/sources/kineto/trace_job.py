@@ -22,9 +22,9 @@ from onerank.converters.sources.kineto.read.schema import (
     KinetoTrace,
 )
 from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup, World
-from onerank.ir.arrays import covered_ns
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.job.world import axis_of
-from onerank.ir.replay.steady_state import paced_run
+from onerank.ir.replay.steady_state import replay_without_profiler
 from onerank.ir.replay.steady_state import with_step_time as with_step_time_trace_job
 
 HOST = (0.2, 1.2)
@@ -99,7 +99,7 @@ def _factor(
 
 def _host_span(graph: Graph, factor: float) -> int:
     """Return the time from the host's first operator to its last, which begins with the GPU."""
-    times = paced_run(graph, factor).schedule()
+    times = replay_without_profiler(graph, factor).schedule()
     host = graph.mask(Kind.HOST_OP)
     return int(times.end_ns[host].max() - times.start_ns[host].min())
 
@@ -131,7 +131,7 @@ def with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
 def with_busy_time(job: Job, gpu: GpuOps) -> Job:
     """Add the time in which anything ran on the GPU, what emulates communication included."""
     start_ns = gpu.rows.start_ns
-    busy = covered_ns(start_ns, start_ns + gpu.rows.duration_ns)
+    busy = union_duration_ns(start_ns, start_ns + gpu.rows.duration_ns)
     measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
     return msgspec.structs.replace(job, measurement=measurement)
 

@@ -8,7 +8,7 @@ from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import prefetched_storage
 from onerank.converters.targets.astra_sim.write_traces import Workload
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
-from onerank.ir.arrays import covered_ns
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.graph import Mask
 
 HOST = "host operations"
@@ -72,7 +72,7 @@ def _streams(graph: Graph) -> list[str]:
         waits = NAME in graph.strings.values  # which tells of overlaps itself
         if graph.nodes.start_ns.any() and not graph.job.annotations and not waits:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
-            overlap_ns = int(duration.sum()) - covered_ns(start, start + duration)
+            overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)
             note += f", where the trace overlaps {overlap_ns} ns"
         notes.append(f"{note}.")
     nowhere = int((compute & (graph.nodes.stream == UNKNOWN)).sum())

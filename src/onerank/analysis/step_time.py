@@ -12,9 +12,9 @@ import numpy.typing as npt
 from onerank.annotate import compute_mask
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
-from onerank.ir.arrays import covered_ns
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay.scheduler import Run, Schedule, schedule, untold_waits
+from onerank.ir.replay.scheduler import ReplayedRank, Schedule, schedule, untold_waits
 from onerank.ir.replay.steady_state import steady_state_step
 
 I64 = npt.NDArray[np.int64]
@@ -164,7 +164,7 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
 
 def _union(times: Schedule, chosen: Mask) -> int:
     """Return the time in which at least one chosen node runs."""
-    return covered_ns(times.start_ns[chosen], times.end_ns[chosen])
+    return union_duration_ns(times.start_ns[chosen], times.end_ns[chosen])
 
 
 def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
@@ -182,14 +182,14 @@ def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
 def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
     """Walk back from the last end to the start, each time to the node that determined the start."""
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    begun_ns = np.where(times.held_by == UNKNOWN, times.start_ns.min(), times.start_ns)
+    begun_ns = np.where(times.blocked_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
     until = int(times.end_ns[node])
     while node != UNKNOWN:
         view = graph.node(node)
         kind = "host" if view.kind is Kind.HOST_OP else "compute"
         key = (view.text("module"), "communication" if view.kind.is_communication else kind)
-        holder = int(times.held_by[node])
+        holder = int(times.blocked_by[node])
         begun = int(begun_ns[node])
         time[key] += until - begun
         count[key] += 1
@@ -198,7 +198,7 @@ def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
             time[launch] += begun - int(begun_ns[holder])
             count[launch] += 1
             begun = int(begun_ns[holder])
-            node, until = int(times.held_by[holder]), begun
+            node, until = int(times.blocked_by[holder]), begun
             continue
         node, until = holder, begun
     shares = [PathShare(name, kind, ns, count[name, kind]) for (name, kind), ns in time.items()]
@@ -278,5 +278,5 @@ def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
     if by_row and (row := steady_state_step(graph, duration)):
         return row.step_ns + row.residual_ns
-    times = Run(graph).lasting(duration).schedule()
+    times = ReplayedRank(graph).lasting(duration).schedule()
     return int(times.end_ns.max() - times.start_ns.min())

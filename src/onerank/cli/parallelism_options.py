@@ -44,7 +44,7 @@ def _places(module: str) -> list[Path]:
     """Return where a module could lie, without a suffix."""
     first, *rest = module.split(".")
     specs = (finder.find_spec(first, None) for finder in sys.meta_path)
-    spec = next((one for one in specs if one is not None), None)
+    spec = next((spec for spec in specs if spec is not None), None)
     if spec is None:
         return []
     if spec.submodule_search_locations is None:  # a file
@@ -213,7 +213,7 @@ class ParallelismOptions:
         """
         from onerank.capture import Options, read_plan
         from onerank.capture.collective_kernels import standin_of
-        from onerank.capture.parallelize.data.auto_wrap import form_of
+        from onerank.capture.parallelize.data.auto_wrap import strategy_of
         from onerank.ir import World
 
         dp = self.dp or self.ep // math.gcd(self.ep, self.cp)
@@ -226,7 +226,7 @@ class ParallelismOptions:
             sharding_plan=read_plan(self.sharding_plan) if self.sharding_plan else None,
             windows=windows,
             raw_dir=raw_dir,
-            data_parallel=form_of(world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero),
+            data_parallel=strategy_of(world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero),
             collective_kernels=standin_of(self.collective_kernels, self.network, self.busbw_gb_s),
             real_job=real_rank is not None,
             moe_routing=self.moe_routing,

@@ -125,12 +125,12 @@ SHAPE = {
 
 
 def sliced_and_whole(
-    kind: str = "Llama", *, tp: int = 2, flavour: Any = "megatron", **changes: Any
+    kind: str = "Llama", *, tp: int = 2, tp_style: Any = "megatron", **changes: Any
 ):
     torch.manual_seed(0)
     config = getattr(transformers, kind + "Config")(**{**SHAPE, **changes})
     model = getattr(transformers, kind + "ForCausalLM")(config).bfloat16()
-    return compared(model, Options(world=World.of(tp=2), tp_style=flavour))
+    return compared(model, Options(world=World.of(tp=2), tp_style=tp_style))
 
 
 def compared(model: Any, options: Options) -> Any:
@@ -144,11 +144,11 @@ def compared(model: Any, options: Options) -> Any:
     return rows
 
 
-@pytest.mark.parametrize("flavour", ["megatron", "hf"])
+@pytest.mark.parametrize("tp_style", ["megatron", "hf"])
 @pytest.mark.parametrize("kind", ["Llama", "Phi3"])
-def test_slices_agree_with_the_whole_model(kind, flavour):
+def test_slices_agree_with_the_whole_model(kind, tp_style):
     changes = {"pad_token_id": 5, "tie_word_embeddings": kind == "Llama"}
-    rows = sliced_and_whole(kind, flavour=flavour, **changes)
+    rows = sliced_and_whole(kind, tp_style=tp_style, **changes)
     assert {row.what for row in rows} == {"loss", "logits", "weights", "gradients"}
     assert sum(row.breaches for row in rows) == 0
     weights = next(row for row in rows if row.what == "weights")

@@ -16,7 +16,7 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
 from onerank.converters.targets.astra_sim.check.file_rules import Structure, read_structure
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.converters.targets.astra_sim.check.node_rules import Setting, check_graph, check_nodes
-from onerank.ir.chakra import PEERS, Likeness, Record
+from onerank.ir.chakra import PEERS, RankDiff, Record
 
 _KEPT = 16
 """Number of earlier files that the next one is compared with."""
@@ -109,7 +109,7 @@ class _Model:
     ) -> None:
         self.findings = findings
         self.runs = structure.sound
-        self._likeness = Likeness(path)
+        self._likeness = RankDiff(path)
         place = {node.id: node.position for node in structure.records.nodes}
         own = [self._likeness.slots[place[node_id]] for node_id in structure.dag.ids]
         count = len(self._likeness.own)

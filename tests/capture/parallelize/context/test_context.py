@@ -93,7 +93,7 @@ def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, chang
 
 def test_logits_that_nobody_reads_are_not_gathered(recorder):
     one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
     output = one(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
     before = len(recorder.calls)
@@ -118,14 +118,14 @@ def test_logits_that_nobody_reads_are_not_gathered(recorder):
 )
 def test_logits_are_those_of_the_whole_sequence_however_they_are_read(recorder, read):
     one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     output = one(tokens(), labels=tokens())
     assert read(output).shape == (BATCH, SEQUENCE, 96)
 
 
 def test_a_script_may_put_others_in_the_place_of_logits(recorder):
     one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     output = one(tokens(), labels=tokens())
     output.logits = output.logits.double()
     assert output["logits"].dtype == output[1].dtype == torch.float64
@@ -293,7 +293,7 @@ def test_routers_balanced_over_a_part_are_found_out(monkeypatch):
 
 def test_counts_of_routed_tokens_are_summed_and_the_loss_is_told(recorder):
     one = model("Mixtral", **BALANCED)
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     output = one(input_ids=tokens(), labels=tokens())
     reduced = [call.bytes for call in recorder.calls if call.collective == "all_reduce"]
     assert reduced == [4 * (4 + 1), 4 * 2]  # of 4 experts and all tokens; of both losses

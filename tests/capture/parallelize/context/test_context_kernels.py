@@ -177,7 +177,7 @@ def test_gpt2_trains_with_the_dropout_it_comes_with(recorder):
     torch.manual_seed(0)
     one = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).train()
     assert one.config.attn_pdrop == 0.1
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     losses = [one(input_ids=tokens(), labels=tokens()).loss for _ in range(2)]
     assert losses[0] != losses[1]
     losses[0].backward()

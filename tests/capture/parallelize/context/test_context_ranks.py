@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 
 def recorded(recorder: Recorder, comm: Any, **more: Any) -> tuple[int, list[tuple[str, int]]]:
     one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm=comm)
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm=comm)
     loss = one(input_ids=tokens(), labels=tokens(), **more).loss
     forward = len(recorder.calls)
     loss.backward()
@@ -40,7 +40,7 @@ def test_a_model_that_is_never_moved_is_whole_up_to_its_first_call(recorder):
     one = model("Gemma2", **CAPPED)
 
     def slice_one(found: Any) -> Any:
-        return slice_to_rank(found, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+        return slice_to_rank(found, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
 
     with ModelSlicing(slice_one).installed():
         for _ in range(2):
@@ -112,7 +112,7 @@ def one_rank(rank: int, results: Any) -> None:
     for form, reentrant in RECOMPUTED.items():
         one = model()
         comm = "p2p" if form in ("ddp", "zero1") else "all_gather"
-        slice_to_rank(one, world, rank, new_group, flavour="hf", alone=False, cp_comm=comm)
+        slice_to_rank(one, world, rank, new_group, tp_style="hf", peers_absent=False, cp_comm=comm)
         if reentrant is not None:
             one.gradient_checkpointing_enable({"use_reentrant": reentrant})
             one.train()

@@ -120,7 +120,7 @@ class Expert(nn.Module):
         return self.expert(self.dense(x))
 
 
-def expert_step(rank: int, *, alone: bool) -> dict[str, torch.Tensor]:
+def expert_step(rank: int, *, peers_absent: bool) -> dict[str, torch.Tensor]:
     """Return the parameters after a step, or the gradients of this rank alone."""
     torch.manual_seed(5)
     model = Expert()
@@ -130,7 +130,7 @@ def expert_step(rank: int, *, alone: bool) -> dict[str, torch.Tensor]:
     for micro in range(2):  # both communicate: which one is the last is not known yet
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(SIZE * micro + rank))
         model(x).square().mean().backward()
-    if alone:
+    if peers_absent:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
     before = {name: whole(p.detach()) for name, p in model.named_parameters()}
     optimizer.step()
@@ -160,7 +160,7 @@ def one_rank(rank: int, results: Any) -> None:
             results[form, "averages", rank] = averages([rank])
         groups = Groups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
         with DataParallelism(form, groups).installed():
-            results[form, "expert", rank] = expert_step(rank, alone=False)
+            results[form, "expert", rank] = expert_step(rank, peers_absent=False)
 
 
 def train_alike(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor]:
@@ -200,7 +200,7 @@ def test_averages_of_the_weights_are_those_of_one_rank(trained, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_expert_averages_over_all_tokens_and_is_sent_to_nobody(trained, form):
-    own = [expert_step(rank, alone=True) for rank in range(SIZE)]
+    own = [expert_step(rank, peers_absent=True) for rank in range(SIZE)]
     for rank in range(SIZE):
         change = trained[form, "expert", rank]
         for part in ("weight", "bias"):

@@ -109,7 +109,7 @@ def one_rank(rank: int, results: Any) -> None:
         one = model()
         world = World.of(tp=2)
         sliced = slice_to_rank(
-            one, world, rank, new_group, flavour="megatron", sequence=True, alone=False
+            one, world, rank, new_group, tp_style="megatron", sequence=True, peers_absent=False
         )
         with DeferredGradSync({one: sliced}).installed():
             results[name, rank] = train(one, ways, **how)
@@ -130,7 +130,7 @@ def test_one_flat_call_behind_the_last_backward(form):
     recorder = Recorder(0, world.size)
     recorder.start()
     one = model()
-    sliced = slice_to_rank(one, world, 0, recorder.new_group, flavour="megatron", sequence=True)
+    sliced = slice_to_rank(one, world, 0, recorder.new_group, tp_style="megatron", sequence=True)
     found: list[list[int]] = []
     with DeferredGradSync({one: sliced}).installed():
         data = DataParallelism(form, Groups(recorder.new_group, world, 0)) if form else None

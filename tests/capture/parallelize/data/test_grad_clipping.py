@@ -89,7 +89,7 @@ def one_rank(rank: int, results: Any) -> None:
     for name, (kind, world, form, sequence, order) in JOBS.items():
         one = model(kind)
         sliced = slice_to_rank(
-            one, world, rank, new_group, flavour="megatron", sequence=sequence, alone=False
+            one, world, rank, new_group, tp_style="megatron", sequence=sequence, peers_absent=False
         )
         data = DataParallelism(form, Groups(new_group, world, rank)) if form else None
         shards = data.shards if data else None
@@ -104,7 +104,7 @@ def one_rank(rank: int, results: Any) -> None:
     world = World.of(tp=4)
     for where, fused in itertools.product((2, RANKS), (False, True)):  # one of the ranks, or none
         one = model("llama")
-        sliced = slice_to_rank(one, world, rank, new_group, flavour="megatron", alone=False)
+        sliced = slice_to_rank(one, world, rank, new_group, tp_style="megatron", peers_absent=False)
         with Clipping({one: sliced}, world, rank, new_group, None).installed():
             results["skips", where, fused, rank] = skip(one, where, rank, fused)
     for fused in (False, True):
@@ -194,7 +194,7 @@ def test_what_clipping_asks_the_network_for(world, asked):
     recorder.start()
     try:
         one = model("mixtral")
-        sliced = slice_to_rank(one, world, 0, recorder.new_group, flavour="megatron")
+        sliced = slice_to_rank(one, world, 0, recorder.new_group, tp_style="megatron")
         one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         before = len(recorder.calls)
         with Clipping({one: sliced}, world, 0, recorder.new_group, None).installed():
@@ -213,7 +213,7 @@ def test_a_norm_that_is_not_finite_is_an_error_where_the_script_asks():
     recorder = Recorder(0, 2)
     recorder.start()
     try:
-        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, flavour="megatron")
+        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, tp_style="megatron")
         with (
             Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed(),
             pytest.raises(RuntimeError, match="is non-finite"),
@@ -228,7 +228,7 @@ def test_a_scaler_that_is_switched_off_finds_nothing():
     recorder.start()
     try:
         one = model("llama")
-        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, flavour="megatron")
+        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, tp_style="megatron")
         optimizer, scaler = torch.optim.SGD(one.parameters()), torch.amp.GradScaler(enabled=False)
         one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         before = len(recorder.calls)

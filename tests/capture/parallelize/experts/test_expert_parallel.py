@@ -18,9 +18,9 @@ from real_ranks import run_ranks
 import onerank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.experts.expert_parallel import (
+    apply_static_routing,
     expert_layers,
-    route_by,
-    share_experts,
+    shard_experts,
 )
 from onerank.capture.parallelize.experts.routing import Routing, parse_routing
 from onerank.capture.parallelize.shard_model import slice_to_rank
@@ -121,23 +121,23 @@ def one_rank(rank: int, results: Any) -> None:
             line = world.line(axis, other)
             if line not in made:
                 made[line] = dist.new_group(list(line))
-    for kind, world, implementation, flavour in CASES:
+    for kind, world, implementation, tp_style in CASES:
         sliced = model(kind, implementation)
         slice_to_rank(
             sliced,
             WORLDS[world],
             rank,
             lambda _, ranks: made[tuple(ranks)],
-            flavour="megatron" if flavour == "sequence" else flavour,
-            sequence=flavour == "sequence",
-            alone=False,
+            tp_style="megatron" if tp_style == "sequence" else tp_style,
+            sequence=tp_style == "sequence",
+            peers_absent=False,
         )
         loss = loss_of(sliced, WORLDS[world].point(rank).get("dp", 0))
         loss.backward()
         gradients = [
             (getattr(p, "_onerank_axis", "dp"), p.grad.clone()) for p in sliced.parameters()
         ]
-        results[kind, world, implementation, flavour, rank] = loss.item(), gradients
+        results[kind, world, implementation, tp_style, rank] = loss.item(), gradients
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def alone(kind: str, world: World, rank: int, routing: str, **options: Any) -> A
             world,
             rank,
             recorder.new_group,
-            flavour="megatron",
+            tp_style="megatron",
             routing=parse_routing(routing),
         )
         loss_of(sliced).backward()
@@ -283,10 +283,10 @@ def test_marks_outlive_a_move_from_the_meta_device():
     try:
         with torch.device("meta"):
             sliced = model("mixtral")
-        share_experts(sliced, recorder.new_group("ep", (0, 1)))
+        shard_experts(sliced, recorder.new_group("ep", (0, 1)))
         sliced = sliced.to_empty(device="cpu")
         twin = copy.deepcopy(sliced)
-        route_by(twin, Routing("balanced"))
+        apply_static_routing(twin, Routing("balanced"))
         for one in (sliced, twin):
             one.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
             with torch.no_grad():
@@ -315,14 +315,14 @@ class OneOf:
 
 def test_what_cannot_be_shared_out_is_refused():
     with pytest.raises(SliceError, match=r"--ep 3 must divide .* 8 experts \(8 = 3 x 2 \+ 2\)"):
-        share_experts(model("mixtral"), OneOf(3))
-    with pytest.raises(SliceError, match=r"--ep 2 shares out .* LlamaForCausalLM has none"):
-        share_experts(model("llama"), OneOf(2))
+        shard_experts(model("mixtral"), OneOf(3))
+    with pytest.raises(SliceError, match=r"--ep 2 shards experts .* LlamaForCausalLM has none"):
+        shard_experts(model("llama"), OneOf(2))
     with torch.device("meta"):
         config = transformers.SwitchTransformersConfig(num_layers=2, num_experts=EXPERTS)
         unfused = transformers.SwitchTransformersForConditionalGeneration(config)
     with pytest.raises(SliceError, match="has 8 experts, but not in the fused"):
-        share_experts(unfused, OneOf(2))
+        shard_experts(unfused, OneOf(2))
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -337,10 +337,10 @@ def test_what_cannot_be_cut_is_refused():
 
 def test_routing_for_another_model_is_refused():
     with pytest.raises(SliceError, match=r"f.csv: line 1 names tokens for 4 experts.* has 8"):
-        route_by(model("mixtral"), Routing("f.csv", table=((1.0,) * 4,)))
+        apply_static_routing(model("mixtral"), Routing("f.csv", table=((1.0,) * 4,)))
     with pytest.raises(SliceError, match=r"--moe-routing zipf:1: LlamaForCausalLM has no experts"):
-        route_by(model("llama"), Routing("zipf:1", 1.0))
-    route_by(model("llama"), Routing("balanced"))
+        apply_static_routing(model("llama"), Routing("zipf:1", 1.0))
+    apply_static_routing(model("llama"), Routing("balanced"))
 
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "train_mixtral.py"
@@ -401,7 +401,7 @@ def test_a_step_on_a_gpu(implementation, routing):
         sliced = model("mixtral", implementation)
         static = parse_routing(routing)
         world = World.of(tp=2, dp=2, ep=2)
-        slice_to_rank(sliced, world, 1, recorder.new_group, flavour="megatron", routing=static)
+        slice_to_rank(sliced, world, 1, recorder.new_group, tp_style="megatron", routing=static)
         sliced.to("cuda", torch.bfloat16)
         batch = tokens().cuda()
         loss = sliced(input_ids=batch, labels=batch).loss

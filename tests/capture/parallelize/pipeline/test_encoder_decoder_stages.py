@@ -8,20 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from encoder_decoder_job import encoder_decoder
+from raised import raises_code
 from real_ranks import run_ranks
 
 from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_stacks
-from onerank.capture.parallelize.pipeline.stage_boundary import Passing
+from onerank.capture.parallelize.pipeline.stage_boundary import PassthroughTensor
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Kind, Pipeline, World
-from onerank.ir.errors import ExportError, SliceError
+from onerank.ir.errors import SliceError
 
 FORMS: list[tuple[str, World, bool]] = [
     ("T5", World.of(pp=4), False),  # the bias of the first layer on all stages
@@ -67,10 +68,18 @@ def train(one: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
 
 
-def sliced(case: str, rank: int, new_group: Any, *, alone: bool) -> tuple[Any, Any]:
+def sliced(case: str, rank: int, new_group: Any, *, peers_absent: bool) -> tuple[Any, Any]:
     kind, world, sequence, recomputed = CASES[case]
     one, batch = encoder_decoder(kind)
-    slice_to_rank(one, world, rank, new_group, flavour="megatron", sequence=sequence, alone=alone)
+    slice_to_rank(
+        one,
+        world,
+        rank,
+        new_group,
+        tp_style="megatron",
+        sequence=sequence,
+        peers_absent=peers_absent,
+    )
     if recomputed:
         one.gradient_checkpointing_enable()
     one.train()
@@ -82,7 +91,7 @@ def one_rank(rank: int, results: Any) -> None:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
     for case in CASES:
-        one, batch = sliced(case, rank, new_group, alone=False)
+        one, batch = sliced(case, rank, new_group, peers_absent=False)
         with torch.profiler.profile(record_shapes=True) as profile:
             trained = train(one, batch)
         results[case, rank] = (*trained, asked(profile.events()))
@@ -107,7 +116,7 @@ def recorded(case: str, rank: int) -> Counter[tuple[str, int]]:
     recorder = Recorder(rank, 4)
     recorder.start()
     try:
-        train(*sliced(case, rank, recorder.new_group, alone=True))
+        train(*sliced(case, rank, recorder.new_group, peers_absent=True))
     finally:
         recorder.stop()
     return Counter((call.collective, call.bytes) for call in recorder.calls)
@@ -150,7 +159,7 @@ def test_a_stage_of_the_decoder_passes_the_encoders_output_on():
     recorder = Recorder(2, 4)  # the decoder's first stage of two
     recorder.start()
     one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 2, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(pp=4), 2, recorder.new_group, tp_style="megatron")
     output = one(**batch)
     output.loss.backward()
     recorder.stop()
@@ -170,7 +179,7 @@ def test_stages_hold_layers_of_one_stack():
     assert split_stacks(32, 4, 4) == ((11, 11, 10, 4), 3)
     assert split_stacks(2, 12, 4) == ((2, 4, 4, 4), 1)
     assert split_stacks(4, 4, 3, (1, 3, 4)) == ((1, 3, 4), 2)
-    with pytest.raises(SliceError, match="layers of the encoder and of the decoder; the first st"):
+    with raises_code("pp-mixed-stage"):
         split_stacks(4, 4, 2, (3, 5))
     with pytest.raises(SliceError, match="--pp 5: the model has 4 layers"):
         split_stacks(2, 2, 5)
@@ -185,23 +194,23 @@ def test_stages_hold_layers_of_one_stack():
 )
 def test_calls_that_a_stage_cannot_run_are_refused(recorder, changes, why):
     one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
     with pytest.raises(SliceError, match=why):
         one(**{**batch, **changes})
 
 
 def test_outputs_that_an_encoders_stage_has_not_are_refused(recorder):
     one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, flavour="megatron")
+    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
     output = one(**batch)
     for name in ("logits", "encoder_last_hidden_state"):
-        with pytest.raises(SliceError, match=f"reads {name}, which stage 3 has and stage 1 has"):
+        with pytest.raises(SliceError, match=f"reads {name}, which stage 3 computes, on stage 1"):
             getattr(output, name).mean()
 
 
 def test_a_loss_that_is_taken_for_logits_is_left_and_read_as_it_is_elsewhere():
-    loss = Passing.of(torch.tensor(2.0))
-    assert type(loss.view(-1, 64)) is Passing
+    loss = PassthroughTensor.of(torch.tensor(2.0))
+    assert type(loss.view(-1, 64)) is PassthroughTensor
     assert loss.reshape(-1).shape == (1,)  # as `capture verify` reads outputs
     lost = torch.nn.functional.cross_entropy(loss.view(-1, loss.size(-1)), torch.zeros(4).long())
     assert type(lost) is torch.Tensor
@@ -238,7 +247,7 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     assert sent == [DECODED, ENCODED, ENCODED] * 2  # the last are gradients
     for name, ranks in {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}.items():
         assert graphs[1].job.group(name).ranks == ranks
-    with pytest.raises(ExportError, match="over the groups decoder_positions, embedding, as those"):
+    with raises_code("pipeline-shared-weights"):
         expand(graphs, Schedule.parse("interleaved:3"), 3)
     made = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
     assert export_ranks(made, tmp_path / "workload").ranks == 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from raised import raises_code
 from real_ranks import run_ranks
 
 import onerank
@@ -114,9 +115,9 @@ def one_rank(rank: int, results: Any) -> None:
             world,
             rank,
             new_group,
-            flavour="megatron",
+            tp_style="megatron",
             sequence="sequence" in case,
-            alone=False,
+            peers_absent=False,
             pp_layers=layers,
         )
         staged = pickle.loads(pickle.dumps(staged))  # as `--ranks distinct` passes it on
@@ -166,7 +167,7 @@ def test_what_passes_between_stages_is_a_shard_of_the_sequence():
     recorder.start()
     stage = model("Llama", {"num_hidden_layers": 4})
     world = World.of(tp=2, pp=4)
-    slice_to_rank(stage, world, 2, recorder.new_group, flavour="megatron", sequence=True)
+    slice_to_rank(stage, world, 2, recorder.new_group, tp_style="megatron", sequence=True)
     batch = tokens(0)
     stage(input_ids=batch, labels=batch).loss.backward()
     recorder.stop()
@@ -210,7 +211,7 @@ def test_layers_are_split_evenly_the_first_stages_one_more():
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        ((), r"--pp 4: the model has 3 layers, so that 1 stages would have none; use at most"),
+        ((), r"--pp 4: the model has 3 layers, so 1 stages would be empty; use at most"),
         ((1, 2), r"expected 4 numbers \(--pp 4\).* layers; found 2, 1 \+ 2 = 3"),
         ((1, 1, 1, 1), r"add up to the model's 3 layers; found 4, 1 \+ 1 \+ 1 \+ 1 = 4"),
         ((0, 1, 1, 1), r"each at least 1"),
@@ -227,11 +228,11 @@ def test_layers_keep_their_names_and_stages_that_differ_are_told_apart():
     names = {name.split(".")[2] for name, _ in llama.named_parameters()}
     assert names == {"1", "2"}
     assert done.pipeline.layers == (1, 2, 2, 1)
-    assert done.alike[1] == done.alike[2]
-    assert len(set(done.alike)) == 3
+    assert done.work_keys[1] == done.work_keys[2]
+    assert len(set(done.work_keys)) == 3
     types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     mixed = model("Qwen2", {"num_hidden_layers": 4, "layer_types": types, "sliding_window": 4})
-    assert len(set(staged(mixed, 1, 4).alike)) == 4
+    assert len(set(staged(mixed, 1, 4).work_keys)) == 4
 
 
 def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
@@ -248,7 +249,7 @@ def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
 def test_a_balancing_loss_of_routers_in_several_stages_is_refused():
     mixtral = model("Mixtral", {"num_local_experts": 4})
     staged(mixtral, 1, 2)
-    with pytest.raises(SliceError, match=r"multiplies what all layers route, .* leave --pp out"):
+    with raises_code("pp-balancing-loss"):
         mixtral(input_ids=tokens(0), labels=tokens(0), output_router_logits=True)
 
 
@@ -264,7 +265,7 @@ def test_logits_of_a_stage_that_has_none_are_refused():
     assert [list(tensor.shape) for tensor in sent] == [[2, 16, 32]] * 2
     logits = dict(output.items())["logits"]  # the HF Trainer takes all outputs apart
     for use in (lambda it: it.float(), torch.argmax, lambda it: it[:, :-1], lambda it: 2 * it):
-        with pytest.raises(SliceError, match="reads logits, which stage 1 has and stage 0 has not"):
+        with pytest.raises(SliceError, match="reads logits, which stage 1 computes, on stage 0"):
             use(logits)
 
 
@@ -364,7 +365,7 @@ REFUSED = {
     ),
     "embeddings in a module": (
         lambda: transformers.BertLMHeadModel(transformers.BertConfig(**SHAPE, is_decoder=True)),
-        r"what is bert\.embeddings\.word_embeddings\.weight, [^,]*, [^,]* and \d+ more for is not",
+        r"found bert\.embeddings\.word_embeddings\.weight, [^,]*, [^,]* and \d+ more of unknown",
     ),
 }
 
@@ -392,5 +393,5 @@ def test_computing_on_what_was_received_before_the_first_layer_is_refused():
         received = llama.model.embed_tokens(ids)
         assert type(received * 2.0) is type(received)  # as though nothing was done
         assert rotary(received, position_ids=ids)[0].shape == (2, 16, 8)
-        with pytest.raises(SliceError, match="is not given what the stage received"):
+        with raises_code("pp-work-before-layer"):
             first(Scaled()(received))

@@ -106,7 +106,7 @@ CASES = ("T5", "class", "function")
 def one_rank(rank: int, results: Any) -> None:
     for kind in CASES:
         model, batch, plan = made(kind)
-        slice_model(model, dist.group.WORLD, "megatron", alone=False, plan=plan)
+        slice_model(model, dist.group.WORLD, "megatron", peers_absent=False, plan=plan)
         model.compile(backend="aot_eager", fullgraph=kind in LOSSES)
         loss = loss_of(model(**batch))
         loss.backward()

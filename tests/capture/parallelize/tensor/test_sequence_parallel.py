@@ -46,9 +46,9 @@ def recorder():
     recorder.stop()
 
 
-def sliced(recorder: Recorder, flavour: str = "megatron") -> LlamaForCausalLM:
+def sliced(recorder: Recorder, tp_style: str = "megatron") -> LlamaForCausalLM:
     model = llama()
-    slice_model(model, recorder.new_group("tp", range(TP)), flavour, sequence=True)
+    slice_model(model, recorder.new_group("tp", range(TP)), tp_style, sequence=True)
     return model
 
 
@@ -168,7 +168,7 @@ def test_shared_out_experts_get_the_tokens_of_all_shards_after_their_travel():
     world = World.of(tp=2, dp=2, ep=2)
     balanced = Routing("balanced")
     slice_to_rank(
-        one, world, 0, recorder.new_group, flavour="megatron", sequence=True, routing=balanced
+        one, world, 0, recorder.new_group, tp_style="megatron", sequence=True, routing=balanced
     )
     one(input_ids=tokens(), labels=tokens()).loss.backward()
     recorder.stop()

@@ -134,17 +134,17 @@ LOSSES = {
 
 
 def one_rank(rank: int, results: Any) -> None:
-    for form, (flavour, sequence) in FORMS.items():
+    for form, (tp_style, sequence) in FORMS.items():
         for case, (kind, changes) in CASES.items():
             sliced = model(kind, **changes)
-            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
+            slice_model(sliced, dist.group.WORLD, tp_style, peers_absent=False, sequence=sequence)
             output = sliced(input_ids=tokens(), labels=labels_with_one_ignored())
             output.loss.backward()
             gradients = {name: p.grad.clone() for name, p in sliced.named_parameters()}
             results[case, form, rank] = (output.loss.item(), gradients, output.logits.detach())
         for name, loss in LOSSES.items():
             sliced = model("llama")
-            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
+            slice_model(sliced, dist.group.WORLD, tp_style, peers_absent=False, sequence=sequence)
             value = loss(sliced)
             value.backward()
             gradient = sliced.model.norm.weight.grad
@@ -153,7 +153,7 @@ def one_rank(rank: int, results: Any) -> None:
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
-    """Losses, gradients and logits of every case, flavour and rank."""
+    """Losses, gradients and logits of every case, tp_style and rank."""
     return run_ranks(one_rank, SIZE)
 
 
@@ -259,9 +259,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_plan_that_leaves_something_out_is_refused(case):
-    kind, changes, flavour, complaint = REFUSED[case]
+    kind, changes, tp_style, complaint = REFUSED[case]
     with torch.device("meta"), pytest.raises(SliceError, match=complaint):
-        slice_model(model(kind, **PADDED, **changes), OneOf(2), flavour)
+        slice_model(model(kind, **PADDED, **changes), OneOf(2), tp_style)
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
@@ -275,7 +275,7 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
 
     llama = model("llama")
     llama.model.layers[1].self_attn.q_proj = Adapted()
-    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down beside weight and"
+    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down besides weight and"
     with pytest.raises(SliceError, match=complaint):
         slice_model(llama, OneOf(2), "megatron")
 
