@@ -160,7 +160,7 @@ def attend_each_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from the gradient of the output."""
     if query.is_cuda:
-        gradients = _aten._flash_attention_backward(
+        flash_gradients = _aten._flash_attention_backward(
             *(x[0].transpose(0, 1) for x in (gradient, query, key, value, of.output)),
             *(
                 of.log_sums[0].contiguous(),
@@ -171,7 +171,7 @@ def attend_each_backward(
             ),
             scale=how.scale,
         )
-        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in gradients)
+        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in flash_gradients)
         return for_query, for_key, for_value
     queries = lengths[0]
     drawn = len(of.random) // len(queries.each)
