@@ -115,7 +115,7 @@ NODES: dict[str, tuple[Change, str]] = {
     ),
     "callers in a circle": (
         lambda nodes: (nodes[2].update(ctrl_deps=4), nodes[3].update(ctrl_deps=3)),
-        "node 2 (id 3) is called by itself",
+        "node 2 (id 3) is its own indirect caller",
     ),
     "an id above 2^63": (lambda nodes: nodes[3].update(id=2**63 + 5), "2^63"),
     "an id above 2^64": (lambda nodes: nodes[3].update(id=2**64 + 5), "2^63"),

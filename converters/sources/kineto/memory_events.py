@@ -30,8 +30,8 @@ class BlockRows:
         operator: host event responsible for the allocation, or for the free of an earlier block.
         phase: of the allocation, a `Phase`.
         pool: as in `Blocks`; zeros if not recorded.
-        spare: bytes beyond the request, likewise.
-        lingers: as in `Blocks`, likewise.
+        spare: bytes beyond the request, zeros if not recorded.
+        lingers: as in `Blocks`; zeros if not recorded.
         settings: configuration of the allocator.
     """
 
@@ -47,7 +47,7 @@ class BlockRows:
     settings: AllocatorSettings | None
 
     def log(self, events: int, reserved_bytes: int, node_of: Mapping[int, int]) -> MemoryLog:
-        """Return what the graph keeps; `node_of` gives the node of a host event."""
+        """Return the memory log of the graph; `node_of` maps a host event to its node."""
         operators: list[int] = self.operator.tolist()
         blocks = Blocks(
             bytes=tuple(self.bytes.tolist()),
@@ -72,7 +72,7 @@ def blocks(
     timeline: HostTimeline,
     around: I64,
     op: I64,
-    told: HistoryColumns | None = None,
+    history: HistoryColumns | None = None,
 ) -> BlockRows:
     """Join allocations with frees by address, and classify each block.
 
@@ -81,14 +81,14 @@ def blocks(
         timeline: the host events.
         around: innermost host event at each, NONE for none.
         op: host event responsible for each, NONE for none.
-        told: what the allocator's history adds to each.
+        history: columns of the allocator's history for each, if known.
     """
     made, freed = _pairs(rows)
     event = np.where(made >= 0, made, freed)
-    scope = np.where(around >= 0, around, op)  # Python between operators goes on with its phase
+    scope = np.where(around >= 0, around, op)  # Python code between operators continues the phase
     phase = pick(timeline.phase, scope, int(Phase.NONE))
-    root, communicates = _above(timeline, around)
-    own = (made >= 0) & (freed >= 0) & (root[made] >= 0) & (root[made] == root[freed])
+    root, communicates = _find_roots(timeline, around)
+    within_operator = (made >= 0) & (freed >= 0) & (root[made] >= 0) & (root[made] == root[freed])
     size = np.abs(rows.bytes[event])
     began, ended = pick(phase, made, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
     gradient = (made >= 0) & (began == Phase.BACKWARD) & (ended != Phase.BACKWARD)
@@ -98,7 +98,7 @@ def blocks(
             made < 0,
             communicates[made],
             gradient,
-            own | (optimizer & (freed >= 0)),
+            within_operator | (optimizer & (freed >= 0)),
             optimizer,
             began == Phase.NONE,
         ],
@@ -113,10 +113,10 @@ def blocks(
         int(MemoryClass.ACTIVATIONS),
     )
     pool, spare, lingers = (np.zeros(len(size), dtype=np.int64) for _ in range(3))
-    if told is not None:
-        pool, spare = told.pool[event], size - told.asked[event]
-        lingers = np.where(freed >= 0, told.lingers[freed], 0)
-    settings = told.settings if told is not None else None
+    if history is not None:
+        pool, spare = history.pool[event], size - history.requested[event]
+        lingers = np.where(freed >= 0, history.lingers[freed], 0)
+    settings = history.settings if history is not None else None
     return BlockRows(size, kind, made, freed, op[event], began, pool, spare, lingers, settings)
 
 
@@ -139,7 +139,7 @@ def _pairs(rows: MemoryRows) -> tuple[I64, I64]:
     return made[by_time], freed[by_time]
 
 
-def _above(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
+def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
     """Return the outermost operator at each event, and whether one on the way communicates."""
     marks = timeline.named(lambda name: name.startswith(_COMMUNICATES)) | (timeline.in_mark >= 0)
     root, communicates = np.full(len(around), NONE), np.zeros(len(around), dtype=bool)
@@ -158,7 +158,7 @@ def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
 
     Each is as large as the block that replaces it; as many of a size as the step creates.
     """
-    found = np.zeros(len(made), dtype=bool)
+    is_gradient = np.zeros(len(made), dtype=bool)
     sizes, counts = np.unique(size[gradient], return_counts=True)
     before = np.flatnonzero(made < 0)
     place = np.searchsorted(sizes, size[before])
@@ -168,14 +168,14 @@ def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
     order = np.argsort(place, kind="stable")
     starts = np.searchsorted(place[order], np.arange(len(sizes)))
     rank = np.arange(len(order)) - starts[place[order]]
-    found[before[order][rank < counts[place[order]]]] = True
-    return found
+    is_gradient[before[order][rank < counts[place[order]]]] = True
+    return is_gradient
 
 
 _CPU = 0
 
-_ALIKE = 0.02
-"""Share of the bytes allocated by which two like steps may differ."""
+_TOLERANCE = 0.02
+"""Share of the allocated bytes by which two equivalent steps may differ."""
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class Memory:
 
     Attributes:
         allocated: index of the host event -> bytes allocated during it, or after it in Python.
-        freed: index of the host event -> bytes freed, likewise.
+        freed: index of the host event -> bytes freed during it, or after it in Python.
         events: allocations and frees on the device.
         outside: of these, those outside any operator.
         elsewhere: events of another kind of device, dropped.
@@ -221,14 +221,14 @@ def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
 def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
     """Return a note if the steps of two windows used different amounts of memory, else ""."""
     on_gpu = bool((structure.device_type != _CPU).any())
-    taken = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
-    ours, theirs = (int(sizes[sizes > 0].sum()) for sizes in taken)
-    if abs(ours - theirs) <= _ALIKE * max(ours, theirs):
+    sizes_of_steps = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
+    profiled, structured = (int(sizes[sizes > 0].sum()) for sizes in sizes_of_steps)
+    if abs(profiled - structured) <= _TOLERANCE * max(profiled, structured):
         return ""
     return (
-        f"the step that gives times took {ours} bytes of memory and the one that gives shapes "
-        f"{theirs}: the script's steps differ (in the shapes of its batches, for one), so that "
-        "times and shapes do not belong together; let its batches be of one shape"
+        f"the step with the times allocated {profiled} bytes and the step with the shapes "
+        f"{structured}: the script's steps differ (for example in batch shapes), so times and "
+        "shapes do not match; use batches of one shape"
     )
 
 
@@ -239,37 +239,39 @@ def memory(
 
     And with the allocator's history of the same step, where there is one.
     """
-    mine = on_device(rows, on_gpu=on_gpu)
-    found = Memory(events=len(mine), elsewhere=len(rows) - len(mine))
-    if not len(mine):
-        return found
-    found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
+    memory_rows = on_device(rows, on_gpu=on_gpu)
+    usage = Memory(events=len(memory_rows), elsewhere=len(rows) - len(memory_rows))
+    if not len(memory_rows):
+        return usage
+    usage.peak_rise_bytes = max(0, int(np.cumsum(memory_rows.bytes).max()))
     if on_gpu:
-        found.start_total_bytes = max(0, int(mine.allocated[0] - mine.bytes[0]))
-    found.peak_total_bytes = max(0, int(mine.allocated.max()))
-    found.peak_reserved_bytes = max(0, int(mine.reserved.max()))
-    around = timeline.innermost(mine.thread, mine.start_ns)
+        usage.start_total_bytes = max(0, int(memory_rows.allocated[0] - memory_rows.bytes[0]))
+    usage.peak_total_bytes = max(0, int(memory_rows.allocated.max()))
+    usage.peak_reserved_bytes = max(0, int(memory_rows.reserved.max()))
+    around = timeline.innermost(memory_rows.thread, memory_rows.start_ns)
     op = timeline.operator(around)
     outside = np.flatnonzero(op < 0)
-    found.outside = len(outside)
-    op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
+    usage.outside = len(outside)
+    op[outside] = timeline.last_before(memory_rows.thread[outside], memory_rows.start_ns[outside])
     if history is not None and history.reserved_bytes:
-        found.peak_reserved_bytes = history.reserved_bytes
-    told = join_history(history, mine) if history is not None else None
-    if history is not None and told is None:
-        found.note = (
-            f"the allocator's history of {len(history.action)} actions is of another course than "
-            f"the profiler's {len(mine)} allocations and frees: of which stream a block is, is not "
-            "known"
+        usage.peak_reserved_bytes = history.reserved_bytes
+    history_columns = join_history(history, memory_rows) if history is not None else None
+    if history is not None and history_columns is None:
+        usage.note = (
+            f"the allocator's history of {len(history.action)} actions does not match the "
+            f"profiler's {len(memory_rows)} allocations and frees: block streams are unknown"
         )
-    found.blocks = blocks(mine, timeline, around, op, told)
-    for account, chosen in ((found.allocated, mine.bytes > 0), (found.freed, mine.bytes <= 0)):
+    usage.blocks = blocks(memory_rows, timeline, around, op, history_columns)
+    for account, chosen in (
+        (usage.allocated, memory_rows.bytes > 0),
+        (usage.freed, memory_rows.bytes <= 0),
+    ):
         events = np.flatnonzero(chosen & (op >= 0))
         ops, places = np.unique(op[events], return_inverse=True)
         sizes = np.zeros(len(ops), dtype=np.int64)
-        np.add.at(sizes, places, np.abs(mine.bytes[events]))
+        np.add.at(sizes, places, np.abs(memory_rows.bytes[events]))
         account.update(zip(ops.tolist(), sizes.tolist(), strict=True))
-    return found
+    return usage
 
 
 def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tuple[int, ...]:
@@ -279,13 +281,13 @@ def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tu
     micro-batches overlap, allocations between their forwards count for none of them.
     """
     spans = _spans(timeline)
-    mine = on_device(rows, on_gpu=on_gpu)
-    owners = _owners(spans, mine, timeline)
-    starts, sizes = mine.start_ns.tolist(), mine.bytes.tolist()
-    addresses = mine.address.tolist()
+    memory_rows = on_device(rows, on_gpu=on_gpu)
+    owners = _owners(spans, memory_rows, timeline)
+    starts, sizes = memory_rows.start_ns.tolist(), memory_rows.bytes.tolist()
+    addresses = memory_rows.address.tolist()
     live: dict[int, tuple[int, int]] = {}
     total = dict.fromkeys(spans, 0)
-    held: dict[int, int] = {}
+    at_backward: dict[int, int] = {}
     position = 0
     for number in sorted(spans, key=lambda number: spans[number][1]):
         while position < len(starts) and starts[position] < spans[number][1]:
@@ -296,12 +298,12 @@ def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tu
                 live[addresses[position]] = (owners[position], sizes[position])
                 total[owners[position]] += sizes[position]
             position += 1
-        held[number] = total[number]
-    return tuple(held[number] for number in spans)
+        at_backward[number] = total[number]
+    return tuple(at_backward[number] for number in spans)
 
 
 def _owners(
-    spans: dict[int, tuple[int, int]], mine: MemoryRows, timeline: HostTimeline
+    spans: dict[int, tuple[int, int]], memory_rows: MemoryRows, timeline: HostTimeline
 ) -> list[int]:
     """Return the micro-batch for which each allocation counts, NONE for none.
 
@@ -311,12 +313,12 @@ def _owners(
     numbers = np.array([*spans], dtype=np.int64)
     forward, backward = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
     if (forward[1:] >= backward[:-1]).all():
-        last = np.searchsorted(forward, mine.start_ns, side="right") - 1
-        inside = (last >= 0) & (mine.start_ns < pick(backward, last, 0))
+        last = np.searchsorted(forward, memory_rows.start_ns, side="right") - 1
+        inside = (last >= 0) & (memory_rows.start_ns < pick(backward, last, 0))
         return np.where(inside, pick(numbers, last, NONE), NONE).tolist()
-    around = timeline.innermost(mine.thread, mine.start_ns)
-    told = np.where(pick(timeline.phase, around, NONE) == Phase.FORWARD, around, NONE)
-    owners = pick(timeline.micro_batch, told, NONE)
+    around = timeline.innermost(memory_rows.thread, memory_rows.start_ns)
+    forward_event = np.where(pick(timeline.phase, around, NONE) == Phase.FORWARD, around, NONE)
+    owners = pick(timeline.micro_batch, forward_event, NONE)
     return np.where(np.isin(owners, numbers), owners, NONE).tolist()
 
 

@@ -164,8 +164,8 @@ def test_the_profilers_events_get_pool_request_and_how_long_memory_lingers():
     told = join_history(taken(), rows(*PROFILED))
     assert told is not None
     assert told.pool.tolist() == [0, 1, 0, 0, 1, 0, 1, 0, 0]
-    assert told.asked[1] == 6 * MIB - 300
-    assert told.asked[6] == MIB + 1
+    assert told.requested[1] == 6 * MIB - 300
+    assert told.requested[6] == MIB + 1
     # freed fourth, and one other event came before its memory could be used
     assert told.lingers.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
@@ -197,7 +197,7 @@ def test_memory_lingers_as_it_did_without_a_profiler():
     told = join_history(lingering_as(profiled, other), rows(*PROFILED))
     assert told is not None
     assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
-    assert told.asked.tolist() == join_history(profiled, rows(*PROFILED)).asked.tolist()
+    assert told.requested.tolist() == join_history(profiled, rows(*PROFILED)).requested.tolist()
     same = join_history(lingering_as(profiled, profiled), rows(*PROFILED))
     assert same.lingers.tolist() == join_history(profiled, rows(*PROFILED)).lingers.tolist()
 

@@ -129,10 +129,10 @@ def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     Raises:
         TraceError: the mark has no execution trace node, or its JSON names no call.
     """
-    return _carried(timeline, op, et, Awaited).sequence
+    return _decode_mark(timeline, op, et, Awaited).sequence
 
 
-def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]) -> _T:
+def _decode_mark(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]) -> _T:
     """Read the record that a mark carries as its last argument."""
     row = int(timeline.et[op])
     if row < 0:
@@ -146,9 +146,9 @@ def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]
         values = msgspec.json.decode(timeline.strings[int(et.operands[0, row])])
         return msgspec.json.decode(values[-1], type=kind)
     except (msgspec.MsgspecError, TypeError, IndexError) as error:
-        what = "a call" if kind is Call else "a wait"
+        record = "a call" if kind is Call else "a wait"
         raise TraceError(
-            f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {what} as JSON: "
+            f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {record} as JSON: "
             f"{error}",
             code="trace-mark-not-json",
         ) from error
@@ -160,7 +160,7 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     Raises:
         TraceError: the mark has no execution trace node, or its JSON is not a call.
     """
-    call = _carried(timeline, op, et, Call)
+    call = _decode_mark(timeline, op, et, Call)
     peer = UNKNOWN if call.peer is None else call.peer
     kind = POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
@@ -235,13 +235,13 @@ def from_kernel(
         place: where it stands, for errors.
         kernel: its name.
         args: its arguments.
-        groups: what to call a group, by name and description.
+        groups: label of a group, by its name and description.
 
     Raises:
         TraceError: the arguments name a collective or dtype that is not known, or hold a number
             that is no rank or no size.
     """
-    for what, number, most in (
+    for field, number, most in (
         ("In msg nelems", args.in_elements, _MOST_ELEMENTS),
         ("Group size", args.group_size, MOST_RANKS),
         ("Global rank start", args.first_rank, MOST_RANKS),
@@ -251,7 +251,7 @@ def from_kernel(
     ):
         if not UNKNOWN <= number <= most:
             raise TraceError(
-                f"{place} has a {what!r} of {number}: expected {most} at most",
+                f"{place} has a {field!r} of {number}: expected {UNKNOWN} to {most}",
                 code="trace-number-too-large",
             )
     name = args.collective.lower()
@@ -280,18 +280,18 @@ def from_kernel(
 def _ranks(args: Args) -> tuple[int, ...]:
     """Return the ranks of a call's group; Kineto cuts a long list with `...`, then by stride."""
     try:
-        told = tuple(msgspec.json.decode(args.group_ranks, type=list[int]))
+        ranks = tuple(msgspec.json.decode(args.group_ranks, type=list[int]))
     except msgspec.DecodeError:
-        told = ()
-    if told or args.first_rank < 0 or args.rank_stride < 1:
-        return told
+        ranks = ()
+    if ranks or args.first_rank < 0 or args.rank_stride < 1:
+        return ranks
     end = args.first_rank + args.group_size * args.rank_stride
     return tuple(range(args.first_rank, end, args.rank_stride))
 
 
 _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
 
-_OF_OTHERS = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
+_OTHER_LIBRARIES = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
 
 """Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
 
@@ -325,54 +325,58 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> CommunicationKernels:
     first: then a simulator that waits for one receive at a time cannot deadlock, whatever order the
     ranks use.
     """
-    rows, own = gpu.rows, timeline.rows
+    rows, host = gpu.rows, timeline.rows
     kernel = rows.category == KERNEL_CATEGORY
     call = rows.call.copy()
     linked = np.flatnonzero(kernel & (gpu.operator >= 0) & (call == NO_CALL))
-    call[linked] = own.call[gpu.operator[linked]]
+    call[linked] = host.call[gpu.operator[linked]]
     nccl = named(rows.name, timeline.strings, lambda name: bool(_KERNEL.match(name)))
     open_kernels = np.flatnonzero(nccl & kernel & (call == NO_CALL) & (gpu.in_mark < 0))
-    others = named(rows.name, timeline.strings, lambda name: bool(_OF_OTHERS.search(name)))
+    others = named(rows.name, timeline.strings, lambda name: bool(_OTHER_LIBRARIES.search(name)))
     others &= kernel & (call == NO_CALL)
-    unknown = _told(rows.duration_ns[others], "the library (NVSHMEM, DeepEP) tells torch nothing")
+    unknown = _count_unknown(
+        rows.duration_ns[others], "the library (NVSHMEM, DeepEP) reports nothing to torch"
+    )
     if not len(open_kernels):
         return CommunicationKernels(gpu, call, 0, unknown)
-    waiting = _waiting(timeline, gpu, call != NO_CALL)
-    several: dict[int, list[Args]] = {}
-    lost: list[int] = []
+    waiting = _pending_calls(timeline, gpu, call != NO_CALL)
+    multiple: dict[int, list[Args]] = {}
+    unmatched: list[int] = []
     for kernel_row in open_kernels.tolist():  # in the order of their launch
         calls = waiting.get(int(gpu.thread[kernel_row]), [])
         until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), key=lambda c: c[0])
-        given = _by_sort([timeline.calls[place] for _, place in calls[:until]])
+        kernel_calls = _merge_calls([timeline.calls[place] for _, place in calls[:until]])
         del calls[:until]
-        if not given:
-            lost.append(kernel_row)
+        if not kernel_calls:
+            unmatched.append(kernel_row)
             continue
         call[kernel_row] = len(timeline.calls)
-        timeline.calls.extend(given)
-        if len(given) > 1:
-            several[kernel_row] = given
-    reason = "NCCL's have no arguments, on the kernel or on a call before it"
-    unknown = _told(rows.duration_ns[lost], reason) | unknown
-    if not several:
+        timeline.calls.extend(kernel_calls)
+        if len(kernel_calls) > 1:
+            multiple[kernel_row] = kernel_calls
+    reason = "neither the NCCL kernel nor a call before it records arguments"
+    unknown = _count_unknown(rows.duration_ns[unmatched], reason) | unknown
+    if not multiple:
         return CommunicationKernels(gpu, call, 0, unknown)
-    return _split(gpu, call, several, unknown)
+    return _split(gpu, call, multiple, unknown)
 
 
-def _told(duration_ns: I64, reason: str) -> dict[str, tuple[int, int]]:
+def _count_unknown(duration_ns: I64, reason: str) -> dict[str, tuple[int, int]]:
     return {reason: (len(duration_ns), int(duration_ns.sum()))} if len(duration_ns) else {}
 
 
 def _split(
-    gpu: GpuOps, call: I64, several: dict[int, list[Args]], unknown: dict[str, tuple[int, int]]
+    gpu: GpuOps, call: I64, multiple: dict[int, list[Args]], unknown: dict[str, tuple[int, int]]
 ) -> CommunicationKernels:
     """Put as many rows in the place of a kernel as it has calls."""
     counts = np.ones(len(gpu), dtype=np.int64)
-    counts[list(several)] = [len(calls) for calls in several.values()]
+    counts[list(multiple)] = [len(calls) for calls in multiple.values()]
     index: I64 = np.repeat(np.arange(len(gpu)), counts)
     places, rows = call[index], gpu.rows.take(index)
-    for kernel_row, begin in zip(several, (np.cumsum(counts) - counts)[list(several)], strict=True):
-        calls = several[kernel_row]
+    for kernel_row, begin in zip(
+        multiple, (np.cumsum(counts) - counts)[list(multiple)], strict=True
+    ):
+        calls = multiple[kernel_row]
         here = slice(int(begin), int(begin) + len(calls))
         until = _shares(calls, int(gpu.rows.duration_ns[kernel_row]))
         places[here] = call[kernel_row] + np.arange(len(calls))
@@ -381,54 +385,57 @@ def _split(
     parts = {
         spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
     }
-    return CommunicationKernels(GpuOps(rows=rows, **parts), places, len(several), unknown)
+    return CommunicationKernels(GpuOps(rows=rows, **parts), places, len(multiple), unknown)
 
 
 def _shares(calls: list[Args], duration_ns: int) -> I64:
     """Return when each call's share of a kernel's time is over, the first at 0, int64[n + 1]."""
-    weights = [one.in_elements * DTYPE_BYTES.get(one.dtype, 1) for one in calls]
+    weights = [args.in_elements * DTYPE_BYTES.get(args.dtype, 1) for args in calls]
     total = sum(weights)
     if total <= 0:
         weights, total = [1] * len(calls), len(calls)
     return np.array([duration_ns * part // total for part in accumulate(weights, initial=0)])
 
 
-def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[tuple[int, int]]]:
+def _pending_calls(
+    timeline: HostTimeline, gpu: GpuOps, done: Mask
+) -> dict[int, list[tuple[int, int]]]:
     """Return the start and place of each thread's calls that launched nothing, in order."""
     rows = timeline.rows
     launched = np.zeros(len(timeline), dtype=bool)
     launched[gpu.operator[done & (gpu.operator >= 0)]] = True
-    found: dict[int, list[tuple[int, int]]] = {}
+    pending: dict[int, list[tuple[int, int]]] = {}
     for index in np.flatnonzero((rows.call != NO_CALL) & ~launched).tolist():
         place = int(rows.call[index])
-        one = timeline.calls[place]
-        # among one rank NCCL has nothing to launch
-        if one.collective.lower() not in _NO_LAUNCH and one.group_size != 1:
+        args = timeline.calls[place]
+        # In a group of one rank NCCL launches nothing.
+        if args.collective.lower() not in _NO_LAUNCH and args.group_size != 1:
             entry = int(rows.start_ns[index]), place
-            found.setdefault(int(rows.thread[index]), []).append(entry)
-    return found
+            pending.setdefault(int(rows.thread[index]), []).append(entry)
+    return pending
 
 
-def _by_sort(calls: list[Args]) -> list[Args]:
+def _merge_calls(calls: list[Args]) -> list[Args]:
     """Return calls that ran as one kernel, merged by kind, sends first."""
     merged: dict[object, Args] = {}
-    for place, one in enumerate(calls):
-        name = one.collective.lower()
+    for place, args in enumerate(calls):
+        name = args.collective.lower()
         single = place if name in POINT_TO_POINT else NO_CALL
-        sort = (one.collective, one.dtype, one.group_name, single)
-        before = merged.get(sort)
-        elements = one.in_elements + (before.in_elements if before else 0)
-        merged[sort] = msgspec.structs.replace(before or one, in_elements=elements)
-    return sorted(merged.values(), key=lambda one: one.collective.lower() != "send")
+        key = (args.collective, args.dtype, args.group_name, single)
+        before = merged.get(key)
+        elements = args.in_elements + (before.in_elements if before else 0)
+        merged[key] = msgspec.structs.replace(before or args, in_elements=elements)
+    # Sends first: a simulator that waits for one receive at a time must not deadlock.
+    return sorted(merged.values(), key=lambda args: args.collective.lower() != "send")
 
 
 _UNNAMED = ("", "undefined")
 
 
 def labels(groups: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return what to call groups, by name and description: the description where it is of one.
+    """Return the labels of groups, by name and description: a unique description, else with name.
 
-    torch's names are numbers, its descriptions what the script said, which may say the same of two.
+    torch names groups by number. Descriptions come from the script and may repeat.
     """
     names: dict[str, set[str]] = {}
     pairs = set(groups)

@@ -61,19 +61,19 @@ class GlooCalls:
 
     def callers(self) -> I64:
         """Return the operators that issued a call."""
-        callers = {run.caller for run in self.found if run.caller != NONE}
+        callers = {call.caller for call in self.found if call.caller != NONE}
         return np.array(sorted(callers), dtype=np.int64)
 
     def within(self, timeline: HostTimeline) -> Mask:
         """Return which events are a part of a call, on the thread that carried it out, bool[n]."""
         rows = timeline.rows
         inside = np.zeros(len(timeline), dtype=bool)
-        for run in self.found:
-            thread = int(rows.thread[run.op])
-            if run.caller == NONE or thread != rows.thread[run.caller]:
+        for call in self.found:
+            thread = int(rows.thread[call.op])
+            if call.caller == NONE or thread != rows.thread[call.caller]:
                 span = timeline.threads[thread]
                 starts = rows.start_ns[span.start : span.stop]
-                bounds = [rows.start_ns[run.op], rows.end_ns[run.op]]
+                bounds = [rows.start_ns[call.op], rows.end_ns[call.op]]
                 first, last = np.searchsorted(starts, bounds).tolist()
                 inside[span.start + first : span.start + last] = True
         return inside
@@ -81,18 +81,18 @@ class GlooCalls:
     def notes(self) -> list[str]:
         """Return sentences a reader should know."""
         notes = [
-            f"{count} {name!r} records are left out: no collective is known by that name"
+            f"{count} {name!r} records are dropped: unknown collective"
             for name, count in self.unknown.items()
         ]
-        if alone := sum(run.caller == NONE for run in self.found):
+        if without_caller := sum(call.caller == NONE for call in self.found):
             notes.append(
-                f"{alone} calls by Gloo begin with nothing before them: no operator is known that "
-                "asked for them; a replay keeps the time between them"
+                f"{without_caller} calls by Gloo have no issuing operator in the trace; a "
+                "replay keeps the time between them"
             )
         if self.found and self.of_groups > 1:
             notes.append(
-                f"which of {self.of_groups} process groups each of {len(self.found)} calls by Gloo "
-                "is of is not known: torch's profiler does not tell, as it does of NCCL's"
+                f"the process group of {len(self.found)} calls by Gloo is unknown: the trace has "
+                f"{self.of_groups} groups, and torch's profiler names the group only for NCCL"
             )
         return notes
 
@@ -107,25 +107,25 @@ def find_gloo_calls(
         et: the execution trace; without it bytes and peers are not known.
         groups: groups of the trace; if there are several, the group of a call is not known.
     """
-    runs = GlooCalls(of_groups=len(groups))
+    calls = GlooCalls(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
     if not len(records):
-        return runs
+        return calls
     rows = timeline.rows
-    asked = np.flatnonzero(
+    issuers = np.flatnonzero(
         rows.is_operator & timeline.named(lambda name: name.startswith(_OPERATOR))
     )
-    asked = asked[np.argsort(rows.rf_id[asked], kind="stable")]
+    issuers = issuers[np.argsort(rows.rf_id[issuers], kind="stable")]
     group = groups[0] if len(groups) == 1 else ProcessGroup("", ())
     for op in records[np.argsort(rows.start_ns[records], kind="stable")].tolist():
         name = timeline.name(op).removeprefix(RUN)
         if name not in _NAMES and name not in POINT_TO_POINT:
-            runs.unknown[timeline.name(op)] += 1
+            calls.unknown[timeline.name(op)] += 1
             continue
-        before = int(np.searchsorted(rows.rf_id[asked], rows.rf_id[op])) - 1
-        caller = int(asked[before]) if before >= 0 and rows.rf_id[op] else NONE
-        runs.found.append(GlooCall(op, caller, _communication(timeline, et, op, caller, group)))
-    return runs
+        before = int(np.searchsorted(rows.rf_id[issuers], rows.rf_id[op])) - 1
+        caller = int(issuers[before]) if before >= 0 and rows.rf_id[op] else NONE
+        calls.found.append(GlooCall(op, caller, _communication(timeline, et, op, caller, group)))
+    return calls
 
 
 def _communication(
@@ -156,13 +156,13 @@ def _communication(
     return with_root(call, find_root(timeline, caller, et))
 
 
-def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:
+def _scattered_bytes(inputs: list[object] | None, ranks: int) -> int:
     """Return the bytes of a scatter from its caller's arguments: an output for each rank.
 
     NCCL counts them in this way on all ranks; Gloo's record has the inputs, which only the root
     has.
     """
-    outputs = asked[0] if asked else None
+    outputs = inputs[0] if inputs else None
     if not isinstance(outputs, list) or not ranks:
         return UNKNOWN
     return ranks * _bytes(cast("list[object]", outputs))
@@ -191,21 +191,21 @@ def _peer(values: list[object] | None) -> tuple[int, int]:
             return UNKNOWN, UNKNOWN
 
 
-def first_operator_after(run: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
+def first_operator_after(call: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
     """Return the first operator that waits for a call, NONE for no such.
 
     Args:
-        run: the call.
+        call: the call.
         timeline: the host events.
         by_start: indices of the operators that are nodes, by start.
     """
-    if run.caller == NONE:
+    if call.caller == NONE:
         return NONE
     rows = timeline.rows
     starts = rows.start_ns[by_start]
-    after = by_start[np.searchsorted(starts, rows.end_ns[run.op]) :]
-    waits = rows.thread[after] == rows.thread[run.caller]
-    if timeline.in_functions[run.caller]:
+    after = by_start[np.searchsorted(starts, rows.end_ns[call.op]) :]
+    waits = rows.thread[after] == rows.thread[call.caller]
+    if timeline.in_functions[call.caller]:
         waits = ~timeline.in_functions[after]
-    found = np.flatnonzero(waits)
-    return int(after[found[0]]) if len(found) else NONE
+    waiting = np.flatnonzero(waits)
+    return int(after[waiting[0]]) if len(waiting) else NONE

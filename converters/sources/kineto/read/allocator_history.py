@@ -1,4 +1,4 @@
-"""Read the caching allocator's own history of a step.
+"""Read the caching allocator's history of a step.
 
 The profiler records when which address was allocated and freed. The history adds the pool's stream,
 the requested sizes, and when memory that other streams used became reusable.
@@ -34,7 +34,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
         bytes: requested size.
         pool: number of the block's pool, 0 for the default stream's.
         lingers: of each allocation and free, how long its memory lingers in a step without a
-            profiler (`Told.lingers`); empty if not
+            profiler (`HistoryColumns.lingers`); empty if not
             known: then as in this step.
         reserved_bytes: most that the allocator had reserved when only steps without a profiler had
             run; 0 if not known. A profiler slows the host or waits, so other memory lingers.
@@ -56,13 +56,13 @@ class HistoryColumns:
 
     Attributes:
         pool: as in `History`.
-        asked: requested bytes.
+        requested: requested bytes.
         lingers: of a free, how many allocations and frees follow before its memory can be reused.
         settings: as in `History`.
     """
 
     pool: I64
-    asked: I64
+    requested: I64
     lingers: I64
     settings: AllocatorSettings | None
 
@@ -78,10 +78,10 @@ def read_history(path: Path) -> History | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=History)
     except (OSError, msgspec.DecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
             f"{path}: expected the allocator's history as `capture run --raw-dir` leaves it: "
-            f"{found}",
+            f"{reason}",
             code="history-malformed",
         ) from error
 
@@ -99,34 +99,35 @@ def join_history(history: History, rows: MemoryRows) -> HistoryColumns | None:
     if begin is None:
         return None
     count, size = len(events), len(rows)
-    pool, asked = np.zeros(size, dtype=np.int64), np.abs(rows.bytes)
+    pool, requested = np.zeros(size, dtype=np.int64), np.abs(rows.bytes)
     within = slice(begin, begin + count)
     pool[within] = np.array(history.pool, dtype=np.int64)[events]
-    asked[within] = np.array(history.bytes, dtype=np.int64)[events]
+    requested[within] = np.array(history.bytes, dtype=np.int64)[events]
     lingers = np.zeros(size, dtype=np.int64)
     known = np.array(history.lingers, dtype=np.int64)
     lingers[within] = known if len(known) else lingering(action, address)
-    return HistoryColumns(pool, asked, lingers, history.settings)
+    return HistoryColumns(pool, requested, lingers, history.settings)
 
 
 def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
     """Return from which row on the profiler saw just these events."""
-    seen = rows.address * 2 + (rows.bytes > 0)
-    told = address * 2 + allocates
-    spare = len(seen) - len(told)
+    # One integer per event: the address, and whether the event allocates.
+    profiled = rows.address * 2 + (rows.bytes > 0)
+    recorded = address * 2 + allocates
+    spare = len(profiled) - len(recorded)
     for begin in range(spare + 1):
-        if np.array_equal(seen[begin : begin + len(told)], told):
+        if np.array_equal(profiled[begin : begin + len(recorded)], recorded):
             return begin
     return None
 
 
 def lingering(action: I64, address: I64) -> I64:
-    """Return `Told.lingers` of each allocation and free, from columns of a `History`."""
+    """Return `HistoryColumns.lingers` of each allocation and free, from columns of a `History`."""
     is_event = action != Action.USABLE
     before = np.cumsum(is_event) - is_event  # events before each action
     count = int(is_event.sum())
-    found = np.zeros(count, dtype=np.int64)
-    # by address an allocation, its free and the end of its use follow one another
+    lingers = np.zeros(count, dtype=np.int64)
+    # Sorted by address, an allocation, its free and the end of its use are neighbours.
     order = np.lexsort((np.arange(len(action)), address))
     freed = np.flatnonzero(action[order] == Action.FREED)
     following = np.append(order[1:], -1)[freed]
@@ -134,8 +135,8 @@ def lingering(action: I64, address: I64) -> I64:
     usable = same & (action[following] == Action.USABLE)
     until = np.where(usable, before[following], count)
     place = before[order[freed]]
-    found[place] = until - place - 1
-    return found
+    lingers[place] = until - place - 1
+    return lingers
 
 
 __all__ = ["Action", "History", "HistoryColumns", "join_history", "lingering", "read_history"]

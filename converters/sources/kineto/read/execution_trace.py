@@ -27,7 +27,7 @@ PLACEHOLDERS = "onerank::placeholders"
 """Names of the nodes around placeholder callers, which are not in the file."""
 
 FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
-"""In a small file so many may, up to this share: a thread was at work as the recording began."""
+"""In a small file so many callers may be missing, up to this share of the nodes."""
 
 
 def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
@@ -87,13 +87,14 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
         )
     above = np.where(absent, np.arange(len(ids)), order[place])
     climbed = above
-    for _ in range(len(ids).bit_length()):  # twice as far each time
+    # Each round climbs twice as far, so log2(n) rounds reach the root of the longest chain.
+    for _ in range(len(ids).bit_length()):
         climbed = climbed[climbed]
     circling = np.flatnonzero(above[climbed] != climbed)
     if len(circling):
         raise TraceError(
-            f"{path}: node {circling[0]} (id {node[circling[0]]}) is called by itself, by way of "
-            f"its callers ({len(circling)} such nodes): record the trace again",
+            f"{path}: node {circling[0]} (id {node[circling[0]]}) is its own indirect caller "
+            f"({len(circling)} such nodes); callers must form a tree: record the trace again",
             code="et-caller-cycle",
         )
     return len(missing)
@@ -112,8 +113,8 @@ def load_execution_trace(
     Args:
         path: the file.
         strings: table to put its texts into.
-        wanted: record function ids of the nodes whose operands to keep: an observer often runs
-            longer than the profiler; None for all.
+        wanted: record function ids of the nodes whose operands to keep; None for all. An observer
+            often runs longer than the profiler.
 
     Raises:
         TraceError: not an execution trace, or of a schema that is not known.
@@ -130,9 +131,9 @@ def load_execution_trace(
         kind = NestedFile
     else:
         known = ", ".join(f"{prefix}*" for prefix in _FLAT_SCHEMAS + _NESTED_SCHEMAS)
-        found = f"schema {schema!r}" if schema else "no schema"
+        actual = f"schema {schema!r}" if schema else "no schema"
         raise TraceError(
-            f"{path}: found {found}, expected an execution trace of schema {known}",
+            f"{path}: found {actual}, expected an execution trace of schema {known}",
             code="et-unknown-schema",
         )
     keep = None if wanted is None else frozenset(wanted.tolist())

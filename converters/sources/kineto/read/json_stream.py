@@ -17,11 +17,12 @@ from onerank.ir.errors import TraceError
 
 PIECE_BYTES = 1 << 20
 
+# A file without the array must not be read into memory whole.
 _LONGEST_HEAD = 64 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-_TRIES = 8  # places to end a piece at, before a longer one is read
+_TRIES = 8  # candidate ends of a piece before a longer piece is read
 
 _OBJECT = re.compile(rb'\s*\{\s*"[^"\\]*"')
 
@@ -52,17 +53,17 @@ class ArrayFile(Generic[_T]):
         self._path = path
         self._expected = expected
         self._decoder = msgspec.json.Decoder(kind, strict=False)
-        self._instead = instead
+        self._replacement = instead
         self._key = key
         self._opening = re.compile(rb'"%s"\s*:\s*\[' % key.encode())
         self._prefix = b'{"%s":[' % key.encode()
-        self._at = 0  # bytes decoded
+        self._offset = 0  # bytes decoded
 
     def __iter__(self) -> Iterator[_T]:
-        """Give the object in parts: first what stands before the array, last what stands behind.
+        """Yield the object in parts: the fields before the array first, the fields after it last.
 
         Raises:
-            TraceError: the file cannot be read, or does not hold what was expected.
+            TraceError: the file cannot be read, or is not of the expected kind.
         """
         try:
             with self._open() as file:
@@ -99,33 +100,33 @@ class ArrayFile(Generic[_T]):
             part, end = self._piece(text)
             if part is None:
                 if len(text) > _LONGEST_HEAD:
-                    raise self._refused(f"no element ends within {len(text)} bytes")
+                    raise self._malformed(f"no element ends within {len(text)} bytes")
                 wanted = 2 * len(text)
                 continue
             yield part
-            self._at += end
+            self._offset += end
             text = text[end:]
             wanted = PIECE_BYTES
 
     def _head(self, file: BinaryIO) -> tuple[_T, bytes | None]:
-        """Return what stands before the array, and the text behind its bracket; None: no array."""
+        """Return the fields before the array and the text after its bracket, None without array."""
         text = b""
         while True:
             more = file.read(PIECE_BYTES)
             text = (text + more).removeprefix(_BYTE_ORDER_MARK)
-            for found in self._opening.finditer(text):
+            for match in self._opening.finditer(text):
                 try:
-                    head = self._decoder.decode(text[: found.end()] + b"]}")
+                    head = self._decoder.decode(text[: match.end()] + b"]}")
                 except msgspec.ValidationError as error:
-                    raise self._refused(error) from error
+                    raise self._malformed(error) from error
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue  # the name stands within something else
-                self._at = found.end()
-                return head, text[found.end() :]
+                    continue  # the name occurs inside another value
+                self._offset = match.end()
+                return head, text[match.end() :]
             if not more or len(text) > _LONGEST_HEAD or text.lstrip()[:1] != b"{":
                 break
         if more:
-            raise self._refused(f"no array {self._key!r} in its first {len(text)} bytes")
+            raise self._malformed(f"no array {self._key!r} in its first {len(text)} bytes")
         return self._decode(b"", text, b""), None
 
     def _piece(self, text: bytes) -> tuple[_T | None, int]:
@@ -140,9 +141,9 @@ class ArrayFile(Generic[_T]):
                 end = self._boundary(text, opening, end)
                 if end < 0:
                     break
-                behind = text.rindex(b"}", 0, end) + 1
+                element_end = text.rindex(b"}", 0, end) + 1
                 try:
-                    return self._valid(self._closed(text, behind)), end
+                    return self._valid(self._close_array(text, element_end)), end
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     continue
         return None, 0
@@ -152,13 +153,13 @@ class ArrayFile(Generic[_T]):
         """Return the last place before `before` where `opening` follows `},`; -1 for none."""
         place = text.rfind(opening, 0, before)
         while place > 0:
-            left = text[max(place - 64, 0) : place].rstrip()
-            if left.endswith(b",") and left[:-1].rstrip().endswith(b"}"):
+            preceding = text[max(place - 64, 0) : place].rstrip()
+            if preceding.endswith(b",") and preceding[:-1].rstrip().endswith(b"}"):
                 return place
             place = text.rfind(opening, 0, place)
         return -1
 
-    def _closed(self, text: bytes, end: int) -> bytes:
+    def _close_array(self, text: bytes, end: int) -> bytes:
         return b"".join((self._prefix, memoryview(text)[:end], b"]}"))
 
     def _valid(self, text: bytes) -> _T:
@@ -166,28 +167,28 @@ class ArrayFile(Generic[_T]):
         try:
             return self._decoder.decode(text)
         except msgspec.ValidationError as error:
-            refused = self._refused(error)
-            if self._instead is None:
-                raise refused from error
+            malformed = self._malformed(error)
+            if self._replacement is None:
+                raise malformed from error
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         if self._key not in fields:
-            raise refused
+            raise malformed
         elements = msgspec.json.decode(fields[self._key], type=list[msgspec.Raw])
-        array = b",".join(self._mended(bytes(one), refused) for one in elements)
+        array = b",".join(self._replace_invalid(bytes(element), malformed) for element in elements)
         fields[self._key] = msgspec.Raw(b"".join((b"[", array, b"]")))
         try:
             return self._decoder.decode(msgspec.json.encode(fields))
         except msgspec.ValidationError as error:  # of another field
-            raise self._refused(error) from error
+            raise self._malformed(error) from error
 
-    def _mended(self, element: bytes, refused: TraceError) -> bytes:
-        """Return an element, or what to read instead of one that is not of its type."""
+    def _replace_invalid(self, element: bytes, malformed: TraceError) -> bytes:
+        """Return an element, or the replacement of an element of another type."""
         try:
             self._decoder.decode(b"".join((self._prefix, element, b"]}")))
         except msgspec.ValidationError as error:
-            other = self._instead(element) if self._instead else None
+            other = self._replacement(element) if self._replacement else None
             if other is None:
-                raise refused from error
+                raise malformed from error
             return other
         return element
 
@@ -195,12 +196,12 @@ class ArrayFile(Generic[_T]):
         try:
             return self._valid(b"".join((prefix, text, suffix)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._refused(error) from error
+            raise self._malformed(error) from error
 
-    def _refused(self, error: object) -> TraceError:
+    def _malformed(self, error: object) -> TraceError:
         return TraceError(
             f"{self._path}: expected {self._expected}, found: {error}; reading the piece that "
-            f"begins at byte {self._at}",
+            f"begins at byte {self._offset}",
             code="trace-malformed",
         )
 
@@ -213,7 +214,7 @@ _EVENTS, _SCHEMA, _NODES = (
 
 
 def beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, gzip or not; of a directory none.
+    """Return the first bytes of a file, gzip or not; b"" for a directory.
 
     Raises:
         TraceError: the gzip stream is damaged before as many are read.
@@ -234,7 +235,7 @@ def beginning(path: Path) -> bytes:
 
 
 def kind_of(head: bytes) -> Literal["kineto", "et"] | None:
-    """Return whether a file that begins so is a Kineto trace or an execution trace, if either."""
+    """Return the kind of trace that begins with these bytes, None for any other file."""
     if _EVENTS.search(head):
         return "kineto"
     if _SCHEMA.search(head) and _NODES.search(head):

@@ -68,11 +68,11 @@ KNOWN = READ | {
     "cuda_profiler_range",
 }  # fmt: skip
 
-"""Those that are read, and those that hold nothing that a graph needs."""
+"""The categories that are read, and known categories without data for the graph."""
 
 
-class _Told(msgspec.Struct, omit_defaults=True):
-    """What an event says it is, whatever it says that with."""
+class _EventKind(msgspec.Struct, omit_defaults=True):
+    """Phase, category and name of an event, of any JSON type."""
 
     ph: Any = ""
     cat: Any = ""
@@ -80,14 +80,14 @@ class _Told(msgspec.Struct, omit_defaults=True):
 
 
 def replace_unreadable_event(event: bytes) -> bytes | None:
-    """Return what is to be counted of an event that is not read, as JSON; None of one that is."""
+    """Return the kind of an event that conversion does not read, as JSON; None if it reads it."""
     try:
-        told = msgspec.json.decode(event, type=_Told)
+        kind = msgspec.json.decode(event, type=_EventKind)
     except msgspec.ValidationError:
         return None
-    if str(told.cat) in READ or told.name == MEMORY_EVENT:
+    if str(kind.cat) in READ or kind.name == MEMORY_EVENT:
         return None
-    return msgspec.json.encode(_Told(ph=str(told.ph), cat=str(told.cat)))
+    return msgspec.json.encode(_EventKind(ph=str(kind.ph), cat=str(kind.cat)))
 
 
 def is_operator(event: Event) -> bool:
@@ -193,7 +193,7 @@ class _Reader:
             event = events[int(np.argmax(far))]
             raise TraceError(
                 f"{self.path}: event {event.name!r} starts at {event.ts} us and lasts {event.dur} "
-                "us, which is no time of day: record the trace again",
+                "us, expected less than 2^62 ns: record the trace again",
                 code="trace-bad-time",
             )
         return start.astype(np.int64), duration.astype(np.int64)
@@ -216,10 +216,10 @@ class _Reader:
 
     def _calls(self, args: list[Args]) -> I64:
         places = np.full(len(args), NO_CALL, dtype=np.int64)
-        for place, given in enumerate(args):
-            if given.collective:
+        for place, event_args in enumerate(args):
+            if event_args.collective:
                 places[place] = len(self.calls)
-                self.calls.append(given)
+                self.calls.append(event_args)
         return places
 
     def _operands(self, args: list[Args]) -> I32:
@@ -228,15 +228,15 @@ class _Reader:
         texts = (str(raw, "utf-8") for a in args for raw in (a.values, a.shapes, a.types))
         return self.strings.encode(texts).reshape(-1, 3)
 
-    def _size(self, given: list[int] | str | None) -> int:
-        if not given:
+    def _size(self, size: list[int] | str | None) -> int:
+        if not size:
             return 0
-        if isinstance(given, str):
-            return self.strings.intern(given)
-        key = tuple(given)
+        if isinstance(size, str):
+            return self.strings.intern(size)
+        key = tuple(size)
         code = self.sizes.get(key)
         if code is None:
-            code = self.sizes[key] = self.strings.intern(str(given))
+            code = self.sizes[key] = self.strings.intern(str(size))
         return code
 
     def _streams(self, events: list[Event], args: list[Args]) -> I64:
@@ -244,8 +244,8 @@ class _Reader:
             return self._column(events, [int(a.stream) for a in args], "stream")
         except ValueError as error:
             raise TraceError(
-                f"{self.path}: an event runs on a stream that is no number ({error}); "
-                "expected the number that the profiler gives",
+                f"{self.path}: the stream of an event is not a number ({error}); "
+                "record the trace again with torch.profiler",
                 code="trace-bad-stream",
             ) from error
 
@@ -282,7 +282,7 @@ def load_kineto(
         "syncs": reader.syncs,
         "memory": reader.memory,
     }
-    rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
+    rows: dict[str, list[Rows]] = {kind: [] for kind in makers}
     devices: list[DeviceProperties] = []
     distributed: Distributed | None = None
     lost_run = False
@@ -294,14 +294,14 @@ def load_kineto(
     ):
         _check_durations(path, part.events, count)
         count += len(part.events)
-        for sort, events in _sorted_out(part.events, unread).items():
-            if events or not rows[sort]:
-                rows[sort].append(makers[sort](events))
+        for kind, events in _group_by_kind(part.events, unread).items():
+            if events or not rows[kind]:
+                rows[kind].append(makers[kind](events))
         if isinstance(part.device_properties, list):
             devices += part.device_properties
-        found = read_distributed(part.distributed)
-        lost_run |= found is None and bool(bytes(part.distributed))
-        distributed = found or distributed
+        read = read_distributed(part.distributed)
+        lost_run |= read is None and bool(bytes(part.distributed))
+        distributed = read or distributed
     return KinetoTrace(
         path=path,
         strings=reader.strings,
@@ -311,7 +311,7 @@ def load_kineto(
         distributed=distributed,
         lost_run=lost_run,
         unread={cat: n for cat, n in unread.items() if cat not in KNOWN},
-        **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
+        **{kind: _join(pieces) for kind, pieces in rows.items()},  # type: ignore[arg-type]
     )
 
 
@@ -333,29 +333,29 @@ def _check_durations(path: Path, events: list[Event], first: int) -> None:
             )
 
 
-def _sorted_out(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
+def _group_by_kind(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
     """Return the events that conversion reads, by kind; count the categories of others."""
-    found: dict[str, list[Event]] = {
+    groups: dict[str, list[Event]] = {
         "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
     }  # fmt: skip
     takes = {
-        **dict.fromkeys(HOST, found["host"].append),
-        **dict.fromkeys(LAUNCHES, found["launches"].append),
-        **dict.fromkeys(GPU, found["gpu"].append),
-        SYNC: found["syncs"].append,
+        **dict.fromkeys(HOST, groups["host"].append),
+        **dict.fromkeys(LAUNCHES, groups["launches"].append),
+        **dict.fromkeys(GPU, groups["gpu"].append),
+        SYNC: groups["syncs"].append,
     }
     for event in events:
         if event.name == MEMORY_EVENT:
-            found["memory"].append(event)
+            groups["memory"].append(event)
         elif take := takes.get(event.cat):
             take(event)
         elif event.ph == "X":
             unread[event.cat] += 1
-    found["host"] = [event for event in found["host"] if event.ph == "X"]
-    return found
+    groups["host"] = [event for event in groups["host"] if event.ph == "X"]
+    return groups
 
 
-def _joined(parts: list[Rows]) -> Rows:
+def _join(parts: list[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     columns = {
@@ -387,14 +387,14 @@ class Step:
 
 def steps(trace: KinetoTrace) -> list[Step]:
     """Return the steps of a trace in order; none if profiler.step() was never called."""
-    found: list[Step] = []
+    marked: list[Step] = []
     host = trace.host
     for code in np.unique(host.name[~host.is_operator]).tolist():
         if mark := _MARK.fullmatch(trace.strings[code]):
             for row in np.flatnonzero((host.name == code) & ~host.is_operator).tolist():
                 span = int(host.start_ns[row]), int(host.end_ns[row])
-                found.append(Step(int(mark.group(1)), *span))
-    return sorted(found, key=lambda step: step.start_ns)
+                marked.append(Step(int(mark.group(1)), *span))
+    return sorted(marked, key=lambda step: step.start_ns)
 
 
 def choose(trace: KinetoTrace, step: str) -> Step | None:
@@ -413,23 +413,22 @@ def choose(trace: KinetoTrace, step: str) -> Step | None:
     """
     if step == ALL:
         return None
-    found = steps(trace)
-    if not found:
+    available = steps(trace)
+    if not available:
         raise TraceError(
-            f"{trace.path}: asked for step {step}, and the trace has no steps (no ProfilerStep "
-            "annotation): call profiler.step() behind each step, or take the whole trace "
+            f"{trace.path}: step {step} requested, but the trace has no steps (no ProfilerStep "
+            "annotation): call profiler.step() after each step, or convert the whole trace "
             "(--step all)",
             code="step-none-in-trace",
         )
     if step == MEDIAN:
-        return sorted(found, key=lambda one: one.duration_ns)[(len(found) - 1) // 2]
-    for one in found:
-        if str(one.number) == step:
-            return one
-    numbers = ", ".join(str(one.number) for one in found)
+        return sorted(available, key=lambda item: item.duration_ns)[(len(available) - 1) // 2]
+    for item in available:
+        if str(item.number) == step:
+            return item
+    numbers = ", ".join(str(item.number) for item in available)
     raise TraceError(
-        f"{trace.path}: asked for step {step}, expected one of its steps {numbers}, {MEDIAN!r} or "
-        f"{ALL!r}",
+        f"{trace.path}: no step {step}; expected one of {numbers}, {MEDIAN!r} or {ALL!r}",
         code="step-unknown",
     )
 
@@ -443,37 +442,37 @@ def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
     launches = trace.launches.take(_within(trace.launches.start_ns, step))
     launched = last_of(launches.correlation, trace.gpu.correlation) >= 0
     known = last_of(trace.launches.correlation, trace.gpu.correlation) >= 0
-    own = launched | (~known & _within(trace.gpu.start_ns, step))
+    in_step = launched | (~known & _within(trace.gpu.start_ns, step))
     host = trace.host.take(_within(trace.host.start_ns, step))
-    made = replace(
+    step_trace = replace(
         trace,
         host=host,
         launches=launches,
-        gpu=trace.gpu.take(own),
+        gpu=trace.gpu.take(in_step),
         syncs=trace.syncs.take(last_of(launches.correlation, trace.syncs.correlation) >= 0),
         memory=trace.memory.take(_within(trace.memory.start_ns, step)),
     )
     note = (
-        f"step {step.number} alone ({step.duration_ns / 1e6:.3f} ms of host time): "
-        f"{len(trace.host) - len(host)} host events and {int((~own).sum())} GPU operations of "
-        "other steps are left out"
+        f"only step {step.number} ({step.duration_ns / 1e6:.3f} ms of host time): "
+        f"{len(trace.host) - len(host)} host events and {int((~in_step).sum())} GPU operations of "
+        "other steps are dropped"
     )
-    if left_ns := _left_running_ns(trace, step):
+    if earlier_ns := _earlier_work_ns(trace, step):
         note += (
-            f"; of these the GPU still ran {left_ns / 1e6:.3f} ms when the step began, and what is "
-            "launched first waited for that: a replay keeps the wait"
+            f"; the GPU ran {earlier_ns / 1e6:.3f} ms of earlier steps after this step began, and "
+            "the first launches waited for that: a replay keeps the wait"
         )
-    return made, note
+    return step_trace, note
 
 
-def _left_running_ns(trace: KinetoTrace, step: Step) -> int:
-    """Return how long the GPU runs, from the step's begin on, what was launched before."""
+def _earlier_work_ns(trace: KinetoTrace, step: Step) -> int:
+    """Return the GPU time within the step of operations that were launched before it."""
     gpu, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, gpu.correlation)
     launched_ns = np.where(launch >= 0, pick(launches.start_ns, launch, 0), gpu.start_ns)
     end = gpu.start_ns + gpu.duration_ns
-    left = (launched_ns < step.start_ns) & (end > step.start_ns)
-    begin, end = np.maximum(gpu.start_ns[left], step.start_ns), end[left]
+    running = (launched_ns < step.start_ns) & (end > step.start_ns)
+    begin, end = np.maximum(gpu.start_ns[running], step.start_ns), end[running]
     order = np.argsort(begin)
     begin, end = begin[order], np.maximum.accumulate(end[order])
     before = np.concatenate([begin[:1], end[:-1]])

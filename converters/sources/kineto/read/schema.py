@@ -61,7 +61,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     cat: str = ""
     name: str = ""
     tid: int | str = 0
-    ts: float = float("nan")  # what has none is at no time
+    ts: float = float("nan")  # an event without a time is rejected
     dur: float = 0.0
     args: Args = _NO_ARGS
 
@@ -111,17 +111,17 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def caller(self) -> int:
-        """Id of the node that called it; the root's is its own."""
+        """Id of the calling node; the root calls itself."""
         return self.ctrl_deps
 
     @property
     def operands(self) -> tuple[msgspec.Raw, ...]:
         """Values, shapes and types of the inputs, then of the outputs."""
-        given, made = self.inputs, self.outputs
-        return given.values, given.shapes, given.types, made.values, made.shapes, made.types
+        ins, outs = self.inputs, self.outputs
+        return ins.values, ins.shapes, ins.types, outs.values, outs.shapes, outs.types
 
     def attribute(self, name: str) -> int:
-        """Return an integer attribute, 0 where it is not given."""
+        """Return an integer attribute, 0 if it is missing."""
         for attribute in self.attrs:
             if attribute.name == name:
                 text = bytes(attribute.value)
@@ -162,7 +162,7 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def caller(self) -> int:
-        """Id of the node that called it; the root's is its own."""
+        """Id of the calling node; the root calls itself."""
         return self.parent
 
     @property
@@ -212,8 +212,7 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 NO_CALL = -1
 
 OWN_CALL = -1
-
-"""Event index of a runtime call that stands among the host's events."""
+"""Event index of a runtime call that became a host event."""
 
 
 def pick(values: npt.NDArray[Any], index: I64, default: int) -> npt.NDArray[Any]:
@@ -229,7 +228,7 @@ def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
 
     Args:
         keys: int64[n].
-        wanted: int64[m]; a 0 is no key.
+        wanted: int64[m]; 0 means no key.
         usable: which of `keys` count; None for all.
     """
     places = np.arange(len(keys)) if usable is None else np.flatnonzero(usable)
@@ -237,8 +236,8 @@ def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
         return np.full(len(wanted), -1)
     order = places[np.argsort(keys[places], kind="stable")]
     at = np.searchsorted(keys[order], wanted, side="right") - 1
-    found = order[np.maximum(at, 0)]
-    return np.where((at >= 0) & (keys[found] == wanted) & (wanted != 0), found, -1)
+    last = order[np.maximum(at, 0)]
+    return np.where((at >= 0) & (keys[last] == wanted) & (wanted != 0), last, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +405,8 @@ MOST_RANKS = 1 << 24
 def read_distributed(text: msgspec.Raw) -> Distributed | None:
     """Return the run that a trace records, None if its rank is outside the world."""
     try:
-        found = msgspec.json.decode(text, type=Distributed, strict=False)
+        distributed = msgspec.json.decode(text, type=Distributed, strict=False)
     except msgspec.DecodeError:
         return None
-    return found if 0 <= found.rank < found.size <= MOST_RANKS else None
+    is_valid = 0 <= distributed.rank < distributed.size <= MOST_RANKS
+    return distributed if is_valid else None

@@ -52,7 +52,7 @@ class Inputs:
         return Tensor(tuple(self.shapes[position]), self.types[position][len("Tensor(") : -1])
 
     def tensors(self, position: int) -> tuple[Tensor, ...]:
-        """Return the tensors of the list at `position`; none where it is no such list."""
+        """Return the tensors of the list at `position`; () if it is no list of tensors."""
         if position >= len(self.types) or not self.types[position].startswith(
             "GenericList[Tensor("
         ):
@@ -67,13 +67,15 @@ class Inputs:
 
     def list_of(self, position: int) -> list[Any] | None:
         """Return the list at `position`, or None."""
-        found = self.value(position)
-        return cast("list[Any]", found) if isinstance(found, list) else None
+        value = self.value(position)
+        return cast("list[Any]", value) if isinstance(value, list) else None
 
     def numbers(self, position: int) -> list[int] | None:
         """Return the list of integers at `position`, or None."""
-        found = self.list_of(position)
-        return found if found is not None and all(type(one) is int for one in found) else None
+        values = self.list_of(position)
+        if values is None or any(type(value) is not int for value in values):
+            return None
+        return values
 
 
 BY_CODE = {
@@ -97,52 +99,55 @@ BY_CODE = {
 }
 """Number of a ScalarType, as c10/core/ScalarType.h counts them -> dtype."""
 
-_RANKS = ("bool", "int", "float", "complex")
+_CATEGORIES = ("bool", "int", "float", "complex")
 
 
-def named(dtype: str) -> str:
+def cpp_name(dtype: str) -> str:
     """Return the C++ name of a dtype."""
     return TENSOR_TYPES[dtype][len("Tensor(") : -1]
 
 
-def asked(given: Inputs, position: int, otherwise: str) -> str:
-    """Return the dtype that the number at `position` requests."""
-    code = given.value(position)
-    return named(BY_CODE[code]) if type(code) is int and code in BY_CODE else otherwise
+def requested_type(inputs: Inputs, position: int, default: str) -> str:
+    """Return the C++ type that the ScalarType number at `position` requests, else `default`."""
+    code = inputs.value(position)
+    return cpp_name(BY_CODE[code]) if type(code) is int and code in BY_CODE else default
 
 
-def kind(name: str) -> int:
-    """Return the place of a type among bool, integers, floating point and complex."""
+def type_category(name: str) -> int:
+    """Return the category of a type: 0 bool, 1 integer, 2 floating point, 3 complex."""
     dtype = DTYPES[name][0] if name in DTYPES else name
-    sort = "int" if dtype.startswith("uint") else dtype.rstrip("0123456789")
-    return _RANKS.index(sort) if sort in _RANKS else _RANKS.index("float")
+    category = "int" if dtype.startswith("uint") else dtype.rstrip("0123456789")
+    return _CATEGORIES.index(category if category in _CATEGORIES else "float")
 
 
-def promoted(tensors: list[Tensor], numbers: list[object] | None = None) -> str:
+def promote_types(tensors: list[Tensor], numbers: list[object] | None = None) -> str:
     """Return the type of an operation on tensors and Python numbers.
 
-    Tensors without dimensions and numbers count only where they are of a higher kind.
+    Zero-dimensional tensors and numbers count only if their category is higher.
     """
-    whole = [one.type for one in tensors if one.shape]
-    single = [one.type for one in tensors if not one.shape]
-    best = _widest(whole or single)
-    least = kind(best)
-    if whole and single and kind(_widest(single)) > least:
-        best = _widest(single)
-        best = "float" if best == "double" else best  # a Python number's, most often
-        least = kind(best)
+    dimensioned = [tensor.type for tensor in tensors if tensor.shape]
+    scalars = [tensor.type for tensor in tensors if not tensor.shape]
+    result = _widest(dimensioned or scalars)
+    category = type_category(result)
+    if dimensioned and scalars and type_category(_widest(scalars)) > category:
+        result = _widest(scalars)
+        # A zero-dimensional double is mostly a Python number, which promotes to the default dtype.
+        result = "float" if result == "double" else result
+        category = type_category(result)
     for number in numbers or ():
-        if isinstance(number, float) and least < _RANKS.index("float"):
+        if isinstance(number, float) and category < _CATEGORIES.index("float"):
             return "float"
-        if type(number) is int and least < _RANKS.index("int"):
-            best, least = named("int64"), _RANKS.index("int")
-    return best
+        if type(number) is int and category < _CATEGORIES.index("int"):
+            result, category = cpp_name("int64"), _CATEGORIES.index("int")
+    return result
 
 
 def _widest(names: list[str]) -> str:
-    kinds = [kind(name) for name in names]
-    highest = [name for name, one in zip(names, kinds, strict=True) if one == max(kinds)]
+    categories = [type_category(name) for name in names]
+    top = max(categories)
+    highest = [name for name, level in zip(names, categories, strict=True) if level == top]
     sizes = [DTYPES[name][1] if name in DTYPES else 0 for name in highest]
     widest = [name for name, size in zip(highest, sizes, strict=True) if size == max(sizes)]
+    # float16 and bfloat16 have no common 16-bit type.
     halves = {"c10::Half", "c10::BFloat16"}
     return "float" if halves <= set(widest) else widest[0]

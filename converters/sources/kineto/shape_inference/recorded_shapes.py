@@ -31,7 +31,7 @@ _DIGITS_AND_POINT = re.compile(r"^-?\d+\.?\d*(e[+-]?\d+)?$")
 
 
 def use_profiler_shapes(timeline: HostTimeline) -> None:
-    """Set `operands` of the host events from what the profiler recorded of their inputs."""
+    """Set `operands` of the host events from the inputs that the profiler recorded."""
     rows, strings = timeline.rows, timeline.strings
     index = np.flatnonzero(rows.operands[:, 1:].all(axis=1))
     keys = np.column_stack([rows.name[index], rows.operands[index]])
@@ -51,16 +51,16 @@ def _columns(name: str, values: str, shapes: str, types: str) -> tuple[str, ...]
     Outputs are "" if not known. None: the inputs cannot be read.
     """
     try:
-        given = _inputs(
+        inputs = _inputs(
             msgspec.json.decode(values, type=list[str]) if values else [],
             msgspec.json.decode(shapes, type=list[Any]),
             msgspec.json.decode(types, type=list[str]),
         )
     except (msgspec.DecodeError, ValueError, TypeError):
         return None
-    results = results_of(name, given)
-    made = ("", "", "") if results is None else _texts(results)
-    return (_json(given.values), _json(given.shapes), _json(given.types), *made)
+    results = results_of(name, inputs)
+    outputs = ("", "", "") if results is None else _texts(results)
+    return (_json(inputs.values), _json(inputs.shapes), _json(inputs.types), *outputs)
 
 
 def _texts(results: tuple[Result, ...]) -> tuple[str, str, str]:
@@ -77,8 +77,11 @@ def _inputs(values: list[str], shapes: list[Any], types: list[str]) -> Inputs:
     if len(shapes) != len(types) or (values and len(values) != len(types)):
         raise ValueError("lists of unequal lengths")
     values = values or [""] * len(types)
-    told = any(shape and kind == _LIST for shape, kind in zip(shapes, types, strict=True))
-    rows = [_argument(*one, sizes=told) for one in zip(values, shapes, types, strict=True)]
+    has_sizes = any(shape and kind == _LIST for shape, kind in zip(shapes, types, strict=True))
+    rows = [
+        _argument(*argument, sizes=has_sizes)
+        for argument in zip(values, shapes, types, strict=True)
+    ]
     return Inputs(*(tuple(column) for column in zip(*rows, strict=True))) if rows else Inputs()
 
 
@@ -91,7 +94,7 @@ def _argument(value: str, shape: Any, kind: str, *, sizes: bool) -> tuple[Any, A
     if kind == _LIST and not shape:
         return (None, [], "GenericList[]") if sizes else (None, [[]], f"GenericList[{_NO_SIZES}]")
     if kind == _LIST:
-        each = [_sizes(one) for one in shape]
+        each = [_sizes(sizes_of_tensor) for sizes_of_tensor in shape]
         return None, each, f"GenericList[{','.join([UNKNOWN_TYPE] * len(each))}]"
     if kind not in _PLAIN:
         return None, _sizes(shape), f"Tensor({kind})"
@@ -109,7 +112,7 @@ def _sizes(shape: Any) -> list[int]:
 
 
 def _value(text: str) -> Any:
-    """Return the value of an argument: a number, a truth value, or a list of them; None: untold."""
+    """Return the value of an argument: a number, a boolean or a list of them; None if missing."""
     if _DIGITS_AND_POINT.match(text) or text in ("True", "False") or text.startswith("["):
         try:
             read: Any = ast.literal_eval(text)
@@ -121,4 +124,6 @@ def _value(text: str) -> Any:
 
 def _type_of(value: object, kind: str) -> str:
     names = {bool: "Bool", int: "Int", float: "Double", list: "GenericList[]"}
-    return next((name for one, name in names.items() if type(value) is one), kind or "None")
+    return next(
+        (name for value_type, name in names.items() if type(value) is value_type), kind or "None"
+    )

@@ -6,163 +6,185 @@ from onerank.converters.sources.kineto.shape_inference.inputs import (
     Result,
     Shape,
     Tensor,
-    asked,
-    kind,
-    named,
-    promoted,
+    cpp_name,
+    promote_types,
+    requested_type,
+    type_category,
 )
 
-_INT64 = named("int64")
+_INT64 = cpp_name("int64")
 
 
-def _left(shape: Shape, dims: list[int] | None, *, keep: bool) -> Shape | None:
-    """Return what a reduction over `dims` leaves of a shape; None or []: over all."""
+def _reduced_shape(shape: Shape, dims: list[int] | None, *, keep: bool) -> Shape | None:
+    """Return the shape after a reduction over `dims`; None or [] reduces all dimensions."""
     rank = len(shape)
     if any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims or ()):
         return None
-    gone = {dim % rank for dim in dims} if dims and rank else set(range(rank))
-    kept = [(1 if at in gone else size, at in gone) for at, size in enumerate(shape)]
-    return tuple(size for size, reduced in kept if keep or not reduced)
+    reduced = {dim % rank for dim in dims} if dims and rank else set(range(rank))
+    sizes = [1 if at in reduced else size for at, size in enumerate(shape)]
+    return tuple(size for at, size in enumerate(sizes) if keep or at not in reduced)
 
 
-def _reduced(given: Inputs, at: int) -> tuple[Tensor, Shape] | None:
-    """Return the operand and what is left, `at` being where dimensions and `keepdim` stand."""
-    own = given.tensor(0)
-    if own is None:
+def _reduce(inputs: Inputs, at: int) -> tuple[Tensor, Shape] | None:
+    """Return the operand and the reduced shape; `at` is the position of `dim`, then `keepdim`."""
+    operand = inputs.tensor(0)
+    if operand is None:
         return None
-    told = len(given) > at + 1
-    if told and given.value(at) is None and given.types[at] != "None":
-        return None  # of an old trace, without values
-    one = given.value(at) if told else None
-    dims = [one] if type(one) is int else given.numbers(at) if told else None
-    shape = _left(own.shape, dims, keep=told and given.value(at + 1) is True)
-    return None if shape is None else (own, shape)
+    has_dims = len(inputs) > at + 1
+    # torch before 2.1 records no values: the dimensions are unknown.
+    if has_dims and inputs.value(at) is None and inputs.types[at] != "None":
+        return None
+    dim = inputs.value(at) if has_dims else None
+    dims = [dim] if type(dim) is int else inputs.numbers(at) if has_dims else None
+    shape = _reduced_shape(operand.shape, dims, keep=has_dims and inputs.value(at + 1) is True)
+    return None if shape is None else (operand, shape)
 
 
-def _sum(at: int, *, types: int | None, counts: bool = False):
-    def rule(given: Inputs) -> tuple[Result, ...] | None:
-        found = _reduced(given, at)
-        if found is None:
+def _reduction(at: int, *, types: int | None, counts: bool = False):
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        reduction = _reduce(inputs, at)
+        if reduction is None:
             return None
-        own, shape = found
-        made = _INT64 if counts and kind(own.type) < 2 else own.type
-        position = (types if len(given) > at + 1 else 1) if types is not None else len(given)
-        return (Tensor(shape, asked(given, position, made)),)
+        operand, shape = reduction
+        default = _INT64 if counts and type_category(operand.type) < 2 else operand.type
+        position = (types if len(inputs) > at + 1 else 1) if types is not None else len(inputs)
+        return (Tensor(shape, requested_type(inputs, position, default)),)
 
     return rule
 
 
-def _as(name: str):
-    def rule(given: Inputs) -> tuple[Result, ...] | None:
-        found = _reduced(given, 1)
-        return None if found is None else (Tensor(found[1], name),)
+def _reduction_to(name: str):
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        reduction = _reduce(inputs, 1)
+        return None if reduction is None else (Tensor(reduction[1], name),)
 
     return rule
 
 
-def _extreme(given: Inputs) -> tuple[Result, ...] | None:
-    """Of max and min: of all, along a dimension (with places), or of two tensors."""
-    own, other = given.tensor(0), given.tensor(1)
-    if own is None:
+def _extreme(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Rule of max and min: over all, along a dimension (with indices), or of two tensors."""
+    operand, other = inputs.tensor(0), inputs.tensor(1)
+    if operand is None:
         return None
     if other is not None:
-        shape = broadcast([own.shape, other.shape])
-        return None if shape is None else (Tensor(shape, promoted([own, other])),)
-    if len(given) < 3:
-        return (Tensor((), own.type),)
-    found = _reduced(given, 1)
-    return None if found is None else (Tensor(found[1], own.type), Tensor(found[1], _INT64))
+        shape = broadcast([operand.shape, other.shape])
+        return None if shape is None else (Tensor(shape, promote_types([operand, other])),)
+    if len(inputs) < 3:
+        return (Tensor((), operand.type),)
+    reduction = _reduce(inputs, 1)
+    return (
+        None
+        if reduction is None
+        else (Tensor(reduction[1], operand.type), Tensor(reduction[1], _INT64))
+    )
 
 
-def _layer_norm(given: Inputs) -> tuple[Result, ...] | None:
-    own, sizes = given.tensor(0), given.numbers(1)
-    if own is None:
+def _layer_norm(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, sizes = inputs.tensor(0), inputs.numbers(1)
+    if operand is None:
         return None
-    count = len((given.tensor(2) or own).shape) if sizes is None else len(sizes)
-    rows = own.shape[: len(own.shape) - count] + (1,) * count
-    half = kind(own.type) == 2 and own.type not in ("float", "double")
-    saved = Tensor(rows, "float" if half else own.type)
-    return own, saved, saved
+    count = len((inputs.tensor(2) or operand).shape) if sizes is None else len(sizes)
+    rows = operand.shape[: len(operand.shape) - count] + (1,) * count
+    half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
+    saved = Tensor(rows, "float" if half else operand.type)
+    return operand, saved, saved
 
 
-def _rms_norm(given: Inputs) -> tuple[Result, ...] | None:
-    found = _layer_norm(given)
-    return found and found[:2]
+def _rms_norm(inputs: Inputs) -> tuple[Result, ...] | None:
+    results = _layer_norm(inputs)
+    return results and results[:2]
 
 
 def _gradients(operands: tuple[int, ...], mask: int | None):
-    """Return the rule of backward passes: gradients like the inputs at these positions."""
+    """Return a rule of a backward: gradients are like the inputs at these positions."""
 
-    def rule(given: Inputs) -> tuple[Result, ...] | None:
-        found: list[Result] = [given.tensor(at) for at in operands]
-        if found[0] is None:
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        gradients: list[Result] = [inputs.tensor(at) for at in operands]
+        if gradients[0] is None:
             return None
-        wanted = given.list_of(mask) if mask is not None else None
-        wanted = wanted or [True] * len(found)
-        return tuple(one if ask else None for one, ask in zip(found, wanted, strict=False))
+        requested = inputs.list_of(mask) if mask is not None else None
+        requested = requested or [True] * len(gradients)
+        pairs = zip(gradients, requested, strict=False)
+        return tuple(gradient if is_requested else None for gradient, is_requested in pairs)
 
     return rule
 
 
-def _batch_norm(given: Inputs) -> tuple[Result, ...] | None:
-    own, training = given.tensor(0), given.value(5)
-    if own is None or len(own.shape) < 2:
+def _batch_norm(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, training = inputs.tensor(0), inputs.value(5)
+    if operand is None or len(operand.shape) < 2:
         return None
-    half = kind(own.type) == 2 and own.type not in ("float", "double")
-    saved = Tensor((own.shape[1] if training is not False else 0,), "float" if half else own.type)
-    return own, saved, saved
+    half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
+    saved = Tensor(
+        (operand.shape[1] if training is not False else 0,), "float" if half else operand.type
+    )
+    return operand, saved, saved
 
 
-def _group_norm(given: Inputs) -> tuple[Result, ...] | None:
-    own, groups = given.tensor(0), given.value(6)
-    if own is None or not own.shape or type(groups) is not int:
-        return None if own is None else (own,)
-    saved = Tensor((own.shape[0], groups), own.type)
-    return own, saved, saved
+def _group_norm(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, groups = inputs.tensor(0), inputs.value(6)
+    if operand is None or not operand.shape or type(groups) is not int:
+        return None if operand is None else (operand,)
+    saved = Tensor((operand.shape[0], groups), operand.type)
+    return operand, saved, saved
 
 
-def _softmax(given: Inputs) -> tuple[Result, ...] | None:
-    own = given.tensor(0)
-    if own is None:
+def _softmax(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    if operand is None:
         return None
-    return (Tensor(own.shape, "float" if given.value(2) is True else own.type),)
+    return (Tensor(operand.shape, "float" if inputs.value(2) is True else operand.type),)
 
 
-def _softmax_backward(given: Inputs) -> tuple[Result, ...] | None:
-    own = given.tensor(0)
-    return None if own is None else (Tensor(own.shape, asked(given, 3, own.type)),)
+def _softmax_backward(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    return (
+        None
+        if operand is None
+        else (Tensor(operand.shape, requested_type(inputs, 3, operand.type)),)
+    )
 
 
 def _loss(reduction: int):
-    """Return the rule of a loss of two tensors: one number, unless it is not to be reduced."""
+    """Return the rule of a loss of two tensors: a scalar, or per element without reduction."""
 
-    def rule(given: Inputs) -> tuple[Result, ...] | None:
-        own, target, how = given.tensor(0), given.tensor(1), given.value(reduction)
-        if own is None or target is None or (how is None and len(given) > reduction):
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        operand, target, reduction_mode = (
+            inputs.tensor(0),
+            inputs.tensor(1),
+            inputs.value(reduction),
+        )
+        if (
+            operand is None
+            or target is None
+            or (reduction_mode is None and len(inputs) > reduction)
+        ):
             return None
-        shape = broadcast([own.shape, target.shape]) if how == 0 else ()
-        return None if shape is None else (Tensor(shape, own.type),)
+        shape = broadcast([operand.shape, target.shape]) if reduction_mode == 0 else ()
+        return None if shape is None else (Tensor(shape, operand.type),)
 
     return rule
 
 
-def _nll_loss(given: Inputs) -> tuple[Result, ...] | None:
-    own, target, how = given.tensor(0), given.tensor(1), given.value(3)
-    if own is None or target is None or how is None:
+def _nll_loss(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, target, reduction_mode = inputs.tensor(0), inputs.tensor(1), inputs.value(3)
+    if operand is None or target is None or reduction_mode is None:
         return None
-    return Tensor(target.shape if how == 0 else (), own.type), Tensor((), own.type)
+    return Tensor(target.shape if reduction_mode == 0 else (), operand.type), Tensor(
+        (), operand.type
+    )
 
 
-def _embedding(given: Inputs) -> tuple[Result, ...] | None:
-    table, index = given.tensor(0), given.tensor(1)
+def _embedding(inputs: Inputs) -> tuple[Result, ...] | None:
+    table, index = inputs.tensor(0), inputs.tensor(1)
     if table is None or index is None or not table.shape:
         return None
     return (Tensor((*index.shape, *table.shape[1:]), table.type),)
 
 
 def _embedding_backward(count: int):
-    def rule(given: Inputs) -> tuple[Result, ...] | None:
-        grad, rows = given.tensor(0), given.value(count)
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        grad, rows = inputs.tensor(0), inputs.value(count)
         if grad is None or not grad.shape or type(rows) is not int:
             return None
         return (Tensor((rows, grad.shape[-1]), grad.type),)
@@ -170,59 +192,61 @@ def _embedding_backward(count: int):
     return rule
 
 
-def _embedding_bag(given: Inputs) -> tuple[Result, ...] | None:
-    table, index, offsets = (given.tensor(at) for at in range(3))
+def _embedding_bag(inputs: Inputs) -> tuple[Result, ...] | None:
+    table, index, offsets = (inputs.tensor(at) for at in range(3))
     if table is None or index is None or offsets is None or not table.shape:
         return None
-    bags = offsets.numel - (1 if given.value(8) is True else 0)
-    made = Tensor((bags, *table.shape[1:]), table.type)
+    bags = offsets.numel - (1 if inputs.value(8) is True else 0)
+    output = Tensor((bags, *table.shape[1:]), table.type)
     each = Tensor((bags,), index.type)
-    return made, Tensor((0,), index.type), each, each
+    return output, Tensor((0,), index.type), each, each
 
 
-def _index_select(given: Inputs) -> tuple[Result, ...] | None:
-    own, dim, index = given.tensor(0), given.value(1), given.tensor(2)
-    if own is None or index is None or type(dim) is not int or not own.shape:
+def _index_select(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, dim, index = inputs.tensor(0), inputs.value(1), inputs.tensor(2)
+    if operand is None or index is None or type(dim) is not int or not operand.shape:
         return None
-    place = dim % len(own.shape)
-    return (Tensor((*own.shape[:place], index.numel, *own.shape[place + 1 :]), own.type),)
+    place = dim % len(operand.shape)
+    return (
+        Tensor((*operand.shape[:place], index.numel, *operand.shape[place + 1 :]), operand.type),
+    )
 
 
-def _gather(given: Inputs) -> tuple[Result, ...] | None:
-    own, index = given.tensor(0), given.tensor(2)
-    return None if own is None or index is None else (Tensor(index.shape, own.type),)
+def _gather(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, index = inputs.tensor(0), inputs.tensor(2)
+    return None if operand is None or index is None else (Tensor(index.shape, operand.type),)
 
 
-def _sort(given: Inputs) -> tuple[Result, ...] | None:
-    own = given.tensor(0)
-    return None if own is None else (own, Tensor(own.shape, _INT64))
+def _sort(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    return None if operand is None else (operand, Tensor(operand.shape, _INT64))
 
 
-def _argsort(given: Inputs) -> tuple[Result, ...] | None:
-    found = _sort(given)
-    return found and found[1:]
+def _argsort(inputs: Inputs) -> tuple[Result, ...] | None:
+    results = _sort(inputs)
+    return results and results[1:]
 
 
-def _topk(given: Inputs) -> tuple[Result, ...] | None:
-    own, count, dim = given.tensor(0), given.value(1), given.value(2)
-    if own is None or type(count) is not int or type(dim) is not int or not own.shape:
+def _topk(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, count, dim = inputs.tensor(0), inputs.value(1), inputs.value(2)
+    if operand is None or type(count) is not int or type(dim) is not int or not operand.shape:
         return None
-    place = dim % len(own.shape)
-    shape = (*own.shape[:place], count, *own.shape[place + 1 :])
-    return Tensor(shape, own.type), Tensor(shape, _INT64)
+    place = dim % len(operand.shape)
+    shape = (*operand.shape[:place], count, *operand.shape[place + 1 :])
+    return Tensor(shape, operand.type), Tensor(shape, _INT64)
 
 
 RULES = {
-    "sum": _sum(1, types=3, counts=True),
-    "nansum": _sum(1, types=3, counts=True),
-    "mean": _sum(1, types=3),
-    "prod": _sum(1, types=3, counts=True),
-    "amax": _sum(1, types=None),
-    "amin": _sum(1, types=None),
-    "logsumexp": _sum(1, types=None),
-    "linalg_vector_norm": _sum(2, types=4),
-    **dict.fromkeys(("all", "any"), _as("bool")),
-    **dict.fromkeys(("argmax", "argmin"), _as(_INT64)),
+    "sum": _reduction(1, types=3, counts=True),
+    "nansum": _reduction(1, types=3, counts=True),
+    "mean": _reduction(1, types=3),
+    "prod": _reduction(1, types=3, counts=True),
+    "amax": _reduction(1, types=None),
+    "amin": _reduction(1, types=None),
+    "logsumexp": _reduction(1, types=None),
+    "linalg_vector_norm": _reduction(2, types=4),
+    **dict.fromkeys(("all", "any"), _reduction_to("bool")),
+    **dict.fromkeys(("argmax", "argmin"), _reduction_to(_INT64)),
     **dict.fromkeys(("max", "min"), _extreme),
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _gradients((1, 5, 6), 7),

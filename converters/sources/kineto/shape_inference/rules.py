@@ -2,48 +2,47 @@
 
 from collections.abc import Callable
 
-from onerank.converters.sources.kineto.shape_inference import elementwise as pointwise
-from onerank.converters.sources.kineto.shape_inference import matmul as products
-from onerank.converters.sources.kineto.shape_inference import rowwise as rows
+from onerank.converters.sources.kineto.shape_inference import elementwise, matmul, rowwise
 from onerank.converters.sources.kineto.shape_inference.inputs import Inputs, Result, Tensor
 
 
-def _cat(given: Inputs) -> tuple[Result, ...] | None:
-    tensors = [one for one in given.tensors(0) if one.shape != (0,)]  # empty ones of any rank fit
-    dim = given.value(1)
+def _cat(inputs: Inputs) -> tuple[Result, ...] | None:
+    # torch.cat ignores an empty 1-d tensor among tensors of any rank.
+    tensors = [tensor for tensor in inputs.tensors(0) if tensor.shape != (0,)]
+    dim = inputs.value(1)
     if not tensors or type(dim) is not int:
         return None
     first = tensors[0].shape
     if not first or not -len(first) <= dim < len(first):
         return None
     place = dim % len(first)
-    size = sum(one.shape[place] for one in tensors if len(one.shape) == len(first))
+    size = sum(tensor.shape[place] for tensor in tensors if len(tensor.shape) == len(first))
     return (Tensor((*first[:place], size, *first[place + 1 :]), tensors[0].type),)
 
 
-def _one_number_each(given: Inputs) -> tuple[Result, ...] | None:
-    return tuple(Tensor((), one.type) for one in given.tensors(0)) or None
+def _scalar_per_tensor(inputs: Inputs) -> tuple[Result, ...] | None:
+    return tuple(Tensor((), tensor.type) for tensor in inputs.tensors(0)) or None
 
 
-def each_like_the_first(given: Inputs) -> tuple[Result, ...] | None:
-    """Return results like the tensors of the first list."""
-    return given.tensors(0) or None
+def results_like_first_list(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Return results with the shapes and types of the first list's tensors."""
+    return inputs.tensors(0) or None
 
 
-def changed(given: Inputs) -> tuple[Result, ...] | None:
-    """Return what an operator in place gives back: its first tensor, nothing of a list."""
-    own = given.tensor(0)
-    if own is None:
-        return () if given.tensors(0) else None
-    return (own,)
+def in_place_result(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Return the result of an in-place operator: its first tensor, nothing for a list."""
+    tensor = inputs.tensor(0)
+    if tensor is None:
+        return () if inputs.tensors(0) else None
+    return (tensor,)
 
 
-RULES = {"cat": _cat, **dict.fromkeys(("_foreach_norm", "_foreach_max"), _one_number_each)}
+RULES = {"cat": _cat, **dict.fromkeys(("_foreach_norm", "_foreach_max"), _scalar_per_tensor)}
 
 _RULES: dict[str, Callable[[Inputs], tuple[Result, ...] | None]] = {
-    **pointwise.RULES,
-    **rows.RULES,
-    **products.RULES,
+    **elementwise.RULES,
+    **rowwise.RULES,
+    **matmul.RULES,
     **RULES,
 }
 
@@ -52,7 +51,7 @@ _ATEN = "aten::"
 _COMPILED = "triton_"
 
 
-def results_of(name: str, given: Inputs) -> tuple[Result, ...] | None:
+def results_of(name: str, inputs: Inputs) -> tuple[Result, ...] | None:
     """Return the results of a call; None without a rule.
 
     Kernels that torch.compile generated write into their arguments and return nothing.
@@ -61,10 +60,10 @@ def results_of(name: str, given: Inputs) -> tuple[Result, ...] | None:
         return ()
     if not name.startswith(_ATEN):
         return None
-    own = name.removeprefix(_ATEN).partition(".")[0]
-    rule = _RULES.get(own)
-    if rule is None and own.endswith("_") and not own.endswith("__"):
-        rule = changed
-    elif rule is None and own.startswith("_foreach_"):
-        rule = each_like_the_first
-    return rule(given) if rule else None
+    operator = name.removeprefix(_ATEN).partition(".")[0]
+    rule = _RULES.get(operator)
+    if rule is None and operator.endswith("_") and not operator.endswith("__"):
+        rule = in_place_result
+    elif rule is None and operator.startswith("_foreach_"):
+        rule = results_like_first_list
+    return rule(inputs) if rule else None

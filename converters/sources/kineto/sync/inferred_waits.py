@@ -31,7 +31,7 @@ RECENT_NS = 1_000_000
 """An event recorded this long behind a launch, and another record, may be of another stream."""
 
 ROUNDING_NS = 1_000
-"""Overlaps up to a microsecond, the unit of older traces, are none."""
+"""Overlaps up to a microsecond, the time unit of older traces, are rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +80,41 @@ class StreamTimelines:
         gpu, calls = trace.gpu, trace.launches
         launched, ended = launch_times(trace), gpu.start_ns + gpu.duration_ns
         launch = last_of(calls.correlation, gpu.correlation)
-        self.lanes: dict[int, StreamTimeline] = {}
+        self.timelines: dict[int, StreamTimeline] = {}
         self._place = np.zeros(len(gpu), dtype=np.int64)
         for stream in np.unique(gpu.stream).tolist():
-            own = np.flatnonzero(gpu.stream == stream)
-            own = own[np.argsort(gpu.start_ns[own], kind="stable")]
-            self._place[own] = np.arange(len(own))
-            known = np.flatnonzero(launch[own] >= 0)
-            self.lanes[stream] = StreamTimeline(
-                launched=np.maximum.accumulate(launched[own]),
-                start=gpu.start_ns[own],
-                ended=np.maximum.accumulate(ended[own]),
+            rows = np.flatnonzero(gpu.stream == stream)
+            rows = rows[np.argsort(gpu.start_ns[rows], kind="stable")]
+            self._place[rows] = np.arange(len(rows))
+            known = np.flatnonzero(launch[rows] >= 0)
+            self.timelines[stream] = StreamTimeline(
+                launched=np.maximum.accumulate(launched[rows]),
+                start=gpu.start_ns[rows],
+                ended=np.maximum.accumulate(ended[rows]),
                 backlog=int(known[0]) if len(known) else 0,
             )
         rows = np.flatnonzero(launch >= 0)
         rows = rows[np.lexsort((gpu.start_ns[rows], launched[rows]))]
         self._launched, self._stream = launched, gpu.stream
         thread = calls.thread[launch[rows]]
-        self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
+        self._by_thread = {number: rows[thread == number] for number in np.unique(thread).tolist()}
 
-    def held_by_call(self, thread: int, call_ns: int) -> InferredWait | None:
+    def delayed_by_call(self, thread: int, call_ns: int) -> InferredWait | None:
         """Return the operation that a stream's event wait, called at that time, delayed.
 
         None if the next operation that the thread launched started for another reason.
         """
-        own = self._by_thread.get(thread)
-        place = 0 if own is None else int(np.searchsorted(self._launched[own], call_ns))
-        if own is None or place == len(own):
+        thread_rows = self._by_thread.get(thread)
+        place = (
+            0 if thread_rows is None else int(np.searchsorted(self._launched[thread_rows], call_ns))
+        )
+        if thread_rows is None or place == len(thread_rows):
             return None
-        row = own[place]
-        until = {s: other.last_launched(call_ns) + 1 for s, other in self.lanes.items()}
-        return self._held(int(self._stream[row]), int(self._place[row]), until)
+        row = thread_rows[place]
+        until = {s: other.last_launched(call_ns) + 1 for s, other in self.timelines.items()}
+        return self._find_cause(int(self._stream[row]), int(self._place[row]), until)
 
-    def paired(
+    def pair_record(
         self,
         thread: int,
         record_ns: int,
@@ -120,21 +122,21 @@ class StreamTimelines:
         records: Sequence[int],
         waited: Sequence[int],
     ) -> StreamWait | None:
-        """Return what an event recorded just before a stream's wait makes wait, None for nothing.
+        """Return the waiting stream of an event recorded just before a stream's wait, or None.
 
         Args:
             thread: calling thread.
             record_ns: host time of the record.
-            call_ns: of the wait.
+            call_ns: host time of the wait.
             records: of all records of the thread, ascending.
             waited: of those that its next call waited for.
         """
-        own = self._by_thread.get(thread)
-        if own is None:
+        thread_rows = self._by_thread.get(thread)
+        if thread_rows is None:
             return None
-        launched = self._launched[own]
+        launched = self._launched[thread_rows]
         before, behind = np.searchsorted(launched, [record_ns, call_ns]).tolist()
-        if not before or behind == len(own):
+        if not before or behind == len(thread_rows):
             return None
         since_ns = int(launched[before - 1])
         again = bisect_left(waited, record_ns) > bisect_left(waited, since_ns)
@@ -142,59 +144,59 @@ class StreamTimelines:
         if again or (other and record_ns - since_ns > RECENT_NS):
             return None
         following = bisect_right(records, int(launched[behind]))
-        end = len(own)
+        end = len(thread_rows)
         if following < len(records):
             end = int(np.searchsorted(launched, records[following]))
-        stream = int(self._stream[own[before - 1]])
-        others = np.flatnonzero(self._stream[own[behind:end]] != stream)
+        stream = int(self._stream[thread_rows[before - 1]])
+        others = np.flatnonzero(self._stream[thread_rows[behind:end]] != stream)
         if not len(others):
             return None
-        row = own[behind + int(others[0])]
-        waiting, lane = int(self._stream[row]), self.lanes[stream]
-        source = lane.last_launched(record_ns)
-        start = int(self.lanes[waiting].start[self._place[row]])
-        if source < 0 or lane.ended[source] > start + ROUNDING_NS:
+        row = thread_rows[behind + int(others[0])]
+        waiting, timeline = int(self._stream[row]), self.timelines[stream]
+        source = timeline.last_launched(record_ns)
+        start = int(self.timelines[waiting].start[self._place[row]])
+        if source < 0 or timeline.ended[source] > start + ROUNDING_NS:
             return None
         return StreamWait(stream, waiting)
 
-    def held_backlog(self) -> Iterator[InferredWait]:
+    def delayed_backlog(self) -> Iterator[InferredWait]:
         """Yield operations of the backlog that another stream's backlog delayed."""
-        until = {stream: lane.backlog for stream, lane in self.lanes.items()}
-        for stream, lane in self.lanes.items():
-            for at in range(lane.backlog):
-                if held := self._held(stream, at, until):
-                    yield held
+        until = {stream: timeline.backlog for stream, timeline in self.timelines.items()}
+        for stream, timeline in self.timelines.items():
+            for at in range(timeline.backlog):
+                if wait := self._find_cause(stream, at, until):
+                    yield wait
 
-    def _held(self, stream: int, at: int, until: dict[int, int]) -> InferredWait | None:
+    def _find_cause(self, stream: int, at: int, until: dict[int, int]) -> InferredWait | None:
         """Return the cause of a delayed operation, among the first `until` of other streams."""
-        lane = self.lanes[stream]
-        start = int(lane.start[at])
-        since = int(lane.launched[at]) if at >= lane.backlog else -1
-        since = max(since, int(lane.ended[at - 1]) if at else since, start - RELEASE_NS)
-        found: tuple[int, int] | None = None
-        for other, theirs in self.lanes.items():
+        timeline = self.timelines[stream]
+        start = int(timeline.start[at])
+        since = int(timeline.launched[at]) if at >= timeline.backlog else -1
+        since = max(since, int(timeline.ended[at - 1]) if at else since, start - RELEASE_NS)
+        cause: tuple[int, int] | None = None
+        for other, other_timeline in self.timelines.items():
             if other == stream:
                 continue
-            last = np.searchsorted(theirs.ended, start + ROUNDING_NS, side="right") - 1
+            last = np.searchsorted(other_timeline.ended, start + ROUNDING_NS, side="right") - 1
             last = min(int(last), until[other] - 1)
-            if last >= 0 and theirs.ended[last] > since:
-                one = int(theirs.ended[last]), other
-                found = max(found, one) if found else one
-        return InferredWait(stream, start, found[1], found[0]) if found else None
+            if last >= 0 and other_timeline.ended[last] > since:
+                candidate = int(other_timeline.ended[last]), other
+                cause = max(cause, candidate) if cause else candidate
+        return InferredWait(stream, start, cause[1], cause[0]) if cause else None
 
     def ended_last(self, start_ns: int, end_ns: int) -> tuple[int, int] | None:
-        """Return stream and launch of what a host waited for between two times, None for nothing.
+        """Return stream and launch time of the operation that a host call waited for, or None.
 
         That is the operation launched before that ended last before the call returned.
         """
-        found: tuple[int, int, int] | None = None
-        for stream, lane in self.lanes.items():
-            last = int(np.searchsorted(lane.ended, end_ns + CLOCK_NS, side="right")) - 1
-            last = min(last, lane.last_launched(start_ns))
+        latest: tuple[int, int, int] | None = None
+        for stream, timeline in self.timelines.items():
+            last = int(np.searchsorted(timeline.ended, end_ns + CLOCK_NS, side="right")) - 1
+            last = min(last, timeline.last_launched(start_ns))
             if last < 0:
                 continue
-            ended = int(lane.ended[last])
+            ended = int(timeline.ended[last])
             if start_ns < ended and end_ns - ended <= RELEASE_NS:
-                one = ended, stream, int(lane.launched[last])
-                found = max(found, one) if found else one
-        return found[1:] if found else None
+                candidate = ended, stream, int(timeline.launched[last])
+                latest = max(latest, candidate) if latest else candidate
+        return latest[1:] if latest else None

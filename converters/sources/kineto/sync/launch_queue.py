@@ -34,7 +34,7 @@ class QueueWait:
         thread: calling thread, a place in the trace's `threads`.
         start_ns: host time of the call.
         end_ns: host time at which the call returned.
-        waited_ns: of it, what it took longer than usual.
+        waited_ns: time beyond the usual duration of the call.
         freed_ns: when the operation ended for which it waited.
     """
 
@@ -54,14 +54,14 @@ class LaunchQueue:
     depth: int = 0
 
     def notes(self) -> list[str]:
-        """Say what was found."""
+        """Return a sentence on the launches that waited."""
         if not self.waits:
             return []
         total_ms = sum(wait.waited_ns for wait in self.waits) / 1e6
         return [
-            f"{len(self.waits)} launches waited {total_ms:.3f} ms in all, since up to {self.depth} "
-            "others were pending on their stream: they wait for the operation whose end made room, "
-            "and their operators' times are without it"
+            f"{len(self.waits)} launches waited {total_ms:.3f} ms in all for queue room, up to "
+            f"{self.depth} others pending on their stream: they wait for the operation whose end "
+            "made room; the wait is no part of their operators' times"
         ]
 
 
@@ -69,20 +69,20 @@ def launch_queue(trace: KinetoTrace) -> LaunchQueue:
     """Find the launches of a trace that waited for a place in the queue of their stream."""
     calls, gpu = trace.launches, trace.gpu
     call = last_of(calls.correlation, gpu.correlation)
-    found: list[QueueWait] = []
+    queue_waits: list[QueueWait] = []
     depth = 0
-    for lane in np.unique(np.stack([gpu.device, gpu.stream]), axis=1).T.tolist():
-        own = np.flatnonzero((gpu.device == lane[0]) & (gpu.stream == lane[1]) & (call >= 0))
-        if len(own) < LEAST_PENDING:
+    for key in np.unique(np.stack([gpu.device, gpu.stream]), axis=1).T.tolist():
+        rows = np.flatnonzero((gpu.device == key[0]) & (gpu.stream == key[1]) & (call >= 0))
+        if len(rows) < LEAST_PENDING:
             continue
-        stream = _StreamLaunches.of(trace, own, call)
+        stream = _StreamLaunches.of(trace, rows, call)
         waits = stream.waits()
         if not len(waits):
             continue
         depth = max(depth, int(stream.pending[waits].max()))
-        rows = zip(*(column[waits].tolist() for column in stream.told), strict=True)
-        found += [QueueWait((lane[0], lane[1]), *row) for row in rows]
-    return LaunchQueue(tuple(sorted(found, key=lambda wait: wait.start_ns)), depth)
+        waiting = zip(*(column[waits].tolist() for column in stream.wait_columns), strict=True)
+        queue_waits += [QueueWait((key[0], key[1]), *row) for row in waiting]
+    return LaunchQueue(tuple(sorted(queue_waits, key=lambda wait: wait.start_ns)), depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _StreamLaunches:
         start_ns: of the call.
         end_ns: of the call.
         pending: operations launched before that had not ended when the call began.
-        still: likewise when it ended.
+        still_pending: of these, operations that had not ended when the call returned.
         freed_ns: end of the last operation that ended before the call did, or just after.
     """
 
@@ -104,27 +104,27 @@ class _StreamLaunches:
     start_ns: I64
     end_ns: I64
     pending: I64
-    still: I64
+    still_pending: I64
     freed_ns: I64
 
     @classmethod
-    def of(cls, trace: KinetoTrace, own: I64, call: I64) -> "_StreamLaunches":
-        """Collect those of the GPU operations `own`, each launched by its `call`."""
+    def of(cls, trace: KinetoTrace, rows: I64, call: I64) -> "_StreamLaunches":
+        """Collect the calls that launched the GPU operations `rows`; `call` holds their rows."""
         calls, gpu = trace.launches, trace.gpu
-        own = own[np.lexsort((gpu.start_ns[own], calls.start_ns[call[own]]))]
-        ends = np.maximum.accumulate(gpu.start_ns[own] + gpu.duration_ns[own])
-        first = np.flatnonzero(np.diff(call[own], prepend=-1))
-        rows = call[own[first]]
-        start, end = calls.start_ns[rows], calls.end_ns[rows]
+        rows = rows[np.lexsort((gpu.start_ns[rows], calls.start_ns[call[rows]]))]
+        ends = np.maximum.accumulate(gpu.start_ns[rows] + gpu.duration_ns[rows])
+        first = np.flatnonzero(np.diff(call[rows], prepend=-1))
+        calls_made = call[rows[first]]
+        start, end = calls.start_ns[calls_made], calls.end_ns[calls_made]
         last = np.searchsorted(ends, end, side="right") - 1
         within = (last >= 0) & (ends[last] > start)
         return cls(
-            name=calls.name[rows],
-            thread=calls.thread[rows],
+            name=calls.name[calls_made],
+            thread=calls.thread[calls_made],
             start_ns=start,
             end_ns=end,
             pending=first - np.searchsorted(ends, start, side="right"),
-            still=first - np.searchsorted(ends, end, side="right"),
+            still_pending=first - np.searchsorted(ends, end, side="right"),
             freed_ns=ends[np.minimum(np.where(within, last, last + 1), len(ends) - 1)],
         )
 
@@ -132,7 +132,9 @@ class _StreamLaunches:
     def _ahead(self) -> Mask:
         """Which calls the host made far ahead of the GPU, and was far ahead when they returned."""
         most = int(self.pending.max())
-        return (2 * self.pending >= max(most, 2 * LEAST_PENDING)) & (2 * self.still >= self.pending)
+        return (2 * self.pending >= max(most, 2 * LEAST_PENDING)) & (
+            2 * self.still_pending >= self.pending
+        )
 
     @property
     def _usual_ns(self) -> I64:
@@ -149,8 +151,8 @@ class _StreamLaunches:
         return usual
 
     @property
-    def told(self) -> tuple[I64, I64, I64, I64, I64]:
-        """The columns of a `QueueWait` behind its lane."""
+    def wait_columns(self) -> tuple[I64, I64, I64, I64, I64]:
+        """The columns of a `QueueWait`, without its stream key."""
         waited = self.end_ns - self.start_ns - self._usual_ns
         return self.thread, self.start_ns, self.end_ns, waited, self.freed_ns
 
@@ -160,6 +162,8 @@ class _StreamLaunches:
         after = self.end_ns - self.freed_ns
         released = (self.freed_ns > self.start_ns) & (after >= -CLOCK_NS) & (after <= RELEASE_NS)
         slow = self._ahead & longer
-        found = np.flatnonzero(slow & released)
+        waits = np.flatnonzero(slow & released)
+        # A host ahead of a full queue keeps waiting: few such calls, or a minority of the slow
+        # ones, are chance.
         enough = max(LEAST_WAITS, int(slow.sum()) / 2)
-        return found if len(found) >= enough else found[:0]
+        return waits if len(waits) >= enough else waits[:0]

@@ -36,9 +36,9 @@ class EventRecords:
         calls, strings = trace.launches, trace.strings
         self._thread: list[int] = calls.thread.tolist()
         self._start: list[int] = calls.start_ns.tolist()
-        told = calls.correlation != 0
-        recording = told & named(calls.name, strings, RECORDS.__contains__)
-        waiting = told & named(calls.name, strings, STREAM_WAITS.__contains__)
+        has_id = calls.correlation != 0
+        recording = has_id & named(calls.name, strings, RECORDS.__contains__)
+        waiting = has_id & named(calls.name, strings, STREAM_WAITS.__contains__)
         self._recording: list[bool] = recording.tolist()
         self._calls = self._ordered(np.flatnonzero(recording).tolist())
         self._by_thread: dict[int, list[int]] = defaultdict(list)
@@ -58,7 +58,7 @@ class EventRecords:
         for launched in self._launches.values():
             launched.sort()
         queries = named(calls.name, strings, QUERIES.__contains__)
-        self._of_event = self._in_order(trace, by_correlation, queries.tolist())
+        self._position_by_event = self._in_order(trace, by_correlation, queries.tolist())
 
     def _ordered(self, calls: list[int]) -> list[int]:
         return sorted(calls, key=self._start.__getitem__)
@@ -93,7 +93,7 @@ class EventRecords:
 
     def record(self, event: int, wait: int) -> int:
         """Return the call that recorded the awaited event, -1 if unknown."""
-        position = self._of_event.get(event)
+        position = self._position_by_event.get(event)
         if position is not None:
             return self._calls[position]
         members = self._by_thread.get(self._thread[wait], [])
@@ -103,18 +103,18 @@ class EventRecords:
         before = members[place] if place >= 0 else -1
         return before if before >= 0 and self._recording[before] else -1
 
-    def stream(self, record: int, *, besides: int | None) -> int | None:
+    def stream(self, record: int, *, exclude: int | None) -> int | None:
         """Return the stream that `record` was called on, None if unknown.
 
         Args:
             record: the call.
-            besides: a stream that it cannot be: the waiting one.
+            exclude: a stream that it cannot be: the waiting one.
         """
         launched = self._launches.get(self._thread[record], [])
         place = bisect_right(launched, self._start[record], key=lambda launch: launch[0])
         while place > 0:
             place -= 1
-            if launched[place][1] != besides:
+            if launched[place][1] != exclude:
                 return launched[place][1]
         return None
 
@@ -140,16 +140,16 @@ _BLOCKING = {
 """Calls that hold the host back until a device or a stream is done."""
 
 _HOST_COPIES = ("DtoH", "Pageable")
-"""What the names of copies hold that their calls may wait for: those to the host's own memory."""
+"""Parts of the names of copies that block their call: copies to host memory, or from pageable."""
 
-_UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
+_UNKNOWN_EVENT = "wait for an event: the trace does not record which event"
 
 _EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A synchronisation: what waits must come after all that was launched before `horizon_ns`.
+    """A synchronisation: the waiter follows all operations launched before `horizon_ns`.
 
     Attributes:
         stream: stream waited for; None for all streams.
@@ -177,7 +177,7 @@ class Synchronizations:
         inferred_waits: operations that waited for another stream's, inferred from times only.
         unused: unusable ones, by reason.
         inferred: number in `found` whose event record the trace does not name.
-        by_time: number in `found` and `held` inferred from runtime calls and times, in a trace
+        by_time: number in `found` and `inferred_waits` inferred from calls and times, in a trace
             without synchronisation events.
     """
 
@@ -194,7 +194,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     If the profiler did not record them, return those of the host, inferred from runtime calls and
     times.
     """
-    made = Synchronizations()
+    result = Synchronizations()
     syncs, calls = trace.syncs, trace.launches
     if not len(syncs):
         return _of_calls(trace)
@@ -202,7 +202,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
     queries = named(calls.name, trace.strings, QUERIES.__contains__)
     records: EventRecords | None = None
-    for place, (name, own, waited_for, event) in enumerate(
+    for place, (name, sync_stream, waited_for, event) in enumerate(
         zip(
             trace.strings.decode(syncs.name),
             syncs.stream.tolist(),
@@ -213,28 +213,28 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     ):
         call = call_of[place]
         if call < 0:
-            made.unused["the call that waits is not in the trace"] += 1
+            result.unused["the call that waits is not in the trace"] += 1
             continue
         if queries[call]:
-            made.unused["a query of an event waits for nothing"] += 1
+            result.unused["an event query does not wait"] += 1
             continue
         record: int = record_of[place]
         on_stream = name == "Stream Wait Event"
-        waiting = own if on_stream else None
-        stream = waited_for if waited_for >= 0 else own
+        waiting = sync_stream if on_stream else None
+        stream = waited_for if waited_for >= 0 else sync_stream
         if record < 0 and (on_stream or name == "Event Sync"):
             records = records or EventRecords(trace)
             record = records.record(event, call)
             if record < 0:
-                made.unused["the trace does not tell which event record is waited for"] += 1
+                result.unused["the trace does not identify the awaited event record"] += 1
                 continue
-            recorded = records.stream(record, besides=waiting)
+            recorded = records.stream(record, exclude=waiting)
             if recorded is None:
-                made.unused["the stream waits for its own work"] += 1
+                result.unused["a stream waits for work that it runs itself"] += 1
                 continue
             stream = recorded
-            made.inferred += 1
-        made.found.append(
+            result.inferred += 1
+        result.found.append(
             Wait(
                 stream=None if name == "Context Sync" or stream < 0 else stream,
                 horizon_ns=int(calls.start_ns[record if record >= 0 else call]),
@@ -244,9 +244,9 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
                 end_ns=int(calls.end_ns[call]),
             )
         )
-    made.found.extend(_of_copies(trace))
-    made.found.sort(key=lambda wait: wait.start_ns)
-    return made
+    result.found.extend(_of_copies(trace))
+    result.found.sort(key=lambda wait: wait.start_ns)
+    return result
 
 
 def _of_copies(trace: KinetoTrace) -> list[Wait]:
@@ -256,7 +256,7 @@ def _of_copies(trace: KinetoTrace) -> list[Wait]:
     """
     calls, gpu = trace.launches, trace.gpu
     call = last_of(calls.correlation, gpu.correlation)
-    chosen = named(gpu.name, trace.strings, lambda name: any(one in name for one in _HOST_COPIES))
+    chosen = named(gpu.name, trace.strings, lambda name: any(part in name for part in _HOST_COPIES))
     rows = np.flatnonzero(chosen & (call >= 0))
     call = call[rows]
     ended = gpu.start_ns[rows] + gpu.duration_ns[rows]
@@ -287,18 +287,18 @@ class _EventCalls:
     def of(cls, trace: KinetoTrace) -> "_EventCalls":
         calls = trace.launches
         recording = named(calls.name, trace.strings, RECORDS.__contains__)
-        asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
-        rows = np.flatnonzero(asked)
+        event_calls = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
+        rows = np.flatnonzero(event_calls)
         rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
         made = cls({}, {}, {})
         for thread in np.unique(calls.thread[rows]).tolist():
-            own = rows[calls.thread[rows] == thread]
-            start = calls.start_ns[own]
-            before = np.where(recording[own], start, -1)
+            thread_rows = rows[calls.thread[rows] == thread]
+            start = calls.start_ns[thread_rows]
+            before = np.where(recording[thread_rows], start, -1)
             made.starts[thread] = start.tolist()
             made.recorded[thread] = [-1, *before[:-1].tolist()]
-            waited = np.append(~recording[own][1:], False) & recording[own]
-            made.records[thread] = start[recording[own]].tolist(), start[waited].tolist()
+            waited = np.append(~recording[thread_rows][1:], False) & recording[thread_rows]
+            made.records[thread] = start[recording[thread_rows]].tolist(), start[waited].tolist()
         return made
 
     def before(self, thread: int, wait_ns: int) -> int:
@@ -311,9 +311,9 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
 
     The host waited for the stream whose operations launched before the call all ended during it,
     the last of several. A call during which no stream finished waited for nothing. Event waits:
-    `held`.
+    `inferred_waits`.
     """
-    made = Synchronizations()
+    result = Synchronizations()
     calls = trace.launches
     names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
     wanted = [
@@ -322,8 +322,8 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
     ]
     streams, records = StreamTimelines(trace), _EventCalls.of(trace)
-    made.found.extend(_of_copies(trace))
-    copied = {(wait.thread, wait.start_ns) for wait in made.found}
+    result.found.extend(_of_copies(trace))
+    copied = {(wait.thread, wait.start_ns) for wait in result.found}
     rows = np.flatnonzero(np.isin(calls.name, wanted))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
         start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
@@ -332,26 +332,26 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
             continue
         if name in STREAM_WAITS:
             record_ns = records.before(thread, start)
-            if pair := streams.paired(thread, record_ns, start, *records.records[thread]):
-                made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
-            elif held := streams.held_by_call(thread, start):
-                made.inferred_waits.append(held)
+            if pair := streams.pair_record(thread, record_ns, start, *records.records[thread]):
+                result.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
+            elif wait := streams.delayed_by_call(thread, start):
+                result.inferred_waits.append(wait)
             else:
-                made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
+                result.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
         elif waited_for := (
             streams.ended_last(start, end)
             if name in _EVENT_WAITS
             else _blocking(streams, _BLOCKING[name], start, end)
         ):
-            made.found.append(Wait(*waited_for, None, thread, start, end))
+            result.found.append(Wait(*waited_for, None, thread, start, end))
         elif name in _EVENT_WAITS:
-            made.unused[f"the host's {_UNKNOWN_EVENT}"] += 1
+            result.unused[f"the host's {_UNKNOWN_EVENT}"] += 1
         else:
-            made.unused["nothing came to its end during the call"] += 1
-    made.found.sort(key=lambda wait: wait.start_ns)
-    made.inferred_waits.extend(streams.held_backlog())
-    made.by_time = len(made.found) + len(made.inferred_waits)
-    return made
+            result.unused["no operation ended during the call"] += 1
+    result.found.sort(key=lambda wait: wait.start_ns)
+    result.inferred_waits.extend(streams.delayed_backlog())
+    result.by_time = len(result.found) + len(result.inferred_waits)
+    return result
 
 
 def _blocking(
@@ -359,10 +359,10 @@ def _blocking(
 ) -> tuple[int | None, int] | None:
     """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
     done: list[tuple[int, int]] = []
-    for stream, lane in streams.lanes.items():
-        place = lane.last_launched(start_ns)
-        if place >= 0 and start_ns < lane.ended[place] <= end_ns + CLOCK_NS:
-            done.append((int(lane.ended[place]), stream))
+    for stream, timeline in streams.timelines.items():
+        place = timeline.last_launched(start_ns)
+        if place >= 0 and start_ns < timeline.ended[place] <= end_ns + CLOCK_NS:
+            done.append((int(timeline.ended[place]), stream))
     if not done:
         return None
     return (None if scope is Scope.DEVICE else max(done)[1]), start_ns

@@ -194,7 +194,7 @@ def test_calls_of_one_of_several_groups_are_told(tmp_path):
     trace["distributedInfo"]["pg_config"].append({**world, "pg_name": "1", "pg_desc": "tp"})
     (tmp_path / "k0.json").write_text(json.dumps(trace))
     graph, done = convert(Sources(tmp_path / "k0.json"))
-    told = "which of 2 process groups each of 5 calls by Gloo is of is not known"
+    told = "the process group of 5 calls by Gloo is unknown: the trace has 2 groups"
     assert sum(told in note for note in done.notes) == 1
     assert {graph.node(index).text("group") for index in calls(graph)} == {""}
     graph.write(tmp_path / "t.et")
@@ -209,7 +209,7 @@ def test_a_record_of_another_name_is_told(tmp_path):
     path.write_bytes(kineto.replace(b"gloo:barrier", b"gloo:tea_time"))
     graph, report = convert(Sources(path, DATA / "et0.json.gz"))
     assert len(calls(graph)) == 4
-    assert any("1 'gloo:tea_time' records are left out" in note for note in report.notes)
+    assert any("1 'gloo:tea_time' records are dropped" in note for note in report.notes)
 
 
 def test_commands_tell_of_data_loading(tmp_path):

@@ -115,5 +115,5 @@ def test_a_hosts_wait_for_an_event_is_counted(tmp_path):
     trace = run([50.0] * 3, depth=300)
     trace.runtime("cudaEventSynchronize", 99, 400, 5)
     _, report = trace.convert(tmp_path)
-    told = "the host's wait for an event: the profiler was not asked which"
+    told = "the host's wait for an event: the trace does not record which event"
     assert report.syncs_left_out == {told: 1}
