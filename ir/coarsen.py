@@ -7,13 +7,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import Kind, Phase, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job.job import Job, Module
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
-
-I64 = npt.NDArray[np.int64]
 
 Grain = Literal["layer", "submodule"]
 
@@ -91,7 +90,7 @@ def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> S
     return Scope("", "loss") if is_loss else Scope(module.layer, "other")
 
 
-def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> npt.NDArray[np.bool_]:
+def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> Mask:
     """Return the nodes that run after the head in forward, or before the model in backward.
 
     Host operators run ahead of the GPU, so they are ordered by their own times.

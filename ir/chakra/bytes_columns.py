@@ -12,11 +12,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
-from onerank.ir.edges import I64, U8
 from onerank.ir.errors import ChakraError
-from onerank.ir.nodes import TEXT_COLUMNS, U64, Nodes, Objects
+from onerank.ir.nodes import TEXT_COLUMNS, Nodes, Objects
 from onerank.ir.string_table import Codes, StringTable
 
 ATTRIBUTE = b"\x52"
@@ -201,7 +201,7 @@ class NumberField:
     """
 
     values: U64
-    has: npt.NDArray[np.bool_]
+    has: Mask
     head: bytes
     inner: bytes | None = None
 

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I8, I64, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
 from onerank.ir.chakra.dedup import BytesInterner, TextCodes, cut, packed
 from onerank.ir.chakra.dependencies import Collector, Dependencies
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
-from onerank.ir.chakra.field_scan import Buffer, Cursor, Mask, Spans, find, scan
+from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, find, scan
 from onerank.ir.chakra.framing import UNREADABLE
-from onerank.ir.edges import I64
 from onerank.ir.enums import Collective
-from onerank.ir.nodes import U64, default_of, dtype_of, is_text, largest_of
+from onerank.ir.nodes import default_of, dtype_of, is_text, largest_of
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
@@ -374,8 +374,6 @@ class Runs:
             self._batches.append(RunDecoder(self._known, *packed(self._unread)))
             self._unread = []
 
-
-I8 = npt.NDArray[np.int8]
 
 _OF_ALL: dict[str, type[np.generic]] = {
     "id": np.uint64,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
-from onerank.ir.edges import I64
 from onerank.ir.string_table import StringTable
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)

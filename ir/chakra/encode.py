@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.chakra.attributes import (
     BACK,
     FRONT,
@@ -34,7 +35,6 @@ from onerank.ir.chakra.bytes_columns import (
 from onerank.ir.chakra.dedup import group_equal_rows
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
-from onerank.ir.edges import I64
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.nodes import Nodes, default_of, is_text
 from onerank.ir.string_table import StringTable
@@ -285,7 +285,7 @@ class Encoder:
             pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
 
 
-def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
+def _count(deps: Dependencies, which: Mask) -> I64:
     """Return how many of each node's dependencies are `which`, int64[n]."""
     until = np.concatenate([[0], np.cumsum(which)])
     return until[deps.offsets[1:]] - until[deps.offsets[:-1]]

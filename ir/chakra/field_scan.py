@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U64, Mask
 from onerank.ir.chakra.attributes import FRONT, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of
-from onerank.ir.edges import I64
-from onerank.ir.nodes import U64, default_of, largest_of
-
-Mask = npt.NDArray[np.bool_]
+from onerank.ir.nodes import default_of, largest_of
 
 PADDING = 24
 """Bytes that must follow the last one of a buffer, so that words can be read there."""

@@ -19,10 +19,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from onerank.ir.arrays import I64
 from onerank.ir.chakra.dedup import cut, packed
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
-from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8
 from onerank.ir.chakra.bytes_columns import nested, varint
 from onerank.ir.chakra.et_def_pb2 import (
     COMM_COLL_NODE,
@@ -21,7 +21,6 @@ from onerank.ir.chakra.et_def_pb2 import (
 )
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, parse_raw_node
 from onerank.ir.chakra.records import Record, record_of
-from onerank.ir.edges import I64, U8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Template:
             begin = place + 1
         self._laid: dict[tuple[int, ...], _Laid] = {}
 
-    def fill(self, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    def fill(self, values: Sequence[bytes]) -> U8:
         """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
         sizes = tuple(len(value) for value in values)
         if sizes not in self._laid:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import (
     GPU_OPS,
     IO_COLUMNS,
@@ -20,14 +21,13 @@ from onerank.ir.chakra.decode_columns import ColumnDecoder
 from onerank.ir.chakra.dependencies import NONE, Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
-from onerank.ir.chakra.field_scan import Mask
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, MessageSource, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.edges import Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError, GraphError
 from onerank.ir.graph import Graph
-from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
+from onerank.ir.nodes import Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
@@ -162,7 +162,7 @@ class _Collected:
                 columns[spec.name] = column
         return Nodes.of(count, **columns)
 
-    def _kinds(self) -> npt.NDArray[np.uint8]:
+    def _kinds(self) -> U8:
         by_type = {node_type: kind for kind, node_type in NODE_TYPES.items()}
         by_type[COMP_NODE] = Kind.KERNEL
         kinds = [by_type.get(node_type, Kind.INVALID) for node_type in self._type]

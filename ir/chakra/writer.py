@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U64, Mask
 from onerank.ir.atomic_write import replacing
 from onerank.ir.chakra.attributes import (
     ATTRIBUTES_OF,
@@ -25,12 +25,11 @@ from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
 from onerank.ir.chakra.framing import Packed, frame
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.chakra.reader import decode
-from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError
-from onerank.ir.graph import Graph, Mask
-from onerank.ir.nodes import U64, Nodes
+from onerank.ir.graph import Graph
+from onerank.ir.nodes import Nodes
 
-Changes = dict[str, npt.NDArray[np.bool_]]
+Changes = dict[str, Mask]
 """Column, or "dependencies" -> which nodes' value is not the one their message holds, bool[n]."""
 
 _IO_FIELDS = {
@@ -59,7 +58,7 @@ def find_changes(nodes: Nodes, deps: Dependencies, read: Nodes, read_deps: Depen
     return changes
 
 
-def _differing_rows(one: Dependencies, two: Dependencies) -> npt.NDArray[np.bool_]:
+def _differing_rows(one: Dependencies, two: Dependencies) -> Mask:
     counts = np.diff(one.offsets)
     differ = counts != np.diff(two.offsets)
     if differ.any():

@@ -9,17 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
 
 QUEUED_NS = 5_000
 

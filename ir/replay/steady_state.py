@@ -4,14 +4,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.arrays import union_duration_ns
+from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.enums import Kind
 from onerank.ir.graph import Graph
 from onerank.ir.replay.scheduler import ReplayedRank, Schedule
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
