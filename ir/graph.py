@@ -206,8 +206,8 @@ class GraphBuilder:
     def build(self, job: Job) -> Graph:
         """Return the graph, its nodes in the order they were added."""
         count = len(self._rows)
-        given = {name for row in self._rows for name in row}
-        unknown = given - {spec.name for spec in fields(Nodes)}
+        names = {name for row in self._rows for name in row}
+        unknown = names - {spec.name for spec in fields(Nodes)}
         assert not unknown, f"no such columns: {sorted(unknown)}"
         columns: dict[str, Any] = {}
         for spec in fields(Nodes):
@@ -216,9 +216,9 @@ class GraphBuilder:
             if is_text(spec):
                 columns[spec.name] = self.strings.encode(values)
             elif spec.name == "foreign":
-                made = np.empty(count, dtype=object)
-                made[:] = values
-                columns[spec.name] = made
+                objects = np.empty(count, dtype=object)
+                objects[:] = values
+                columns[spec.name] = objects
             else:
                 columns[spec.name] = np.array(values, dtype=dtype_of(spec))
         triples = np.array(self._edges, dtype=np.int64).reshape(-1, 3)

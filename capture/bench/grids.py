@@ -99,7 +99,7 @@ def _optimizer() -> Iterator[BenchCall]:
 def _norms() -> Iterator[BenchCall]:
     """Yield fused norms, and a rotation's parts."""
     names = ("_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "mean")
-    yield from (one for one in norms(_MODEL, _TOKENS) if one.op.removeprefix("aten::") in names)
+    yield from (norm for norm in norms(_MODEL, _TOKENS) if norm.op.removeprefix("aten::") in names)
     heads = Operand((1, _MODEL.heads, _TOKENS, _MODEL.head)).swapped(1, 2)
     yield BenchCall("aten::copy_", (replace(heads, strides=None), heads, False))
     yield BenchCall("aten::cat", ((heads, heads), -1))

@@ -85,21 +85,27 @@ class BenchCall:
 
     def with_operands(self, operands: list[Operand]) -> Self:
         """Return the call with other operands, in the order of `operands()`."""
-        left = iter(operands)
+        remaining = iter(operands)
 
         def put(argument: Any) -> Any:
             if isinstance(argument, tuple):
                 return tuple(put(one) for one in argument)
-            return next(left) if isinstance(argument, Operand) else argument
+            return next(remaining) if isinstance(argument, Operand) else argument
 
-        return replace(self, arguments=tuple(put(one) for one in self.arguments))
+        return replace(self, arguments=tuple(put(argument) for argument in self.arguments))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all operands on the device, one that is passed twice once."""
-        again = {position for position, _ in self.same}
-        once = tuple(one for at, one in enumerate(self.arguments) if at not in again)
-        return sum(one.nbytes for one in BenchCall(self.op, once).operands() if not one.host)
+        repeated = {position for position, _ in self.same}
+        distinct_arguments = tuple(
+            one for at, one in enumerate(self.arguments) if at not in repeated
+        )
+        return sum(
+            operand.nbytes
+            for operand in BenchCall(self.op, distinct_arguments).operands()
+            if not operand.host
+        )
 
     def texts(self) -> tuple[str, str, str]:
         """Return (shapes, types, values) as a node of this call has them in its columns."""
@@ -167,7 +173,7 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
     if isinstance(argument, tuple):
         parts = [_texts(one, ids) for one in argument]
         kinds = ",".join(kind for _, kind, _ in parts)
-        return [one[0] for one in parts], f"GenericList[{kinds}]", [one[2] for one in parts]
+        return [part[0] for part in parts], f"GenericList[{kinds}]", [part[2] for part in parts]
     if argument is None:
         return [], "None", "<None>"
     names = {bool: "Bool", int: "Int", float: "Double", str: "String"}

@@ -118,9 +118,9 @@ def _start(event: Any) -> int:
 def _innermost(operators: Sequence[Any], when: int) -> str:
     """Return the operator that began last of those that run at `when`."""
     running = (
-        one.name()
-        for one in reversed(operators)
-        if one.start_ns() <= when <= one.start_ns() + one.duration_ns()
+        operator.name()
+        for operator in reversed(operators)
+        if operator.start_ns() <= when <= operator.start_ns() + operator.duration_ns()
     )
     return next(running, "")
 

@@ -34,7 +34,7 @@ def layouts(call: BenchCall) -> list[BenchCall]:
     base = call.op.split("::")[-1]
     if base in _PRODUCTS:
         made = [*_products(call, *_PRODUCTS[base])]
-        single = all(one.dtype == "float32" for one in call.operands())
+        single = all(operand.dtype == "float32" for operand in call.operands())
         return [*made, *(replace(one, tf32=True) for one in made)] if single else made
     if base in _SCALED:  # its kernels take no other
         return [_placed(call, {1: _transposed})]
@@ -57,7 +57,7 @@ def _views(call: BenchCall) -> Iterator[BenchCall]:
     """Yield heads swapped with the sequence, halves of the last dimension, spread rows."""
     operands = list(call.operands())
     for change in (_heads, _half_of_heads, _spread, _half, _transposed):
-        changed = [change(one) for one in operands]
+        changed = [change(operand) for operand in operands]
         if changed == operands:
             continue
         yield call.with_operands(changed)
@@ -67,7 +67,7 @@ def _views(call: BenchCall) -> Iterator[BenchCall]:
 
 
 def _all(call: BenchCall, change: Callable[[Operand], Operand]) -> BenchCall:
-    return call.with_operands([change(one) for one in call.operands()])
+    return call.with_operands([change(operand) for operand in call.operands()])
 
 
 def _placed(call: BenchCall, changes: dict[int, Callable[[Operand], Operand]]) -> BenchCall:
@@ -156,7 +156,7 @@ def make(call: BenchCall, device: torch.device) -> Made:
 
 def _as_made(call: BenchCall, values: list[Any]) -> BenchCall:
     """Return the call with the operands it really has, where the forward made some of them."""
-    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     operands = [
         replace(one, shape=tuple(made.shape), dtype=str(made.dtype).removeprefix("torch."),
                 strides=tuple(made.stride()))

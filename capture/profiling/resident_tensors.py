@@ -37,7 +37,7 @@ def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
     not among them.
     """
     tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
-    parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
+    parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
     for optimizer in optimizers:
         parameters += [one for group in optimizer.param_groups for one in group["params"]]
     states = (value for optimizer in optimizers for value in _values(optimizer.state))
@@ -75,18 +75,18 @@ def _values(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[Storage]:
-    found: list[Storage] = []
+    storages: list[Storage] = []
     for tensor in tensors:
-        for plain in _inside(tensor):
+        for dense in _inside(tensor):
             with contextlib.suppress(RuntimeError):
-                if plain.device.type != device_type:
+                if dense.device.type != device_type:
                     continue
-                storage = plain.untyped_storage()
+                storage = dense.untyped_storage()
                 address = storage.data_ptr()
                 if address not in seen and storage.nbytes():
                     seen.add(address)
-                    found.append(Storage(storage.nbytes(), address))
-    return found
+                    storages.append(Storage(storage.nbytes(), address))
+    return storages
 
 
 _ROWS = ("crow_indices", "col_indices", "values")

@@ -78,7 +78,10 @@ class Job(msgspec.Struct, frozen=True):
     @property
     def rank_class(self) -> RankClass | None:
         """The class of this rank; None if the classes are not known."""
-        return next((one for one in self.classes if one.holds(self.rank, self.world)), None)
+        return next(
+            (rank_class for rank_class in self.classes if rank_class.holds(self.rank, self.world)),
+            None,
+        )
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, or None."""
