@@ -26,8 +26,8 @@ class CapturedRanks:
 
     Attributes:
         captures: by rank, ascending.
-        represents: rank -> the ranks that do the same work, itself among them.
-        missing: ranks that none of them stands for.
+        represents: rank -> the ranks that do the same work, including itself.
+        missing: ranks that no captured rank represents.
     """
 
     captures: dict[int, Capture]

@@ -45,7 +45,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 
 @contextlib.contextmanager
 def launched(options: Options, rank: int) -> Generator[None]:
-    """Let a script find itself started by torchrun as a rank, and start no ranks of its own."""
+    """Present the script as a torchrun rank, and prevent it from starting ranks."""
     size = options.world.size
     per_node = ranks_per_node(size, options.nproc_per_node)
     local = rank % per_node if options.true_local_rank else 0
@@ -64,7 +64,7 @@ def launched(options: Options, rank: int) -> Generator[None]:
 def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> dict[str, str]:
     """Return the environment torchrun would give a rank.
 
-    `local` is LOCAL_RANK: 0 names the GPU that is here.
+    `local` is LOCAL_RANK: 0 names the one GPU of this machine.
     """
     return {
         "RANK": str(rank),

@@ -89,7 +89,7 @@ def _device(observed: Observed) -> Device:
 
 
 def _cpu_name() -> str:
-    """Return the processor's model where Linux tells it, else its architecture."""
+    """Return the processor's model if Linux reports it, else its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

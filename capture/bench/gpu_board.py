@@ -55,7 +55,7 @@ _EACH_S = 0.004
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Clock of the SMs in MHz and temperature in degrees Celsius; None where nothing tells."""
+    """Clock of the SMs in MHz and temperature in degrees Celsius; None if not reported."""
 
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
@@ -90,7 +90,7 @@ class Power:
 
     @property
     def sm_clock_mhz(self) -> int | None:
-        """Median clock over the second half; None where nothing tells."""
+        """Median clock over the second half; None if no source reports it."""
         if not self.clocks:
             return None
         begin, end = self.clocks[0][0], self.clocks[-1][0]
@@ -140,7 +140,7 @@ class Board:
         return limit / 1e3 if limit else None
 
     def driver(self) -> str:
-        """Return the driver's version; "" where nothing tells."""
+        """Return the driver's version; "" if no source reports it."""
         if self._nvml is not None:
             version = self._nvml.nvmlSystemGetDriverVersion()
             return version.decode() if isinstance(version, bytes) else str(version)

@@ -118,7 +118,7 @@ class BenchCall:
                      for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
-        """Return what a node does not tell: strides, host operands by position, and TF32."""
+        """Return what a node does not record: strides, host operands by position, and TF32."""
         told: dict[str, Any] = {}
         for position, one in enumerate(self.operands()):
             if one.host:

@@ -122,11 +122,11 @@ _POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal
 
 
 class Made(NamedTuple):
-    """A call on operands of its own.
+    """A call with freshly created operands.
 
     Attributes:
         function: makes the call.
-        call: as asked for, but for operands that the forward made.
+        call: the requested call, except for operands that the forward produced.
     """
 
     function: Callable[[], Any]

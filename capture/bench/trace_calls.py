@@ -37,9 +37,9 @@ _COLUMNS = ("op", "input_shapes", "input_types", "input_values")
 
 
 def plan_of(graph: Graph) -> Plan:
-    """Return the distinct calls of a graph's GPU operations, by the time they take together.
+    """Return the distinct calls of a graph's GPU operations, by their total time.
 
-    Communication is left out: it is the network's.
+    Communication is excluded: its time belongs to the network.
     """
     nodes, strings = graph.nodes, graph.strings
     index = np.flatnonzero(graph.gpu_compute)

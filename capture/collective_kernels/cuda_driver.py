@@ -16,7 +16,7 @@ def driver() -> Any:
     """Return the driver's functions.
 
     Raises:
-        CaptureError: there is none.
+        CaptureError: there is no driver.
     """
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

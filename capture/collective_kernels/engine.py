@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """One stream per key and device, made when first asked for."""
+    """One stream per key and device, created on first use."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}

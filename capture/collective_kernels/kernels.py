@@ -75,7 +75,7 @@ SOURCE = Path(__file__).with_name("kernels.cu").read_text()
 
 
 class Memory(NamedTuple):
-    """Bytes in a row from an address on."""
+    """Contiguous bytes from an address on."""
 
     start: int
     bytes: int

@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def duration_ns(self) -> int:
-        """Time on the target network with nothing beside it: latency and transfer."""
+        """Uncontended time on the target network: latency plus transfer."""
         return self.latency_ns + self.transfer_ns
 
 

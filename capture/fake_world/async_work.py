@@ -94,7 +94,7 @@ class AsyncWork(_c10d.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Return the call's future; whoever waits for that leaves no mark."""
+        """Return the call's future; waiting for the future leaves no mark."""
         if self._stream is None:
             return finished(self.result(), asynchronous=True)
         with torch.cuda.stream(self._stream):
@@ -104,7 +104,7 @@ class AsyncWork(_c10d.Work):
         """Return the call's outputs.
 
         Raises:
-            CaptureError: they were freed, since nobody waited while they were there.
+            CaptureError: they were freed because no caller waited in time.
         """
         found = self._outputs or [tensor for ref in self._faded if (tensor := ref()) is not None]
         if len(found) < len(self._faded):
@@ -133,10 +133,11 @@ class AsyncWork(_c10d.Work):
 
 
 class Pending:
-    """Handles that nobody has waited for yet.
+    """Handles that no caller has waited for yet.
 
-    torch's C++ code may hold a handle when Python no longer does, and would then lose its methods;
-    so all are kept. Their tensors are, like ProcessGroupNCCL's, until the call is over.
+    torch's C++ code may keep a handle after Python has dropped it, which would lose its methods.
+    All handles are therefore kept. Their tensors are kept until the call is over, as
+    ProcessGroupNCCL does.
     """
 
     def __init__(self) -> None:

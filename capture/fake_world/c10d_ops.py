@@ -31,9 +31,9 @@ RECEIVED_STD = 0.02
 
 
 class Receiver:
-    """Fills what a peer would have sent, from generators of its own.
+    """Fills what a peer would have sent, from separate generators.
 
-    The job's global generators stay as they were: a dropout mask must not depend on the recorder.
+    The job's global generators keep their state: a dropout mask must not depend on the recorder.
     """
 
     def __init__(self, seed: int) -> None:

@@ -221,7 +221,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def check_contiguous(tensor: Tensor) -> None:
-    """Raise `CaptureError` for a tensor whose elements do not lie in a row."""
+    """Raise `CaptureError` for a tensor whose elements are not contiguous."""
     if not tensor.is_contiguous():
         raise CaptureError(
             f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "

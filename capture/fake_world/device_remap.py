@@ -92,7 +92,7 @@ class DeviceRemap:
         self._there, self._ranks = there, ranks
 
     def __call__(self, asked: Any) -> Any:
-        """Return a device in any form that torch takes, here; anything else as it is."""
+        """Map a device in any form that torch takes to the present GPU; keep other values."""
         if isinstance(asked, torch.device):
             other = self._elsewhere(asked.index) and asked.type == "cuda"
             return torch.device("cuda", 0) if other else asked
@@ -108,7 +108,7 @@ class DeviceRemap:
 
 @contextlib.contextmanager
 def devices_here(here: DeviceRemap) -> Generator[None]:
-    """Let tensors and modules be made on, and moved to, the GPU that is here for others."""
+    """Let tensors and modules that name another GPU be created on, or moved to, the present one."""
     # torch compares what is called under a default device with these: with those it has itself
     makers = _torch.utils._device._device_constructors()
     names = [name for name, one in [*vars(torch).items()] if any(one is own for own in makers)]

@@ -70,10 +70,10 @@ class FakeStore(_Store):
         return all(key in self._held for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        """Return if all are there.
+        """Return if all keys are present.
 
         Raises:
-            CaptureError: this rank has not set one of them, so that nobody will.
+            CaptureError: this rank has not set one of them, and no other rank exists to set it.
         """
         missing = [key for key in keys if key not in self._held]
         if missing:
@@ -97,7 +97,7 @@ class FakeStore(_Store):
     deleteKey = delete_key  # noqa: N815
 
     def set_timeout(self, timeout: object) -> None:
-        """Do nothing: nobody is waited for."""
+        """Do nothing: there is no other rank to wait for."""
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -218,7 +218,7 @@ def _peer(group: Group, rank: int | None, group_rank: int | None) -> int:
     """Return the peer within the group.
 
     Raises:
-        ValueError: there is none, or it is this rank; so it is in torch.
+        ValueError: there is no such peer, or it is this rank; torch raises the same.
     """
     peer = _group_rank(group, rank, group_rank)
     if peer == group.rank:

@@ -78,7 +78,7 @@ class Purposes:
 
 
 class Key(NamedTuple):
-    """What is alike of a send or receive in every step."""
+    """The properties that a send or receive has in common in every step."""
 
     collective: str
     group: str
@@ -111,7 +111,7 @@ class Begun(NamedTuple):
 
 
 class Backwards:
-    """The sends and receives of a step, told apart by its backwards."""
+    """The sends and receives of a step, distinguished by its backwards."""
 
     def __init__(self) -> None:
         self._all: list[_Exchange] = []

@@ -18,7 +18,7 @@ MEETING_S = 10.0
 
 
 class Peers(Protocol):
-    """What a capture needs of the ranks beside its own."""
+    """What a capture needs of the other ranks."""
 
     groups: dict[str, tuple[int, ...]]
 

@@ -103,7 +103,7 @@ class Recorder:
 
     @property
     def paced(self) -> bool:
-        """Whether collectives on CUDA take their time on the network, or leave a marker alone."""
+        """Whether collectives on CUDA take their time on the network, or only leave a marker."""
         return self.engine.paced
 
     @paced.setter

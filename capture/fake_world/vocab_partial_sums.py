@@ -60,7 +60,7 @@ class AbsentRows:
             self._known.clear()
 
     def note(self) -> str | None:
-        """Return what to tell of made up sums; None where there are none."""
+        """Return the note on made-up sums; None if there are none."""
         count = sum(lacks for _, lacks in self._known)
         if not count:
             return None

@@ -86,7 +86,7 @@ def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
 
 
 class StepsHistory:
-    """Records step after step, and keeps the last alone."""
+    """Records step after step, and keeps only the last."""
 
     def __init__(self) -> None:
         self._on = False
@@ -270,7 +270,7 @@ def _pool_of(segment: Mapping[str, Any]) -> Key:
 
 
 def _key(entry: Mapping[str, Any], segments: "_Segments") -> Key:
-    """Return the pool of a traced event; older versions name its stream alone."""
+    """Return the pool of a traced event; older versions name only its stream."""
     pool_id = entry.get("pool_id")
     private = segments.pool_at(entry["addr"])[0] if pool_id is None else tuple(pool_id)
     return private, entry["stream"]

@@ -30,7 +30,7 @@ _THROTTLES = {
 
 
 class SensorSampler:
-    """Reads the sensors of the current CUDA device from a thread of its own.
+    """Reads the sensors of the current CUDA device from a separate thread.
 
     Attributes:
         missing: why nothing, or not everything, was read; "" when all was.

@@ -116,7 +116,7 @@ class StepMemory:
         return torch.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """Return the most bytes held since the step began; 0 on a CPU, which does not tell."""
+        """Return the most bytes allocated since the step began; 0 on a CPU, which reports none."""
         return torch.cuda.max_memory_allocated() if self._observed.on_gpu else 0
 
     def keep(self, history: StepHistory, number: int) -> None:

@@ -24,7 +24,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def note_of_overflow(modules: Modules) -> str:
-    """Return what to tell of parameters that are not finite, "" where all are."""
+    """Return the note on parameters that are not finite; "" if all are finite."""
     parameter_by_id = {
         id(parameter): parameter
         for module, _ in modules

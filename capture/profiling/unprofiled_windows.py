@@ -28,7 +28,7 @@ class UnprofiledWindows:
         self._memory = memory
 
     def warm_up(self) -> Window:
-        """Take steps that nobody keeps, on a GPU until they are even."""
+        """Take steps that are not recorded, on a GPU until they are even."""
         collector = Collector()
         watching = collector.watching() if self._observed.on_gpu else contextlib.nullcontext()
         with self._memory.unprofiled() as history, watching:

@@ -57,7 +57,7 @@ Window = Generator[None, bool, None]
 
 
 class Others(Protocol):
-    """The ranks beside this one: absent, or really there."""
+    """The other ranks: absent, or really there."""
 
     @property
     def paced(self) -> bool:
@@ -69,7 +69,7 @@ class Others(Protocol):
 
     @property
     def communicated(self) -> int:
-        """Communication calls so far; 0 where nobody counts them."""
+        """Communication calls so far; 0 if they are not counted."""
         ...
 
     def meet(self) -> bool:

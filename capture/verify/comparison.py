@@ -120,7 +120,7 @@ def reordered(
 
 
 def summed_up(check: str, tolerance: str, differences: Iterable[Difference]) -> list[Comparison]:
-    """Return one row for each sort of tensor."""
+    """Return one row for each kind of tensor."""
     rows: dict[tuple[str, str, str], list[Difference]] = {}
     for one in differences:
         rows.setdefault((one.what, one.module, one.dtype), []).append(one)

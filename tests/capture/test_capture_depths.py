@@ -266,7 +266,7 @@ UNLIKE = {**LATENT, "first_k_dense_replace": 5}
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "more layers than the model has": (
-        {}, (2, 16), "LlamaForCausalLM has 6 layers, and 16 were asked for: name depths up to 6"),
+        {}, (2, 16), "LlamaForCausalLM has 6 layers, fewer than the requested 16"),
     "half a period": (
         {"kind": "Gemma3Text",
          "changes": {**TAKES_TURNS, "layer_types": ["sliding_attention", "full_attention"] * 3}},

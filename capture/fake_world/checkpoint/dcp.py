@@ -134,7 +134,7 @@ class SkippedCheckpoints:
 
 @contextlib.contextmanager
 def checkpoints_alone() -> Generator[SkippedCheckpoints]:
-    """Leave out what `save` and `async_save` would exchange and write; let `load` read alone."""
+    """Skip what `save` and `async_save` would exchange and write; let `load` read locally."""
     left = SkippedCheckpoints()
     save, load = _saver._save_state_dict, _loader._load_state_dict
     of_save, of_load = inspect.signature(save), inspect.signature(load)
@@ -191,7 +191,7 @@ class _Alone(_loader._DistWrapper):
         return [self._tried(step, map_fun)]
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once; there is no rank to wait for."""
 
     def _tried(self, step: str, function: Callable[[], T]) -> T:
         try:
@@ -215,6 +215,6 @@ def _with_others(asked: dict[str, Any]) -> bool:
 
 
 def _place(storage: Any) -> str | None:
-    """Return where a checkpoint is written or read, None where the storage does not tell."""
+    """Return where a checkpoint is written or read; None if the storage does not report it."""
     place = getattr(storage, "checkpoint_id", None)
     return None if place is None else os.path.realpath(place)

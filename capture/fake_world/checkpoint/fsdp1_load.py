@@ -111,7 +111,7 @@ class Loads:
         return source if held is not None and held() is value else None
 
     def note(self) -> str | None:
-        """Return what to tell of tensors that are not known; None where there are none."""
+        """Return the note on tensors with unknown values; None if there are no such tensors."""
         if not self._unknown:
             return None
         return (

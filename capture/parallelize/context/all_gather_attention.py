@@ -61,16 +61,16 @@ class GatheringAttention(torch.autograd.Function):
         gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
         for number, (part, seen, masked) in enumerate(_parts(query, group, ctx.how, mask)):
             output, sums, *random = kept[number * half : (number + 1) * half]
-            found = attend_backward(
+            gradient_parts = attend_backward(
                 *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
                 AttentionOutput(output, sums, tuple(random)),
                 how=ctx.how,
                 causal=True,
                 mask=masked,
             )
-            for_query.append(found[0])
-            for_keys[:, :, seen] += found[1]
-            for_values[:, :, seen] += found[2]
+            for_query.append(gradient_parts[0])
+            for_keys[:, :, seen] += gradient_parts[1]
+            for_values[:, :, seen] += gradient_parts[2]
         for_key, for_value = (_shares(x, group) for x in (for_keys, for_values))
         return torch.cat(for_query, dim=2), for_key, for_value, None, None, None
 
@@ -89,7 +89,7 @@ class GatheredKeys(torch.autograd.Function):
 
 
 def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return keys or values of the whole sequence; backward, their gradients reduce-scattered."""
+    """All-gather keys or values of the whole sequence; the backward reduce-scatters gradients."""
     result: Tensor = GatheredKeys.apply(x, group)  # pyright: ignore[reportAssignmentType]
     return result
 
@@ -97,8 +97,8 @@ def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class GatheredLogits(torch.autograd.Function):
     """All-gather of [batch, part, vocabulary] -> [batch, sequence, vocabulary].
 
-    Every rank computes the same of them, so each has the gradient of its own part: it is scaled by
-    the size of the group, for the mean over the ranks.
+    Every rank computes the same loss from them and keeps the gradient of its part. The gradient is
+    scaled by the group size, because data parallelism averages over these ranks.
     """
 
     @staticmethod
@@ -117,11 +117,11 @@ class GatheredLogits(torch.autograd.Function):
 def _parts(
     query: Tensor, group: dist.ProcessGroup, how: AttentionMode, mask: Tensor | None
 ) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
-    """Return each chunk of the queries, the keys that any of them sees, and their mask."""
+    """Return each chunk of the queries, the range of keys it sees, and its mask."""
     parts = query.chunk(2, dim=2)
     length = parts[0].shape[2]
     starts = [at * length for at in chunks_of(group)]
-    if mask is not None:  # from the first key on, where the kernels want it aligned
+    if mask is not None:  # from key 0 on, because kernels need aligned mask rows
         return [
             (part, slice(0, start + length), rows[..., : start + length])
             for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)

@@ -52,15 +52,15 @@ _ALIGNED = 16  # elements from one row of a mask to the next, as torch pads mask
 
 @dataclass(frozen=True)
 class MaskInputs:
-    """What a call's sequences are, as the masks of its layers need it.
+    """Positions, padding and packing of a call's sequences, from which layers build masks.
 
     Attributes:
-        rows: place in the sequence of each token of the part, [part].
+        rows: position in the sequence of each token of this rank's part, [part].
         length: tokens of a sequence.
-        seen: which tokens are none of padding, [batch, sequence]; None where all.
-        documents: number of the packed sequence each token is of, [batch, sequence]; None for one.
-        eager: whether masks are for a model's own attention, which adds the lowest finite number.
-        packing: packed sequences that are each cut by itself; stands in the place of masks.
+        seen: mask of tokens that are not padding, [batch, sequence]; None for all.
+        documents: index of each token's packed sequence, [batch, sequence]; None for one.
+        eager: whether the model's eager attention uses the mask (lowest finite number, not -inf).
+        packing: packed sequences that are cut one by one; replaces masks.
     """
 
     rows: Tensor
@@ -74,32 +74,31 @@ class MaskInputs:
 CURRENT: contextvars.ContextVar[MaskInputs | None] = contextvars.ContextVar(
     "onerank_context_structure", default=None
 )
-
-"""The structure of the call under way: a thread, and so a slice under `verify`, has its own."""
+"""Mask inputs of the current call. Per thread, because `verify` runs one slice per thread."""
 
 
 def _mask(
     *, mask_function: Any, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Tensor | Packing:
-    """Return what is added to scores, [batch or 1, 1, part, sequence], as transformers asks it."""
-    structure = CURRENT.get()
-    if structure is None or options.get("use_vmap"):
+    """Return the additive mask [batch or 1, 1, part, sequence], through transformers' interface."""
+    inputs = CURRENT.get()
+    if inputs is None or options.get("use_vmap"):
         raise SliceError(
-            "--cp: the model makes an attention mask of its own kind, and how parts of a sequence "
-            "attend with it is not known: leave --cp out",
+            "--cp: the model builds a custom attention mask, which cannot be evaluated for a part "
+            "of the sequence: leave --cp out",
             code="cp-unknown-mask",
         )
-    if structure.packing is not None:
+    if inputs.packing is not None:
         if not _knows_positions(inspect.currentframe()):
             raise SliceError(
-                "--cp-comm p2p: sequences are packed, and the model lets all of a row attend to "
-                "each other, as it tells its masks no position_ids: use --cp-comm all_gather",
+                "--cp-comm p2p: sequences are packed, but the model passes no position_ids to its "
+                "masks, so they attend to each other: use --cp-comm all_gather",
                 code="cp-ring-packed-rows",
             )
-        return structure.packing
-    rows, seen = structure.rows, structure.seen
-    documents = structure.documents if _knows_positions(inspect.currentframe()) else None
-    columns = torch.arange(structure.length, device=rows.device)
+        return inputs.packing
+    rows, seen = inputs.rows, inputs.seen
+    documents = inputs.documents if _knows_positions(inspect.currentframe()) else None
+    columns = torch.arange(inputs.length, device=rows.device)
     batch = 1 if seen is None and documents is None else len(_either(seen, documents))
     at = torch.arange(batch, device=rows.device)
     allowed: Tensor = mask_function(
@@ -110,19 +109,20 @@ def _mask(
         allowed = allowed & seen[:, None, None, :]
     if documents is not None:
         allowed = allowed & (documents[:, rows][:, None, :, None] == documents[:, None, None, :])
-    padded = structure.length + -structure.length % _ALIGNED
+    padded = inputs.length + -inputs.length % _ALIGNED
     scores = torch.zeros((*allowed.shape[:-1], padded), dtype=dtype, device=rows.device)
-    lowest = torch.finfo(dtype).min if structure.eager else float("-inf")
-    return scores[..., : structure.length].masked_fill_(~allowed, lowest)
+    lowest = torch.finfo(dtype).min if inputs.eager else float("-inf")
+    return scores[..., : inputs.length].masked_fill_(~allowed, lowest)
 
 
 def _knows_positions(frame: FrameType | None) -> bool:
-    """Whether the model tells position ids to the function of transformers' that asks for a mask.
+    """Return whether the model passes position ids to transformers' mask function.
 
-    GPT-OSS and others do not, so that packed sequences attend to each other there.
+    GPT-OSS and others do not, so packed sequences attend to each other there.
     """
-    asking = frame.f_back if frame is not None else None
-    return asking is not None and asking.f_locals.get("position_ids") is not None
+    # transformers does not hand position_ids on to mask functions: read them from its frame
+    caller = frame.f_back if frame is not None else None
+    return caller is not None and caller.f_locals.get("position_ids") is not None
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
@@ -131,23 +131,23 @@ def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
 
 ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED, _mask)
 
-_BESIDE_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+_NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A call's arguments, cut to a rank's part of the sequence, and what masks are to know of it.
+    """A call's arguments, cut to a rank's part of the sequence, and the inputs of its masks.
 
     Attributes:
-        given: arguments by name; without attention_mask.
-        rows: place in the sequence of each token of the part, [part].
-        sequences: how many.
-        length: tokens of the whole sequence.
-        seen: which tokens are none of padding, [batch, sequence]; None where nothing is to be
-            masked for it.
-        counted: the same for statistics of the tokens, such as a balancing loss.
-        documents: number of the packed sequence each token is of, [batch, sequence]; None for one.
-        packing: the same where each is cut by itself, so that no mask is needed.
+        given: arguments by name, without attention_mask.
+        rows: position in the sequence of each token of this rank's part, [part].
+        sequences: number of sequences.
+        length: tokens of a whole sequence.
+        seen: mask of tokens that are not padding, [batch, sequence]; None if padding needs no
+            mask.
+        counted: the same mask for token statistics, such as a balancing loss.
+        documents: index of each token's packed sequence, [batch, sequence]; None for one.
+        packing: packed sequences that are cut one by one, so that no mask is needed.
     """
 
     given: dict[str, Any]
@@ -169,13 +169,12 @@ def shard_batch(
 ) -> Batch:
     """Cut a call's arguments to this rank's part of the sequence.
 
-    Labels are shifted before, so that the last token of a chunk learns from the first of the next;
-    without labels the script has a loss of its own, for which it reads the logits.
-    Padding behind a sequence that nothing is learnt from hides nothing from causal attention: it is
-    computed like any other token, without a mask, as in Megatron-LM.
+    Labels are shifted first, so that the last token of a chunk learns from the first of the next.
+    Without labels the script computes the loss from the logits. Trailing padding without labels
+    needs no mask under causal attention; it is computed like any token, as in Megatron-LM.
 
     Raises:
-        SliceError: the call is not one that a part can be cut from.
+        SliceError: the arguments cannot be cut.
     """
     given = by_name(model, args, kwargs)
     labels = given.get("labels")
@@ -185,22 +184,22 @@ def shard_batch(
     )
     if sequence is None:
         raise SliceError(
-            f"--cp: {type(model).__name__} was called without input_ids; a rank gets its part of "
-            "these: call model(input_ids=..., labels=...)",
+            f"--cp: {type(model).__name__} was called without input_ids, which --cp cuts\n"
+            "  call model(input_ids=..., labels=...)",
             code="cp-no-input-ids",
         )
-    if beside := [name for name in _BESIDE_TEXT if given.get(name) is not None]:
+    if non_text := [name for name in _NON_TEXT_INPUTS if given.get(name) is not None]:
         raise SliceError(
-            f"--cp: {type(model).__name__} was called with {', '.join(beside)}, whose features "
-            "take the place of tokens anywhere in the sequence; how a rank finds those of its part "
-            "is not known: train on text alone, or leave --cp out",
+            f"--cp: {type(model).__name__} was called with {', '.join(non_text)}, whose features "
+            "replace tokens anywhere in the sequence, which --cp cannot cut\n"
+            "  train on text only, or leave --cp out",
             code="cp-other-inputs",
         )
     kept = given.get("logits_to_keep")
     if isinstance(kept, Tensor) or kept:
         raise SliceError(
-            f"--cp: {type(model).__name__} was called with logits_to_keep, places in the whole "
-            "sequence, of which a rank has a part: leave it out",
+            f"--cp: {type(model).__name__} was called with logits_to_keep, positions in the whole "
+            "sequence, but a rank holds only a part: leave it out",
             code="cp-logits-to-keep",
         )
     rows = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
@@ -235,7 +234,7 @@ def shard_batch(
 
 
 def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
-    """Return which tokens are none of padding, None where all."""
+    """Return the mask of tokens that are not padding; None if all tokens count."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.shape[1]:
@@ -248,7 +247,7 @@ def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
 
 
 def _is_behind(seen: Tensor, shifted: Tensor | None) -> bool:
-    """Whether all padding is behind its sequence, and known to have no labels to learn from."""
+    """Return whether all padding is trailing and has no labels."""
     if shifted is None:
         return False
     ends = bool((seen[:, :-1] >= seen[:, 1:]).all())
@@ -256,7 +255,7 @@ def _is_behind(seen: Tensor, shifted: Tensor | None) -> bool:
 
 
 def _counting(model: nn.Module) -> str:
-    """Return the class of the embedding that counts positions from a mask, "" if there is none."""
+    """Return the class of an embedding that counts positions from a mask; "" without one."""
     embeddings = {type(module) for module in model.modules() if isinstance(module, nn.Embedding)}
     kinds = (kind for kind in embeddings if "attention_mask" in _parameters(kind.forward))
     return next((kind.__name__ for kind in kinds), "")
@@ -267,31 +266,31 @@ def _parameters(function: Any) -> Any:
 
 
 def _packed(model: Any, given: dict[str, Any], rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return position ids, and which packed sequence each token is of.
+    """Return position ids and the index of each token's packed sequence.
 
-    As transformers has it (masking_utils.find_packed_sequence_indices): sequences are told apart by
-    position ids that do not go on, if there is neither a mask nor a cache of keys and values.
+    As in transformers (masking_utils.find_packed_sequence_indices), a position id that does not
+    continue the previous one starts a sequence, if there is no mask and no key-value cache.
     """
-    told = given.get("position_ids")
-    if told is None:
+    positions = given.get("position_ids")
+    if positions is None:
         return rows, None
-    if told.dim() != 2 or told.shape[1] != rows.shape[1]:
+    if positions.dim() != 2 or positions.shape[1] != rows.shape[1]:
         raise SliceError(
             f"--cp: expected position_ids [batch, {rows.shape[1]}], or none; found "
-            f"{list(told.shape)}",
+            f"{list(positions.shape)}",
             code="cp-positions-shape",
         )
     caches = given.get("use_cache")
     caches = model.config.get_text_config().use_cache if caches is None else caches
     if caches and not (model.training and model.is_gradient_checkpointing):
-        return told, None
-    begins = torch.diff(told, prepend=told[:, :1] - 1, dim=1) != 1
+        return positions, None
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1
     if given.get("attention_mask") is not None or not bool(begins.any()):
-        return told, None
+        return positions, None
     documents = begins.cumsum(1)
     sequence = given.get("input_ids")
     sequence = given["inputs_embeds"] if sequence is None else sequence
-    return told, documents.expand(len(sequence), -1)
+    return positions, documents.expand(len(sequence), -1)
 
 
 _ATTENTION = "onerank_context_parallel"
@@ -309,8 +308,8 @@ _LOSSES = ("loss", "aux_loss")
 _KNOWN_ATTENTION = ("sdpa", "eager")
 
 _PACKED_LOGITS = (
-    "--cp-comm p2p: the script reads logits of packed sequences, of which a rank has parts of "
-    "each: let the model compute the loss (pass labels), or use --cp-comm all_gather"
+    "--cp-comm p2p: the script reads logits of packed sequences, but a rank holds only parts\n"
+    "  let the model compute the loss (pass labels), or use --cp-comm all_gather"
 )
 
 _WITH_SDPA = "build the model with attn_implementation='sdpa' where it has that, or "
@@ -318,7 +317,7 @@ _WITH_SDPA = "build the model with attn_implementation='sdpa' where it has that,
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the attention of a model with parts of sequences has to know."""
+    """Context-parallel settings that an attention module reads."""
 
     context: Context
     eager: bool
@@ -332,17 +331,17 @@ def apply_context_parallel(
     has_loss: bool,
     peers_absent: bool,
 ) -> None:
-    """Let a model run on this rank's part of each sequence it is given.
+    """Make a model run on this rank's part of each sequence.
 
     Args:
-        model: a causal language model, which may be sliced otherwise already.
+        model: a causal language model; other axes may have sliced it.
         group: the context-parallel group.
-        comm: how keys and values travel.
-        has_loss: whether the model's loss is one; not so for pipeline stages before the last.
-        peers_absent: whether the group's other ranks are not there to add their parts.
+        comm: how ranks exchange keys and values.
+        has_loss: whether the model computes a loss; False for pipeline stages before the last.
+        peers_absent: whether the group's other ranks do not exist to add partial sums.
 
     Raises:
-        SliceError: the model is not known to compute the same on parts of a sequence.
+        SliceError: the model is not supported on parts of a sequence.
     """
     configured = _check(model, group.size())
     context = Context(group, comm)
@@ -361,21 +360,22 @@ def apply_context_parallel(
         masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
         if chunked and batch.documents is not None:
             raise SliceError(
-                f"--cp: {type(module).__name__} attends within chunks, and sequences are packed; "
-                "how parts of those attend is not known: do not pack",
+                f"--cp: {type(module).__name__} uses chunked attention, which --cp does not "
+                "support with packed sequences: do not pack",
                 code="cp-chunked-packed",
             )
         wanted = MASKED if masked else _ATTENTION
         _configure(module, wanted)
         if masked:
-            found = batch.seen, batch.documents, layer.eager, batch.packing
-            CURRENT.set(MaskInputs(batch.rows, batch.length, *found))
-            # one that hides nothing, so that models do not look for packed sequences themselves
+            masking = batch.seen, batch.documents, layer.eager, batch.packing
+            CURRENT.set(MaskInputs(batch.rows, batch.length, *masking))
+            # a mask of ones if nothing is padded: without a mask, transformers would look for
+            # packed sequences in the part's position ids
             batch.given["attention_mask"] = batch.unmasked() if batch.seen is None else batch.seen
         if adds_balancing_loss(module, batch.given):
             share_balancing_loss(module)
-            own = None if batch.counted is None else context.own(batch.counted)
-            BALANCE.set(Balance((group,), peers_absent, own))
+            counted = None if batch.counted is None else context.own(batch.counted)
+            BALANCE.set(Balance((group,), peers_absent, counted))
         return (), batch.given
 
     def gather(logits: Tensor) -> Tensor:
@@ -385,8 +385,9 @@ def apply_context_parallel(
     def enter_trunk(module: nn.Module, _: Any) -> None:
         if not running:
             raise SliceError(
-                f"--cp: {type(module).__name__} is called by itself, with whole sequences, which "
-                f"are cut as {type(model).__name__} is called: call that, or leave --cp out",
+                f"--cp: {type(module).__name__} was called directly with whole sequences, but "
+                f"--cp cuts them when {type(model).__name__} is called\n"
+                "  call that, or leave --cp out",
                 code="cp-called-directly",
             )
 
@@ -408,7 +409,8 @@ def apply_context_parallel(
             summed: Any = _SumOfParts.apply(
                 parts[0] if len(parts) == 1 else torch.stack(parts), group, peers_absent
             )
-            for place, key in enumerate(losses):  # views of a split may not be changed in place
+            # indexed, not split: autograd forbids in-place changes of views of a split
+            for place, key in enumerate(losses):
                 output[key] = summed if len(losses) == 1 else summed[place]
         output.__class__ = (
             without_logits(type(output), _PACKED_LOGITS)
@@ -424,22 +426,25 @@ def apply_context_parallel(
 
 
 def _configure(model: Any, attention: str) -> list[nn.Module]:
-    """Let a model run its attention as `attention`; return what was configured otherwise."""
+    """Select an attention implementation; return the modules that were reconfigured."""
     if model.config.get_text_config()._attn_implementation == attention:
         return []
-    found = [m for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-    for module in found:
+    configured = [
+        m for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
+    ]
+    for module in configured:
         module.config._attn_implementation = attention
-    return found
+    return configured
 
 
 class _SumOfParts(torch.autograd.Function):
-    """All-reduce of a loss's parts; the gradient times the size, for the mean over the ranks."""
+    """All-reduce of partial losses; the gradient is multiplied by the size, for the mean."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, peers_absent: bool) -> Tensor:
         ctx.size = group.size()
-        total = loss * (ctx.size if peers_absent else 1)  # absent ranks are taken to lose as much
+        # absent ranks are assumed to have equal losses
+        total = loss * (ctx.size if peers_absent else 1)
         dist.all_reduce(total, group=group)
         return total
 
@@ -449,7 +454,7 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def _check(model: nn.Module, size: int) -> Any:
-    """Return the configuration of a model that is known to compute the same on parts."""
+    """Return the configuration of a supported model; raise SliceError for any other."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SliceError(
@@ -459,36 +464,35 @@ def _check(model: nn.Module, size: int) -> Any:
         )
     refuse_encoder_decoder(model, "--cp")
     config: Any = model.config.get_text_config()
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {*_KNOWN_LAYERS})
-    if strange:
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {*_KNOWN_LAYERS})
+    if unknown:
         raise SliceError(
-            f"--cp {size}: {kind} has layers of {', '.join(strange)}; parts of a sequence are "
-            f"known to attend to the whole in {', '.join(_KNOWN_LAYERS)}: leave --cp out",
+            f"--cp {size}: {kind} has layers of {', '.join(unknown)}; --cp supports "
+            f"{', '.join(_KNOWN_LAYERS)}: leave --cp out",
             code="cp-layer-type",
         )
     of_interface = type(model)._can_set_attn_implementation()  # pyright: ignore[reportPrivateUsage]
     if config._attn_implementation not in _KNOWN_ATTENTION or not of_interface:
         raise SliceError(
             f"--cp {size}: {kind} runs its attention as {config._attn_implementation!r}"
-            f"{'' if of_interface else ', in code of its own'}, and how "
-            "parts of a sequence attend to the whole is known for 'sdpa' and 'eager' of "
-            "transformers' attention interface: "
+            f"{'' if of_interface else ', outside the interface'}; "
+            "--cp supports 'sdpa' and 'eager' of transformers' attention "
+            "interface\n  "
             f"{_WITH_SDPA if of_interface else ''}leave --cp out",
             code="cp-attention-implementation",
         )
     if any(hasattr(module, _COUNTS_POSITIONS) for module in model.modules()):
         raise SliceError(
-            f"--cp {size}: {kind} counts positions from the tokens that are not padding, from its "
-            "padding token's number on, and not from 0; parts of a sequence are given positions "
-            "from 0: leave --cp out",
+            f"--cp {size}: {kind} counts positions from the tokens that are not padding, starting "
+            "after its padding token's id; --cp passes positions that start at 0: leave --cp out",
             code="cp-padding-positions",
         )
     parameters = inspect.signature(type(model).forward).parameters
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if "position_ids" not in parameters or not open_ended:
         raise SliceError(
-            f"--cp {size}: {kind}'s forward takes no position_ids, or hands no shift_labels to its "
-            "loss, so that it cannot be given a part of a sequence: leave --cp out",
+            f"--cp {size}: {kind}'s forward takes no position_ids, or passes no shift_labels to "
+            "its loss, which --cp needs for a part of a sequence: leave --cp out",
             code="cp-forward-signature",
         )
     return config
@@ -502,28 +506,30 @@ def _attention(
     attention_mask: Tensor | Packing | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Run a layer's attention, in the place of the one the model was configured with."""
+    """Run a layer's context-parallel attention instead of the configured implementation."""
     kind = type(module).__name__
     layer: _Layer = getattr(module, _LAYER)
     if layer.eager:
-        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if own is None or attention_mask is None:
+        eager_attention: Any = getattr(
+            sys.modules[type(module).__module__], "eager_attention_forward", None
+        )
+        if eager_attention is None or attention_mask is None:
             raise SliceError(
                 f"--cp: {kind} runs its attention as 'eager', and has no function "
                 "eager_attention_forward that takes a mask: leave --cp out",
                 code="cp-eager-function",
             )
         keys, values = layer.context.gathered(key, value)
-        return own(module, query, keys, values, attention_mask, **options)
+        return eager_attention(module, query, keys, values, attention_mask, **options)
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     added = [options.get(name) for name in ("position_bias", "softcap", "s_aux")]
     if any(one is not None for one in added) or not causal:
         raise SliceError(
-            f"--cp: {kind} attends with a bias or a cap of its own, or not causally; how parts of "
-            "a sequence do so is known for 'eager' alone: build the model with "
-            "attn_implementation='eager' where it has that, or leave --cp out",
+            f"--cp: {kind} attends with a bias, a cap or without causality, which --cp supports "
+            "only for 'eager'\n  build the model with attn_implementation='eager' if available, or "
+            "leave --cp out",
             code="cp-attention-bias",
         )
     keys = query.shape[2] * layer.context.group.size()
@@ -532,12 +538,12 @@ def _attention(
     elif attention_mask is not None and attention_mask.shape[-1] != keys:
         raise SliceError(
             f"--cp: {kind} attends under a mask of its own, for {attention_mask.shape[-1]} keys of "
-            f"the sequence's {keys}; how parts of a sequence do so is not known: leave --cp out",
+            f"the sequence's {keys}: leave --cp out",
             code="cp-own-mask",
         )
     window = options.get("sliding_window")
     if isinstance(attention_mask, Tensor) or (window is not None and window >= keys):
-        window = None  # a mask has it already
+        window = None  # the mask already contains the window
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
@@ -550,7 +556,7 @@ def _attention(
     return layer.context.attend(query, key, value, how, mask), None
 
 
-# without a mask function of the same name, models make no masks
+# transformers builds no masks for an implementation without a mask function of the same name
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
 
 ALL_ATTENTION_FUNCTIONS.register(MASKED, _attention)

@@ -29,11 +29,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences one behind another.
+    """Lengths of concatenated sequences.
 
     Attributes:
-        each: tokens of each.
-        starts: first token of each, and the end: [sequences + 1], int32, on the device.
+        each: tokens of each sequence.
+        starts: first token of each sequence, and the end: [sequences + 1], int32, on the device.
     """
 
     each: tuple[int, ...]
@@ -47,15 +47,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Packing:
-    """The packed sequences of a rank's part, rows of the batch one behind another.
+    """The packed sequences of a rank's part, with the rows of the batch concatenated.
 
     Attributes:
-        places: of each token of the part in the whole batch, [rows x part].
-        longest: tokens of the longest sequence, of all ranks.
-        whole: what the part has of each sequence.
-        half: a half of that, one chunk.
-        first: places of the first halves in the part.
-        second: those of the second halves.
+        places: index of each token of the part in the flattened batch, [rows x part].
+        longest: tokens of the longest sequence over all ranks.
+        whole: tokens of each sequence in the part.
+        half: half of `whole`, one chunk.
+        first: indices of the first chunks in the part.
+        second: indices of the second chunks in the part.
     """
 
     places: Tensor
@@ -74,9 +74,9 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     """Cut packed sequences among ranks.
 
     Args:
-        documents: number of the sequence that each token is of, [batch, sequence].
-        rank: whose chunks to tell.
-        size: of the group.
+        documents: index of each token's sequence, [batch, sequence].
+        rank: rank in the group.
+        size: size of the group.
 
     Raises:
         SliceError: a sequence is not a multiple of 2 x size.
@@ -96,9 +96,9 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     starts = itertools.accumulate(lengths, initial=0)
     places, halves = list[int](), (list[int](), list[int]())
     for start, chunk in zip(starts, chunks, strict=False):
-        for number, held in enumerate((rank, 2 * size - 1 - rank)):
+        for number, index in enumerate((rank, 2 * size - 1 - rank)):
             halves[number].extend(range(len(places), len(places) + chunk))
-            places += range(start + held * chunk, start + (held + 1) * chunk)
+            places += range(start + index * chunk, start + (index + 1) * chunk)
     device = documents.device
     indices = [torch.tensor(one, device=device) for one in (places, *halves)]
     whole, half = (Lengths.of([n * one for one in chunks], device) for n in (2, 1))
@@ -114,24 +114,24 @@ def attend_each(
     causal: bool,
     lengths: tuple[Lengths, Lengths],
 ) -> AttentionOutput:
-    """Let each sequence's queries attend to its keys, as `attention.attend` does.
+    """Attend within each packed sequence, as `partial_attention.attend` does for one.
 
     Args:
-        query: [1, heads, queries of all, width].
-        key: [1, key heads, keys of all, width].
+        query: [1, heads, all queries, width].
+        key: [1, key heads, all keys, width].
         value: in the shape of the keys.
         how: scale and dropout.
         causal: as for `attend`.
-        lengths: of the queries and of the keys.
+        lengths: lengths of the queries and of the keys.
 
     Raises:
-        SliceError: the kernels on CUDA do not know the type or the widths.
+        SliceError: the CUDA kernels do not support the dtype or the widths.
     """
     if query.is_cuda:
         _check(query, value)
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
-            *_told(lengths),
+            *_kernel_lengths(lengths),
             *(how.dropout, causal, False),
             scale=how.scale,
         )
@@ -158,18 +158,24 @@ def attend_each_backward(
     causal: bool,
     lengths: tuple[Lengths, Lengths],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the output, in its shape."""
+    """Return the gradients of query, key and value, from the gradient of the output."""
     if query.is_cuda:
         gradients = _aten._flash_attention_backward(
             *(x[0].transpose(0, 1) for x in (gradient, query, key, value, of.output)),
-            *(of.log_sums[0].contiguous(), *_told(lengths), how.dropout, causal, *of.random),
+            *(
+                of.log_sums[0].contiguous(),
+                *_kernel_lengths(lengths),
+                how.dropout,
+                causal,
+                *of.random,
+            ),
             scale=how.scale,
         )
         for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in gradients)
         return for_query, for_key, for_value
     queries = lengths[0]
     drawn = len(of.random) // len(queries.each)
-    found: list[tuple[Tensor, ...]] = []
+    gradients: list[tuple[Tensor, ...]] = []
     outputs, sums, wanted = (
         x.split(queries.each, dim=2) for x in (of.output, of.log_sums, gradient)
     )
@@ -178,26 +184,30 @@ def attend_each_backward(
     ):
         random = of.random[at * drawn : (at + 1) * drawn]
         of_one = AttentionOutput(outputs[at], sums[at], random)
-        found.append(attend_backward(wanted[at], own, keys, values, of_one, how=how, causal=causal))
-    for_query, for_key, for_value = (torch.cat(each, dim=2) for each in zip(*found, strict=True))
+        gradients.append(
+            attend_backward(wanted[at], own, keys, values, of_one, how=how, causal=causal)
+        )
+    for_query, for_key, for_value = (
+        torch.cat(each, dim=2) for each in zip(*gradients, strict=True)
+    )
     return for_query, for_key, for_value
 
 
-def _each(query: Tensor, *held: Tensor, lengths: tuple[Lengths, Lengths]) -> list[Any]:
-    """Return the parts of each sequence."""
+def _each(query: Tensor, *keyed: Tensor, lengths: tuple[Lengths, Lengths]) -> list[Any]:
+    """Split queries, keys and values into sequences."""
     queries, keys = lengths
-    return [query.split(queries.each, dim=2), *(x.split(keys.each, dim=2) for x in held)]
+    return [query.split(queries.each, dim=2), *(x.split(keys.each, dim=2) for x in keyed)]
 
 
-def _told(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
-    """Return what the kernels are told of queries and keys: starts of each, lengths of both."""
+def _kernel_lengths(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
+    """Return starts and maximal lengths of queries and keys, in the kernels' order."""
     return (*(one.starts for one in lengths), *(max(one.each) for one in lengths))
 
 
 def _check(query: Tensor, value: Tensor) -> None:
     if query.dtype not in _HALVES or query.shape[-1] != value.shape[-1]:
         raise SliceError(
-            f"--cp-comm p2p: packed sequences go round a ring by FlashAttention's kernels, for "
+            f"--cp-comm p2p: packed sequences on a ring need FlashAttention's kernels, for "
             f"bfloat16 and float16 and values as wide as keys; found {query.dtype}, keys of "
             f"{query.shape[-1]} features and values of {value.shape[-1]}: use --cp-comm all_gather",
             code="cp-ring-packed-kernel",

@@ -21,12 +21,12 @@ from onerank.ir.errors import SliceError
 
 @dataclass(frozen=True)
 class AttentionMode:
-    """How a layer attends.
+    """Scale, window and dropout of a layer's attention.
 
     Attributes:
-        scale: of the scores.
-        window: how many keys a query sees at most, its own the last; None for all, or causal.
-        dropout: probability that a weight is dropped.
+        scale: factor of the scores.
+        window: number of keys that a query sees, up to its own; None for no window.
+        dropout: probability of dropping an attention weight.
     """
 
     scale: float
@@ -36,10 +36,12 @@ class AttentionMode:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What attention gave: the output [batch, heads, queries, width] and what its backward needs.
+    """Output of attention, and the data its backward needs.
 
-    `log_sums` are logarithms of the sums over the scores' exponentials, [batch, heads, queries];
-    `random` is what the dropout was drawn from, or which weights it kept.
+    Attributes:
+        output: [batch, heads, queries, width].
+        log_sums: log-sum-exp of the scores, [batch, heads, queries].
+        random: random state of the dropout (kernels) or the mask of kept weights (eager).
     """
 
     output: Tensor
@@ -56,9 +58,9 @@ def attend_eager(
     causal: bool,
     mask: Tensor | None,
 ) -> AttentionOutput:
-    """Attend to keys, as `attention.attend` does; causal where there are as many as queries.
+    """Attend to keys with elementary operators; the causal mask starts at the upper left.
 
-    Of what dropout draws, it is kept which weights are left.
+    With dropout, the output records the mask of kept weights.
     """
     scores = _scores(query, key, how, mask, causal=causal)
     sums = scores.logsumexp(dim=-1)
@@ -70,7 +72,7 @@ def attend_eager(
     return AttentionOutput(weights @ _for_heads(value, query), sums, random)
 
 
-def attend_plainly_backward(
+def attend_eager_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -81,7 +83,7 @@ def attend_plainly_backward(
     causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the output."""
+    """Return the gradients of query, key and value, from the gradient of the output."""
     weights = _weights(_scores(query, key, how, mask, causal=causal), of.log_sums)
     for_weights = gradient @ _for_heads(value, query).mT
     kept = weights
@@ -125,15 +127,15 @@ _aten: Any = torch.ops.aten
 
 _LOWER_RIGHT = 2  # the memory-efficient kernel's custom mask type
 
-_ROWS = 32  # of which that kernel keeps whole multiples in its sums
+_ROWS = 32  # the memory-efficient kernel pads its log-sums to multiples of 32 rows
 
-_ALIGNED = 16  # elements from one row of its masks to the next
+_ALIGNED = 16  # it needs mask rows whose stride is a multiple of 16 elements
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_widths(query: Tensor, value: Tensor) -> None:
-    """Refuse what the kernels cannot compute.
+    """Check head and value widths against the CUDA kernels.
 
     Raises:
         SliceError: a width is not a multiple of 8.
@@ -161,17 +163,16 @@ def attend(
     Args:
         query: [batch, heads, queries, width].
         key: [batch, key heads, keys, width].
-        value: [batch, key heads, keys, width of its own].
+        value: [batch, key heads, keys, value width].
         how: scale, window and dropout.
-        causal: whether the queries are those of the last keys, and see none behind their own;
-            else each sees all.
-        mask: what is added to the scores, [batch or 1, 1, queries, keys], in place of causality
-            and window; None for nothing.
+        causal: whether the queries belong to the last keys and see no later keys; else each query
+            sees all keys.
+        mask: additive mask [batch or 1, 1, queries, keys] that replaces causality and window.
     """
     if not query.is_cuda:
         mask = _lower_right(query, key, how.window) if causal and mask is None else mask
         upper_left = causal and mask is None
-        if _is_plain(query, value, how):
+        if _needs_eager(query, value, how):
             return attend_eager(query, key, value, how=how, causal=upper_left, mask=mask)
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
@@ -212,15 +213,15 @@ def attend_backward(
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the output, in its shape.
+    """Return the gradients of query, key and value, from the gradient of the output, in its shape.
 
-    Where the keys are a part of those that `of` is about, so are the gradients.
+    `of` may cover more keys than `key`; the gradients then cover the keys in `key`.
     """
     if not query.is_cuda:
         mask = _lower_right(query, key, how.window) if causal and mask is None else mask
         upper_left = causal and mask is None
-        if _is_plain(query, value, how):
-            return attend_plainly_backward(
+        if _needs_eager(query, value, how):
+            return attend_eager_backward(
                 gradient, query, key, value, of, how=how, causal=upper_left, mask=mask
             )
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -258,8 +259,8 @@ def attend_backward(
     return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
 
 
-def _is_plain(query: Tensor, value: Tensor, how: AttentionMode) -> bool:
-    """Whether the CPU's kernel cannot do it: it knows one width, and no dropout."""
+def _needs_eager(query: Tensor, value: Tensor, how: AttentionMode) -> bool:
+    """Return whether the CPU kernel does not apply: it needs equal widths and no dropout."""
     return how.dropout > 0 or query.shape[-1] != value.shape[-1]
 
 
@@ -268,12 +269,12 @@ def _is_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
 
 
 def _flash_window(window: int) -> dict[str, int]:
-    """Return a window as FlashAttention counts it: keys before and behind a query's own."""
+    """Return a window as FlashAttention counts it: keys before and after a query's own key."""
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
-    """Return the mask that the CPU's kernel needs, whose flag aligns at the upper left."""
+    """Return a lower-right causal mask for the CPU kernel, whose flag aligns at the upper left."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys and window is None:
         return None
@@ -283,7 +284,7 @@ def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | Non
 
 
 def _band(query: Tensor, key: Tensor, how: AttentionMode) -> Tensor | None:
-    """Return the mask of a window for fewer queries than keys, None where there is none.
+    """Return the mask of a window for fewer queries than keys; None if none is needed.
 
     The memory-efficient kernel takes a window by its size, but its backward then counts from the
     first key, as if there were as many queries as keys (mem_eff_attention/kernel_backward.h, torch
@@ -295,7 +296,7 @@ def _band(query: Tensor, key: Tensor, how: AttentionMode) -> Tensor | None:
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a mask as the memory-efficient kernel takes it: for each head, its rows aligned."""
+    """Return a mask for the memory-efficient kernel: per head, with aligned rows."""
     if mask is None:
         return None
     if mask.stride(-2) % _ALIGNED:

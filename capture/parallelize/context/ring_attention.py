@@ -36,11 +36,11 @@ from onerank.capture.parallelize.context.partial_attention import (
 
 @dataclass(frozen=True)
 class _Side:
-    """Which of the queries or keys take part in a step.
+    """The queries or keys that take part in a step.
 
     Attributes:
-        at: their places.
-        lengths: of the packed sequences that they are of; None for one sequence.
+        at: their indices.
+        lengths: lengths of their packed sequences; None for one sequence.
     """
 
     at: slice | Tensor
@@ -115,7 +115,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _pair(held: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
-    """Return keys and values as parts of what travels."""
+    """Split a ring message into keys and values."""
     key, value = held.split([shapes[0].numel(), shapes[1].numel()])
     return key.view(shapes[0]), value.view(shapes[1])
 
@@ -127,31 +127,31 @@ def _halves(
     length = query.shape[2]
     whole, half = slice(0, length), length // 2
     if packing is None:
-        all_of_it, first = _Side(whole), _Side(slice(0, half))
+        everything, first = _Side(whole), _Side(slice(0, half))
         second = _Side(slice(half, length))
     else:
-        all_of_it = _Side(whole, packing.whole)
+        everything = _Side(whole, packing.whole)
         first, second = (_Side(at, packing.half) for at in (packing.first, packing.second))
     if owner == rank:
-        return all_of_it, all_of_it
-    return (all_of_it, first) if owner < rank else (second, all_of_it)
+        return everything, everything
+    return (everything, first) if owner < rank else (second, everything)
 
 
 def _merge(output: Tensor, sums: Tensor, rows: slice | Tensor, part: AttentionOutput) -> None:
-    """Add what a part of the keys gave the rows to what others gave, in place."""
-    so_far, held = output[:, :, rows], sums[:, :, rows]
-    share = torch.sigmoid(part.log_sums - held).unsqueeze(-1)
-    held.sub_(nn.functional.logsigmoid(held - part.log_sums))
-    so_far.add_(share * (part.output - so_far))
-    if isinstance(rows, Tensor):  # of which those were copies
-        output[:, :, rows], sums[:, :, rows] = so_far, held
+    """Merge the output for a part of the keys into the output of the rows, in place."""
+    merged, log_sums = output[:, :, rows], sums[:, :, rows]
+    share = torch.sigmoid(part.log_sums - log_sums).unsqueeze(-1)
+    log_sums.sub_(nn.functional.logsigmoid(log_sums - part.log_sums))
+    merged.add_(share * (part.output - merged))
+    if isinstance(rows, Tensor):  # indexing by a tensor copies, so write the results back
+        output[:, :, rows], sums[:, :, rows] = merged, log_sums
 
 
 def _exchange(leaving: Tensor, group: dist.ProcessGroup, *, towards: int) -> Callable[[], Tensor]:
-    """Begin to send to the next rank and receive from the last; return what waits for the latter.
+    """Start a send to one neighbour and a receive from the other; return a function that waits.
 
     Args:
-        leaving: what to send; as much arrives.
+        leaving: the tensor to send; the received tensor has its shape.
         group: the ring.
         towards: 1 for ascending ranks, -1 for descending.
     """

@@ -22,24 +22,24 @@ ContextComm = Literal["all_gather", "p2p"]
 
 @dataclass(frozen=True)
 class Context:
-    """The shares of a sequence among the ranks of a group.
+    """The split of sequences over the ranks of a context-parallel group.
 
-    Of 2 x size equal chunks rank r holds the chunks r and 2 x size - 1 - r, so that causal
-    attention is as much work on each.
+    Of 2 x size equal chunks rank r holds chunks r and 2 x size - 1 - r, which balances the work of
+    causal attention.
 
     Attributes:
         group: the context-parallel group.
-        comm: how keys and values travel.
+        comm: how ranks exchange keys and values.
     """
 
     group: dist.ProcessGroup
     comm: ContextComm = "all_gather"
 
     def __deepcopy__(self, _: Any) -> "Context":
-        return self  # as functions are, when a model with its hooks is copied
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     def own(self, x: Tensor) -> Tensor:
-        """Return this rank's chunks of [batch, sequence, ...], one after the other.
+        """Return this rank's chunks of [batch, sequence, ...], concatenated.
 
         Raises:
             SliceError: the sequence is not a multiple of 2 x size.
@@ -63,21 +63,21 @@ class Context:
         how: AttentionMode,
         mask: Tensor | Packing | None = None,
     ) -> Tensor:
-        """Attend to the whole sequence, given this rank's part of it.
+        """Attend from this rank's part of the queries to the whole sequence.
 
         Args:
             query: [batch, heads, part, width].
             key: [batch, key heads, part, width].
-            value: [batch, key heads, part, width of its own].
+            value: [batch, key heads, part, value width].
             how: scale, window and dropout.
-            mask: what is added to the scores, [batch or 1, 1, part, sequence], in place of
-                causality and window; or packed sequences, each cut by itself; None for one.
+            mask: additive mask [batch or 1, 1, part, sequence] that replaces causality and
+                window; or packed sequences, cut one by one; None for one causal sequence.
 
         Returns:
             [batch, part, heads, width of the values].
 
         Raises:
-            SliceError: a window or a mask, and keys that go round a ring.
+            SliceError: a window or a mask with `comm` p2p.
         """
         check_widths(query, value)
         gathering: Any = GatheringAttention
@@ -87,8 +87,8 @@ class Context:
         if how.window is not None:
             raise SliceError(
                 f"--cp-comm p2p: a layer attends to a window of {how.window} tokens of "
-                f"{query.shape[2] * self.group.size()}, and keys that go round a ring are known "
-                "for full attention, as in TransformerEngine: use --cp-comm all_gather",
+                f"{query.shape[2] * self.group.size()}, but a ring supports full attention "
+                "only, as in TransformerEngine: use --cp-comm all_gather",
                 code="cp-ring-window",
             )
         if isinstance(mask, Packing):
@@ -97,9 +97,9 @@ class Context:
             return ring.apply(*flat, self.group, how, mask).unflatten(1, (batch, -1))[0]
         if mask is not None:
             raise SliceError(
-                "--cp-comm p2p: sequences are padded, and what is before them is to be masked; "
-                "keys that go round a ring are known without masks: pad behind, with labels of "
-                "-100 there, or use --cp-comm all_gather",
+                "--cp-comm p2p: sequences have leading padding, which needs a mask that a ring "
+                "does not support\n  pad at the end, with labels of -100, or use "
+                "--cp-comm all_gather",
                 code="cp-ring-padding",
             )
         return ring.apply(query, key, value, self.group, how, None)
@@ -108,12 +108,12 @@ class Context:
         """Return the keys and values of the whole sequence, in order, for a model's own attention.
 
         Raises:
-            SliceError: they are to go round a ring.
+            SliceError: `comm` is p2p.
         """
         if self.comm == "p2p":
             raise SliceError(
                 "--cp-comm p2p: the model runs its attention as 'eager', on all keys at once, "
-                "which does not go with a ring: use --cp-comm all_gather",
+                "which a ring never holds: use --cp-comm all_gather",
                 code="cp-ring-eager",
             )
         return gather_keys(key, self.group), gather_keys(value, self.group)

@@ -361,7 +361,7 @@ class DataParallelism:
         return new_args, new_kwargs
 
     @contextlib.contextmanager
-    def _noted(self) -> Generator[None]:
+    def _recording_failure(self) -> Generator[None]:
         """Record an error, so that `installed` raises it again if the script catches it."""
         try:
             yield

@@ -146,7 +146,7 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLine
 
 
 def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
-    """Return module and name of each parameter that a name stands for."""
+    """Return module and name of each parameter that a name represents."""
     value = getattr(module, key, None)
     if isinstance(value, nn.Parameter):
         return [(module, key)]

@@ -182,7 +182,7 @@ def _shipped() -> dict[str, ShardingPlan]:
 
 
 def shipped_plan(model: nn.Module) -> ShardingPlan | None:
-    """Return the plan that comes with onerank for a transformers model without one of its own."""
+    """Return the plan shipped with onerank for a transformers model that has no plan."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
         return None
     return _shipped().get(type(model).__name__)

@@ -78,7 +78,7 @@ def cut_module(
 def cut_blocks(
     parameter: nn.Parameter, name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]
 ) -> None:
-    """Cut a parameter along a dimension, each of its fused parts by itself."""
+    """Cut a parameter along a dimension, each of its fused parts separately."""
     for length in parts:
         if length % group.size():
             raise SliceError(
@@ -111,7 +111,7 @@ def cut_parameter(
     dim: int = 0,
     fused: int = 1,
 ) -> None:
-    """Cut a parameter along a dimension of `what`, each of its fused parts by itself."""
+    """Cut a parameter along a dimension of `what`, each of its fused parts separately."""
     count, size = parameter.shape[dim] // fused, group.size()
     if count % size:
         raise SliceError(

@@ -50,7 +50,7 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "packing that the model knows nothing of": (
         lambda: model("OPT", ffn_dim=64, word_embed_proj_dim=32),
         {**packed((16, 8), (24,)), "cp_comm": "p2p"},
-        r"tells its masks no position_ids",
+        r"passes no position_ids to its",
     ),
     "own attention": (
         lambda: model("Gemma2", **CAPPED),
@@ -67,7 +67,7 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"position_ids": torch.arange(SEQUENCE).expand(3, BATCH, -1)},
         r"expected position_ids \[batch, 24\], or none; found \[3, 2, 24\]",
     ),
-    "packed chunks": (lambda: model("Llama4Text", **CHUNKS), PACKED, r"attends within chunks"),
+    "packed chunks": (lambda: model("Llama4Text", **CHUNKS), PACKED, r"uses chunked attention"),
     "positions counted from the mask": (
         lambda: model("OPT", ffn_dim=64, word_embed_proj_dim=32),
         {"attention_mask": BEFORE},
@@ -79,12 +79,12 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention by code of its own": (
         lambda: model("Falcon"),
         {},
-        r"'sdpa', in code of its own, .* interface: leave --cp out",
+        r"(?s)'sdpa', outside the interface; .*leave --cp out",
     ),
     "flex attention": (
         lambda: model(attn_implementation="flex_attention"),
         {},
-        r"runs its attention as 'flex_attention', .* attn_implementation='sdpa'",
+        r"(?s)runs its attention as 'flex_attention'; .*attn_implementation='sdpa'",
     ),
     "linear layers": (
         lambda: model("Llama", layer_types=["linear_attention", "full_attention"]),

@@ -316,7 +316,7 @@ class OneOf:
 def test_what_cannot_be_shared_out_is_refused():
     with pytest.raises(SliceError, match=r"--ep 3 must divide .* 8 experts \(8 = 3 x 2 \+ 2\)"):
         shard_experts(model("mixtral"), OneOf(3))
-    with pytest.raises(SliceError, match=r"--ep 2 shares out .* LlamaForCausalLM has none"):
+    with pytest.raises(SliceError, match=r"--ep 2 shards experts .* LlamaForCausalLM has none"):
         shard_experts(model("llama"), OneOf(2))
     with torch.device("meta"):
         config = transformers.SwitchTransformersConfig(num_layers=2, num_experts=EXPERTS)

@@ -275,7 +275,7 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
 
     llama = model("llama")
     llama.model.layers[1].self_attn.q_proj = Adapted()
-    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down beside weight and"
+    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down besides weight and"
     with pytest.raises(SliceError, match=complaint):
         slice_model(llama, OneOf(2), "megatron")
 
