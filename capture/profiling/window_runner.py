@@ -85,9 +85,9 @@ class Windows:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row > _MOST_SKIPPED:
             raise ScriptError(
-                f"a loss scaler skipped {self._in_a_row} steps in a row "
-                f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. Without real peers the values differ "
-                "from the job's: capture with a smaller learning rate, or in bfloat16",
+                f"a loss scaler skipped {self._in_a_row} steps in a row (limit {_MOST_SKIPPED}): "
+                "the gradients are infinite or NaN at any scale. Without real peers the values "
+                "differ from the job's: capture with a smaller learning rate, or in bfloat16",
                 code="script-scaler-skips",
             )
         self._work.end_step()
