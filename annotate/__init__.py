@@ -8,9 +8,9 @@ from onerank.annotate.op_costs.node_costs import characterise, compute_mask
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.passes.attention.fuse import FusedAttention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
-from onerank.annotate.passes.fuse_kernels import Fuse
-from onerank.annotate.passes.overlap.maximize import Overlap
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.fuse_kernels import FuseChains
+from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
@@ -25,15 +25,15 @@ __all__ = [
     "CostModel",
     "EagerAttention",
     "Explanation",
-    "Fuse",
+    "FuseChains",
     "FusedAttention",
     "Gpu",
-    "NoOverlap",
+    "MaximizeOverlap",
     "OpClass",
-    "Overlap",
     "PassOptions",
     "Recosting",
     "Resize",
+    "SerializeOverlap",
     "UnknownKernel",
     "characterise",
     "classify",

@@ -293,9 +293,9 @@ def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
     """
     nodes, ns = graph.nodes, graph.nodes.duration_ns[index]
     p10_ns, p90_ns = nodes.p10_ns[index], nodes.p90_ns[index]
-    told = (p10_ns > 0) & (ns > 0)
-    below = np.log(np.where(told, ns, 1) / np.where(told, p10_ns, 1))
-    above = np.log(np.where(told, p90_ns, 1) / np.where(told, ns, 1))
+    timed = (p10_ns > 0) & (ns > 0)
+    below = np.log(np.where(timed, ns, 1) / np.where(timed, p10_ns, 1))
+    above = np.log(np.where(timed, p90_ns, 1) / np.where(timed, ns, 1))
     return np.hypot(model.kernel_low, below), np.hypot(model.kernel_high, above)
 
 

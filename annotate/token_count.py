@@ -45,9 +45,9 @@ def token_ids(graph: Graph) -> list[tuple[int, int]]:
             if not tokens or any(math.prod(one) == tokens for one in seen):
                 break
     fits = {one for one in seen if not tokens or math.prod(one) == tokens}
-    told = fits or before or set(seen) or _of_gradients(graph)
-    shifted = {(batch, length + 1) for batch, length in told}  # labels, padded for their shift
-    return [(batch, length * parts) for batch, length in told if (batch, length) not in shifted]
+    text = fits or before or set(seen) or _of_gradients(graph)
+    shifted = {(batch, length + 1) for batch, length in text}  # labels, padded for their shift
+    return [(batch, length * parts) for batch, length in text if (batch, length) not in shifted]
 
 
 def _of_gradients(graph: Graph) -> set[tuple[int, int]]:
@@ -78,8 +78,8 @@ def tokens_of(graph: Graph) -> tuple[int | None, str]:
     own = max(found.values())
     sizes = graph.job.world.sizes
     copies = sizes.get("dp", 1) * sizes.get("cp", 1)
-    told = f"{own} looked up in the embedding by this rank"
-    return own * copies, told if copies == 1 else f"{told} x {copies} ranks (dp x cp)"
+    text = f"{own} looked up in the embedding by this rank"
+    return own * copies, text if copies == 1 else f"{text} x {copies} ranks (dp x cp)"
 
 
 def _looked_up(graph: Graph, rows: I64, operators: dict[str, int]) -> dict[tuple[int, ...], int]:

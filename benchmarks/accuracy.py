@@ -1,19 +1,19 @@
-"""How far off predictions for another GPU are, measured on GPUs that the fit has not seen.
+"""Error of predictions for another GPU, on GPUs outside the fit.
 
     python benchmarks/accuracy.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet (gpu, dtype, m, n, k, time_us), attention_prefill.parquet,
 vidur_mlp_fp16.parquet, neusight_nodes_fp32.parquet and gemm_power.parquet; parts whose file is
-missing are left out, and that is told. For every target the learned model is fitted anew without
+missing are skipped with a note. For every target the learned model is refitted without
 the target's die family (H100 and H200 are one); the source's measurement is an input, as it is in
 a trace.
 
-What is known of a target:
+Knowledge about a target:
   datasheet    the vendor's figures; achievable bandwidth and launch floor, in clock cycles, are
                means over the other families, the sustained fraction is what the power limit allows
-  calibrated   the same and two microbenchmarks: mean rates of 27 large and of 8 skinny products
+  calibrated   datasheet plus two microbenchmarks: mean rates of 27 large and of 8 skinny products
   described    the shipped description, whose fractions and floor were measured in this campaign
-  itself       the learned model fitted to the target alone: what its form can do at best
+  itself       the learned model fitted only to the target: a bound for the form of the model
 The form of the models was found on these GPUs, their coefficients were not: a new family may fare
 worse. Errors are percent of the measured time. Kernels over 10 us unless a column says "all".
 """
@@ -37,7 +37,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
-from onerank.annotate.passes.swap_kernels import by_roofline
+from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import (
@@ -81,7 +81,7 @@ def by_tiles(before: KernelFeatures, after: KernelFeatures, gpu: Gpu) -> F64:
 
 
 RETYPES: dict[str, Factor] = {
-    "roofline of both": by_roofline,
+    "roofline of both": roofline_ratio,
     "tiles of both": by_tiles,
     "half the time": lambda before, *_: np.full(len(before.duration_ns), 0.5),
 }

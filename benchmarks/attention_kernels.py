@@ -1,11 +1,11 @@
-"""How long attention takes by each kernel that PyTorch has, on the GPU at hand.
+"""Time attention with each kernel of PyTorch on the current GPU.
 
     python benchmarks/attention_kernels.py
 
 Causal bfloat16 attention of training shapes, forward and backward, by CUDA events: the median of
-20 batches of 10 calls after 10 to warm up. `times flash2`: of what flash-attention 2 takes, so that
-its inverse is the figure of `onerank.annotate.models.attention_kernels` for flash-attention 2 where
-the other kernel is the architecture's own. Needs a GPU.
+20 batches of 10 calls after 10 warm-up calls. `times flash2` is relative to flash-attention 2. Its
+inverse is the figure of `onerank.annotate.models.attention_kernels` for flash-attention 2 where
+the other kernel is the usual one of the architecture. Needs a GPU.
 """
 
 import statistics

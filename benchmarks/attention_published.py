@@ -1,8 +1,8 @@
-"""Attention by its shape, beside the rates that others published: H100, H20, B200, MI300X, MI355X.
+"""Compare predicted attention rates with published rates: H100, H20, B200, MI300X, MI355X.
 
     python benchmarks/attention_published.py
 
-Prints TFLOP/s as predicted from a GPU's description alone and as published (sources are in
+Prints TFLOP/s predicted from a GPU's description and published (sources are in
 attention_published.toml), and how many times too fast that is in the geometric mean: `own` for the
 kernel that the model has in view (on Hopper flash-attention 3 and cuDNN), `told` for the one that
 was measured, where it has a figure (`attention_kernels`). Nobody published less than 512 tokens.

@@ -9,10 +9,10 @@ seconds hold, five at least.
 
 Then expands a step of 20k nodes to tp 8 x dp 128, and writes the same bytes from memory: once each
 without counting, so that the system has its memory for files, then in pairs, each going first by
-turns. Told are wall time and CPU time of each, the latter in the process and in the system, and the
-median of the pairs' ratios. Both spend nearly all of it in the system, which finds memory for two
+turns. Printed: wall time and CPU time of each, the latter in the process and in the system, and
+the median of the pairs' ratios. Both spend nearly all in the system, which finds memory for two
 gigabytes of files: on a disk one turn, of either, takes several times as long as the next; in
-memory (FOLDER /dev/shm) turns are alike. FOLDER (default: the system's for temporary files) should
+memory (FOLDER /dev/shm) turns are equal. FOLDER (default: the system's for temporary files) should
 not be a network drive.
 """
 

@@ -4,7 +4,7 @@
 
 Writes the step of the real H200 capture in traces/ (871 nodes that ASTRA-sim runs, 700 kB a rank;
 with --kernels 61 nodes made for it, 12 kB) for tp 4 x dp RANKS/4, one collective in ten moved to
-the dp groups, below FOLDER; checks it in a process of its own; and takes it away again.
+the dp groups, below FOLDER; checks it in a separate process; and removes it again.
 """
 
 import platform

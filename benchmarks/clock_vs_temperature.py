@@ -1,8 +1,8 @@
-"""What a GPU at its power limit loses as it grows hot.
+"""Slowdown of a GPU at its power limit as its temperature rises.
 
     python benchmarks/clock_vs_temperature.py [--seconds 120]
 
-Needs a CUDA GPU that has rested. Multiplies 4096 x 4096 by 4096 x 14336 (bfloat16) without a pause
+Needs a cold CUDA GPU. Multiplies 4096 x 4096 by 4096 x 14336 (bfloat16) in a loop
 and prints, every few seconds, the power, the SM clock, the temperature and a product's time.
 """
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/collective_bandwidth.py -o link.json [--most-mib 256]
 
 Each size runs `REPEATS` times back to back, between two CUDA events (with gloo on a CPU: clocks);
-so the time is that of the kernels, without the host's. Sizes are a rank's input, as in Chakra: of
-an all-gather its shard. Bus bandwidth is that of nccl-tests' doc/PERFORMANCE.md.
+the time therefore excludes the host. Sizes are the input of a rank, as in Chakra: for an
+all-gather the shard. Bus bandwidth is defined as in nccl-tests' doc/PERFORMANCE.md.
 """
 
 import argparse

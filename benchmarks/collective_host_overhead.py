@@ -1,10 +1,10 @@
-"""What a collective takes of the host: NCCL's own calls, or the recorder's with their stand-ins.
+"""Host time of a collective: NCCL calls, or emulated calls of the recorder.
 
     torchrun --nproc-per-node 2 benchmarks/collective_host_overhead.py
     python benchmarks/collective_host_overhead.py
 
 The first form, on a host with two CUDA GPUs, measures NCCL, the second the recorder as rank 0 of 2.
-Printed are us of one call until it returns, and of the wait for its handle; medians of 60.
+It prints the time in us until a call returns, and of the wait for its handle (medians of 60).
 """
 
 import datetime

@@ -1,14 +1,14 @@
-"""Collectives beside compute kernels: NCCL's on all GPUs of this host, and what stands in for them.
+"""Collectives concurrent with compute: NCCL on all GPUs of this host, and emulated collectives.
 
     torchrun --nproc-per-node 2 benchmarks/collectives_under_load.py -o DIR
         [--seconds 1.5] [--mib 64,512]
 
-Each collective runs over and over, alone and beside a matrix product or an elementwise product on
-another stream. NCCL's run on all GPUs at once; then each GPU runs the stand-in, which is given the
-time that NCCL's took alone. The table tells what each of them takes, what the kernels beside take,
-the power (the board's energy counter over the second half; its figures lag by some 0.6 s, so lines
-of under 1.2 s tell it of the line before) and the median clock. So the stand-in is held against
-NCCL in its three marks: bandwidth, multiprocessors and power.
+Each collective runs repeatedly, uncontended and concurrent with a matrix product or an elementwise
+product on another stream. NCCL runs on all GPUs at once; then each GPU runs the emulated collective
+with the uncontended time of NCCL. The table has the times of collectives and of concurrent kernels,
+the power (energy counter of the board over the second half; it lags by about 0.6 s, so lines below
+1.2 s show the power of the previous line) and the median clock. It compares the emulation with NCCL
+in bandwidth, multiprocessors and power.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Time and memory of `onerank convert`, beside mlcommons/chakra's converter where it runs.
+"""Time and memory of `onerank convert`, compared with mlcommons/chakra's converter.
 
     python benchmarks/convert_scale.py [--peer DIR] [--quick] [--kineto K --et E]
 
@@ -6,7 +6,7 @@ Inputs are made of the captures in traces/: the window with record ids, repeated
 another. Of each copy the times are shifted by the window's length, and the ids (correlation,
 External id, Record function id, Ev Idx, Sequence number, nodes, tensors and their storages) so that
 none occurs twice. --peer names the directory that holds `chakra_trace_link` and `chakra_converter`.
---kineto and --et give a pair of files of your own instead. A whole process is timed each time,
+--kineto and --et name another pair of files instead. A whole process is timed each time,
 imports and the writing of the trace included: the shortest of three runs, its CPU time (user and
 system) and its peak resident size. On a machine that does other work, CPU time is the truer figure.
 """

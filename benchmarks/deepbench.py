@@ -10,9 +10,9 @@ beside its product, was chosen on them (`convolutions.SLOWER`, `recurrent.STEP_L
 how much the tiles count for so unlike a GPU.
 
   one product    the operator whole, by launch floor and roofline
-  predicted      as `annotate` has it of a call that nobody measured
+  predicted      as `annotate` predicts an unmeasured call
   residual       from the other GPU's measurement, by the residual model
-  from measured  from that, as `annotate` has it
+  from measured  from that measurement, as `annotate` predicts it
 
 Convolutions of few channels in (one, of speech, mostly; three) are no part of the errors.
 DeepBench's recurrent layers take their input without a product; the gradients of their input and

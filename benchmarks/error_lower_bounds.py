@@ -1,4 +1,4 @@
-"""What a prediction of another GPU's products can reach: the error of those who know more than it.
+"""Lower bounds on the error of predicted products: models with more knowledge of the target.
 
     python benchmarks/error_lower_bounds.py DATA_DIRECTORY
 

@@ -1,4 +1,4 @@
-"""How many products must be measured on a GPU for others there to be told: the tiles, refitted.
+"""Number of products to measure on a GPU to predict others: the tile model, refitted.
 
     python benchmarks/gemm_calibration_size.py DATA_DIRECTORY
 
@@ -11,7 +11,7 @@ families lie apart (0.3 in ln; rates 0.1). Errors are percent of the measured ti
   two rates      the start: two microbenchmarks, of each the mean rate alone
   the same 35    the 27 large and 8 skinny products of these, each by itself
   35             drawn from all that take over 10 us: the mean of eight draws
-  best 35        the best of these draws, picked by what it leaves: nobody can before measuring
+  best 35        the best of these draws, picked by its error, which is impossible before measuring
   100, 300       more of them, one draw
 """
 

@@ -1,4 +1,4 @@
-"""How well the cost models carry bf16 GEMM times from one GPU to another.
+"""Error of the cost models that transfer bf16 GEMM times between GPUs.
 
     python benchmarks/gemm_transfer.py DATA_DIRECTORY
 

@@ -1,4 +1,4 @@
-"""The measurements that a benchmark is given, and the conditions it prints."""
+"""Input folder of a benchmark, and the conditions that it prints."""
 
 import argparse
 import os

@@ -1,9 +1,9 @@
-"""Look at a kernel database: what is in it, how its figures hold against each other and a step.
+"""Print the content of a kernel database, and compare its times with captured steps.
 
     python benchmarks/kernel_database.py h200.parquet [TRACE.et ...]
 
 Of each TRACE, captured on the database's GPU, the kernels are looked up by operator, operands and
-kernel name, and the rows' times are held against the measured ones, class by class.
+kernel name, and the rows' times are compared with the measured ones, class by class.
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""How far off the kernel database's figures are, of campaigns that measured GPUs twice.
+"""Error of kernel database look-ups, from campaigns that measured GPUs twice.
 
     python benchmarks/kernel_db_accuracy.py DATA_DIRECTORY
 
 `benchmarks/accuracy.py` prints this among its tables. DATA_DIRECTORY holds gemm.parquet; parts
 whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,
-attention_prefill.parquet) are left out, and that is told.
+attention_prefill.parquet) are skipped with a note.
 
   between      a database of some of a campaign's shapes predicts the others of the same campaign:
-               the model corrected by how far it is off around them (`annotate/lookup/near.py`), and
+               the model corrected by its error around them (`annotate/kernel_db`), and
                fitted without the target's die family
-  looked up    one campaign's time of the shape itself, held against another campaign's
+  looked up    one campaign's time of the shape itself, compared with another campaign's
   on both      the same, with half of the source's own deviation between the campaigns
   learned      from the source's time in the second campaign, with no measurement of the target
 
 Where there is a shipped database of the H200, the captured step of `traces/h200-llama-8b-4l-tp4` is
-looked up in it and held against what the step measured, with a step's caches and clocks; other
+looked up in it and compared with the measured step, with a step's caches and clocks; other
 steps with `--step FILE`. Half of that database's rows are of calls of this trace.
 """
 

@@ -1,9 +1,9 @@
-"""What each rank holds on its GPU beside the caching allocator's memory.
+"""Memory of each rank on its GPU outside the caching allocator.
 
     torchrun --nproc-per-node 2 benchmarks/non_allocator_memory.py
 
 NVML's figure of the used memory, less what the allocator has reserved, after each kind of work:
-the CUDA context, kernels and libraries, NCCL's communicators and what sends and receives add.
+CUDA context, kernels and libraries, NCCL communicators, sends and receives.
 Nothing else may run on these GPUs.
 """
 

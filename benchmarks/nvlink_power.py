@@ -1,11 +1,11 @@
-"""What links to peers draw while they are awake, and what that makes of kernels at the limit.
+"""Power of active links to peers, and the slowdown of kernels at the power limit.
 
     python benchmarks/nvlink_power.py [--seconds 2.2] [--rounds 2]
 
 Needs two GPUs of one host that reach each other. Both multiply 4096 x 4096 by 4096 x 14336
-(bfloat16) over and over while copies go from each to the other: none, 4 KiB every so many ms, which
-keeps the link awake and moves nothing to speak of, and 64 MiB, beside such on the GPU itself. Then
-the same with no products. The power is the board's energy counter over the second half of a line.
+(bfloat16) repeatedly while copies go from each to the other: none, 4 KiB every so many ms, which
+keeps the link active with negligible traffic, and 64 MiB, next to equal copies within the GPU. Then
+it repeats this without products. Power is the energy counter over the second half of a line.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Steps told from captures of another GPU, beside captures of the same jobs on the GPU itself.
+"""Compare predictions from captures of another GPU with captures on the target GPU.
 
     python benchmarks/paired_steps.py FROM/ TO/ [--target GPU|FILE] [--database FILE]
 

@@ -1,9 +1,9 @@
-"""Recordings of one model on two GPUs: what each tells of the other, by class of work.
+"""Predict recordings of one model on two GPUs from each other, by class of work.
 
     python benchmarks/paired_traces.py ON_ONE/ ON_OTHER/
 
-Graphs (`onerank convert`) of one name in both folders are a pair. Calls are held against one
-another by operator, shapes and types, where both have as many; their mean time counts. Public
+Graphs (`onerank convert`) of one name in both folders are a pair. Calls are compared by
+operator, shapes and types, where both have equally many; their mean time counts. Public
 pairs: Kineto traces of five models on H100 and MI300X in AMD-AGI/TraceLens.
 """
 

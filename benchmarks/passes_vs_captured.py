@@ -1,11 +1,11 @@
-"""What-ifs against captures of what they ask for, on the device at hand.
+"""Compare passes with captures of the changed step, on the current device.
 
     python benchmarks/passes_vs_captured.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
     python benchmarks/passes_vs_captured.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
     python benchmarks/passes_vs_captured.py attention EAGER.et FUSED.et
 
 `capture` takes `examples/train_llama.py` at a sequence length and micro-batch, at others, with
-eager attention and compiled, and prints what each what-if of the first makes of it beside the
+eager attention and compiled, and prints the prediction of each pass from the first next to the
 capture. `between` does so for one capture and another at the size named, and back; `attention` for
 one with eager attention and another with a fused kernel, on one GPU.
 """

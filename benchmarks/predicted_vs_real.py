@@ -1,4 +1,4 @@
-"""The step of a real job beside what simulators make of slices captured on one GPU.
+"""Compare the step of a real job with simulations of slices captured on one GPU.
 
     python benchmarks/predicted_vs_real.py capture -o DIR [--forms pp,tp] [--minutes 7]
     python benchmarks/predicted_vs_real.py compare DIR
@@ -7,13 +7,13 @@
 `capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
 It measures the link between them (collective_bandwidth.py); then for each form the real job under
 torchrun, one GPU a rank, and the slices, each on one GPU in its own process: rank r on GPU r, all
-at once, so that what GPUs of one host differ by is left out (--one-gpu makes all on GPU 0, in
-turn). Slices with collectives have stand-ins, on a network fitted to the measured link.
+at once, which excludes differences between GPUs of one host (--one-gpu makes all on GPU 0, in
+turn). Slices with collectives emulate them, on a network fitted to the measured link.
 Each form is written as soon as it is done.
 
 `compare` needs no GPU. It hands the slices to ASTRA-sim (if ASTRA_SIM_BIN is set), LogGOPSim (if
 LOGGOPSIM_DIR is) and `onerank replay`, each with the link as measured, and prints their steps
-beside the real one's. `kernels` holds the slices themselves against the real ranks,
+next to the real one. `kernels` compares the slices with the real ranks,
 each on the same GPU, as slice_vs_real.py does.
 """
 

@@ -1,11 +1,11 @@
-"""Steps predicted from CPU captures, beside training speeds that others published.
+"""Compare steps predicted from CPU captures with published training speeds.
 
     python benchmarks/published.py [FOLDER]
 
 FOLDER keeps the captures for another time. Needs `pip install -e '.[capture]'`; models have random
 weights, nothing is downloaded. Captures each model of `published.toml` on this CPU
 (`published_step.py`, three samples), re-costs it at the published size for the published GPU from
-its description alone, and prints
+its description, and prints
 
 - published and predicted: tokens or images per second of one GPU;
 - 80% interval: of the prediction, at kernels as captured;

@@ -1,8 +1,8 @@
 """Time of one recorded call, as the world grows: python benchmarks/recorder_scale.py [CALLS].
 
-One process stands for a rank of worlds of 8 to 131,072 ranks and all-reduces 1 KiB over the world,
+One process emulates a rank of worlds of 8 to 131,072 ranks and all-reduces 1 KiB over the world,
 over a line of a mesh and to a neighbour. Prints microseconds per call, median of five rounds, and
-the seconds that groups took to make.
+the seconds to create groups.
 """
 
 import platform

@@ -13,7 +13,7 @@ _FURTHER = 1_000_000
 
 
 def copies(graph: Graph, count: int) -> Graph:
-    """Return a step `count` times, each later than the last and in memory of its own."""
+    """Return a step `count` times, each after the last and with separate storages."""
     nodes, size = graph.nodes, len(graph)
     strings = graph.strings.copy()
     columns = {}

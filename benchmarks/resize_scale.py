@@ -1,8 +1,8 @@
-"""How long `annotate --seq` takes for a graph of many nodes: a step, copied one after another.
+"""Time of `annotate --seq` for a graph of many nodes: a step, copied one after another.
 
     python benchmarks/resize_scale.py TRACE [--copies N] [--seq N]
 
-Each copy has tensors of its own. Prints CPU seconds of one core (best of three) and peak memory.
+Each copy has separate tensors. Prints CPU seconds of one core (best of three) and peak memory.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Steps that simulators make of captured slices, beside the real job's (predicted_vs_real.py).
+"""Compare simulated steps of captured slices with the real job (predicted_vs_real.py).
 
 Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
-- slice: the slice's own such step. It has the stand-ins' communication, and no other rank.
+- slice: the slice's own such step. It has emulated collectives and no other rank.
 - replay: `onerank replay` of the slice, its profiled step by the graph's edges alone.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
 - ASTRA, host time: the same with --include-host-delays.

@@ -1,4 +1,4 @@
-"""A slice beside the real rank: kernels, collectives, compute by class, memory, step."""
+"""Compare a slice with the real rank: kernels, collectives, compute by class, memory, step."""
 
 import statistics
 from collections import Counter
@@ -14,7 +14,7 @@ from onerank.ir.errors import OneRankError
 
 
 def sensors(label: str, graph: Graph) -> None:
-    """Print what NVML told while the pure steps ran."""
+    """Print the NVML samples of the timed steps."""
     read = graph.job.device.sensors or Sensors(samples=0)
     clock, power, heat = read.sm_clock_mhz, read.power_mw, read.temperature_c
     if clock is None or power is None or heat is None:

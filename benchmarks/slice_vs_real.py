@@ -1,14 +1,14 @@
-"""A slice on one GPU against the real job on several, in one run on one host.
+"""Compare a slice on one GPU with the real job on several, in one run on one host.
 
     python benchmarks/slice_vs_real.py [--slice "--busbw-gb-s 300"] -- SCRIPT --tp 4 [-- ARGS]
 
 What follows -- is for `capture run`. First the real job runs under torchrun, one GPU a rank, each
 measured in windows like those of `capture run`; then `capture run` makes the slice of --rank (0)
-on GPU 0 alone. Last, one such slice on each GPU at once: as warm as the real job, and each held
-against the real rank of its own GPU, so that what GPUs of one host differ by is left out. With
+on GPU 0 alone. Last, one such slice on each GPU at once: as warm as the real job, and each
+compared with the real rank of the same GPU, so differences between GPUs cancel. With
 --each only these are made, of each GPU's own rank, as pipelines want it: a table for each rank.
 Printed: kernels by name and count, collectives in issue order, summed compute, classes, memory,
-step, and what NVML told. Step times are CUDA events without a profiler.
+step, and NVML samples. Step times are CUDA events without a profiler.
 
 Megatron-LM and DeepSpeed, for two GPUs (--ranks 2 before the --):
 
@@ -17,7 +17,7 @@ Megatron-LM and DeepSpeed, for two GPUs (--ranks 2 before the --):
     benchmarks/jobs/megatron_core.py --pp 2 -- --pp 2 --micro-batches 4     (with --each)
     benchmarks/jobs/deepspeed_zero.py --torchrun --dp 2 -- --zero 3
 
-They need `pip install megatron-core deepspeed`; what else, their first lines tell.
+They need `pip install megatron-core deepspeed`; their first lines list other requirements.
 """
 
 import argparse

@@ -38,7 +38,7 @@ from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.passes.pass_config import NO_PASSES
-from onerank.annotate.recost.predict import Step, modelled, with_others
+from onerank.annotate.recost.predict import Step, apply_overrides, predict_compute
 from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
 from onerank.ir import Graph
 from onerank.ir.chakra.workload_counts import is_counted
@@ -84,8 +84,8 @@ def _ran(graph: Graph, found: OpCosts, row: int) -> set[str]:
 
 def _match(match: Match, measured_ns: int, made: Prediction, basis: Basis) -> Lines:
     lines: Lines = []
-    for one in match.rows:
-        lines += [("row", _row(one)), ("measured", _conditions(one))]
+    for row in match.rows:
+        lines += [("row", _row(row)), ("measured", _conditions(row))]
     by_name = not math.isnan(match.kernel_ns)
     there = match.kernel_ns if by_name else match.rest_ns
     what = "the kernel of this name" if by_name else "the call's kernels that the trace has none of"
@@ -110,22 +110,23 @@ def _match(match: Match, measured_ns: int, made: Prediction, basis: Basis) -> Li
     return lines if by_name else [*lines, ("part", _part(there, made.time_ns / kept))]
 
 
-def _neighbours(told: Between) -> Lines:
-    off = math.log(told.time_ns / told.modelled_ns)
+def _neighbours(call: Between) -> Lines:
+    off = math.log(call.time_ns / call.modelled_ns)
     lines: Lines = [
         (
             "near",
-            f"{_call(one.key)}: {one.time_ns:,.0f} ns, ln(measured / modelled) = {one.off:+.3f}, "
-            f"weight {one.weight:.2f}",
+            f"{_call(neighbour.key)}: {neighbour.time_ns:,.0f} ns, ln(measured / modelled) = "
+            f"{neighbour.off:+.3f}, "
+            f"weight {neighbour.weight:.2f}",
         )
-        for one in told.neighbours
+        for neighbour in call.neighbours
     ]
     return [
         *lines,
         (
             "between",
-            f"{told.modelled_ns:,.0f} ns by the model alone x e^{off:+.3f} = {told.time_ns:,.0f} "
-            f"ns; four of five rows left out are within e^+-{told.bound:.3f}",
+            f"{call.modelled_ns:,.0f} ns by the model alone x e^{off:+.3f} = {call.time_ns:,.0f} "
+            f"ns; four of five rows left out are within e^+-{call.bound:.3f}",
         ),
     ]
 
@@ -276,7 +277,7 @@ def _explained(  # noqa: PLR0917
         if there != described:
             lines += others_lines(found_ns, found_by, before, moved, there)
         looked_up = found_ns, found_by
-        moved, rules, others = with_others(looked_up, before, (moved, rules), others)
+        moved, rules, others = apply_overrides(looked_up, before, (moved, rules), others)
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
         lines += interval_lines(kernels, (moved, rules, doubt), here, there, others)
@@ -297,9 +298,9 @@ def _modelled(
         )
         return moved, rules, Others.none(rules)
     step = Step.as_captured(graph, found)
-    made, others = modelled(step, (here, there), MODELS[model], NO_PASSES)
+    made, others = predict_compute(step, (here, there), MODELS[model], NO_PASSES)
     one = np.array([row])
-    return made.moved_ns[one], made.rules[one], others.at(one)
+    return made.predicted_ns[one], made.rules[one], others.at(one)
 
 
 def _terms(
@@ -335,8 +336,8 @@ def _attention_line(kernels: KernelFeatures, family: str, here: Gpu, there: Gpu)
     share = learned.attention_share(here, there, shipped())
     backward = bool(kernels.attention[int(kernels.call[0])][8])
     factor = kernel.backward if backward else kernel.forward_with(share)
-    told = f"{family} -> {kernel.runs}: above the floor x {factor:.4f} ({kernel.reason})"
-    return "kernel", told
+    text = f"{family} -> {kernel.runs}: above the floor x {factor:.4f} ({kernel.reason})"
+    return "kernel", text
 
 
 def _looked_up(  # noqa: PLR0917

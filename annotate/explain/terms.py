@@ -92,7 +92,7 @@ def residual_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     floor, above, factor = (float(one[0]) for one in (terms.floor_ns, terms.above_ns, terms.factor))
     moved = floor * float(kernels.floor_ratio(here, there)[0]) + above * factor
     floors = (float(kernels.floor_ns(gpu)[0]) for gpu in (there, here))
-    launched = f"{floor:,.0f} x " + " / ".join(f"{one:,.0f}" for one in floors)
+    launched = f"{floor:,.0f} x " + " / ".join(f"{floor:,.0f}" for floor in floors)
     if rule is Rule.FLOOR:
         return [*lines, ("residual", f"{launched} = {moved:,.0f} ns")]
     return [
@@ -207,11 +207,11 @@ def interval_lines(
     ]
 
 
-def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
+def others_lines(looked_up_ns: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
     """Return a looked-up time after the target's figures were overridden.
 
     Args:
-        told: the looked-up time, in ns, float64[1].
+        looked_up_ns: the looked-up time, float64[1].
         rules: its rule, uint8[1].
         before: the model's prediction without overrides, float64[1].
         after: the model's prediction with them, float64[1].
@@ -219,8 +219,8 @@ def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> L
     """
     if rules[0] not in BY_DATABASE:
         return []
-    made = told[0] * after[0] / before[0]
-    product = f"{told[0]:,.0f} x {after[0]:,.0f} / {before[0]:,.0f} = {made:,.0f} ns"
+    made = looked_up_ns[0] * after[0] / before[0]
+    product = f"{looked_up_ns[0]:,.0f} x {after[0]:,.0f} / {before[0]:,.0f} = {made:,.0f} ns"
     said = f"what the model says with {there.changes} over what it says without"
     return [("figures set", f"{product}: {said}")]
 
@@ -365,8 +365,8 @@ def _part_lines(made_of: tuple[Parts, I64, F64], there: Gpu, how: str) -> Lines:
         each = times * (ns + launches * floor)
         sizes = ", ".join(f"{size:.0f}" for size in shape[:4])
         beside = f" + {launches:.0f} launches of {floor:,.0f}" if launches else ""
-        told = f"batch, m, n, k = {sizes}: {times:g} x ({ns:,.0f}{beside}) = {each:,.0f} ns"
-        lines.append(("product", told))
+        text = f"batch, m, n, k = {sizes}: {times:g} x ({ns:,.0f}{beside}) = {each:,.0f} ns"
+        lines.append(("product", text))
         total += each
     return [*lines, (how, f"the products in turn: {total:,.0f} ns on {there.name}")]
 
@@ -386,10 +386,10 @@ def part_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
             terms.proportional_ns,
         )
     )
-    told = f"{own:,.0f} x {after:,.0f} / {before:,.0f} = {proportional:,.0f} ns"
+    text = f"{own:,.0f} x {after:,.0f} / {before:,.0f} = {proportional:,.0f} ns"
     return [
         *lines,
-        ("in proportion", told),
+        ("in proportion", text),
         ("by bound", f"{bound:,.0f} ns by the residual model"),
         _weight(there, terms.trust, ""),
         _fitted_to(kernels),
@@ -409,18 +409,18 @@ def _shape(kernels: KernelFeatures) -> tuple[str, str]:
 def _rows_off(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     """Return what a product takes at least whose rows begin off 16 bytes; of others nothing."""
     least = gemm_tiles.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
-    told = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
-    return [("rows", told)] if least else []
+    text = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
+    return [("rows", text)] if least else []
 
 
 def _fitted_to(kernels: KernelFeatures) -> tuple[str, str]:
     """Return what the tiles' coefficients were fitted to."""
-    told = shipped().provenance
+    provenance = shipped().provenance
     sort = "attention" if kernels.attention[int(kernels.call[0])][:7].all() else "gemm"
-    return ("coefficients", f"fitted {told['fitted']}: {told[sort]}")
+    return ("coefficients", f"fitted {provenance['fitted']}: {provenance[sort]}")
 
 
 def _weight(there: Gpu, weight: float, die: str) -> tuple[str, str]:
     distance = outside(there.as_described, shipped())
-    told = f"{die}{there.name} is {distance:.2f} outside the GPUs fitted to"
-    return ("weight", f"{weight:.4f} of the tiles, {1 - weight:.4f} of the bound ({told})")
+    text = f"{die}{there.name} is {distance:.2f} outside the GPUs fitted to"
+    return ("weight", f"{weight:.4f} of the tiles, {1 - weight:.4f} of the bound ({text})")

@@ -204,23 +204,23 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rate = self._scaled(peak, 1e12)
         if rate is None:
             return None
-        told = [
+        known = [
             _measured_fraction(self.figures) if name == _GEMM else self.figures[name].value
             for name in self._parts_of(peak)
         ]
-        return rate * math.prod(told) ** (1 / len(told))
+        return rate * math.prod(known) ** (1 / len(known))
 
     def _parts_of(self, peak: str) -> list[str]:
         """Return the figures whose geometric mean is the sustained fraction of a peak."""
         own, *_ = names = FRACTIONS[peak]
-        told = [name for name in names if name in self.figures][:1]
+        known = [name for name in names if name in self.figures][:1]
         if (
             _GEMM in self.figures
             and peak in TENSOR.values()
             and (peak in SIXTEEN_BIT or own not in self.figures)
         ):
-            told.append(_GEMM)
-        return told
+            known.append(_GEMM)
+        return known
 
 
 _GEMM = "measured_gemm_tflops"

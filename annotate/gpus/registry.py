@@ -164,7 +164,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     if not any(_differs(gpu, name, value) for name, value in values.items()):
         return gpu
     changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
-    told = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    overrides = ", ".join(f"{name}={value:g}" for name, value in values.items())
     kept = {
         name: figure
         for name, figure in gpu.figures.items()
@@ -176,7 +176,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
             changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
     made = msgspec.structs.replace(
         gpu,
-        name=f"{gpu.name} ({told})",
+        name=f"{gpu.name} ({overrides})",
         aliases=(),
         sources={**gpu.sources, "set": "set by the user: what if"},
         figures={**kept, **changed},
@@ -188,5 +188,5 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
 
 def _differs(gpu: Gpu, name: str, value: float) -> bool:
     """Return whether a GPU is another one with this value: nothing measured counts instead yet."""
-    measured = any(name in INSTEAD_OF.get(one, ()) for one in gpu.figures)
+    measured = any(name in INSTEAD_OF.get(figure, ()) for figure in gpu.figures)
     return measured or name not in gpu.figures or gpu.figures[name].value != value

@@ -79,7 +79,7 @@ def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...])
         launches=launches_of(sort),
     )
     sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
-    forms = tuple(_form(one, largest) for one in tensors) if len(tensors) <= _FEW else ()
+    forms = tuple(_form(tensor, largest) for tensor in tensors) if len(tensors) <= _FEW else ()
     return Point((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
 
 
@@ -102,9 +102,9 @@ def call_of(key: CallKey) -> Call | None:
         return None
     operands = zip(key.shapes, key.dtypes, strict=True)
     inputs = tuple((Tensor(shape, dtype, ITEM_BYTES[dtype]),) for shape, dtype in operands)
-    told: dict[str, Any] = msgspec.json.decode(key.attributes)
-    last = max((int(position) for position in told), default=-1)
-    values = tuple(told.get(str(position)) for position in range(last + 1))
+    attributes: dict[str, Any] = msgspec.json.decode(key.attributes)
+    last = max((int(position) for position in attributes), default=-1)
+    values = tuple(attributes.get(str(position)) for position in range(last + 1))
     return Call(base_name(key.operator), inputs, (), values)
 
 

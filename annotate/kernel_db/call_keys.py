@@ -108,7 +108,7 @@ def _ids(value: Any) -> tuple[int, ...]:
         return ()
     several = cast("list[Any]", value)
     tensors = cast("list[list[Any]]", several if isinstance(several[0], list) else [several])
-    found = tuple(one[0] if isinstance(one, list) and one else 0 for one in tensors)  # pyright: ignore
+    found = tuple(tensor[0] if isinstance(tensor, list) and tensor else 0 for tensor in tensors)  # pyright: ignore
     return found if all(found) else ()
 
 

@@ -199,9 +199,9 @@ def open_library(
     rows = merge(tables).table
     library = Library(_by_call(rows, target), _by_call(rows, source), versions or {})
     if not library.target:
-        told = ", ".join(str(path) for path in given)
+        paths = ", ".join(str(path) for path in given)
         raise AnnotateError(
-            f"{told}: measured on {gpus[-1].name} alone, which serves only beside rows of the "
+            f"{paths}: measured on {gpus[-1].name} alone, which serves only beside rows of the "
             f"target {target.name}; give a database of it too, or leave it out",
             code="database-source-only",
         )

@@ -366,7 +366,7 @@ def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Looku
     matches = [
         library.match(keyed.keys[key], name, ran[key]) for key, name in zip(of, names, strict=True)
     ]
-    figures: F64 = np.array([_figures(one) for one in matches], dtype=np.float64)[pair]
+    figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
     kernel, rest, whole, source, spread = (figures[:, column] for column in range(5))
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]

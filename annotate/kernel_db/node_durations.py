@@ -161,7 +161,7 @@ def best_resized(
     rows = at_one_clock(library.target) if basis.source == target else library.target
     library = Library(rows, {}, library.versions)
     basis = basis._replace(library=library)
-    before, after = (look_up(*one, where & ~kernels.over_link, basis) for one in sizes)
+    before, after = (look_up(*size, where & ~kernels.over_link, basis) for size in sizes)
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, modelled = half_widths(ErrorKinds.of(kinds, sizes_of(kernels, where)), target, errors)

@@ -166,13 +166,13 @@ def _highest(levels: I64) -> tuple[int, int]:
 def _remedy(need: Need, change: str, left: int, sum_of: str) -> Mitigation:
     suffices = left <= need.budget
     verdict = "fits" if suffices else "is over"
-    told = f"{sum_of} = {_gb(left)}; {verdict} {_gb(need.budget)}"
+    arithmetic = f"{sum_of} = {_gb(left)}; {verdict} {_gb(need.budget)}"
     ratio = need.reserved_per_allocated
     return Mitigation(
         change,
         suffices,
         left,
-        f"{told} = {_gb(need.capacity_bytes)} / {ratio:.3f} reserved per use",
+        f"{arithmetic} = {_gb(need.capacity_bytes)} / {ratio:.3f} reserved per use",
     )
 
 

@@ -109,4 +109,4 @@ def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
 
 def _size_of(graph: Graph, name: str) -> int:
     """Return the ranks of a group; 0 if the graph does not know it."""
-    return next((len(one.ranks) for one in graph.job.groups if one.name == name), 0)
+    return next((len(group.ranks) for group in graph.job.groups if group.name == name), 0)

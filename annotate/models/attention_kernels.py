@@ -219,8 +219,8 @@ def _check_runs(asked: str, target: Gpu, *beside: str) -> None:
     there = target.architecture
     if there not in _RUN[asked]:
         able = [name for name, where in _RUN.items() if there in where]
-        told = f"choose {', '.join([*able, *beside])}" if able or beside else "leave it out"
+        advice = f"choose {', '.join([*able, *beside])}" if able or beside else "leave it out"
         raise AnnotateError(
-            f"{asked} does not run on {target.name} ({there}); {told}",
+            f"{asked} does not run on {target.name} ({there}); {advice}",
             code="attention-kernel-unsupported",
         )

@@ -75,7 +75,7 @@ class MeanRates(NamedTuple):
 
 def mean_rates(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> MeanRates:
     """Return what the model has products reach that run at one rate, float64[1] of `rates`."""
-    every = Rates(*(np.repeat(one, len(shapes)) for one in rates))
+    every = Rates(*(np.repeat(rate, len(shapes)) for rate in rates))
     return rates_in(shapes, gemm_ns(gpu, every, shapes, c))
 
 
@@ -88,7 +88,7 @@ def rates_in(shapes: F64, times_ns: F64) -> MeanRates:
 
 def shapes_of(sizes: Sequence[tuple[int, int, int]]) -> F64:
     """Return products in 16 bits as `tiles.gemm_ns` takes them, float64[d, 6]."""
-    return np.array([(1, *one, _ITEM_BYTES, _ITEM_BYTES) for one in sizes], dtype=np.float64)
+    return np.array([(1, *size, _ITEM_BYTES, _ITEM_BYTES) for size in sizes], dtype=np.float64)
 
 
 def _rates(gpu: Gpu) -> tuple[float, float]:

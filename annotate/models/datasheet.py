@@ -19,7 +19,7 @@ MODEL = "datasheet"
 def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
-    The floor is that of the operator's class (see `launch_floors`). Memory streams the bytes as
+    The floor is that of the operator's class (see `features`). Memory streams the bytes as
     often as the operator's kernels do (see `passes`), at the achievable bandwidth; rates are the
     sustained ones. A dtype without units on the target runs at the rate of a wider one (see
     `kernels`). Without any rate, or without a formula for the operator, only memory counts.

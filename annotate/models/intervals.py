@@ -161,8 +161,8 @@ def half_widths(
 ) -> tuple[F64, F64]:
     """Return how far below and above each prediction its interval reaches, in ln."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
-    told = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
-    low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in told)) for e in ends)
+    parts = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
+    low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in parts)) for e in ends)
     if doubt is None or not doubt.own.any():
         return low, high
     own = HALF_WIDTH * doubt.own

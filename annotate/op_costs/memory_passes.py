@@ -93,7 +93,7 @@ def cycles_of(call: Call, sort: OpClass) -> float:
     if sort is OpClass.ELEMENTWISE or call.op == "copy_":
         elements = max(call.output_numel, call.numel(0))
         operands = (one for one in (*call.inputs, *call.outputs) if one and len(one) == 1)
-        spread = any(1 < one[0].numel < elements for one in operands)
+        spread = any(1 < operand[0].numel < elements for operand in operands)
         if spread or (call.op == "copy_" and _widens(call)):
             return elements / _PLACED_IN_A_CYCLE
     return 0.0

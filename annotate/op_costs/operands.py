@@ -189,12 +189,12 @@ def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, li
         codes: of input values, int32[n]. The first of the texts is "" and unused.
     """
     distinct, place = np.unique(codes, return_inverse=True)
-    told = pl.DataFrame({"told": graph.strings.decode(distinct)}, schema={"told": pl.String})
+    table = pl.DataFrame({"told": graph.strings.decode(distinct)}, schema={"told": pl.String})
     tensors = pl.col("told").str.extract_all(_TENSOR)
     once = tensors.list.n_unique() == tensors.list.len()
-    told = told.select(
+    table = table.select(
         text=pl.when(once).then(pl.col("told").str.replace_all(_TENSOR, "null")).otherwise("told")
     )
-    texts = told.unique(maintain_order=True).with_row_index("code", offset=1)
-    codes_of = told.join(texts, on="text", how="left", maintain_order="left")["code"]
+    texts = table.unique(maintain_order=True).with_row_index("code", offset=1)
+    codes_of = table.join(texts, on="text", how="left", maintain_order="left")["code"]
     return codes_of.to_numpy().astype(np.int64)[place], ["", *texts["text"].to_list()]

@@ -35,7 +35,7 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
         x = call.tensor(0)
         given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
         matrices = [one for one in given if len(one.shape) == 2]
-        met = sum(one.numel for one in matrices)
+        met = sum(matrix.numel for matrix in matrices)
         if x is None or not met:
             return None
         tokens = prod(x.shape[:-1])

@@ -18,32 +18,39 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """Torch's name of a type, of what types it takes the place, bytes of operand and of result."""
+class _DtypeChange:
+    """A dtype that products can run in.
+
+    Attributes:
+        dtype: torch's name of it.
+        replaced: dtypes of operands that it replaces.
+        operand_bytes: bytes of an element of operands.
+        result_bytes: bytes of an element of results.
+    """
 
     dtype: str
-    wider: tuple[str, ...]
-    operand: int
-    result: int
+    replaced: tuple[str, ...]
+    operand_bytes: int
+    result_bytes: int
 
 
 _CHANGES = {
-    "fp8": _Change("float8_e4m3fn", ("bfloat16", "float16"), 1, 2),
-    "bf16": _Change("bfloat16", ("float32", "tfloat32"), 2, 2),
-    "fp16": _Change("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
-    "tf32": _Change("tfloat32", ("float32",), 4, 4),
+    "fp8": _DtypeChange("float8_e4m3fn", ("bfloat16", "float16"), 1, 2),
+    "bf16": _DtypeChange("bfloat16", ("float32", "tfloat32"), 2, 2),
+    "fp16": _DtypeChange("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
+    "tf32": _DtypeChange("tfloat32", ("float32",), 4, 4),
 }
-"""Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of others as of autocast."""
+"""Results of fp8 products have 16 bits, as with `_scaled_mm`; other results are as in autocast."""
 
 DTYPES = tuple(_CHANGES)
 
-_MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
+_MULTIPLE = 16  # cuBLAS accepts fp8 products only if n and k are multiples of 16
 
 
-def in_half(
-    found: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
+def run_in_float16(
+    costs: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
 ) -> tuple[OpCosts, str | None, tuple[str, ...]]:
-    """Return the work of the nodes in float16, the rest for `retyped`, and a note.
+    """Return the work of the nodes in float16, the dtype left for `change_dtype`, and a note.
 
     Both have 16 bits, and GPUs with units for both run them at one rate. So a measurement in one
     dtype is valid for the other, for attention and convolutions too, and the step is as if captured
@@ -51,7 +58,7 @@ def in_half(
     either.
 
     Args:
-        found: work of the nodes, as measured.
+        costs: work of the nodes, as measured.
         dtype: the requested dtype.
         gpus: source (None if no GPU measured the graph) and target.
 
@@ -59,43 +66,45 @@ def in_half(
         AnnotateError: the target has no matrix units for float16.
     """
     source, target = gpus
-    count = int((_typed(found, "bfloat16") & found.matmul).sum())
-    if dtype != "fp16" or not count or not (source is None or _runs_alike(source)):
-        return found, dtype, ()
+    count = int((_has_dtype(costs, "bfloat16") & costs.matmul).sum())
+    if dtype != "fp16" or not count or not (source is None or _has_equal_rates(source)):
+        return costs, dtype, ()
     _check_units(dtype, target)
-    names = tuple("float16" if name == "bfloat16" else name for name in found.dtypes)
-    made = replace(found, dtypes=names)
-    where = "" if source is None else f", which {source.name} runs at the same rate"
+    names = tuple("float16" if name == "bfloat16" else name for name in costs.dtypes)
+    renamed = replace(costs, dtypes=names)
+    rate_note = "" if source is None else f", which {source.name} runs at the same rate"
     note = (
         f"What if fp16: {count} kernels of products, convolutions and attention in bfloat16 run in "
-        f"float16{where}. Bytes and all else are as captured; loss scaling is not added."
+        f"float16{rate_note}. Bytes and other kernels are as captured; loss scaling is not added."
     )
-    return made, None, (note,)
+    return renamed, None, (note,)
 
 
-def _runs_alike(gpu: Gpu) -> bool:
-    """Return whether a GPU has matrix units for both types of 16 bits, of one rate."""
+def _has_equal_rates(gpu: Gpu) -> bool:
+    """Return whether a GPU has matrix units for bfloat16 and float16 with the same rate."""
     rates = [gpu.peak_tensor_flops_per_s(dtype) for dtype in ("bfloat16", "float16")]
     return rates[0] is not None and rates[0] == rates[1]
 
 
-def units_notes(found: OpCosts, target: Gpu) -> tuple[str, ...]:
-    """Return a sentence where products in bfloat16 are many times slower than in float16."""
-    slow = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
-    count = int((_typed(found, "bfloat16") & found.matmul).sum())
+def missing_units_notes(costs: OpCosts, target: Gpu) -> tuple[str, ...]:
+    """Return a sentence if the target has matrix units for float16, but none for bfloat16."""
+    rates = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
+    count = int((_has_dtype(costs, "bfloat16") & costs.matmul).sum())
     rate = target.tensor_flops_per_s("float32")
-    if slow[0] is not None or slow[1] is None or not count:
+    if rates[0] is not None or rates[1] is None or not count:
         return ()
-    other = f"in float32, at {rate / 1e12:.1f} TFLOP/s" if rate else "at no rate that is known"
+    fallback = f"in float32, at {rate / 1e12:.1f} TFLOP/s" if rate else "at an unknown rate"
     return (
         f"{target.name} has no matrix units for bfloat16: {count} kernels of products and of "
-        f"attention run {other}. For training in float16, at {slow[1] / 1e12:.1f} TFLOP/s, give "
-        "`--dtype fp16`.",
+        f"attention run {fallback}. For training in float16, at {rates[1] / 1e12:.1f} TFLOP/s, "
+        "give `--dtype fp16`.",
     )
 
 
-def retyped(graph: Graph, found: OpCosts, dtype: str, target: Gpu) -> tuple[OpCosts, Mask, str]:
-    """Return what the nodes do with their products in `dtype`, which those are, and a note.
+def change_dtype(
+    graph: Graph, costs: OpCosts, dtype: str, target: Gpu
+) -> tuple[OpCosts, Mask, str]:
+    """Return the work of the nodes with products in `dtype`, the changed nodes, and a note.
 
     Dense and grouped products change; convolutions, attention and all else stay. No cast or scale
     is added.
@@ -106,125 +115,134 @@ def retyped(graph: Graph, found: OpCosts, dtype: str, target: Gpu) -> tuple[OpCo
     """
     if dtype not in _CHANGES:
         raise AnnotateError(
-            f'unknown data type "{dtype}"; known are {", ".join(DTYPES)}', code="dtype-unknown"
+            f'unknown dtype "{dtype}"; known are {", ".join(DTYPES)}', code="dtype-unknown"
         )
     _check_units(dtype, target)
-    change, able = _CHANGES[dtype], _able(graph, found, dtype)
-    if not able.any():
-        why = _why_none(graph, found, dtype)
+    change, can_change = _CHANGES[dtype], _can_change(graph, costs, dtype)
+    if not can_change.any():
+        why = _reason_none(graph, costs, dtype)
         raise AnnotateError(
             f"no matrix product can change to {dtype}: {why}", code="dtype-nothing-to-change"
         )
-    changed = np.zeros(len(found.works), dtype=bool)
-    changed[found.call[able]] = True
+    changed = np.zeros(len(costs.works), dtype=bool)
+    changed[costs.call[can_change]] = True
     works = tuple(
-        _retyped_work(work, change) if one else work
-        for work, one in zip(found.works, changed.tolist(), strict=True)
+        _work_in_dtype(work, change) if changes else work
+        for work, changes in zip(costs.works, changed.tolist(), strict=True)
     )
-    dtypes = tuple(dict.fromkeys([*found.dtypes, change.dtype]))
-    item = np.array([_item_bytes(found.dtypes[int(c)]) for c in found.dtype[able]])
-    read, written = found.bytes_read.copy(), found.bytes_written.copy()
-    for column, after in ((read, change.operand), (written, change.result)):
-        scaled = np.rint(column[able] * (np.minimum(after, item) / item)).astype(np.int64)
-        column[able] = np.where(column[able] == UNKNOWN, UNKNOWN, scaled)
-    code = np.where(able, dtypes.index(change.dtype), found.dtype)
-    wide = _typed(found, *change.wider)
-    total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
+    dtypes = tuple(dict.fromkeys([*costs.dtypes, change.dtype]))
+    item_bytes = np.array([_item_bytes(costs.dtypes[int(c)]) for c in costs.dtype[can_change]])
+    read, written = costs.bytes_read.copy(), costs.bytes_written.copy()
+    for column, after in ((read, change.operand_bytes), (written, change.result_bytes)):
+        scaled = np.rint(column[can_change] * (np.minimum(after, item_bytes) / item_bytes)).astype(
+            np.int64
+        )
+        column[can_change] = np.where(column[can_change] == UNKNOWN, UNKNOWN, scaled)
+    code = np.where(can_change, dtypes.index(change.dtype), costs.dtype)
+    wide = _has_dtype(costs, *change.replaced)
+    total, others = int(can_change.sum()), int((costs.matmul & wide & ~can_change).sum())
     note = (
-        f"What if {dtype}: {total} of {total + rest} kernels of products in "
-        f"{' or '.join(change.wider)} change: an element of operands has {8 * change.operand} "
-        f"bits, of results {8 * change.result}. The others (attention, convolutions, sizes that "
-        "the type does not take) and all else are as captured, and no casts are added. The nodes "
-        "keep the operand types of the capture: what reads them, energy for one, goes by these."
+        f"What if {dtype}: {total} of {total + others} kernels of products in "
+        f"{' or '.join(change.replaced)} change: an element of operands has "
+        f"{8 * change.operand_bytes} bits, of results {8 * change.result_bytes}. The others "
+        "(attention, "
+        "convolutions, sizes that the type does not support) stay as captured, and no casts are "
+        "added. The nodes keep the "
+        "captured operand types, and the energy estimate uses these."
     )
-    made = replace(
-        found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
+    changed_costs = replace(
+        costs, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
     )
-    return made, able, note
+    return changed_costs, can_change, note
 
 
-def _why_none(graph: Graph, found: OpCosts, dtype: str) -> str:
+def _reason_none(graph: Graph, costs: OpCosts, dtype: str) -> str:
     """Return why no product of the graph can change to `dtype`."""
-    wider = _CHANGES[dtype].wider
-    wide = found.matmul & _typed(found, *wider)
+    replaced = _CHANGES[dtype].replaced
+    wide = costs.matmul & _has_dtype(costs, *replaced)
     if not wide.any():
-        types = {found.dtypes[int(code)] for code in np.unique(found.dtype[found.matmul])}
+        types = {costs.dtypes[int(code)] for code in np.unique(costs.dtype[costs.matmul])}
         has = ", ".join(sorted(types)) or "none"
-        return f"that takes one in {' or '.join(wider)}, and the trace has {has}"
-    others = int((wide & ~_taking(graph, found)).sum())
-    odd = int(wide.sum()) - others
-    reasons = [f"{others} are convolutions or attention, which stay as they are"] * bool(others)
-    reasons += [f"{odd} have an n or k that is no multiple of {_MULTIPLE}"] * bool(odd)
-    return f"of the {int(wide.sum())} in {' or '.join(wider)}, {' and '.join(reasons)}"
+        return f"expected one in {' or '.join(replaced)}, and those of the trace are in {has}"
+    others = int((wide & ~_is_product(graph, costs)).sum())
+    misaligned = int(wide.sum()) - others
+    reasons = [f"{others} are convolutions or attention, which keep their dtype"] * bool(others)
+    reasons += [f"{misaligned} have an n or k that is not a multiple of {_MULTIPLE}"] * bool(
+        misaligned
+    )
+    return f"of the {int(wide.sum())} in {' or '.join(replaced)}, {' and '.join(reasons)}"
 
 
 def with_operands(graph: Graph, index: I64, dtype: str) -> tuple[Graph, bool]:
     """Return the graph in which the nodes at `index` have operands in `dtype`, and whether they do.
 
-    So a kernel database finds the calls that they would be. TF32 is no type of operands.
+    A kernel database is keyed by operand dtypes, so look-ups need them. TF32 is a mode of float32
+    products and not a dtype of operands: the graph stays, and the second result is False.
     """
     change = _CHANGES[dtype]
     if change.dtype not in TENSOR_TYPES:
         return graph, False
     strings, types = graph.strings.copy(), graph.nodes.input_types.copy()
-    codes, place = np.unique(types[index], return_inverse=True)
-    made: list[str] = [strings[code] for code in codes.tolist()]
-    for wider in change.wider:
-        if wider in TENSOR_TYPES:
-            old, new = TENSOR_TYPES[wider], TENSOR_TYPES[change.dtype]
-            made = [text.replace(old, new) for text in made]
-    types[index] = np.array([strings.intern(text) for text in made], dtype=types.dtype)[place]
+    codes, code_index = np.unique(types[index], return_inverse=True)
+    texts: list[str] = [strings[code] for code in codes.tolist()]
+    for old_dtype in change.replaced:
+        if old_dtype in TENSOR_TYPES:
+            old, new = TENSOR_TYPES[old_dtype], TENSOR_TYPES[change.dtype]
+            texts = [text.replace(old, new) for text in texts]
+    types[index] = np.array([strings.intern(text) for text in texts], dtype=types.dtype)[code_index]
     return replace(graph.with_columns(input_types=types), strings=strings), True
 
 
 def _check_units(dtype: str, target: Gpu) -> None:
-    """Refuse a type that the target has no matrix units for.
+    """Raise if the target has no matrix units for `dtype`.
 
     Raises:
-        AnnotateError: it has none.
+        AnnotateError: the target has no matrix units for it.
     """
     units = [n.split("_tensor_t")[0] for n in target.figures if "_tensor_t" in n]
     if dtype not in units:
         raise AnnotateError(
             f"{target.name} has no matrix units for {dtype}; it has them for "
-            f"{', '.join(units) or 'no data type'}",
+            f"{', '.join(units) or 'no dtype'}",
             code="dtype-unsupported-by-gpu",
         )
 
 
-def _typed(found: OpCosts, *dtypes: str) -> Mask:
-    """Return which nodes have operands of one of the types, bool[n]."""
-    return np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in dtypes])
+def _has_dtype(costs: OpCosts, *dtypes: str) -> Mask:
+    """Return the nodes whose operands have one of the dtypes, bool[n]."""
+    return np.isin(costs.dtype, [i for i, t in enumerate(costs.dtypes) if t in dtypes])
 
 
-def _able(graph: Graph, found: OpCosts, dtype: str) -> Mask:
-    """Return which nodes are products that can change to `dtype`, bool[n]."""
-    fits = np.array([_fits(work, dtype) for work in found.works], dtype=bool)[found.call]
-    typed = _typed(found, *_CHANGES[dtype].wider)
-    return fits & typed & found.matmul & _taking(graph, found)
+def _can_change(graph: Graph, costs: OpCosts, dtype: str) -> Mask:
+    """Return the products that can change to `dtype`, bool[n]."""
+    fits = np.array([_has_multiple_sizes(work, dtype) for work in costs.works], dtype=bool)[
+        costs.call
+    ]
+    typed = _has_dtype(costs, *_CHANGES[dtype].replaced)
+    return fits & typed & costs.matmul & _is_product(graph, costs)
 
 
-def _taking(graph: Graph, found: OpCosts) -> Mask:
-    """Return which nodes are dense or grouped products, bool[n]."""
-    ops = np.zeros(len(found.works), dtype=np.int64)
-    ops[found.call] = graph.nodes.op[found.index]
+def _is_product(graph: Graph, costs: OpCosts) -> Mask:
+    """Return the dense and grouped products, bool[n]."""
+    ops = np.zeros(len(costs.works), dtype=np.int64)
+    ops[costs.call] = graph.nodes.op[costs.index]
     names = [base_name(graph.strings[int(op)]) for op in ops]
-    sort = [_takes(work, name) for work, name in zip(found.works, names, strict=True)]
-    return np.array(sort, dtype=bool)[found.call]
+    is_product = [_does_product(work, name) for work, name in zip(costs.works, names, strict=True)]
+    return np.array(is_product, dtype=bool)[costs.call]
 
 
-def _retyped_work(work: Work, change: _Change) -> Work:
-    gemm = (*work.gemm[:4], change.operand, change.result) if work.gemm else ()
-    parts = tuple(part._replace(item_bytes=change.operand) for part in work.parts)
+def _work_in_dtype(work: Work, change: _DtypeChange) -> Work:
+    gemm = (*work.gemm[:4], change.operand_bytes, change.result_bytes) if work.gemm else ()
+    parts = tuple(part._replace(item_bytes=change.operand_bytes) for part in work.parts)
     return replace(work, gemm=gemm, parts=parts)
 
 
-def _takes(work: Work, name: str) -> bool:
+def _does_product(work: Work, name: str) -> bool:
     return work.matmul and not work.attention and "conv" not in name
 
 
-def _fits(work: Work, dtype: str) -> bool:
-    """Return whether the sizes, where they are known, are such as the type's kernels take."""
+def _has_multiple_sizes(work: Work, dtype: str) -> bool:
+    """Return whether the kernels of `dtype` support the sizes of a call; True for unknown sizes."""
     return dtype != "fp8" or not any(size % _MULTIPLE for size in work.gemm[2:4])
 
 

@@ -10,32 +10,34 @@ from onerank.ir.errors import AnnotateError
 from onerank.ir.replay.steady_state import with_host_factor
 
 
-def rehost(graph: Graph, factor: float) -> Graph:
-    """Return the graph with the own time of every host operator times `factor`; 0: a free host.
+def scale_host(graph: Graph, factor: float) -> Graph:
+    """Return the graph with the self time of every host operator times `factor`; 0: a free host.
 
     See `with_host_factor`.
 
     Raises:
-        AnnotateError: its compute nodes are host operators themselves.
+        AnnotateError: the graph is a CPU capture, whose host operators are its compute.
     """
     if factor == 1:
         return graph
     if graph.job.device.runs_operators:
         raise AnnotateError(
-            "the trace was captured on a CPU, so its operators are its compute: re-cost it for a "
-            "GPU instead of giving it another host",
+            "the trace was captured on a CPU, where host operators are the compute\n"
+            "  re-cost it for a GPU before scaling its host",
             code="host-scale-cpu-capture",
         )
-    made = with_host_factor(graph, factor)
+    scaled = with_host_factor(graph, factor)
     host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
-    made = made.with_columns(evidence=np.where(host, Evidence.SCALED, graph.nodes.evidence))
-    what = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
+    scaled = scaled.with_columns(evidence=np.where(host, Evidence.SCALED, graph.nodes.evidence))
+    effect = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
     job = graph.job
-    measurement = job.measurement.untimed(f"another host: {int(host.sum())} host operators {what}")
+    measurement = job.measurement.untimed(
+        f"another host: {int(host.sum())} host operators {effect}"
+    )
     annotations = job.annotations
     if annotations:
         details = {**annotations[-1].details, "host_factor": factor}
-        last = msgspec.structs.replace(annotations[-1], details=details)
-        annotations = (*annotations[:-1], last)
-    job = msgspec.structs.replace(made.job, measurement=measurement, annotations=annotations)
-    return replace(made, job=job)
+        annotation = msgspec.structs.replace(annotations[-1], details=details)
+        annotations = (*annotations[:-1], annotation)
+    job = msgspec.structs.replace(scaled.job, measurement=measurement, annotations=annotations)
+    return replace(scaled, job=job)

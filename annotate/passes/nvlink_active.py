@@ -26,16 +26,16 @@ F64 = npt.NDArray[np.float64]
 
 I64 = npt.NDArray[np.int64]
 
-_LESS, _MORE = 0.7, 1.5
-"""Between how many times the predicted excess four of five of those eight ranks' lay."""
+# Four of five of the eight measured ranks had 0.7 to 1.5 times the predicted slowdown.
+_EXCESS_P10, _EXCESS_P90 = 0.7, 1.5
 
-_REALLY_RAN = ("nccl", "rccl")
-"""What names of kernels begin with that communicate."""
+_RUN_BY = ("nccl", "rccl")
+"""Prefixes of kernels that really communicated during the capture, so the links were active."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvlinkActive:
-    """What the links to the peers of a job draw while its step runs."""
+    """Slow down the kernels at the power limit by what the active links draw."""
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with longer kernels at the power limit, see `slowed`.
@@ -51,46 +51,47 @@ class NvlinkActive:
                 description has no power of active links or one above the limit.
         """
         _check(graph, target)
-        every, index, factor = _slower(graph, target)
-        residual_ns = _more_ns(graph, index, factor)
+        compute, index, factor = _slowed_nodes(graph, target)
+        added_ns = _added_ns(graph, index, factor)
         note = (
-            f"Links awake: they draw {target.link_awake_w:g} W of the limit's {target.tdp_w:g} W, "
-            f"so that {len(index)} kernels that would draw all of it take "
-            f"{factor.max(initial=1) - 1:.1%} longer at most, {residual_ns / 1e6:.3f} ms in all."
+            f"NVLink active: links draw {target.link_awake_w:g} W of the {target.tdp_w:g} W limit, "
+            f"so {len(index)} kernels at the limit take up to "
+            f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all."
         )
-        told = graph.job.measurement
+        measurement = graph.job.measurement
         if len(index):
-            told = told.untimed(note)
+            measurement = measurement.untimed(note)
         else:
-            told = msgspec.structs.replace(told, notes=(*told.notes, note))
-        made = _with_factors(graph, index, factor)
-        made = replace(made, job=msgspec.structs.replace(made.job, measurement=told))
-        return _with_books(made, every, residual_ns, target)
+            measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, note))
+        slowed_graph = _with_factors(graph, index, factor)
+        slowed_graph = replace(
+            slowed_graph, job=msgspec.structs.replace(slowed_graph.job, measurement=measurement)
+        )
+        return _with_annotation(slowed_graph, compute, added_ns, target)
 
 
-def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
-    """Return a note on the effect of active links on a graph for `target`, if there is one."""
+def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
+    """Return a note on the effect of active links on a graph for `target`; empty for no effect."""
     try:
         _check(graph, target)
     except AnnotateError:
         return ()
-    _, index, factor = _slower(graph, target)
+    _, index, factor = _slowed_nodes(graph, target)
     if not len(index):
         return ()
     return (
-        "The links to peers slept while this was captured. In the job they are awake, and kernels "
-        f"at the power limit take {_more_ns(graph, index, factor) / 1e6:.3f} ms longer in all: "
-        "--nvlink-active.",
+        "NVLink was idle during this capture. In the job the links are active, and kernels "
+        f"at the power limit take {_added_ns(graph, index, factor) / 1e6:.3f} ms longer in total; "
+        "`--nvlink-active` adds that.",
     )
 
 
 def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return the slowdown of kernels while the links are active, float64[n].
 
-    A kernel's power above idle grows about with the square of the clock (f V^2; on an H200 at its
-    limit, 4.0% less power gave 2.0% less clock), and a kernel at the power limit is slower by the
-    same factor as the clock: ((min(drawn, limit) - idle) / (limit - links - idle)) ^ 1/2, where
-    that is above 1.
+    A kernel at the power limit slows down with the clock, and power above idle grows about with
+    the square of the clock: factor = ((min(drawn, limit) - idle) / (limit - links - idle)) ^ 1/2,
+    and at least 1.
 
     Args:
         kernels: with their durations on `gpu`.
@@ -98,44 +99,45 @@ def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """
     tdp, idle, links = _watts(gpu)
     share = drawn(uses_of(kernels, gpu), coefficients_of(gpu, power_model()))
-    wanted = np.minimum(1.0, share) * tdp - idle
-    return np.sqrt(np.maximum(1.0, wanted / (tdp - links - idle)))
+    above_idle = np.minimum(1.0, share) * tdp - idle
+    # Square root: on an H200 at its limit, 4.0% less power gave 2.0% less clock (f V^2).
+    return np.sqrt(np.maximum(1.0, above_idle / (tdp - links - idle)))
 
 
-def _slower(graph: Graph, target: Gpu) -> tuple[I64, I64, F64]:
-    """Return the compute nodes; those that take longer; and how many times as long."""
-    found = characters(graph)
-    kernels = KernelFeatures.of(graph, found)
+def _slowed_nodes(graph: Graph, target: Gpu) -> tuple[I64, I64, F64]:
+    """Return the compute nodes, the slowed ones, and the slowdown of each of these."""
+    costs = characters(graph)
+    kernels = KernelFeatures.of(graph, costs)
     factor = np.where(kernels.duration_ns > 0, slowed(kernels, target), 1.0)
     slower = factor > 1
-    return found.index, found.index[slower], factor[slower]
+    return costs.index, costs.index[slower], factor[slower]
 
 
-def _more_ns(graph: Graph, index: I64, factor: F64) -> int:
+def _added_ns(graph: Graph, index: I64, factor: F64) -> int:
     before = graph.nodes.duration_ns[index]
     return int((np.rint(before * factor) - before).sum())
 
 
 def _check(graph: Graph, target: Gpu) -> None:
-    names = [graph.strings[code].casefold() for code in _names_of_calls(graph)]
+    names = [graph.strings[code].casefold() for code in _call_names(graph)]
     if not names:
         raise AnnotateError(
-            "the graph's rank communicates with nobody, so no link is awake: leave "
-            "`--nvlink-active` out",
+            "the graph has no communication, so no link is active\n  leave out `--nvlink-active`",
             code="nvlink-no-communication",
         )
-    if any(name.startswith(_REALLY_RAN) for name in names):
+    if any(name.startswith(_RUN_BY) for name in names):
         raise AnnotateError(
-            "the graph's communication really ran when it was captured, its links awake: leave "
-            "`--nvlink-active` out",
+            "the communication of the graph ran during the capture, with active links\n"
+            "  leave out `--nvlink-active`",
             code="nvlink-already-active",
         )
     lacking = [n for n in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, n) is None]
     if lacking:
         settings = " ".join(f"--override {name}=WATTS" for name in lacking)
         raise AnnotateError(
-            f"the description of {target.name} lacks {' and '.join(lacking)}; give {settings}, or "
-            "leave `--nvlink-active` out",
+            f"the description of {target.name} lacks {' and '.join(lacking)}\n  give {settings}, "
+            "or "
+            "leave out `--nvlink-active`",
             code="nvlink-gpu-incomplete",
         )
     tdp, idle, links = (
@@ -143,50 +145,54 @@ def _check(graph: Graph, target: Gpu) -> None:
     )
     if links >= tdp - idle:
         raise AnnotateError(
-            f"link_awake_w is {links:g}, and of {target.name}'s limit of {tdp:g} W its idle power "
-            f"leaves {tdp - idle:g}: links cannot draw as much",
+            f"link_awake_w is {links:g} W, but {target.name} has only {tdp - idle:g} W above idle "
+            f"({tdp:g} W limit - {idle:g} W idle)",
             code="nvlink-power-above-limit",
         )
 
 
 def _watts(gpu: Gpu) -> tuple[float, float, float]:
-    """Return the power limit, and what the idle GPU and awake links draw; all are described."""
+    """Return the power limit, the idle power and the power of active links, in W."""
     return gpu.tdp_w or 0.0, gpu.idle_w or 0.0, gpu.link_awake_w or 0.0
 
 
-def _names_of_calls(graph: Graph) -> list[int]:
+def _call_names(graph: Graph) -> list[int]:
     return np.unique(graph.nodes.name[graph.communication]).tolist()
 
 
 def _with_factors(graph: Graph, index: I64, factor: F64) -> Graph:
-    """Return the graph with the durations at `index` so many times as long."""
+    """Return the graph with the durations at `index` multiplied by `factor`."""
     nodes = graph.nodes
     names = ("duration_ns", "uncontended_ns", "p10_ns", "p90_ns", "evidence")
     columns = {name: getattr(nodes, name).copy() for name in names}
-    before, alone = nodes.duration_ns[index], nodes.uncontended_ns[index]
+    before, uncontended = nodes.duration_ns[index], nodes.uncontended_ns[index]
     columns["duration_ns"][index] = np.rint(before * factor)
-    columns["uncontended_ns"][index] = np.where(alone == UNKNOWN, UNKNOWN, np.rint(alone * factor))
-    for name, share in (("p10_ns", _LESS), ("p90_ns", _MORE)):
+    columns["uncontended_ns"][index] = np.where(
+        uncontended == UNKNOWN, UNKNOWN, np.rint(uncontended * factor)
+    )
+    for name, share in (("p10_ns", _EXCESS_P10), ("p90_ns", _EXCESS_P90)):
         ends = getattr(nodes, name)[index]
-        own = before * (1 + share * (factor - 1))
-        columns[name][index] = np.rint(np.where(ends == UNKNOWN, own, ends * factor))
+        from_measured = before * (1 + share * (factor - 1))
+        columns[name][index] = np.rint(np.where(ends == UNKNOWN, from_measured, ends * factor))
     measured = nodes.evidence[index] == Evidence.MEASURED
     columns["evidence"][index[measured]] = Evidence.EXTRAPOLATED
     return graph.with_columns(**columns)
 
 
-def _with_books(made: Graph, index: I64, residual_ns: int, gpu: Gpu) -> Graph:
-    """Return the graph with counts and interval of its last re-costing as they are now."""
-    *others, last = made.job.annotations
-    now = int(made.nodes.duration_ns[index].sum())
-    was = now - residual_ns
-    ends = last.details.get("interval")
+def _with_annotation(graph: Graph, index: I64, added_ns: int, gpu: Gpu) -> Graph:
+    """Return the graph with updated counts and interval in its last annotation."""
+    *earlier, annotation = graph.job.annotations
+    after_ns = int(graph.nodes.duration_ns[index].sum())
+    before_ns = after_ns - added_ns
+    ends = annotation.details.get("interval")
     if ends:
-        ends = [round(end * now / was) for end in ends]
-    elif residual_ns:  # as measured but for the links: one error for all
-        ends = [round(was + share * residual_ns) for share in (_LESS, _MORE)]
-    details = {**last.details, "evidence": by_evidence(made, index)}
+        ends = [round(end * after_ns / before_ns) for end in ends]
+    elif added_ns:  # only the links change a measured step, so all kernels share one error
+        ends = [round(before_ns + share * added_ns) for share in (_EXCESS_P10, _EXCESS_P90)]
+    details = {**annotation.details, "evidence": by_evidence(graph, index)}
     details |= {"interval": ends} if ends else {}
     details["link_awake_w"] = gpu.link_awake_w
-    last = msgspec.structs.replace(last, details=details)
-    return replace(made, job=msgspec.structs.replace(made.job, annotations=(*others, last)))
+    annotation = msgspec.structs.replace(annotation, details=details)
+    return replace(
+        graph, job=msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))
+    )

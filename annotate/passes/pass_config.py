@@ -17,9 +17,9 @@ class PassOptions:
             in bfloat16; None: as measured.
         attention: one of `attention_kernels.CHOICES`.
         sizes: another sequence length or micro-batch; None: as captured.
-        fuse: one of `fuse.CHOICES`, kernels to fuse; None: as captured.
+        fuse: one of `fuse_kernels.CHOICES`, kernels to fuse; None: as captured.
         overlap: one of `overlap.CHOICES`, the overlap of communication and compute.
-        nvlink_active: whether links to peers draw power as in the job.
+        nvlink_active: whether links to peers stay active and draw power, as in the job.
     """
 
     dtype: str | None = None
@@ -34,10 +34,10 @@ NO_PASSES = PassOptions()
 
 
 def parse_sizes(seq: str | None, batch: str | None) -> Resize | None:
-    """Return what `--seq` and `--micro-batch` ask for, None for neither.
+    """Return the resize pass that `--seq` and `--micro-batch` request; None for neither.
 
     Raises:
-        AnnotateError: one is no size.
+        AnnotateError: a value is not a size.
     """
     if seq is None and batch is None:
         return None
@@ -53,7 +53,7 @@ def parse_kernels(settings: tuple[str, ...]) -> str:
     Raises:
         AnnotateError: a setting has another form, or names an unknown kernel.
     """
-    asked = "usual"
+    requested = "usual"
     for setting in settings:
         operator, _, kernel = setting.partition("=")
         if operator != "attention" or kernel not in CHOICES:
@@ -62,5 +62,5 @@ def parse_kernels(settings: tuple[str, ...]) -> str:
                 f"{', '.join(CHOICES)}",
                 code="kernel-option-malformed",
             )
-        asked = kernel
-    return asked
+        requested = kernel
+    return requested

@@ -22,10 +22,10 @@ class Storage:
     """The storage traffic of a rank.
 
     Attributes:
-        gbps: bandwidth of one rank, in 1e9 bytes per second.
+        gbps: bandwidth of one rank, in 1e9 bytes per second (gigabytes, not gigabits).
         batch_bytes: read for each step; 0 for none.
         checkpoint_every: steps from one checkpoint to the next; 0 for none.
-        checkpoint_bytes: of this rank; None: parameters and optimizer state, as captured.
+        checkpoint_bytes: bytes of this rank; None: captured parameters and optimizer state.
         prefetch: whether a batch is read during the previous step; otherwise the step waits for it.
     """
 
@@ -37,43 +37,43 @@ class Storage:
 
 
 def with_storage(graph: Graph, storage: Storage) -> Graph:
-    """Return the graph with nodes of storage; those of a checkpoint hold a step's share of it.
+    """Return the graph with storage nodes for the batch and for a step's share of a checkpoint.
 
-    A batch that is not prefetched is read before everything else. A checkpoint is written when all
-    else has ended: bytes and time of one, divided by the steps between two.
+    A batch without prefetch is read before everything else. A checkpoint is written after
+    everything else, with the bytes and the time of one divided by the steps between two.
 
     Raises:
-        AnnotateError: there is nothing to add, a figure is out of range, or what a checkpoint
-            holds is not known.
+        AnnotateError: there is nothing to add, a figure is out of range, or the size of a
+            checkpoint is unknown.
     """
     _check(storage)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     if storage.batch_bytes:
         rows.append(_row(Kind.MEM_LOAD, LOAD, storage.batch_bytes, storage))
-        when = "beside the step" if storage.prefetch else "before the step"
-        notes.append(f"{storage.batch_bytes} bytes are loaded {when} at {storage.gbps:g} GB/s")
+        order = "concurrently with the step" if storage.prefetch else "before the step"
+        notes.append(f"{storage.batch_bytes} bytes are loaded {order} at {storage.gbps:g} GB/s")
     if storage.checkpoint_every:
-        whole = _checkpoint_bytes(graph, storage)
-        share = round(whole / storage.checkpoint_every)
+        checkpoint_bytes = _checkpoint_bytes(graph, storage)
+        share = round(checkpoint_bytes / storage.checkpoint_every)
         rows.append(_row(Kind.MEM_STORE, STORE, share, storage))
         notes.append(
-            f"a checkpoint of {whole} bytes every {storage.checkpoint_every} steps at "
-            f"{storage.gbps:g} GB/s: each step bears {share} bytes"
+            f"a checkpoint of {checkpoint_bytes} bytes every {storage.checkpoint_every} steps at "
+            f"{storage.gbps:g} GB/s: each step writes {share} bytes"
         )
-    made = _appended(graph, rows, storage)
+    extended = _appended(graph, rows, storage)
     measurement = graph.job.measurement
     measurement = msgspec.structs.replace(
         measurement, notes=(*measurement.notes, *notes), step_ns=(), profiled_step_ns=0
     )
-    return replace(made, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    return replace(extended, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
 def _check(storage: Storage) -> None:
     if not 0 < storage.gbps <= 1e5:
         raise AnnotateError(
-            f"storage of {storage.gbps:g} GB/s: expected above 0 and up to 100000, in 1e9 bytes "
-            "per second for one rank",
+            f"storage bandwidth is {storage.gbps:g} GB/s: expected above 0 and up to 100000 "
+            "(1e9 bytes per second, for one rank)",
             code="storage-rate-out-of-range",
         )
     for name in ("batch_bytes", "checkpoint_every", "checkpoint_bytes"):
@@ -83,8 +83,9 @@ def _check(storage: Storage) -> None:
             )
     if not storage.batch_bytes and not storage.checkpoint_every:
         raise AnnotateError(
-            "nothing to add: give the bytes of a batch (`--batch-bytes`) or the steps from one "
-            "checkpoint to the next (`--checkpoint-every`), 1 or more",
+            "nothing to add\n  give the bytes of a batch (`--batch-bytes`) or the steps between "
+            "two "
+            "checkpoints (`--checkpoint-every`), 1 or more",
             code="storage-nothing-to-add",
         )
 
@@ -93,15 +94,18 @@ def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
     if storage.checkpoint_bytes is not None:
         return storage.checkpoint_bytes
     log = graph.job.measurement.memory
-    held = held_blocks(graph, log)[0] if log is not None else {}
-    whole = sum(sum(held.get(one, ())) for one in (MemoryClass.PARAMETERS, MemoryClass.OPTIMIZER))
-    if not whole:
+    resident = held_blocks(graph, log)[0] if log is not None else {}
+    state_bytes = sum(
+        sum(resident.get(memory_class, ()))
+        for memory_class in (MemoryClass.PARAMETERS, MemoryClass.OPTIMIZER)
+    )
+    if not state_bytes:
         raise AnnotateError(
-            "the trace does not tell what parameters and optimizer hold, so a checkpoint's size is "
-            "not known: give it with `--checkpoint-bytes`",
+            "the trace does not record the memory of parameters and optimizer, so the size of a "
+            "checkpoint is unknown\n  give it with `--checkpoint-bytes`",
             code="storage-checkpoint-unknown",
         )
-    return whole
+    return state_bytes
 
 
 def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
@@ -119,43 +123,43 @@ def _appended(graph: Graph, rows: list[dict[str, Any]], storage: Storage) -> Gra
     nodes, count = graph.nodes, len(graph)
     starts, ends = nodes.start_ns, nodes.start_ns + nodes.duration_ns
     first, last = int(starts.min(initial=0)), int(ends.max(initial=0))
-    top = int(nodes.id.max(initial=0))
+    last_id = int(nodes.id.max(initial=0))
     strings = graph.strings.copy()
     for place, row in enumerate(rows, start=1):
         loads = row["name"] == LOAD
-        row["id"] = top + place
+        row["id"] = last_id + place
         row["start_ns"] = first if loads else last
     columns: dict[str, Any] = {}
     for spec in fields(Nodes):
         default = "" if is_text(spec) else default_of(spec)
         values = [row.get(spec.name, default) for row in rows]
         if is_text(spec):
-            more = strings.encode(values)
+            values_of_rows = strings.encode(values)
         elif spec.name == "foreign":
-            more = np.full(len(rows), None, dtype=object)
+            values_of_rows = np.full(len(rows), None, dtype=object)
         else:
-            more = np.array(values, dtype=dtype_of(spec))
-        columns[spec.name] = np.concatenate([getattr(nodes, spec.name), more])
+            values_of_rows = np.array(values, dtype=dtype_of(spec))
+        columns[spec.name] = np.concatenate([getattr(nodes, spec.name), values_of_rows])
     source, target, reason = graph.edges.source, graph.edges.target, graph.edges.reason
     for place, row in enumerate(rows):
         loads = row["name"] == LOAD
-        found = _awaited(graph, loads=loads, prefetch=storage.prefetch)
-        own = np.full(len(found), count + place, dtype=np.int64)
-        source = np.concatenate([source, own if loads else found])
-        target = np.concatenate([target, found if loads else own])
-        waits = np.full(len(found), int(Reason.SYNC), dtype=np.uint8)
-        reason = np.concatenate([reason, waits])
+        tied = _tied_nodes(graph, loads=loads, prefetch=storage.prefetch)
+        storage_node = np.full(len(tied), count + place, dtype=np.int64)
+        source = np.concatenate([source, storage_node if loads else tied])
+        target = np.concatenate([target, tied if loads else storage_node])
+        reasons = np.full(len(tied), int(Reason.SYNC), dtype=np.uint8)
+        reason = np.concatenate([reason, reasons])
     total = count + len(rows)
-    made = Edges.from_pairs(total, source, target, reason)
-    return replace(graph, nodes=Nodes.of(total, **columns), edges=made, strings=strings)
+    edges = Edges.from_pairs(total, source, target, reason)
+    return replace(graph, nodes=Nodes.of(total, **columns), edges=edges, strings=strings)
 
 
-def _awaited(graph: Graph, *, loads: bool, prefetch: bool) -> I64:
-    """Return the nodes tied to one of storage: those without a wait, or those nothing waits for."""
+def _tied_nodes(graph: Graph, *, loads: bool, prefetch: bool) -> I64:
+    """Return the nodes that a load precedes (the first ones) or a store follows (the last ones)."""
     count = len(graph)
     if loads:
-        waits = np.diff(graph.edges.offsets) > 0
-        return np.zeros(0, dtype=np.int64) if prefetch else np.flatnonzero(~waits)
-    awaited = np.zeros(count, dtype=bool)
-    awaited[graph.edges.source] = True
-    return np.flatnonzero(~awaited)
+        has_dependency = np.diff(graph.edges.offsets) > 0
+        return np.zeros(0, dtype=np.int64) if prefetch else np.flatnonzero(~has_dependency)
+    has_dependents = np.zeros(count, dtype=bool)
+    has_dependents[graph.edges.source] = True
+    return np.flatnonzero(~has_dependents)

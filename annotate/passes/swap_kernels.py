@@ -1,4 +1,4 @@
-"""Predicted times with other attention kernels or products in other dtypes."""
+"""Predict times with other attention kernels, products in other dtypes, or other shapes."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,28 +15,28 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
-from onerank.annotate.passes.change_dtype import retyped
+from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
 
-class Altered(NamedTuple):
+class ComputePrediction(NamedTuple):
     """The prediction of the compute nodes.
 
     Attributes:
-        found: work of each node.
-        kernels: the same as features of cost models, with measured durations.
-        moved_ns: predicted durations, float64[n].
+        costs: work of each node.
+        kernels: the same nodes as features of cost models, with measured durations.
+        predicted_ns: predicted durations, float64[n].
         rules: the `Rule` of each, uint8[n].
         changed: whether it differs from the captured kernel or dtype, bool[n].
         notes: one for each kind of change.
     """
 
-    found: OpCosts
+    costs: OpCosts
     kernels: KernelFeatures
-    moved_ns: F64
+    predicted_ns: F64
     rules: U8
     changed: Mask
     notes: tuple[str, ...]
@@ -44,17 +44,17 @@ class Altered(NamedTuple):
     @property
     def predicted(self) -> tuple[F64, U8]:
         """The predicted durations and their rules."""
-        return self.moved_ns, self.rules
+        return self.predicted_ns, self.rules
 
 
-def alter(
+def swap_kernels(
     graph: Graph,
-    predicted: Altered,
+    predicted: ComputePrediction,
     gpus: tuple[Gpu, Gpu],
     passes: PassOptions,
     *,
     model: CostModel,
-) -> Altered:
+) -> ComputePrediction:
     """Return the predictions with the target's attention kernel and GEMMs in another dtype.
 
     Args:
@@ -67,51 +67,59 @@ def alter(
     Raises:
         AnnotateError: a requested change is impossible on the target, or nothing can change.
     """
-    found, kernels, moved, rules, changed, notes = predicted
+    costs, features, predicted_ns, rules, changed, notes = predicted
     if model.resolves_kernels:
-        moved, changed, notes = _attention(graph, found, moved, gpus, passes.attention)
-        here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
-        rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
+        predicted_ns, changed, notes = _swap_attention(
+            graph, costs, predicted_ns, gpus, passes.attention
+        )
+        measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        rules = np.where(changed & measured_here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
     if passes.dtype is not None:
-        found, retypes, note = retyped(graph, found, passes.dtype, gpus[1])
-        captured, kernels = kernels, KernelFeatures.of(graph, found)
-        moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
-        rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)
-        changed, notes = changed | retypes, (*notes, note)
-    return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
+        costs, changes_dtype, note = change_dtype(graph, costs, passes.dtype, gpus[1])
+        captured, features = features, KernelFeatures.of(graph, costs)
+        predicted_ns = np.where(
+            changes_dtype, predicted_ns * roofline_ratio(captured, features, gpus[1]), predicted_ns
+        )
+        rules = np.where(changes_dtype, np.uint8(Rule.RETYPED), rules)
+        changed, notes = changed | changes_dtype, (*notes, note)
+    return ComputePrediction(costs, features, predicted_ns, rules.astype(np.uint8), changed, notes)
 
 
-def reshape(
-    to: tuple[OpCosts, KernelFeatures], captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
-) -> Altered:
-    """Return the predictions for other shapes, see `at_other_size`.
+def scale_to_shapes(
+    resized: tuple[OpCosts, KernelFeatures],
+    captured: ComputePrediction,
+    reshaped: Mask,
+    target: Gpu,
+    alone: Alone,
+) -> ComputePrediction:
+    """Return the predictions for other shapes, see `scale_to_size`.
 
     Args:
-        to: work of the nodes with the other shapes, and the same as features of cost models.
+        resized: work of the nodes with the other shapes, and their features for cost models.
         captured: for the shapes as captured.
         reshaped: compute nodes with other shapes, bool[n].
         target: GPU whose description the model uses for both.
         alone: the model of unmeasured kernels.
     """
-    found, after = to
-    moved = at_other_size(captured.moved_ns, captured.kernels, after, target, alone)
+    costs, resized_features = resized
+    scaled = scale_to_size(captured.predicted_ns, captured.kernels, resized_features, target, alone)
     rules = captured.rules
     rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)
     return captured._replace(
-        found=found,
-        kernels=after,
-        moved_ns=np.where(reshaped, moved, captured.moved_ns),
+        costs=costs,
+        kernels=resized_features,
+        predicted_ns=np.where(reshaped, scaled, captured.predicted_ns),
         rules=rules.astype(np.uint8),
     )
 
 
-SHORTEST_NS = 1000.0
-"""A kernel that does next to nothing, without its launch."""
+MIN_KERNEL_NS = 1000.0
+"""Duration of a kernel with next to no work, without its launch."""
 
 
-def at_other_size(
+def scale_to_size(
     measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu, alone: Alone
 ) -> F64:
     """Return the durations of kernels at another size, from one size on the same GPU.
@@ -120,72 +128,84 @@ def at_other_size(
     bytes (see `_streamed`). No kernel is faster than the lower bound (see `least`).
     """
     times = [alone(kernels, target)[0] for kernels in (before, after)]
-    product = measured_ns * np.divide(times[1], times[0])
-    streamed = _streamed(measured_ns, before, after, target)
-    made = np.where(before.matmul_class, product, streamed)
-    return no_less(made, replace(before, duration_ns=measured_ns), target, after, target)
+    by_model = measured_ns * np.divide(times[1], times[0])
+    by_bytes = _scale_by_bytes(measured_ns, before, after, target)
+    scaled = np.where(before.matmul_class, by_model, by_bytes)
+    return no_less(scaled, replace(before, duration_ns=measured_ns), target, after, target)
 
 
-def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
+def _scale_by_bytes(
+    measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu
+) -> F64:
     """Return the durations of memory-bound kernels with other bytes.
 
-    The part above `SHORTEST_NS` grows in proportion to the bytes. For a short kernel that part is
+    The part above `MIN_KERNEL_NS` grows in proportion to the bytes. For a short kernel that part is
     latency and noise, so it grows by the time of the additional bytes at the achievable bandwidth
-    instead. In between, both are averaged, weighted by the part above. For norms, activations and
-    the like of A100 and H100 at 2 to 8 times the tokens and back, the error is 9 to 12%; proportion
-    alone has the same, the ratio of floor and bytes 16 to 26%. For pairs of calls in the H200's
-    database whose smaller one takes below 1.5 us, the mean error over 100 times the bytes is 1.3
-    times, of proportion alone 28 times.
+    instead. In between, the geometric mean of both is taken, weighted by the part above.
     """
-    floor = np.minimum(measured_ns, SHORTEST_NS)
+    # Norms and activations of A100 and H100 at 2 to 8 times the tokens and back: 9 to 12% error.
+    # Plain proportion has the same error, the ratio of floor and bytes 16 to 26%.
+    # Proportion fails for short kernels: over 100 times the bytes, H200 rows below 1.5 us are off
+    # by a factor of 28 on average, with this mean by a factor of 1.3.
+    floor = np.minimum(measured_ns, MIN_KERNEL_NS)
     above = measured_ns - floor
     ratio = np.divide(
         after.bytes, before.bytes, where=before.bytes > 0, out=np.ones(len(measured_ns))
     )
-    grown = floor + above * np.nan_to_num(ratio, nan=1.0)
-    more = np.nan_to_num((after.bytes - before.bytes) / target.bandwidth_bytes_per_s * 1e9)
-    gained = np.maximum(floor, measured_ns + more)
-    part = np.divide(above, measured_ns, where=measured_ns > 0, out=np.zeros(len(measured_ns)))
-    return grown**part * gained ** (1 - part)
+    in_proportion = floor + above * np.nan_to_num(ratio, nan=1.0)
+    added_ns = np.nan_to_num((after.bytes - before.bytes) / target.bandwidth_bytes_per_s * 1e9)
+    plus_bandwidth = np.maximum(floor, measured_ns + added_ns)
+    weight = np.divide(above, measured_ns, where=measured_ns > 0, out=np.zeros(len(measured_ns)))
+    return in_proportion**weight * plus_bandwidth ** (1 - weight)
 
 
-def _attention(
-    graph: Graph, found: OpCosts, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
+def _swap_attention(
+    graph: Graph, costs: OpCosts, predicted_ns: F64, gpus: tuple[Gpu, Gpu], requested: str
 ) -> tuple[F64, Mask, tuple[str, ...]]:
     """Return times with the target's attention kernels, which nodes changed, and notes.
 
     A note names a kernel that becomes another one, or that was requested.
     """
     source, target = gpus
-    codes, place = np.unique(graph.nodes.name[found.index], return_inverse=True)
-    families = [family_of(graph.strings[int(code)]) for code in codes]
-    resolutions = {n: resolve(n, source, target, asked) for n in sorted({*families} - {""})}
-    each = [resolutions.get(name, AS_IT_RAN) for name in families]
+    names, name_index = np.unique(graph.nodes.name[costs.index], return_inverse=True)
+    families = [family_of(graph.strings[int(code)]) for code in names]
+    resolutions = {
+        family: resolve(family, source, target, requested) for family in sorted({*families} - {""})
+    }
+    per_name = [resolutions.get(name, AS_IT_RAN) for name in families]
     share = attention_share(source, target, shipped())
-    backward = np.array([w.attention[8] if w.attention else 0 for w in found.works], dtype=bool)
+    backward = np.array([w.attention[8] if w.attention else 0 for w in costs.works], dtype=bool)
     factor = np.where(
-        backward[found.call],
-        np.array([one.backward for one in each])[place],
-        np.array([one.forward_with(share) for one in each])[place],
+        backward[costs.call],
+        np.array([resolution.backward for resolution in per_name])[name_index],
+        np.array([resolution.forward_with(share) for resolution in per_name])[name_index],
     )
-    above = np.maximum(moved_ns - target.launch_floor_ns, 0)
-    made = moved_ns + above * (factor - 1)
-    occurs = np.bincount(place, minlength=len(codes))
-    counts = {n: sum(int(c) for c, f in zip(occurs, families, strict=True) if f == n)
-              for n in resolutions}  # fmt: skip
+    # The launch floor does not depend on the kernel: only the time above it changes.
+    above = np.maximum(predicted_ns - target.launch_floor_ns, 0)
+    swapped = predicted_ns + above * (factor - 1)
+    occurrences = np.bincount(name_index, minlength=len(names))
+    counts = dict.fromkeys(resolutions, 0)
+    for count, family in zip(occurrences.tolist(), families, strict=True):
+        if family:
+            counts[family] += count
     notes = [
-        f"Attention: {counts[name]} kernels {name} on {source.name} -> {one.runs} on "
-        f"{target.name}, forward x{one.forward:.2f}, backward x{one.backward:.2f} ({one.reason})."
-        for name, one in resolutions.items()
-        if asked not in ("usual", "eager") or one.runs != name
+        f"Attention: {counts[name]} {name} kernels on {source.name} -> {resolution.runs} on "
+        f"{target.name}, forward x{resolution.forward:.2f}, "
+        f"backward x{resolution.backward:.2f} ({resolution.reason})."
+        for name, resolution in resolutions.items()
+        if requested not in ("usual", "eager") or resolution.runs != name
     ]
-    if asked not in ("usual", "eager") and not resolutions:
-        notes.append(f"Attention: no kernel is one known here, so none became {asked}.")
-    return made, made != moved_ns, tuple(notes)
+    if requested not in ("usual", "eager") and not resolutions:
+        notes.append(f"Attention: no kernel belongs to a known family, so none became {requested}.")
+    return swapped, swapped != predicted_ns, tuple(notes)
 
 
-def attention_alone(
-    kernels: KernelFeatures, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
+def swap_unmeasured_attention(
+    kernels: KernelFeatures,
+    predicted: tuple[F64, U8],
+    target: Gpu,
+    model: CostModel,
+    requested: str,
 ) -> tuple[F64, tuple[str, ...]]:
     """Return times with the requested kernel for unmeasured attention, and notes.
 
@@ -194,52 +214,51 @@ def attention_alone(
         predicted: durations in ns and rules, of the kernel that the target usually runs.
         target: GPU they are predicted for.
         model: the cost model.
-        asked: one of `attention_kernels.CHOICES`.
+        requested: one of `attention_kernels.CHOICES`.
 
     Raises:
-        AnnotateError: it does not run there, or the model does not distinguish kernels.
+        AnnotateError: the kernel does not run on the target, or the model does not distinguish
+            attention kernels.
     """
-    moved, rules = predicted
-    usual = asked in ("usual", "eager")
+    unswapped_ns, rules = predicted
+    usual = requested in ("usual", "eager")
     if not usual:
-        check_resolves(model, asked)
-    kernel = resolve_alone(target, asked)
-    own = kernel.forward == kernel.backward == 1
-    if usual and (own or not model.resolves_kernels):
-        return moved, ()
+        check_resolves(model, requested)
+    kernel = resolve_alone(target, requested)
+    is_modelled_kernel = kernel.forward == kernel.backward == 1
+    if usual and (is_modelled_kernel or not model.resolves_kernels):
+        return unswapped_ns, ()
     fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
     if usual and not fused.any():
-        return moved, ()
+        return unswapped_ns, ()
     backward = (kernels.attention[:, 8] > 0)[kernels.call]
     factor = np.where(backward, kernel.backward, kernel.forward)
-    above = np.maximum(moved - target.launch_floor_ns, 0)
+    above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     note = (
         f"Attention: {int(fused.sum())} calls by {kernel.runs} on {target.name}, forward "
         f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
     )
-    return np.where(fused, moved + above * (factor - 1), moved), (note,)
+    return np.where(fused, unswapped_ns + above * (factor - 1), unswapped_ns), (note,)
 
 
-def check_resolves(model: CostModel, asked: str) -> None:
-    """Refuse to ask a model for an attention kernel that knows none.
+def check_resolves(model: CostModel, requested: str) -> None:
+    """Raise if an attention kernel is requested of a model that does not distinguish kernels.
 
     Raises:
-        AnnotateError: so it is.
+        AnnotateError: the model does not distinguish attention kernels.
     """
     if not model.resolves_kernels:
         raise AnnotateError(
-            f"only the learned model tells kernels apart; for attention={asked} leave `--model` "
-            "out",
+            f"only the learned model distinguishes attention kernels\n  for attention={requested} "
+            "leave out `--model`",
             code="kernel-needs-learned-model",
         )
 
 
-def by_roofline(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
-    """Return the factor that another data type makes, of floor and roofline of both on the target.
-
-    On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to
-    36% off so; by the tiles of both 28 to 38%, by half the time 37 to 50%
-    (`benchmarks/accuracy.py`).
-    """
+def roofline_ratio(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
+    """Return the ratio of launch-floor and roofline times after and before a change of dtype."""
+    # The roofline ratio is as good as the tile model and far simpler. On 28,000 shapes of B200,
+    # H100, H200 and L40S over 10 us, fp8 is 28 to 36% off with it, 28 to 38% with the tiles, and
+    # 37 to 50% with half the bf16 time (benchmarks/accuracy.py).
     return datasheet.predict(after, target)[0] / datasheet.predict(before, target)[0]

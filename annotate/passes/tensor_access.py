@@ -9,41 +9,37 @@ import numpy.typing as npt
 
 from onerank.annotate.op_costs.operands import Tensor
 from onerank.annotate.passes.resize.operand_growth import flat
-from onerank.annotate.passes.resize.tensor_locations import Place, calls_of, places_of
+from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, Place, calls_of, places_of
 from onerank.ir import Graph
 from onerank.ir.dtypes import TENSOR_TYPES
 
 TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
          "output_shapes", "output_types", "output_values")  # fmt: skip
-"""Columns that say which kernel a node is, and on what."""
+"""Text columns that identify a kernel and its operands."""
 
 
 def as_text(values: Sequence[object]) -> str:
-    """Return values as the columns of shapes, types and values hold them."""
+    """Return values in the JSON form of the columns of shapes, types and values."""
     return msgspec.json.encode(values).decode()
 
 
 I64 = npt.NDArray[np.int64]
 
-_OVERWRITES = frozenset(
-    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split()
-)
-
 
 class Access(NamedTuple):
-    """What a kernel reads and writes: (tensor, place, type) of each."""
+    """Tensors that a kernel reads and writes, each as (tensor, place, type)."""
 
     reads: tuple[tuple[Tensor, Place, str], ...]
     writes: tuple[tuple[Tensor, Place, str], ...]
 
     @property
     def elements(self) -> int:
-        """Elements of its largest tensor: the loop that it is."""
+        """Elements of its largest tensor, which is the length of its loop."""
         return max((tensor.numel for tensor, _, _ in (*self.reads, *self.writes)), default=0)
 
 
 def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int, Access]:
-    """Return what each operation with known tensors reads and writes.
+    """Return the accesses of each operation whose tensors are all located.
 
     Args:
         graph: captured or converted.
@@ -51,7 +47,7 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         scalars: whether tensors without dimensions count.
     """
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
-    made: dict[int, Access] = {}
+    accesses: dict[int, Access] = {}
     for node in device.tolist():
         call = call_of(node)
         if call is None:
@@ -60,16 +56,16 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         outs = places_of(call.outputs, strings[int(nodes.output_values[node])])
         reads = list(zip(flat(call.inputs), ins, strict=True))
         writes = list(zip(flat(call.outputs), outs, strict=True))
-        told = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
-        if any(place is None for _, place in told):
+        located = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
+        if any(place is None for _, place in located):
             continue
         results = {place for _, place in writes}
-        if call.op in _OVERWRITES:
+        if call.op in OVERWRITES:  # the operator does not read its first operand
             reads = reads[1:]
         elif len(reads) > 1 and reads[-1][1] in results and not call.op.endswith("_"):
-            reads = reads[:-1]  # an out-variant's result
-        made[node] = Access(_typed(reads, scalars), _typed(writes, scalars))
-    return made
+            reads = reads[:-1]  # the result of an out= variant is listed among its inputs
+        accesses[node] = Access(_typed(reads, scalars), _typed(writes, scalars))
+    return accesses
 
 
 def _typed(

@@ -15,28 +15,28 @@ from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job
 
 
 def details_of(
-    graph: Graph, found: OpCosts, rules: U8, interval: Interval | None = None
+    graph: Graph, costs: OpCosts, rules: U8, interval: Interval | None = None
 ) -> dict[str, Any]:
-    """Return the counts an annotation keeps, of the compute nodes `found` describes."""
-    ends = {} if interval is None else {"interval": [interval.p10_ns, interval.p90_ns]}
+    """Return the counts that an annotation keeps of the compute nodes in `costs`."""
+    interval_entry = {} if interval is None else {"interval": [interval.p10_ns, interval.p90_ns]}
     return {
-        **ends,
-        "nodes": len(found.index),
-        "evidence": by_evidence(graph, found.index),
+        **interval_entry,
+        "nodes": len(costs.index),
+        "evidence": by_evidence(graph, costs.index),
         "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
-        "unknown_class": int(found.is_class(OpClass.UNKNOWN).sum()),
-        "no_formula": int((found.flops == UNKNOWN).sum()),
+        "unknown_class": int(costs.is_class(OpClass.UNKNOWN).sum()),
+        "no_formula": int((costs.flops == UNKNOWN).sum()),
     }
 
 
 def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     """Return a sentence if the step needs more memory than the target has."""
-    peak, other = graph.job.measurement.peak_memory_bytes, bytes_beside(graph)
-    if peak + other <= target.memory_bytes:
+    peak, non_allocator = graph.job.measurement.peak_memory_bytes, bytes_beside(graph)
+    if peak + non_allocator <= target.memory_bytes:
         return ()
     return (
-        f"The step would not fit: it peaked at {peak} bytes, what the allocator does not see takes "
-        f"about {other}, and {target.name} has {target.memory_bytes}.",
+        f"The step would not fit: its peak is {peak} bytes, non-allocator memory takes about "
+        f"{non_allocator}, and {target.name} has {target.memory_bytes}.",
     )
 
 

@@ -20,7 +20,7 @@ I64 = npt.NDArray[np.int64]
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def to_gpu(graph: Graph, target: Gpu) -> Graph:
+def recost_counts(graph: Graph, target: Gpu) -> Graph:
     """Return the graph with durations from work counts: launch floor and roofline.
 
     Rates are the sustained ones of bf16 GEMMs, or of the next dtype that the target has, since a
@@ -33,8 +33,8 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
     if not rates:
         raise AnnotateError(
-            f"{target.name} has no rate of products in {', '.join(_DTYPES)}, at which the trace's "
-            "counts could run: add one to its description",
+            f"the description of {target.name} has no tensor rate in {', '.join(_DTYPES)}, and the "
+            "trace's counts need one\n  add it to the description",
             code="recost-counts-no-rate",
         )
     dtype, rate = next(iter(rates.items()))
@@ -46,29 +46,33 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     compute = nodes.flops[counted] / rate
     memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
     columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}
-    busy = target.launch_floor_ns + 1e9 * np.maximum(compute, memory)
-    columns["duration_ns"][counted] = np.rint(busy).astype(np.int64)
+    predicted_ns = target.launch_floor_ns + 1e9 * np.maximum(compute, memory)
+    columns["duration_ns"][counted] = np.rint(predicted_ns).astype(np.int64)
     columns["evidence"][counted] = Evidence.DATASHEET
-    made = graph.with_columns(**columns)
+    timed = graph.with_columns(**columns)
 
-    found = characters(graph)
-    told = {name: getattr(nodes, name)[found.index] for name in ("flops", "bytes_read")}
-    found = replace(found, bytes_written=nodes.bytes_written[found.index], **told)
-    rules = np.full(len(found.index), Rule.NO_DURATION, dtype=np.uint8)
-    rules[counted[found.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
-    annotation = Annotation(target.name, MODEL, "no GPU", details_of(made, found, rules))
-    unit = f"elements, of {ITEM_BYTES[dtype]} bytes here, and those of communication too"
+    costs = characters(graph)
+    counted_columns = {name: getattr(nodes, name)[costs.index] for name in ("flops", "bytes_read")}
+    costs = replace(costs, bytes_written=nodes.bytes_written[costs.index], **counted_columns)
+    rules = np.full(len(costs.index), Rule.NO_DURATION, dtype=np.uint8)
+    rules[counted[costs.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    annotation = Annotation(target.name, MODEL, "no GPU", details_of(timed, costs, rules))
+    unit = f"elements of {ITEM_BYTES[dtype]} bytes, also for communication"
     note = (
-        f"No time was measured: {int(counted.sum())} durations are worked out for {target.name} "
+        f"No time was measured: {int(counted.sum())} durations are predicted for {target.name} "
         f"from the num_ops and tensor_size ({unit if elements else 'bytes'}) that the trace's "
-        f"generator counted, at the rate of {dtype} products, the weakest evidence; without "
+        f"generator counted, at the rate of {dtype} products, the weakest evidence; there are no "
         "intervals."
     )
-    return replace(made, job=job_for(graph.job, target, annotation, note))
+    return replace(timed, job=job_for(graph.job, target, annotation, note))
 
 
 def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
-    """Return the graph with sizes in bytes that were numbers of elements."""
+    """Return the graph with sizes converted from elements to bytes.
+
+    Raises:
+        AnnotateError: a size in bytes would not fit int64.
+    """
     columns: dict[str, I64] = {}
     for name in ("bytes_read", "bytes_written", "comm_bytes"):
         size = getattr(graph.nodes, name)
@@ -76,7 +80,7 @@ def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
             node = graph.node(int(size.argmax()))
             raise AnnotateError(
                 f"node {node.id} ({node.name!r}) has {name} of {size.max()} elements: expected "
-                f"{MOST} at most",
+                f"at most {MOST}",
                 code="recost-counts-too-large",
             )
         columns[name] = np.where(size == UNKNOWN, UNKNOWN, item_bytes * size)

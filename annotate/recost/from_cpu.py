@@ -22,12 +22,17 @@ from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters, compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass
-from onerank.annotate.passes.change_dtype import in_half, retyped, units_notes, with_operands
+from onerank.annotate.passes.change_dtype import (
+    change_dtype,
+    missing_units_notes,
+    run_in_float16,
+    with_operands,
+)
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
-from onerank.annotate.passes.swap_kernels import attention_alone
+from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.predict import others_note, with_others
+from onerank.annotate.recost.predict import apply_overrides, override_note
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
@@ -60,30 +65,33 @@ def as_kernels(nodes: Nodes, index: I64) -> Nodes:
 
 
 def on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tuple[Graph, I64]:
-    """Return the graph of the nodes that stay, and where each of all is among them, int64[n].
+    """Return the graph of the kept nodes, and the new index of every old node, int64[n].
 
     Args:
         graph: the CPU capture.
-        nodes: its nodes, the kernels with their durations; their start times are set.
-        kernels: which nodes are kernels now.
-        dropped: which nodes go, bool[n].
+        nodes: its nodes, kernels with their durations; this function sets their start times.
+        kernels: indices of the nodes that are kernels now.
+        dropped: nodes to remove, bool[n].
     """
+    # Program order is what a single stream would run, so start times follow it end to end.
     order = _program_order(graph)
     order = order[~dropped[order]]
     kernel = np.zeros(len(graph), dtype=bool)
     kernel[kernels] = True
-    laid = order[kernel[order] | graph.communication[order]]
-    nodes.start_ns[laid] = _end_to_end(nodes.start_ns[laid], nodes.duration_ns[laid])
+    device_order = order[kernel[order] | graph.communication[order]]
+    nodes.start_ns[device_order] = _end_to_end(
+        nodes.start_ns[device_order], nodes.duration_ns[device_order]
+    )
     source, waiter, reason = _with_stream(
         *contract(graph.edges, dropped), order[kernel[order]], kernel
     )
-    kept, place = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
-    edges = Edges.from_pairs(len(kept), place[source], place[waiter], reason)
-    return replace(graph, nodes=nodes.take(kept), edges=edges), place
+    kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
+    edges = Edges.from_pairs(len(kept), new_index[source], new_index[waiter], reason)
+    return replace(graph, nodes=nodes.take(kept), edges=edges), new_index
 
 
 def _program_order(graph: Graph) -> I64:
-    """Return the nodes by start time, or by dependency where times contradict the edges."""
+    """Return the nodes by start time; in topological order if start times contradict the edges."""
     order = np.argsort(graph.nodes.start_ns, kind="stable").astype(np.int64)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
@@ -110,30 +118,30 @@ def _with_stream(
     )
 
 
-class _Asked(NamedTuple):
+class _OperatorWork(NamedTuple):
     """The work of the operators on the GPU.
 
     Attributes:
         graph: with operands in another dtype, if one is requested.
-        found: work of each of n operators, in that dtype.
-        typed: whether its operands have a known dtype, so that it may be looked up, bool[n].
-        gone: whether it launches nothing, bool[n].
+        costs: work of each of n operators, in that dtype.
+        has_dtype: whether its operands have a known dtype, so that it may be looked up, bool[n].
+        removed: whether it launches no kernel, bool[n].
         notes: statements on the quality of the result.
     """
 
     graph: Graph
-    found: OpCosts
-    typed: Mask
-    gone: Mask
+    costs: OpCosts
+    has_dtype: Mask
+    removed: Mask
     notes: tuple[str, ...]
 
 
-class _Predicted(NamedTuple):
+class _OperatorDurations(NamedTuple):
     """The durations of n operators on the GPU.
 
     Attributes:
         kernels: features for the cost models.
-        moved_ns: durations, float64[n].
+        duration_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
         doubt: uncertainty of look-ups.
         others: effect of overridden figures on look-ups.
@@ -141,14 +149,14 @@ class _Predicted(NamedTuple):
     """
 
     kernels: KernelFeatures
-    moved_ns: F64
+    duration_ns: F64
     rules: U8
     doubt: Uncertainty
     others: Others
     notes: tuple[str, ...]
 
 
-def to_gpu(
+def recost_cpu_capture(
     graph: Graph,
     target: Gpu,
     model: CostModel,
@@ -167,7 +175,7 @@ def to_gpu(
 
     This is the weakest evidence: one kernel per operator, the operators PyTorch picked for a CPU,
     and its dtypes. float32 GEMMs run at the float32 rate, as TF32 is off by default. If another
-    dtype is requested, GEMMs run in it (see `retyped`). Operators with rows in the kernel
+    dtype is requested, GEMMs run in it (see `change_dtype`). Operators with rows in the kernel
     databases, in that dtype, take the measured time (evidence LOOKED_UP and INTERPOLATED).
 
     Raises:
@@ -177,74 +185,88 @@ def to_gpu(
         OSError: a database cannot be read.
     """
     library = library_for(model, databases, (None, target), graph)
-    graph = _resized(graph, passes)
-    asked = _asked(graph, target, passes.dtype)
-    predicted = _predicted(graph, asked, target, model, library)
-    times = predicted.moved_ns, predicted.rules
-    moved, told = attention_alone(predicted.kernels, times, target, model, passes.attention)
-    predicted = predicted._replace(moved_ns=moved, notes=(*predicted.notes, *told))
-    return _rewritten(graph, asked, predicted, target, model)
+    graph = _resize(graph, passes)
+    work = _operator_work(graph, target, passes.dtype)
+    predicted = _predict(graph, work, target, model, library)
+    times = predicted.duration_ns, predicted.rules
+    swapped_ns, attention_notes = swap_unmeasured_attention(
+        predicted.kernels, times, target, model, passes.attention
+    )
+    predicted = predicted._replace(
+        duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)
+    )
+    return _write_prediction(graph, work, predicted, target, model)
 
 
-def _resized(graph: Graph, passes: PassOptions) -> Graph:
+def _resize(graph: Graph, passes: PassOptions) -> Graph:
     """Return the graph at the requested sizes."""
     if passes.sizes is None:
         return graph
-    made, _, notes = passes.sizes.apply(graph)
-    told = made.job.measurement
-    told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
-    return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+    resized, _, notes = passes.sizes.apply(graph)
+    measurement = resized.job.measurement
+    measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, *notes))
+    return replace(resized, job=msgspec.structs.replace(resized.job, measurement=measurement))
 
 
-def _asked(graph: Graph, target: Gpu, dtype: str | None) -> _Asked:
-    """Return what the operators do on `target` with products in `dtype`; None: as captured."""
-    found = characters(graph)
-    _check_shapes(found)
-    typed = np.ones(len(found.index), dtype=bool)
-    found, dtype, notes = in_half(found, dtype, (None, target))
+def _operator_work(graph: Graph, target: Gpu, dtype: str | None) -> _OperatorWork:
+    """Return the work of the operators on `target` with products in `dtype`; None: as captured."""
+    costs = characters(graph)
+    _check_shapes(costs)
+    has_dtype = np.ones(len(costs.index), dtype=bool)
+    costs, dtype, notes = run_in_float16(costs, dtype, (None, target))
     if dtype is not None:
-        found, changed, told = retyped(graph, found, dtype, target)
-        notes = (*notes, told)
-        graph, told_apart = with_operands(graph, found.index[changed], dtype)
-        typed = ~changed | told_apart
-    gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
-    return _Asked(graph, found, typed, gone, (*notes, *units_notes(found, target)))
+        costs, changed, dtype_note = change_dtype(graph, costs, dtype, target)
+        notes = (*notes, dtype_note)
+        graph, has_new_dtype = with_operands(graph, costs.index[changed], dtype)
+        has_dtype = ~changed | has_new_dtype
+    removed = costs.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
+    return _OperatorWork(
+        graph, costs, has_dtype, removed, (*notes, *missing_units_notes(costs, target))
+    )
 
 
-def _predicted(
-    graph: Graph, asked: _Asked, target: Gpu, model: CostModel, library: Library | None
-) -> _Predicted:
+def _predict(
+    graph: Graph, work: _OperatorWork, target: Gpu, model: CostModel, library: Library | None
+) -> _OperatorDurations:
     """Return the operators' durations: from the kernel databases, else from the model."""
-    kernels = KernelFeatures.of(graph, asked.found)
-    moved, rules = model.alone(kernels, target)
-    rules = np.where(asked.gone, np.uint8(Rule.DROPPED), rules)
-    doubt, others, notes = Uncertainty.none(len(moved)), Others.none(rules), tuple[str, ...]()
+    kernels = KernelFeatures.of(graph, work.costs)
+    predicted_ns, rules = model.alone(kernels, target)
+    rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
+    doubt, others, notes = (
+        Uncertainty.none(len(predicted_ns)),
+        Others.none(rules),
+        tuple[str, ...](),
+    )
     if library is not None and model.has_intervals:
-        described = target.as_described
-        predicted = before = moved, rules
-        if target != described:
-            before = model.alone(kernels, described)[0], rules
-        basis = Basis(library, None, described, model.alone, shipped())
-        where = ~asked.gone & asked.typed
-        best = best_of(asked.graph, asked.found, kernels, before, basis, where=where)
-        moved, rules, others = with_others((best.moved_ns, best.rules), before[0], predicted)
+        target_as_described = target.as_described
+        model_result = without_overrides = predicted_ns, rules
+        if target != target_as_described:
+            without_overrides = model.alone(kernels, target_as_described)[0], rules
+        basis = Basis(library, None, target_as_described, model.alone, shipped())
+        where = ~work.removed & work.has_dtype
+        best = best_of(work.graph, work.costs, kernels, without_overrides, basis, where=where)
+        predicted_ns, rules, others = apply_overrides(
+            (best.moved_ns, best.rules), without_overrides[0], model_result
+        )
         doubt, notes = best.doubt, best.notes
-    return _Predicted(kernels, moved, rules, doubt, others, (*notes, *others_note(target, rules)))
+    return _OperatorDurations(
+        kernels, predicted_ns, rules, doubt, others, (*notes, *override_note(target, rules))
+    )
 
 
-def _rewritten(
-    graph: Graph, asked: _Asked, predicted: _Predicted, target: Gpu, model: CostModel
+def _write_prediction(
+    graph: Graph, work: _OperatorWork, predicted: _OperatorDurations, target: Gpu, model: CostModel
 ) -> Graph:
-    """Return the graph of the kernels, with the predictions in its columns and its books."""
-    found, gone, rules = asked.found, asked.gone, predicted.rules
-    nodes = as_kernels(graph.nodes, found.index)
-    nodes.duration_ns[found.index] = np.rint(predicted.moved_ns).astype(np.int64)
-    nodes.evidence[found.index] = evidence_of(rules, nodes.evidence[found.index])
+    """Return the graph of the kernels, with the predictions in its columns and its job."""
+    costs, removed, rules = work.costs, work.removed, predicted.rules
+    nodes = as_kernels(graph.nodes, costs.index)
+    nodes.duration_ns[costs.index] = np.rint(predicted.duration_ns).astype(np.int64)
+    nodes.evidence[costs.index] = evidence_of(rules, nodes.evidence[costs.index])
     interval: Interval | None = None
     if model.has_intervals:
         ends, interval = intervals(
             predicted.kernels,
-            (np.where(gone, 0, predicted.moved_ns), rules),
+            (np.where(removed, 0, predicted.duration_ns), rules),
             None,
             target,
             shipped(),
@@ -252,34 +274,36 @@ def _rewritten(
             others=predicted.others,
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
-            getattr(nodes, name)[found.index] = np.rint(values)
+            getattr(nodes, name)[costs.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
-        getattr(nodes, name)[found.index] = getattr(found, name)
+        getattr(nodes, name)[costs.index] = getattr(costs, name)
     dropped = graph.mask(Kind.HOST_OP) & ~compute_mask(graph)
-    dropped[found.index[gone]] = True
-    stay = found.only(~gone)
-    made, place = on_one_stream(graph, nodes, stay.index, dropped)
-    details = details_of(made, replace(stay, index=place[stay.index]), rules, interval)
+    dropped[costs.index[removed]] = True
+    kept_costs = costs.only(~removed)
+    annotated, new_index = on_one_stream(graph, nodes, kept_costs.index, dropped)
+    details = details_of(
+        annotated, replace(kept_costs, index=new_index[kept_costs.index]), rules, interval
+    )
     details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
-    said = (*asked.notes, *predicted.notes)
-    notes = (_note(target, rules), *memory_notes(graph, target), *said)
-    return replace(made, job=job_for(graph.job, target, annotation, *notes))
+    pass_notes = (*work.notes, *predicted.notes)
+    notes = (_note(target, rules), *memory_notes(graph, target), *pass_notes)
+    return replace(annotated, job=job_for(graph.job, target, annotation, *notes))
 
 
-def _check_shapes(found: OpCosts) -> None:
-    """Refuse a graph whose operators have no known work: launch floors alone say nothing.
+def _check_shapes(costs: OpCosts) -> None:
+    """Raise if no operator has known work: launch floors alone would be no prediction.
 
     Raises:
         AnnotateError: no operator has known work.
     """
-    works = ~found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
-    untold = (found.flops == UNKNOWN) & (found.bytes_read == UNKNOWN)
-    if works.any() and untold[works].all():
+    has_work = ~costs.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
+    unknown = (costs.flops == UNKNOWN) & (costs.bytes_read == UNKNOWN)
+    if has_work.any() and unknown[has_work].all():
         raise AnnotateError(
-            f"none of the {int(works.sum())} operators has shapes, so what they would take on "
-            "another device is not known; record them with record_shapes=True, or "
-            "capture the script with `capture run`",
+            f"none of the {int(has_work.sum())} operators has recorded shapes, which predict its "
+            "time\n"
+            "  record them with record_shapes=True, or capture the script with `capture run`",
             code="recost-no-shapes",
         )
 
@@ -289,15 +313,15 @@ def _note(target: Gpu, rules: U8) -> str:
     tiles = int(membership_mask(rules, (*BY_TILES, Rule.PARTS)).sum())
     rows = int(membership_mask(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
-    ways = (
+    methods = (
         (tiles, "products, convolutions and attention by their tiles"),
-        (rows, "by calls measured there"),
+        (rows, "by calls measured on it"),
         (rest, "by launch floor and roofline"),
     )
-    told = ", ".join(f"{count} {how}" for count, how in ways if count)
+    counts = ", ".join(f"{count} {method}" for count, method in methods if count)
     return (
-        "No GPU time was measured: kernel durations are worked out for "
-        f"{target.name} from each operator's shapes, the weakest evidence: {told}."
+        "No GPU time was measured: kernel durations are predicted for "
+        f"{target.name} from each operator's shapes, the weakest evidence: {counts}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Re-cost a graph measured on a GPU: scale, look up, update the job."""
+"""Re-cost a graph measured on a GPU: predict compute nodes, query the databases, write columns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import characters
-from onerank.annotate.passes.change_dtype import in_half, units_notes
+from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
-from onerank.annotate.passes.swap_kernels import Altered
+from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.predict import Step, modelled, others_note, with_others
+from onerank.annotate.recost.predict import Step, apply_overrides, override_note, predict_compute
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
@@ -30,7 +30,7 @@ from onerank.ir.errors import AnnotateError
 I64 = npt.NDArray[np.int64]
 
 
-def to_gpu(
+def recost_measured(
     graph: Graph,
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
@@ -65,137 +65,163 @@ def to_gpu(
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
-    found = characters(graph)
-    if len(graph) and not len(found.index):
+    costs = characters(graph)
+    if len(graph) and not len(costs.index):
         raise AnnotateError(
-            f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
-            "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`",
+            f"none of the graph's {len(graph)} nodes is GPU compute; expected kernels to re-cost\n"
+            "  capture the script on a GPU, or on a CPU with `capture run`",
             code="recost-no-compute",
         )
-    captured, dtype, said = in_half(found, passes.dtype, gpus)
+    captured, dtype, notes = run_in_float16(costs, passes.dtype, gpus)
     step = Step.as_captured(graph, captured)
     if passes.sizes is not None:
-        resized, shaped, notes = passes.sizes.apply(graph)
-        there, *_ = in_half(characters(resized), passes.dtype, gpus)
-        reshaped = shaped[found.index] & (graph.nodes.duration_ns[found.index] > 0)
-        step = Step(graph, captured, resized, there, reshaped)
-        said += notes
+        resized, shaped, resize_notes = passes.sizes.apply(graph)
+        resized_costs, *_ = run_in_float16(characters(resized), passes.dtype, gpus)
+        reshaped = shaped[costs.index] & (graph.nodes.duration_ns[costs.index] > 0)
+        step = Step(graph, captured, resized, resized_costs, reshaped)
+        notes += resize_notes
     passes = replace(passes, dtype=dtype)
-    altered, others = modelled(step, gpus, model, passes)
-    said += units_notes(altered.found, gpus[1])
-    altered = altered._replace(notes=(*said, *altered.notes))
-    altered, doubt, others = _best(step, (altered, others), gpus, model, passes, databases)
-    altered = _without_time(step.resized, altered)
-    altered = altered._replace(notes=(*altered.notes, *others_note(gpus[1], altered.rules)))
-    return _rewritten(step, altered, (doubt, others), gpus, model)
+    prediction, others = predict_compute(step, gpus, model, passes)
+    notes += missing_units_notes(prediction.costs, gpus[1])
+    prediction = prediction._replace(notes=(*notes, *prediction.notes))
+    prediction, doubt, others = _with_database_durations(
+        step, (prediction, others), gpus, model, passes, databases
+    )
+    prediction = _drop_missing_durations(step.resized, prediction)
+    prediction = prediction._replace(
+        notes=(*prediction.notes, *override_note(gpus[1], prediction.rules))
+    )
+    return _write_prediction(step, prediction, (doubt, others), gpus, model)
 
 
-def _best(  # noqa: PLR0917
+def _with_database_durations(  # noqa: PLR0917
     step: Step,
-    made: tuple[Altered, Others],
+    model_result: tuple[ComputePrediction, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
     passes: PassOptions,
     databases: Sequence[str | Path],
-) -> tuple[Altered, Uncertainty, Others]:
+) -> tuple[ComputePrediction, Uncertainty, Others]:
     """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
     Args:
         step: the measured step.
-        made: the model's predictions, and the effect of overridden figures of the target.
+        model_result: the model's predictions, and the effect of overridden figures.
         gpus: source and target.
-        model: the model.
-        passes: the requested changes; `in_half` handles 16-bit dtypes.
-        databases: in addition to the shipped ones.
+        model: the cost model.
+        passes: the requested changes; `run_in_float16` handles 16-bit dtypes.
+        databases: kernel databases in addition to the shipped ones.
     """
-    altered, others = made
-    origin, target = gpus
-    doubt, described = Uncertainty.none(len(step.found.index)), target.as_described
-    measured_on = None if origin == described and passes.sizes is not None else origin
+    prediction, others = model_result
+    source, target = gpus
+    doubt, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
+    measured_on = None if source == target_as_described and passes.sizes is not None else source
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
-        return altered, doubt, others
-    before = altered
-    if target != described:
-        as_typed = replace(passes, dtype=None)  # in another type nothing is looked up
-        before, _ = modelled(step, (origin, described), model, as_typed)
-    basis = Basis(library, origin, described, model.alone, shipped())
-    best = _looked_up(step, before, basis, _may_be_looked_up(altered, passes))
-    told = best.moved_ns, best.rules
-    moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
-    notes = (*altered.notes, *best.notes)
-    return altered._replace(moved_ns=moved, rules=rules, notes=notes), best.doubt, others
-
-
-def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
-    """Return a model's predictions with those of the kernel database in place of weaker ones.
-
-    Args:
-        step: what was measured.
-        made: what the model says of it.
-        basis: rows, GPUs, and the model.
-        where: nodes that may be looked up, bool[n].
-    """
-    best = Best(*made.predicted, Uncertainty.none(len(where)), ())
-    if basis.source != basis.target:
-        here = where & ~step.reshaped
-        best = best_of(step.resized, made.found, made.kernels, made.predicted, basis, where=here)
-    if step.reshaped.any():
-        sizes = Size(step.captured, step.found), Size(step.resized, made.found)
-        predicted, there = (best.moved_ns, best.rules), where & step.reshaped
-        other = best_resized(sizes, made.kernels, predicted, basis, where=there)
-        doubt, notes = best.doubt.beside(other.doubt), (*best.notes, *other.notes)
-        best = other._replace(doubt=doubt, notes=notes)
-    return best
-
-
-def _may_be_looked_up(altered: Altered, passes: PassOptions) -> Mask:
-    """Return which nodes are predicted in the type and by the kernel that they were captured in."""
-    kernels = altered.kernels
-    asked = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
-    return ~membership_mask(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
-
-
-def _without_time(graph: Graph, altered: Altered) -> Altered:
-    """Return the predictions but of nodes to which another tool's graph gives no duration."""
-    kernels, moved, rules = altered.kernels, altered.moved_ns, altered.rules
-    timeless = graph.nodes.evidence[altered.found.index] == Evidence.NONE
-    timeless &= (kernels.duration_ns == 0) & (rules != Rule.SAME_GPU)
-    return altered._replace(
-        moved_ns=np.where(timeless, 0.0, moved),
-        rules=np.where(timeless, np.uint8(Rule.NO_DURATION), rules),
+        return prediction, doubt, others
+    without_overrides = prediction
+    if target != target_as_described:
+        # The databases are queried for captured dtypes only, so the baseline needs no dtype change.
+        without_dtype = replace(passes, dtype=None)
+        without_overrides, _ = predict_compute(
+            step, (source, target_as_described), model, without_dtype
+        )
+    basis = Basis(library, source, target_as_described, model.alone, shipped())
+    best = _replace_weaker_predictions(
+        step, without_overrides, basis, _can_look_up(prediction, passes)
+    )
+    looked_up = best.moved_ns, best.rules
+    predicted_ns, rules, others = apply_overrides(
+        looked_up, without_overrides.predicted_ns, prediction.predicted, others
+    )
+    notes = (*prediction.notes, *best.notes)
+    return (
+        prediction._replace(predicted_ns=predicted_ns, rules=rules, notes=notes),
+        best.doubt,
+        others,
     )
 
 
-def _rewritten(
+def _replace_weaker_predictions(
+    step: Step, prediction: ComputePrediction, basis: Basis, where: Mask
+) -> Best:
+    """Return the predictions, with look-ups in the kernel databases in place of weaker ones.
+
+    Args:
+        step: the measured step.
+        prediction: the model's prediction for it.
+        basis: database rows, GPUs and model.
+        where: nodes that may be looked up, bool[n].
+    """
+    best = Best(*prediction.predicted, Uncertainty.none(len(where)), ())
+    if basis.source != basis.target:
+        same_size = where & ~step.reshaped
+        best = best_of(
+            step.resized,
+            prediction.costs,
+            prediction.kernels,
+            prediction.predicted,
+            basis,
+            where=same_size,
+        )
+    if step.reshaped.any():
+        sizes = Size(step.captured, step.costs), Size(step.resized, prediction.costs)
+        predicted, new_size = (best.moved_ns, best.rules), where & step.reshaped
+        resized = best_resized(sizes, prediction.kernels, predicted, basis, where=new_size)
+        doubt, notes = best.doubt.beside(resized.doubt), (*best.notes, *resized.notes)
+        best = resized._replace(doubt=doubt, notes=notes)
+    return best
+
+
+def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
+    """Return the nodes that keep their captured dtype and attention kernel, bool[n]."""
+    kernels = prediction.kernels
+    swapped_attention = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
+    return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
+
+
+def _drop_missing_durations(graph: Graph, prediction: ComputePrediction) -> ComputePrediction:
+    """Return the predictions without those for nodes that another tool's graph leaves untimed."""
+    kernels, predicted_ns, rules = prediction.kernels, prediction.predicted_ns, prediction.rules
+    without_duration = graph.nodes.evidence[prediction.costs.index] == Evidence.NONE
+    without_duration &= (kernels.duration_ns == 0) & (rules != Rule.SAME_GPU)
+    return prediction._replace(
+        predicted_ns=np.where(without_duration, 0.0, predicted_ns),
+        rules=np.where(without_duration, np.uint8(Rule.NO_DURATION), rules),
+    )
+
+
+def _write_prediction(
     step: Step,
-    predictions: Altered,
+    prediction: ComputePrediction,
     errors: tuple[Uncertainty, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
 ) -> Graph:
-    """Return the graph with the predictions in its columns and its books."""
+    """Return the graph with the predictions in its columns and its job."""
     graph, reshaped = step.resized, step.reshaped
-    found, kernels, moved, rules, changed, said = predictions
-    origin, target = gpus
-    here = origin == target.as_described
-    another = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))
-    same = here and not another.any()
-    assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
-    elsewhere = found.index[another] if here else slice(None)
-    columns = _columns(graph, predictions, elsewhere)
+    costs, kernels, predicted_ns, rules, changed, pass_notes = prediction
+    source, target = gpus
+    same_gpu = source == target.as_described
+    differs = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))
+    unchanged = same_gpu and not differs.any()
+    assert np.isfinite(predicted_ns).all(), "a cost model predicted a duration that is no number"
+    stale = costs.index[differs] if same_gpu else slice(None)
+    columns = _columns(graph, prediction, stale)
     predicted = ~membership_mask(rules, AS_MEASURED)
-    if not same:
-        how = np.full(len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED)
-        how = evidence_of(rules, how.astype(np.uint8))
-        how = np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), how)
-        columns["evidence"][found.index[predicted]] = how[predicted]
+    if not unchanged:
+        evidence = np.full(
+            len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
+        )
+        evidence = evidence_of(rules, evidence.astype(np.uint8))
+        evidence = np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), evidence)
+        columns["evidence"][costs.index[predicted]] = evidence[predicted]
     interval: Interval | None = None
-    if model.has_intervals and not same:
+    if model.has_intervals and not unchanged:
         ends, interval = intervals(
             kernels,
-            (moved, rules),
-            origin,
+            (predicted_ns, rules),
+            source,
             target,
             shipped(),
             changed=changed,
@@ -204,40 +230,42 @@ def _rewritten(
             others=errors[1],
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
-            columns[name][found.index[predicted]] = np.rint(values[predicted])
-    made = graph.with_columns(**columns)
-    details = details_of(made, found, rules[:0] if same else rules, interval)
-    annotation = Annotation(target.name, model.name, origin.name, details)
+            columns[name][costs.index[predicted]] = np.rint(values[predicted])
+    annotated = graph.with_columns(**columns)
+    details = details_of(annotated, costs, rules[:0] if unchanged else rules, interval)
+    annotation = Annotation(target.name, model.name, source.name, details)
     note = (
         f"Durations of GPU compute are predicted for {target.name} from a measurement on "
-        f"{origin.name} ({model.name} model); communication, host operators and host copies are as "
+        f"{source.name} ({model.name} model); communication, host operators and host copies are as "
         "measured there."
     )
-    notes = () if here else (note,)
-    notes += () if origin == target else memory_notes(graph, target)
-    job = job_for(graph.job, target, annotation, *notes, *said, as_measured=same)
-    return replace(made, job=job)
+    notes = () if same_gpu else (note,)
+    notes += () if source == target else memory_notes(graph, target)
+    job = job_for(graph.job, target, annotation, *notes, *pass_notes, as_measured=unchanged)
+    return replace(annotated, job=job)
 
 
 def _columns(
-    graph: Graph, made: Altered, elsewhere: slice | I64
+    graph: Graph, prediction: ComputePrediction, stale: slice | I64
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return the predictions as columns.
 
     Args:
         graph: with measured durations.
-        made: predictions of its compute nodes.
-        elsewhere: nodes whose uncontended time no longer holds, because it is the source's.
+        prediction: durations of its compute nodes.
+        stale: nodes whose uncontended time is the source's and no longer holds.
     """
-    nodes, index = graph.nodes, made.found.index
+    nodes, index = graph.nodes, prediction.costs.index
     names = ("duration_ns", "spread_ns", "uncontended_ns", "p10_ns", "p90_ns", "evidence")
     columns = {name: getattr(nodes, name).copy() for name in names}
-    measured = made.kernels.duration_ns
-    factor = np.divide(made.moved_ns, measured, where=measured > 0, out=np.ones(len(measured)))
-    columns["duration_ns"][index] = np.rint(made.moved_ns).astype(np.int64)
+    measured = prediction.kernels.duration_ns
+    factor = np.divide(
+        prediction.predicted_ns, measured, where=measured > 0, out=np.ones(len(measured))
+    )
+    columns["duration_ns"][index] = np.rint(prediction.predicted_ns).astype(np.int64)
     columns["spread_ns"][index] = np.rint(nodes.spread_ns[index] * factor)
-    columns["uncontended_ns"][elsewhere] = UNKNOWN
+    columns["uncontended_ns"][stale] = UNKNOWN
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name] = getattr(nodes, name).copy()
-        columns[name][index] = getattr(made.found, name)
+        columns[name][index] = getattr(prediction.costs, name)
     return columns

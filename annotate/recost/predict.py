@@ -1,4 +1,4 @@
-"""Predict compute nodes with a cost model; look up kernels that a pass created."""
+"""Predict compute nodes with a cost model, and query the databases for kernels a pass created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +17,29 @@ from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
-from onerank.annotate.passes.attention.fuse import FusedAttentionParts, LookUp
+from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
-from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
+from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import membership_mask
 
-_ALIKE = 1e-9
+# Two predictions that agree to this part are equal: the override does not affect the node.
+_ROUNDING = 1e-9
 
-_RATIO = "what the model says with the change over without it"
+_RATIO_NOTE = "the ratio of the model's predictions with and without the override"
 
 
 def ratio(after: F64, before: F64) -> F64:
-    """Return after / before; 1 where both are the same but for rounding, or before is nothing."""
-    made = np.divide(after, before, out=np.ones(len(after)), where=before > 0)
-    return np.where(np.abs(made - 1) < _ALIKE, 1.0, made)
+    """Return after / before; 1 where they differ by rounding only, or before is 0."""
+    quotient = np.divide(after, before, out=np.ones(len(after)), where=before > 0)
+    return np.where(np.abs(quotient - 1) < _ROUNDING, 1.0, quotient)
 
 
-def with_others(
-    told: tuple[F64, U8], before_ns: F64, after: tuple[F64, U8], others: Others | None = None
+def apply_overrides(
+    looked_up_values: tuple[F64, U8],
+    before_ns: F64,
+    overridden: tuple[F64, U8],
+    others: Others | None = None,
 ) -> tuple[F64, U8, Others]:
     """Return times and rules for a target with overridden figures, after look-ups.
 
@@ -43,43 +47,47 @@ def with_others(
     the model's.
 
     Args:
-        told: times and rules for the target as described, n of each.
+        looked_up_values: times and rules for the target as described, n of each.
         before_ns: the model's predictions without overrides, float64[n].
-        after: times and rules of the model with overrides.
+        overridden: times and rules of the model with overrides.
         others: effect of overrides on measured times; None if not measured.
     """
-    others = others or Others.none(after[1])
-    looked_up = membership_mask(told[1], BY_DATABASE)
-    factor = ratio(after[0], before_ns)
-    rules = np.where(factor == 1, told[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
+    others = others or Others.none(overridden[1])
+    is_looked_up = membership_mask(looked_up_values[1], BY_DATABASE)
+    factor = ratio(overridden[0], before_ns)
+    rules = np.where(factor == 1, looked_up_values[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
     return (
-        np.where(looked_up, told[0] * factor, after[0]),
-        np.where(looked_up, rules, after[1]).astype(np.uint8),
+        np.where(is_looked_up, looked_up_values[0] * factor, overridden[0]),
+        np.where(is_looked_up, rules, overridden[1]).astype(np.uint8),
         others._replace(
-            factor=np.where(looked_up, factor, others.factor), known=others.known | looked_up
+            factor=np.where(is_looked_up, factor, others.factor), known=others.known | is_looked_up
         ),
     )
 
 
-def others_note(target: Gpu, rules: U8) -> tuple[str, ...]:
-    """Return a sentence on what figures that are set changed, if some are."""
+def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
+    """Return a sentence on the effect of overridden figures; empty without overrides."""
     described = target.as_described
     if target == described:
         return ()
-    sorts = (
-        (Rule.MEASURED_WITH_OTHERS, f"take what was measured on it, times {_RATIO}"),
-        (Rule.LOOKED_UP_WITH_OTHERS, f"take what was looked up for it, times {_RATIO}"),
+    effects = (
+        (Rule.MEASURED_WITH_OTHERS, f"take the measured time times {_RATIO_NOTE}"),
+        (Rule.LOOKED_UP_WITH_OTHERS, f"take the looked-up time times {_RATIO_NOTE}"),
         (Rule.SAME_GPU, "do not depend on the change and stay as measured"),
     )  # fmt: skip
-    counts = [(int((rules == rule).sum()), what) for rule, what in sorts]
-    told = [f"{count} of {len(rules)} nodes {what}" for count, what in counts if count]
+    counts = [(int((rules == rule).sum()), effect) for rule, effect in effects]
+    sentences = [f"{count} of {len(rules)} nodes {effect}" for count, effect in counts if count]
     peaks = {figure for figure in target.changed if figure.endswith(("_tflops", "_tops"))}
     if "sm_count" in target.changed and not peaks:
-        told.append(
-            "the peak rates stay, so that of more SMs each has less of them, and products and "
-            "attention of few tiles take longer; of a larger chip set its peak rates too"
+        sentences.append(
+            "the peak rates stay, so each of more SMs gets a smaller part, and products and "
+            "attention with few tiles take longer; for a larger chip, override its peak rates too"
         )
-    return (f"What if {described.name} had {target.changes}: {'; '.join(told)}.",) if told else ()
+    return (
+        (f"What if {described.name} had {target.changes}: {'; '.join(sentences)}.",)
+        if sentences
+        else ()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +96,27 @@ class Step:
 
     Attributes:
         captured: as measured.
-        found: work of its compute nodes.
-        resized: at the requested size.
-        there: their work at that size.
-        reshaped: nodes with other shapes there, bool[n].
+        costs: work of its compute nodes.
+        resized: the graph at the requested size.
+        resized_costs: work of the same nodes at that size.
+        reshaped: nodes whose shapes differ at that size, bool[n].
     """
 
     captured: Graph
-    found: OpCosts
+    costs: OpCosts
     resized: Graph
-    there: OpCosts
+    resized_costs: OpCosts
     reshaped: Mask
 
     @classmethod
-    def as_captured(cls, graph: Graph, found: OpCosts) -> Self:
-        """Return a graph whose size nobody changes; `found` is what its compute nodes do."""
-        return cls(graph, found, graph, found, np.zeros(len(found.index), dtype=bool))
+    def as_captured(cls, graph: Graph, costs: OpCosts) -> Self:
+        """Return a step whose size stays; `costs` is the work of its compute nodes."""
+        return cls(graph, costs, graph, costs, np.zeros(len(costs.index), dtype=bool))
 
 
-def modelled(
+def predict_compute(
     step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
-) -> tuple[Altered, Others]:
+) -> tuple[ComputePrediction, Others]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
     On the GPU that measured the graph every time is as measured; with overridden figures,
@@ -120,34 +128,40 @@ def modelled(
         model: the cost model.
         passes: the requested changes; its sizes are those of `step`.
     """
-    origin, target = gpus
-    kernels = KernelFeatures.of(step.captured, step.found)
-    moved, rules = model.predict(kernels, origin, target)
+    source, target = gpus
+    kernels = KernelFeatures.of(step.captured, step.costs)
+    predicted_ns, rules = model.predict(kernels, source, target)
     others = Others.none(rules)
-    if origin == target.as_described:
-        there, _ = (moved, rules) if origin == target else model.predict(kernels, origin, origin)
-        factor = ratio(moved, there)
+    if source == target.as_described:
+        unchanged, _ = (
+            (predicted_ns, rules) if source == target else model.predict(kernels, source, source)
+        )
+        factor = ratio(predicted_ns, unchanged)
         others = Others(factor, rules, np.ones(len(rules), dtype=bool))
-        moved, rules = kernels.duration_ns * factor, _as_measured(factor)
-    made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+        predicted_ns, rules = kernels.duration_ns * factor, _as_measured(factor)
+    prediction = ComputePrediction(
+        step.costs, kernels, predicted_ns, rules, np.zeros(len(rules), dtype=bool), ()
+    )
     if passes.sizes is not None:
-        after = KernelFeatures.of(step.resized, step.there)
-        made = reshape((step.there, after), made, step.reshaped, target, model.alone)
-    made = alter(step.resized, made, gpus, passes, model=model)
-    return made, others._replace(known=others.known & ~made.changed)
+        after = KernelFeatures.of(step.resized, step.resized_costs)
+        prediction = scale_to_shapes(
+            (step.resized_costs, after), prediction, step.reshaped, target, model.alone
+        )
+    prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model)
+    return prediction, others._replace(known=others.known & ~prediction.changed)
 
 
 def _as_measured(factor: F64) -> U8:
-    same = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS)
-    return same.astype(np.uint8)
+    rules = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS)
+    return rules.astype(np.uint8)
 
 
-def rows_of(
+def database_look_up(
     graph: Graph, target: Gpu, model: CostModel, databases: Sequence[str | Path]
 ) -> LookUp | None:
-    """Return how to look up in the rows of the target; None where the model looks nothing up.
+    """Return the function that queries the target's rows; None if the model uses no databases.
 
-    Nor is anything looked up for a target with figures that are set.
+    Also None for a target with overridden figures: its rows were measured without the overrides.
 
     Raises:
         AnnotateError: a database is of other GPUs.
@@ -162,11 +176,15 @@ def rows_of(
     basis = Basis(library, None, target, model.alone, shipped())
 
     def look_up(
-        made: Graph, found: OpCosts, kernels: KernelFeatures, predicted: tuple[F64, U8], where: Mask
-    ) -> FusedAttentionParts:
-        best = best_of(made, found, kernels, predicted, basis, where=where)
+        changed: Graph,
+        costs: OpCosts,
+        kernels: KernelFeatures,
+        predicted: tuple[F64, U8],
+        where: Mask,
+    ) -> LookedUpDurations:
+        best = best_of(changed, costs, kernels, predicted, basis, where=where)
         datasheet = np.full(len(best.rules), Evidence.DATASHEET, dtype=np.uint8)
         evidence = evidence_of(best.rules, datasheet)
-        return FusedAttentionParts(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
+        return LookedUpDurations(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
 
     return look_up

@@ -15,17 +15,17 @@ from onerank.annotate.op_costs.node_costs import characters, compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
-from onerank.annotate.passes.fuse_kernels import Fuse
+from onerank.annotate.passes.fuse_kernels import FuseChains
 from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.overlap import CHOICES
-from onerank.annotate.passes.overlap.maximize import Overlap
-from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
+from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
-from onerank.annotate.recost import from_counts as counted
-from onerank.annotate.recost import from_cpu as cpu_capture
-from onerank.annotate.recost import from_gpu as measured
-from onerank.annotate.recost.predict import rows_of
+from onerank.annotate.recost.from_counts import recost_counts
+from onerank.annotate.recost.from_cpu import recost_cpu_capture
+from onerank.annotate.recost.from_gpu import recost_measured
+from onerank.annotate.recost.predict import database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.workload_counts import is_counted
@@ -41,60 +41,64 @@ _PREDICTED = (
 
 
 def check_capture_on_cpu(source: str | None) -> None:
-    """Refuse what only a trace of GPU kernels has.
+    """Raise if a source GPU is named for a CPU capture.
 
     Raises:
-        AnnotateError: a GPU that measured it is named.
+        AnnotateError: `source` is not None.
     """
     if source is not None:
         raise AnnotateError(
-            f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
-            "leave `--source` out",
+            f"the trace was captured on a CPU and has no measurement of a source GPU ({source})\n"
+            "  leave out `--source`",
             code="recost-source-of-cpu",
         )
 
 
 def check_measured(graph: Graph) -> None:
-    """Refuse a graph whose durations are predictions: errors would add up unseen.
+    """Raise if durations of the graph are predictions: their errors would add up unseen.
 
     Raises:
-        AnnotateError: some are.
+        AnnotateError: the duration of a compute node is predicted.
     """
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.p10_ns[compute] != UNKNOWN)
     count = int((membership_mask(predicted, _PREDICTED) | resized).sum())
     if count:
-        last = graph.job.annotations[-1] if graph.job.annotations else None
-        made = f", predicted for {last.target} by the {last.model} model" if last else ""
+        annotation = graph.job.annotations[-1] if graph.job.annotations else None
+        origin = (
+            f", predicted for {annotation.target} by the {annotation.model} model"
+            if annotation
+            else ""
+        )
         raise AnnotateError(
-            f"{count} of {len(predicted)} compute nodes are not measured{made}; start from the "
-            "measured trace, so that one prediction is not built on another",
+            f"{count} of {len(predicted)} compute nodes are not measured{origin}\n"
+            "  re-cost the measured trace: a prediction built on a prediction hides its error",
             code="recost-not-measured",
         )
 
 
 def source_gpu(graph: Graph, source: str | None) -> Gpu:
-    """Return the GPU a graph was measured on: `source`, else by the name of its device.
+    """Return the GPU that measured the graph: `source`, or the one named by its device record.
 
     Raises:
-        AnnotateError: the device is not known.
+        AnnotateError: no GPU description matches the device.
         TargetError: `source` names no GPU description.
     """
     if source is not None:
         return load_gpu(source)
     name = graph.job.device.name
-    found = find_gpu(name) if name else None
-    if found is None:
-        measured = (
-            f'on "{name}", which is no GPU known here' if name else "on a device it does not name"
+    gpu = find_gpu(name) if name else None
+    if gpu is None:
+        device = (
+            f'on "{name}", which no GPU description matches' if name else "on an unnamed device"
         )
         raise AnnotateError(
-            f"the trace was measured {measured}; give the GPU it was measured on with `--source` "
-            "(a name, or the path of a description)",
+            f"the trace was measured {device}\n"
+            "  give the GPU with `--source` (a name, or the path of a description)",
             code="recost-source-unknown",
         )
-    return found
+    return gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,11 @@ class Recosting:
     def fused_attention(self) -> FusedAttention | None:
         """Return the pass that fuses eager attention; None where it is not requested.
 
-        A named kernel such as "flash2" also holds for attention that is fused already, so that a
-        graph without eager attention is no error; "fused" requests the rewrite by name.
+        A named kernel such as "flash2" also applies to attention that is already fused, so a graph
+        without eager attention is valid. "fused" requests the rewrite itself and needs some.
 
         Raises:
-            AnnotateError: the model cannot tell attention kernels apart.
+            AnnotateError: the model does not distinguish attention kernels.
         """
         kernel = self.requested.attention
         if kernel not in FUSED:
@@ -168,7 +172,7 @@ class SerializeGpuCapture:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the serialized graph."""
-        return NoOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, recosting.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ class PredictDurations:
         """Return the graph with predicted durations, evidence and intervals.
 
         Raises:
-            AnnotateError: the graph holds predictions already, or a request does not fit it.
+            AnnotateError: the graph already has predictions, or a request does not fit it.
         """
         check_measured(graph)
         target, model = recosting.target, recosting.model
@@ -209,21 +213,22 @@ class PredictDurations:
         requested = _for_captured_attention(graph, recosting.requested)
         if recosting.from_cpu:
             check_capture_on_cpu(source)
-            return cpu_capture.to_gpu(graph, target, model, requested, databases=databases)
+            return recost_cpu_capture(graph, target, model, requested, databases=databases)
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
-                    "the trace's nodes have counts of work, no times and no shapes, so there is "
-                    "nothing to scale or to change; give `--target` alone",
+                    "the trace's nodes have counts of work but neither times nor shapes, so there "
+                    "is "
+                    "nothing to scale or change\n  give only `--target`",
                     code="recost-counts-no-target",
                 )
-            return counted.to_gpu(graph, target)
+            return recost_counts(graph, target)
         gpus = source_gpu(graph, source), target
-        return measured.to_gpu(graph, gpus, model, requested, databases=databases)
+        return recost_measured(graph, gpus, model, requested, databases=databases)
 
 
 @dataclass(frozen=True, slots=True)
-class MaximizeOverlap:
+class AllowOverlap:
     """Let communication overlap compute as far as data dependencies allow.
 
     Runs right after prediction: later passes replace kernels, and the new ones do not record which
@@ -235,8 +240,8 @@ class MaximizeOverlap:
         return recosting.requested.overlap == "on"
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
-        """Return the graph with edges for data dependencies alone."""
-        return Overlap().apply(graph, recosting.target)
+        """Return the graph with communication ordered only by data dependencies."""
+        return MaximizeOverlap().apply(graph, recosting.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +260,7 @@ class FuseGpuAttention:
         fused = recosting.fused_attention()
         assert fused is not None
         target, model = recosting.target, recosting.model
-        look_up = rows_of(recosting.captured, target, model, recosting.databases)
+        look_up = database_look_up(recosting.captured, target, model, recosting.databases)
         return _without_interval(replace(fused, look_up=look_up).apply(graph, target))
 
 
@@ -284,7 +289,7 @@ class FuseKernelChains:
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the graph with one kernel per chain."""
         assert recosting.requested.fuse is not None
-        fuse = Fuse(recosting.requested.fuse)
+        fuse = FuseChains(recosting.requested.fuse)
         return _without_interval(fuse.apply(graph, recosting.target))
 
 
@@ -314,21 +319,21 @@ class SerializeCpuCapture:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the serialized graph."""
-        return NoOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, recosting.target)
 
 
 PASSES: tuple[Pass, ...] = (
     SerializeGpuCapture(),
     FuseCpuAttention(),
     PredictDurations(),
-    MaximizeOverlap(),
+    AllowOverlap(),
     FuseGpuAttention(),
     UnfuseAttention(),
     FuseKernelChains(),
     ActivateNvlink(),
     SerializeCpuCapture(),
 )
-"""Every pass of a re-costing, in the order in which they run; each states why it stands there."""
+"""Every pass of a re-costing in order; the docstring of each states the reason for its place."""
 
 
 def recost(
@@ -344,18 +349,18 @@ def recost(
 
     Args:
         graph: a captured or converted graph. A CPU capture becomes the GPU graph it represents,
-            costed from shapes and the target's description alone, whatever the model.
+            costed only from shapes and the target's description, with every model.
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
-        source: GPU the graph was measured on, as `target`; None: by the name of its device.
+        source: GPU that measured the graph, in the forms of `target`; None: by its device record.
         passes: another dtype, attention kernel, sequence length, micro-batch, fused kernels,
             other overlap, active NVLink. By default the target's usual attention kernels run.
         databases: kernel databases of the target, in addition to the shipped ones; for "auto".
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
-        AnnotateError: the model is unknown, the graph was re-costed before, its device is
-            not known, a requested pass does not fit the graph, or a database is of other GPUs.
+        AnnotateError: the model is unknown, the graph was re-costed before, its device is unknown,
+            a requested pass does not fit the graph, or a database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
@@ -372,14 +377,14 @@ def recost(
         )
     gpu = load_gpu(target) if isinstance(target, str) else target
     recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases)
-    for step in PASSES:
-        if step.applies(recosting):
-            graph = step.apply(graph, recosting)
+    for pass_ in PASSES:
+        if pass_.applies(recosting):
+            graph = pass_.apply(graph, recosting)
     return graph
 
 
 def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions:
-    """Return the request for prediction: it swaps only fused kernels that the graph has."""
+    """Return the request for prediction, which swaps only fused kernels present in the graph."""
     kernel = requested.attention
     if kernel not in FUSED:
         return requested
@@ -389,8 +394,10 @@ def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions
 
 
 def _without_interval(graph: Graph) -> Graph:
-    """Return the graph without the interval of the step, which held for other kernels."""
-    *before, last = graph.job.annotations
-    details = {name: value for name, value in last.details.items() if name != "interval"}
-    last = msgspec.structs.replace(last, details=details)
-    return replace(graph, job=msgspec.structs.replace(graph.job, annotations=(*before, last)))
+    """Return the graph without the interval of the step, which applied to the replaced kernels."""
+    *earlier, annotation = graph.job.annotations
+    details = {name: value for name, value in annotation.details.items() if name != "interval"}
+    annotation = msgspec.structs.replace(annotation, details=details)
+    return replace(
+        graph, job=msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))
+    )

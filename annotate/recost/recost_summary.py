@@ -1,4 +1,4 @@
-"""What a re-costing changed, as data."""
+"""Summarise what a re-costing changed."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,17 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ClassRow:
-    """Compute nodes of one class; FLOPs and bytes are sums over those where they are known.
+    """Compute nodes of one class.
 
-    `evidence_ns` is their time after by its evidence.
+    Attributes:
+        op_class: their class.
+        count: how many there are.
+        before_ns: their time before re-costing.
+        after_ns: their time after re-costing.
+        flops: sum of the known FLOPs.
+        bytes_read: sum of the known bytes read.
+        bytes_written: sum of the known bytes written.
+        evidence_ns: time after re-costing by evidence.
     """
 
     op_class: OpClass
@@ -33,7 +41,7 @@ class ClassRow:
 
 @dataclass(frozen=True, slots=True)
 class UnknownKernel:
-    """Kernels of one operator and name with no class or no formula."""
+    """Kernels of one operator and name whose class is unknown or whose work has no formula."""
 
     op: str
     name: str
@@ -47,19 +55,18 @@ class Recosting:
     """A re-costing in figures.
 
     Attributes:
-        target: GPU description the graph is for now.
+        target: GPU description that the durations are predicted for.
         model: cost model.
-        source: device of the durations before.
-        classes: one row for each class that occurs, the longest time after first.
-        before_ns: time of all compute nodes before; those taken out included.
-        after_ns: the same after.
-        evidence: nodes by evidence of their duration ("measured", "looked_up", "scaled").
-        evidence_ns: the same, their time after.
-        rules: nodes by the rule that gave their duration.
-        unknown: kernels of unknown class or without formula, the longest time before first.
-        dropped: operators taken out and how often; of CPU captures alone.
-        interval: where four of five measured times of all compute nodes lie, in ns; () of models
-            whose errors are not known.
+        source: device of the original durations.
+        classes: one row per class that occurs, by decreasing time after re-costing.
+        before_ns: time of all compute nodes before re-costing, including nodes it removed.
+        after_ns: time of all compute nodes after re-costing.
+        evidence: number of nodes by evidence of their duration ("measured", "looked_up", "scaled").
+        evidence_ns: time after re-costing by evidence.
+        rules: number of nodes by the rule that predicted their duration.
+        unknown: kernels of unknown class or without formula, by decreasing time before re-costing.
+        dropped: removed operators and how often each occurred; only for CPU captures.
+        interval: p10 and p90 of the time of all compute nodes in ns; () for models without errors.
     """
 
     target: str
@@ -77,7 +84,7 @@ class Recosting:
 
 
 def summarise(before: Graph, after: Graph) -> Recosting:
-    """Return what the last re-costing of `after`, made from `before`, changed.
+    """Return what the last re-costing changed between `before` and `after`.
 
     Nodes are matched by id.
     """
@@ -109,11 +116,11 @@ def summarise(before: Graph, after: Graph) -> Recosting:
 
 
 def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
-    """Return the duration that the nodes with these ids had, 0 of those that were not there."""
+    """Return the earlier durations of the nodes with these ids; 0 for nodes that did not exist."""
     order = np.argsort(before.nodes.id)
-    place = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
-    there = before.nodes.id[order[place]] == ids
-    return np.where(there, before.nodes.duration_ns[order[place]], 0)
+    position = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
+    existed = before.nodes.id[order[position]] == ids
+    return np.where(existed, before.nodes.duration_ns[order[position]], 0)
 
 
 def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
@@ -134,18 +141,24 @@ def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRo
 def _unknown(
     after: Graph, index: I64, codes: npt.NDArray[np.uint8], old: I64, new: I64
 ) -> tuple[UnknownKernel, ...]:
-    blind = (codes == CLASSES.index(OpClass.UNKNOWN)) | (after.nodes.flops[index] == UNKNOWN)
-    op, name = after.nodes.op[index][blind], after.nodes.name[index][blind]
-    first, kind = combine([op, name])
-    count = np.bincount(kind, minlength=len(first))
+    without_model = (codes == CLASSES.index(OpClass.UNKNOWN)) | (
+        after.nodes.flops[index] == UNKNOWN
+    )
+    op, name = after.nodes.op[index][without_model], after.nodes.name[index][without_model]
+    first, group = combine([op, name])
+    count = np.bincount(group, minlength=len(first))
     sums = [
-        np.bincount(kind, weights=times[blind], minlength=len(first)).tolist()
+        np.bincount(group, weights=times[without_model], minlength=len(first)).tolist()
         for times in (old, new)
     ]
-    found = [
+    kernels = [
         UnknownKernel(
-            after.strings[int(op[row])], after.strings[int(name[row])], n, int(was), int(now)
+            after.strings[int(op[row])],
+            after.strings[int(name[row])],
+            occurrences,
+            int(before_ns),
+            int(after_ns),
         )
-        for row, n, was, now in zip(first, count.tolist(), *sums, strict=True)
+        for row, occurrences, before_ns, after_ns in zip(first, count.tolist(), *sums, strict=True)
     ]
-    return tuple(sorted(found, key=lambda kernel: -kernel.before_ns))
+    return tuple(sorted(kernels, key=lambda entry: -entry.before_ns))

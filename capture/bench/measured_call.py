@@ -119,13 +119,13 @@ class BenchCall:
 
     def layout(self) -> dict[str, Any]:
         """Return what a node does not record: strides, host operands by position, and TF32."""
-        told: dict[str, Any] = {}
+        layout: dict[str, Any] = {}
         for position, one in enumerate(self.operands()):
             if one.host:
-                told[str(position)] = "host"
+                layout[str(position)] = "host"
             elif one.strides is not None and one.strides != contiguous(one.shape):
-                told[str(position)] = list(one.strides)
-        return {**told, "tf32": True} if self.tf32 else told
+                layout[str(position)] = list(one.strides)
+        return {**layout, "tf32": True} if self.tf32 else layout
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

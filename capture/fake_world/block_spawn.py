@@ -40,9 +40,10 @@ def block_launchers() -> Generator[None]:
         given: Mapping[str, str] = named.get("env") or {}
         for name in _RANKS:
             if name in given and given[name] != os.environ.get(name):
-                told = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
+                command = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
                 raise CaptureError(
-                    f"the script starts a process as {name} {given[name]} ({told}), and a capture "
+                    f"the script starts a process as {name} {given[name]} ({command}), and a "
+                    "capture "
                     "runs one rank alone: give --torchrun, which tells it that all are started",
                     code="spawn-launcher",
                 )

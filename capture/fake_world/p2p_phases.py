@@ -236,7 +236,7 @@ class Backwards:
 
 def _of(known: dict[StorageWeakRef, _Exchange], tensors: Iterable[Any]) -> list[_Exchange]:
     """Take out what is known of the memory of tensors."""
-    storages = [storage for one in tensors if (storage := _storage(one)) in known and storage]
+    storages = [storage for tensor in tensors if (storage := _storage(tensor)) in known and storage]
     return [known.pop(storage) for storage in storages]
 
 
@@ -248,7 +248,9 @@ def _storage(tensor: Any) -> StorageWeakRef | None:
 
 def _graph(outputs: Iterable[Any]) -> tuple[set[Any], list[Tensor]]:
     """Return the operators that a backward goes through, and the leaves where it ends."""
-    pending = [one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn]
+    pending = [
+        output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn
+    ]
     operators: set[Any] = set(pending)
     leaves: list[Tensor] = []
     while pending:

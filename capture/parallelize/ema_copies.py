@@ -67,7 +67,7 @@ def _live_matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
 
 def _matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
     modules = live(nn.Module)
-    holders = [one for one in modules if any(part is model for part in one.modules())]
+    holders = [module for module in modules if any(part is model for part in module.modules())]
     family = {part for holder in holders for part in holder.modules()}
     candidates = [one for one in modules if type(one) is type(model) and one not in family]
     return [one for one in candidates if fits(model, one, modules)]
@@ -82,8 +82,8 @@ def _is_reference(model: nn.Module, other: nn.Module, modules: list[nn.Module]) 
     pairs = _pairs(model, other)
     if not pairs or any(parameter.requires_grad for _, parameter in pairs):
         return False
-    holders = [one for one in modules if any(part is other for part in one.modules())]
-    return all(len([*one.parameters()]) == len(pairs) for one in holders)
+    holders = [module for module in modules if any(part is other for part in module.modules())]
+    return all(len([*holder.parameters()]) == len(pairs) for holder in holders)
 
 
 def _pairs(model: nn.Module, other: nn.Module) -> list[tuple[Tensor, Tensor]]:

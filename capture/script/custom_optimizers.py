@@ -59,7 +59,7 @@ class OwnOptimizers:
         if self._first or self._backwards & (self._backwards - 1) or self._backwards == 1:
             return
         self._undo.close()
-        for owner in {_owner(type(one)) for one in gc.get_objects() if _trains(one)}:
+        for owner in {_owner(type(value)) for value in gc.get_objects() if _trains(value)}:
             self._undo.enter_context(replaced(owner, "step", self._watched(owner.__dict__["step"])))
 
     def _watched(self, method: FunctionType) -> Callable[..., Any]:

@@ -116,7 +116,7 @@ def _stepping(error: BaseException) -> str | None:
     """Return the class of the optimizer in whose own step it was raised, None for no such step."""
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     steps = [f.f_locals.get("self") for f in last if f.f_code.co_name == "step"]
-    kinds = [type(one).__name__ for one in steps if isinstance(one, torch.optim.Optimizer)]
+    kinds = [type(step).__name__ for step in steps if isinstance(step, torch.optim.Optimizer)]
     return kinds[-1] if kinds else None
 
 
@@ -159,8 +159,8 @@ def _memory(*, on_gpu: bool) -> tuple[int, int, str]:
         device = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(device)
         return total - free, total, torch.cuda.get_device_name(device)
-    told = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"(\w+):\s+(\d+) kB", told)}
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
     total = sizes.get("MemTotal", 0)
     return total - sizes.get("MemAvailable", total), total, "this machine"
 

@@ -253,13 +253,13 @@ def _exited(
     exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
 ) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
+    text = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
     if taken:
-        return told + _need(windows)
-    told += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
+        return text + _need(windows)
+    text += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
     if not exit_.code and not torch.accelerator.is_available():  # as scripts leave that count GPUs
-        told += ". There is no GPU here; if it asks for some, capture where there is one"
-    return told
+        text += ". There is no GPU here; if it asks for some, capture where there is one"
+    return text
 
 
 def _steps(count: int) -> str:

@@ -122,8 +122,10 @@ def reordered(
 def summed_up(check: str, tolerance: str, differences: Iterable[Difference]) -> list[Comparison]:
     """Return one row for each kind of tensor."""
     rows: dict[tuple[str, str, str], list[Difference]] = {}
-    for one in differences:
-        rows.setdefault((one.what, one.module, one.dtype), []).append(one)
+    for difference in differences:
+        rows.setdefault((difference.what, difference.module, difference.dtype), []).append(
+            difference
+        )
     return [
         Comparison(
             check=check,
@@ -131,10 +133,10 @@ def summed_up(check: str, tolerance: str, differences: Iterable[Difference]) -> 
             module=module,
             dtype=dtype,
             tensors=len(members),
-            equal=sum(one.equal for one in members),
-            max_abs=max(_order(one.max_abs) for one in members),
-            max_rel=max(_order(one.max_rel) for one in members),
-            breaches=sum(one.breach for one in members),
+            equal=sum(member.equal for member in members),
+            max_abs=max(_order(member.max_abs) for member in members),
+            max_rel=max(_order(member.max_rel) for member in members),
+            breaches=sum(member.breach for member in members),
             worst=max(members, key=lambda one: (one.breach, _order(one.max_rel))).name,
             tolerance=tolerance,
         )

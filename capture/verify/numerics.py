@@ -74,7 +74,7 @@ class Verification(msgspec.Struct, frozen=True):
     @property
     def breaches(self) -> int:
         """Tensors that differ by more than the tolerance."""
-        return sum(one.breaches for one in self.comparisons)
+        return sum(comparison.breaches for comparison in self.comparisons)
 
 
 def verify(

@@ -291,7 +291,7 @@ def _compare(
         return differences
 
     differences, allowed = compared(None), _TOLERANCE
-    if any(one.breach for one in differences):
+    if any(difference.breach for difference in differences):
         progress("the whole model, its weights rounded otherwise")
         differences = compared(rounding_of(reference, batch, named, expected))
         allowed = f"{_TOLERANCE}; {_ROUNDED}"

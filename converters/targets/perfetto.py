@@ -113,7 +113,7 @@ def _slices(
     shapes, groups = graph.text("input_shapes"), graph.text("group")
     for index, lane in enumerate(lanes):
         kind = Kind(int(nodes.kind[index]))
-        told: dict[str, Any] = {
+        details: dict[str, Any] = {
             "node": int(nodes.id[index]),
             "kind": kind.name.lower(),
             "operator": ops[index],
@@ -123,12 +123,12 @@ def _slices(
             "shapes": shapes[index],
         }
         if shown_ns[index] != nodes.duration_ns[index]:
-            told["own_ns"] = int(nodes.duration_ns[index])
+            details["own_ns"] = int(nodes.duration_ns[index])
         for column in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
             if (value := int(getattr(nodes, column)[index])) != UNKNOWN:
-                told[column] = value
+                details[column] = value
         if kind.is_communication:
-            told |= {
+            details |= {
                 "collective": Collective(int(nodes.collective[index])).name.lower(),
                 "group": groups[index],
             }
@@ -140,7 +140,7 @@ def _slices(
             "tid": lane,
             "ts": int(start[index]) / 1e3,
             "dur": int(shown_ns[index]) / 1e3,
-            "args": told,
+            "args": details,
         }
 
 

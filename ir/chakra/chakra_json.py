@@ -91,8 +91,8 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             value, position = decoder.raw_decode(text, position)
         except (json.JSONDecodeError, RecursionError) as error:
-            told = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
             raise ChakraError(
-                f"{path}: line {line}: not JSON: {told}", code="chakra-json-malformed"
+                f"{path}: line {line}: not JSON: {reason}", code="chakra-json-malformed"
             ) from error
         yield line, value

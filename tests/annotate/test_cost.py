@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.cost import Job, load_prices, report_cost
@@ -86,9 +87,9 @@ def test_a_wrong_price_list_is_an_error(tmp_path: Path, old: str, new: str, mess
 def test_a_list_without_prices_or_a_missing_one_is_an_error(tmp_path: Path):
     path = tmp_path / "prices.toml"
     path.write_text('date = 2026-01-02\ncurrency = "EUR"\n')
-    with pytest.raises(FormatError, match="lists no price"):
+    with raises_code("prices-empty"):
         load_prices(path)
-    with pytest.raises(FormatError, match="cannot be read"):
+    with raises_code("prices-unreadable"):
         load_prices(tmp_path / "none.toml")
 
 

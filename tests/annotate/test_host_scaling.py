@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.passes.host_scaling import rehost
+from onerank.annotate.passes.host_scaling import scale_host
 from onerank.ir import Evidence, Kind
 
 
@@ -17,7 +17,7 @@ def host_graph(trace, mm):
 @pytest.mark.parametrize(("factor", "each"), [(0, 0), (0.5, 500), (3, 3000)])
 def test_host_operators_are_scaled_and_kernels_are_not(trace, mm, factor, each):
     graph = recost(host_graph(trace, mm), "H200")
-    made = rehost(graph, factor)
+    made = scale_host(graph, factor)
     host = graph.mask(Kind.HOST_OP)
     assert made.nodes.duration_ns[host].tolist() == [each, each]
     assert (made.nodes.evidence[host] == Evidence.SCALED).all()
@@ -29,4 +29,4 @@ def test_host_operators_are_scaled_and_kernels_are_not(trace, mm, factor, each):
 
 def test_a_factor_of_one_changes_nothing(trace, mm):
     graph = host_graph(trace, mm)
-    assert rehost(graph, 1) is graph
+    assert scale_host(graph, 1) is graph

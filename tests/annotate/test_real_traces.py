@@ -19,7 +19,7 @@ from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.lower_bounds import least_ns
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.op_costs.node_costs import characters
-from onerank.annotate.passes.change_dtype import in_half
+from onerank.annotate.passes.change_dtype import run_in_float16
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph, Kind
 
@@ -187,7 +187,7 @@ class TestScaling:
         found = characters(h200)
         if figure not in gpu.figures:  # a V100 or a T4: training is in float16 there
             figure = "fp16_tensor_tflops"
-            found, dtype, _ = in_half(found, "fp16", (source, gpu))
+            found, dtype, _ = run_in_float16(found, "fp16", (source, gpu))
             assert dtype is None
         predict = {"ratio": by_ratio, "residual": by_residual}[model]
         kernels = KernelFeatures.of(h200, found)

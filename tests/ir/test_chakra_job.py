@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from chakra_files import attr, metadata_of, write_messages
+from raised import raises_code
 
 from onerank.ir import (
     Annotation,
@@ -146,5 +147,5 @@ def test_file_of_a_later_schema(tmp_path: Path):
 
 def test_job_without_json_form(tmp_path: Path):
     job = Job(annotations=(Annotation("t", "m", "s", {"bad": object()}),))
-    with pytest.raises(ChakraError, match="the job's annotations has no JSON form"):
+    with raises_code("chakra-job-not-json"):
         GraphBuilder().build(job).write(tmp_path / "out.et")

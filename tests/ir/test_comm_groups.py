@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from raised import raises_code
 
 import onerank
 from onerank.cli import onerank as command
@@ -143,9 +144,7 @@ def test_wrong_groups(tmp_path: Path, groups: Any, found: str) -> None:
 
 def test_two_files_of_groups(tmp_path: Path) -> None:
     workload(workload(tmp_path), "comm_group.json")
-    with pytest.raises(
-        FormatError, match=r"comm_groups\.json and comm_group\.json both hold groups"
-    ):
+    with raises_code("groups-ambiguous"):
         onerank.read(tmp_path / "w.0.et")
 
 

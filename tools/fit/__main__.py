@@ -56,7 +56,7 @@ def main() -> None:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not given.step}
-    kept["composed"] = shipped().errors["composed"]  # benchmarks/deepbench.py tells them
+    kept["composed"] = shipped().errors["composed"]  # measured by benchmarks/deepbench.py
     if lacking := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(f"{given.data} lacks the measurements for the errors of {', '.join(lacking)}")
     errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept
@@ -73,16 +73,18 @@ def main() -> None:
 
 
 def _looked_up(step: Path) -> list[Case]:
-    """Return the kernels of a step as they are looked up in the shipped database.
+    """Return the kernels of a step with look-ups in the shipped database.
 
     Raises:
-        AnnotateError: there is none of the GPU.
+        AnnotateError: no shipped database has rows of the GPU.
     """
     graph = read(step)
     gpu = source_gpu(graph, None)
     library = open_library([], gpu, None, graph.job.measurement.versions)
     if library is None:
-        raise AnnotateError(f"{step}: no shipped kernel database has rows of {gpu.name}")
+        raise AnnotateError(
+            f"{step}: no shipped kernel database has rows of {gpu.name}", code="fit-no-database"
+        )
     return list(captured_cases(graph, library))
 
 

@@ -63,11 +63,12 @@ DATABASES = Path(__file__).parents[1] / "databases"
 def alone_cases(folder: Path) -> Iterator[Case]:
     """Yield norms, rotary embeddings, activations and additions in fp16, by GPU.
 
-    As an operator of a CPU capture is costed: launch floor and bandwidth. Nothing is left out, for
-    nothing of that is fitted. Left out is the embedding, five times as slow as its bytes: PyTorch
-    has had another kernel for it since, which is not (a gather of rows in the H200's database).
+    They are predicted like operators of a CPU capture: launch floor and bandwidth. No family is
+    excluded, because nothing of this is fitted.
     """
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    # The embedding is five times slower than its bytes. PyTorch has replaced that kernel since:
+    # the gather of rows in the H200's database is not slow.
     rows = rows.filter(pl.col("op").cast(pl.String) != "emb")
     index = ["model", "tp", "tokens", "op", "bytes"]
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
@@ -107,7 +108,7 @@ def database_cases(model: Callable[[str], Alone]) -> Iterator[Case]:
 
 
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
-    """Return the function that forgets what was measured on a target.
+    """Return a function that removes the measured figures from a target's description.
 
     Achievable bandwidth and launch floor, in clock cycles, become the means over the families of
     the other GPUs, the sustained fraction what the power limit allows, see `capped_fraction`.
@@ -129,7 +130,7 @@ def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
 
 
 def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Callable[[Gpu], Gpu]:
-    """Return the function that knows a target by its datasheet and two microbenchmarks."""
+    """Return a function that describes a target by its datasheet and two microbenchmarks."""
     forget = as_by_datasheet(gpus)
     place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
 
@@ -174,7 +175,7 @@ _MOST_SUSTAINED = 0.9
 
 
 def capped_fraction(target: Gpu, others: Sequence[Gpu]) -> float:
-    """Return the part of the peak that the power limit lets long products hold.
+    """Return the fraction of the peak that the power limit lets long products sustain.
 
     Power goes with rate * voltage^2, and voltage with the clock. So the part x of peak and clock at
     which the limit is met has
@@ -207,6 +208,9 @@ def capped_fraction(target: Gpu, others: Sequence[Gpu]) -> float:
 def _power_share(gpu: Gpu) -> float:
     peak = gpu.peak_tensor_flops_per_s("bfloat16")
     if not peak or not gpu.tdp_w:
-        raise TargetError(f"{gpu.name}: what it sustains by power needs a bf16 rate and tdp_w")
+        raise TargetError(
+            f"{gpu.name}: the power-limited rate needs a bf16 rate and tdp_w",
+            code="fit-gpu-incomplete",
+        )
     needed = _NODE_POWER.get(gpu.architecture, 1.0) * (peak / 1e12) * (gpu.clock_hz / 1e9) ** 2
     return (gpu.tdp_w / needed) ** (1 / 3)

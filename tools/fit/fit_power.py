@@ -41,9 +41,10 @@ COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
 
 LEAST_US = 200
 
-"""Products of a table are no shorter: of those that were run for less than a sample of the power
-takes, the idle time between the runs is in the sample. A product of m = n = k = 2048 draws 309 W in
-the table and 705 W when it is held for two seconds on the same GPU, one of 4096 692 W in both."""
+"""Shortest products used: power samples of shorter runs include the idle time between runs."""
+
+# A product of m = n = k = 2048 draws 309 W in the table and 705 W when sustained for two seconds on
+# the same GPU; one of 4096 draws 692 W in both.
 
 _LISTS = {
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_div_", "_foreach_sqrt"), 1),
@@ -52,7 +53,7 @@ _LISTS = {
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_"), 5),
 }
 
-"""Operator -> lists among its operands, which a key lays out one by one."""
+"""Operator -> number of lists among its operands, which a key stores flattened."""
 
 _AS_OPERAND = (OpClass.ELEMENTWISE, OpClass.NORM, OpClass.SOFTMAX)
 
@@ -71,8 +72,8 @@ def read_held(path: Path) -> list[Powers]:
     rows = [row for row in rows_of(read_database(path)) if row.power_w is not None]
     if not rows:
         raise FormatError(
-            f"{path}: no row has a power; expected calls that were held, as `onerank bench --grid "
-            "power` measures them"
+            f"{path}: no row has a power; expected sustained calls of `onerank bench --grid power`",
+            code="fit-no-power",
         )
     names = dict.fromkeys(row.gpu for row in rows)
     return [_held(name, [row for row in rows if row.gpu == name]) for name in names]
@@ -81,7 +82,9 @@ def read_held(path: Path) -> list[Powers]:
 def _held(name: str, rows: list[KernelRow]) -> Powers:
     gpu = find_gpu(name)
     if gpu is None or gpu.tdp_w is None:
-        raise TargetError(f"{name}: the fit needs a description with tdp_w")
+        raise TargetError(
+            f"{name}: the fit needs a description with tdp_w", code="fit-gpu-incomplete"
+        )
     nanoseconds = np.array([row.median_ns for row in rows], dtype=np.float64)
     use = uses_of(kernels_of([_work(row) for row in rows], nanoseconds), gpu)
     share = np.array([row.power_w or 0.0 for row in rows]) / gpu.tdp_w
@@ -90,10 +93,13 @@ def _held(name: str, rows: list[KernelRow]) -> Powers:
 
 
 def _work(row: KernelRow) -> Work:
-    """Return what a row's call does, its results taken to be as its operands."""
+    """Return the work of a row's call, assuming results like its operands."""
     call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
     if call is None:
-        raise FormatError(f"{row.operator}: an operand of {', '.join(row.dtypes)} has no size")
+        raise FormatError(
+            f"{row.operator}: an operand of {', '.join(row.dtypes)} has no size",
+            code="fit-unknown-size",
+        )
     work = work_of_call(row.operator, with_results(call))
     if work.dtype == "float32" and "tf32" in row.layout:
         return replace(work, dtype="tfloat32")
@@ -101,7 +107,7 @@ def _work(row: KernelRow) -> Work:
 
 
 def with_results(call: Call) -> Call:
-    """Return a call of a key with its lists put together, and with the results it will have."""
+    """Return a call of a key with its lists restored and with its results."""
     lists, given = _LISTS.get(call.op, 0), call.inputs
     if lists:
         each = len(given) // lists
@@ -143,9 +149,14 @@ def read_products(path: Path) -> list[Powers]:
     try:
         table = pl.read_parquet(path)
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise FormatError(f"{path}: no parquet table can be read there: {error}") from None
+        raise FormatError(
+            f"{path}: cannot be read as a parquet table: {error}", code="fit-unreadable-table"
+        ) from None
     if lacking := [name for name in COLUMNS if name not in table.columns]:
-        raise FormatError(f"{path}: lacks {', '.join(lacking)}; it has {', '.join(table.columns)}")
+        raise FormatError(
+            f"{path}: lacks {', '.join(lacking)}; it has {', '.join(table.columns)}",
+            code="fit-missing-columns",
+        )
     if "dtype" in table.columns:
         table = table.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
     table = table.filter(pl.col("time_us") >= LEAST_US)
@@ -158,7 +169,9 @@ def read_products(path: Path) -> list[Powers]:
 def _products(gpu: Gpu, rows: pl.DataFrame) -> Powers:
     rate = gpu.tensor_flops_per_s("bfloat16")
     if gpu.tdp_w is None or rate is None:
-        raise TargetError(f"{gpu.name}: the test needs tdp_w and a bf16 rate")
+        raise TargetError(
+            f"{gpu.name}: the test needs tdp_w and a bf16 rate", code="fit-gpu-incomplete"
+        )
     m, n, k, time, power = (rows[name].to_numpy().astype(np.float64) for name in COLUMNS[1:])
     moved = 2 * (m * k + k * n + m * n)
     use = uses(time * 1e-6, 2 * m * n * k / rate, moved, np.zeros_like(time), gpu)
@@ -179,7 +192,7 @@ class Errors:
 
 
 def errors_of(coefficients: F64, measured: Powers) -> Errors:
-    """Return how far the model is off on calls that were held."""
+    """Return the error of the model on sustained calls."""
     shares = drawn(measured.use, Coefficients(*coefficients.tolist()))
     predicted = np.minimum(1, shares)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
@@ -221,7 +234,8 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     if sensors is None or sensors.power_mw is None or window < SETTLED_S:
         raise AnnotateError(
             f"{name}: its power was read for {window:.1f} s; expected {SETTLED_S:g} s or more: "
-            "capture it with more --timed-steps"
+            "capture it with more --timed-steps",
+            code="fit-step-too-short",
         )
     gpu = load_gpu(graph.job.device.name)
     step = measured.median_step_ns or 0

@@ -22,7 +22,7 @@ _STEP = 1e-2  # of the finite differences, in the logarithms of the coefficients
 
 _SCALE = 0.1  # a relative error above which a residual counts by its size, not its square
 
-_PULL = 0.005  # towards the start, of what the measurements leave open
+_PULL = 0.005  # weak pull to the start: the measurements do not determine every coefficient
 
 
 def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
@@ -160,7 +160,7 @@ def rates_of(gpu: Gpu, dtype: str, count: int) -> Rates:
 
 
 def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
-    """Return the least and the most of what the GPUs are like."""
+    """Return the range of each property over the GPUs."""
     rows = [properties(gpu) for gpu in gpus]
     return {name: (min(r[name] for r in rows), max(r[name] for r in rows)) for name in rows[0]}
 

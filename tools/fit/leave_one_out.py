@@ -16,8 +16,8 @@ from onerank.annotate.models.cost_model import Alone, Predict
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
-from onerank.annotate.passes.swap_kernels import by_roofline
-from tools.fit import resize_eval as resized
+from onerank.annotate.passes.swap_kernels import roofline_ratio
+from tools.fit import resize_eval
 from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet
 from tools.fit.datasheet_eval import attention_cases as attention_alone
 from tools.fit.datasheet_eval import database_cases as database_attention
@@ -110,7 +110,7 @@ def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> It
 def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Case]:
     """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
 
-    Nothing is left out, for nothing of the residual model is fitted.
+    No family is excluded, because nothing of the residual model is fitted.
     """
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
     index = ["model", "tp", "tokens", "op", "bytes"]
@@ -126,13 +126,13 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
 
 Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
 
-"""What another data type makes of the times of kernels, of (before, after, GPU)."""
+"""Factor on the times of kernels for another dtype, of (before, after, GPU)."""
 
 
-def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
+def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Case]:
     """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
 
-    Nothing is left out, for nothing of the shipped rule is fitted.
+    No family is excluded, because nothing of the shipped rule is fitted.
     """
     wide, narrow = read_products(folder), read_products(folder, "fp8")
     place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
@@ -148,11 +148,11 @@ def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
 
 
 def errors_of(cases: Iterable[Case]) -> Error:
-    """Return what the cases of one kind have in common, as of GPUs like those fitted to."""
+    """Return the error distribution of the cases of one kind, for GPUs near those of the fit."""
     errors = [case.error / case.widening for case in cases]
     middles = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
-    # a new GPU may be off either way, and the other direction of a pair is
+    # The error of a new GPU may have either sign, as the two directions of a pair have.
     bound = np.quantile(np.abs(pooled), 0.8)
     squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
     own = np.sqrt(np.mean(squares))
@@ -200,8 +200,8 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
         cases.append(replace(case, kind="gemm_8bit"))
     cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
-    cases += resized.product_cases(products, alone)
-    cases += resized.attention_cases(attention, alone)
-    cases += resized.memory_cases(folder)
+    cases += resize_eval.product_cases(products, alone)
+    cases += resize_eval.attention_cases(attention, alone)
+    cases += resize_eval.memory_cases(folder)
     cases += [*attention_alone(attention, alone), *database_attention(alone)]
     return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

@@ -23,7 +23,7 @@ from tools.fit.measured_kernels import F64, read_products
 
 POWER_FILE = "gemm_power.parquet"
 STEP_KINDS = ("looked_up", "looked_up_loosely")
-_LONG_NS = 10_000  # the layers' campaign tells whole microseconds
+_LONG_NS = 10_000  # the layers' campaign records whole microseconds
 _SIZES = ["m", "n", "k"]
 
 
@@ -79,9 +79,9 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
 
 
 def looked_up_cases(folder: Path) -> Iterator[Case]:
-    """Yield what the first campaign says of the second: looked up on one GPU, and on two.
+    """Yield look-ups of the first campaign for the second, on one GPU and on two.
 
-    Nothing is left out, for nothing of a look-up is fitted.
+    No family is excluded, because nothing of a look-up is fitted.
     """
     for one in campaigns(folder):
         rows = one.sizes[:, 0]
@@ -95,7 +95,7 @@ def looked_up_cases(folder: Path) -> Iterator[Case]:
 
 
 def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
-    """Yield the kernels of a captured step as they are looked up for the GPU that ran it.
+    """Yield the kernels of a captured step with look-ups for the GPU that ran it.
 
     One kernel of each name for each call, its median time.
 

@@ -1,4 +1,4 @@
-"""Measured kernels of several GPUs, read from a user's directory, as cost models take them."""
+"""Read measured kernels of several GPUs from a directory, as input of cost models."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ class Attention:
 
 
 def family(gpu: Gpu) -> str:
-    """Return the die family of a GPU: what is left out together."""
+    """Return the die family of a GPU; a fit excludes whole families."""
     return gpu.architecture
 
 
@@ -98,15 +98,19 @@ def read_attention(folder: Path) -> Attention:
 
 def _read(path: Path, columns: list[str]) -> pl.DataFrame:
     if not path.is_file():
-        raise FormatError(f"{path}: no such file; give the folder that holds {path.name}")
+        raise FormatError(
+            f"{path}: no such file; give the folder that contains {path.name}", code="fit-no-file"
+        )
     found = pl.read_parquet_schema(path)
     if missing := [name for name in columns if name not in found]:
-        raise FormatError(f"{path} lacks the columns {', '.join(missing)}")
+        raise FormatError(
+            f"{path} lacks the columns {', '.join(missing)}", code="fit-missing-columns"
+        )
     return pl.read_parquet(path, columns=columns)
 
 
 def _times(table: pl.DataFrame, first: int) -> dict[str, F64]:
-    """Return the times by description, of two campaigns on one GPU the last."""
+    """Return the times by GPU description; the last campaign wins for a GPU with two."""
     return {
         load_gpu(name).name: table[name].to_numpy().astype(np.float64) * 1000
         for name in table.columns[first:]
@@ -124,7 +128,7 @@ _LAYERS = {
 
 
 def of_products(products: Products, times_ns: F64) -> KernelFeatures:
-    """Return one product an operator, measured to take `times_ns`."""
+    """Return one operator per product, with measured `times_ns`."""
     batch, m, n, k, item, result = products.shapes.T
     moved = batch * (item * (m * k + k * n) + result * m * n)
     made = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
@@ -132,7 +136,7 @@ def of_products(products: Products, times_ns: F64) -> KernelFeatures:
 
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
-    """Return one 16-bit attention an operator, measured to take `times_ns`."""
+    """Return one operator per 16-bit attention, with measured `times_ns`."""
     batch, heads, key_heads, rows, keys, d, dv, _, _ = attention.shapes.T
     flops = batch * heads * rows * keys * (d + dv)  # causal: half of them
     moved = 2 * batch * (rows * heads + keys * key_heads) * (d + dv)

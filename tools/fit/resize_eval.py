@@ -11,7 +11,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.passes.swap_kernels import at_other_size
+from onerank.annotate.passes.swap_kernels import scale_to_size
 from tools.fit.datasheet_eval import VIDUR_FILE, Case
 from tools.fit.measured_kernels import (
     F64,
@@ -24,7 +24,7 @@ from tools.fit.measured_kernels import (
 )
 
 FACTORS = (2, 4, 8)
-"""Another size is so many times as large, or as small."""
+"""Ratios of the larger to the smaller size."""
 
 _LEAST = 256  # rows of a product, tokens: no training step has fewer
 
@@ -34,7 +34,7 @@ def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator
 
     Args:
         products: what was measured.
-        model: family that is left out -> the model of kernels that nobody measured.
+        model: family that is left out -> the model of unmeasured kernels.
     """
     sizes = products.shapes[:, 1:4]
     pairs = _pairs(sizes, grows=0, least=_LEAST)
@@ -107,5 +107,5 @@ def _both_ways(
     small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     for start, end in ((small, large), (large, small)):
         before, after = kernels.only(start), kernels.only(end)
-        made = at_other_size(times[start], before, after, gpu, alone)
+        made = scale_to_size(times[start], before, after, gpu, alone)
         yield Case(kind, gpu, gpu, times[end], made, rows[end])

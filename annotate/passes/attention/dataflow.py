@@ -15,7 +15,7 @@ from onerank.ir import Graph
 I64 = npt.NDArray[np.int64]
 
 OUTSIDE = -1
-"""Who made what was there before the step."""
+"""Writer of contents that existed before the step."""
 
 _IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})
 
@@ -25,9 +25,9 @@ class Operand(NamedTuple):
 
     Attributes:
         tensor: shape and type.
-        place: where it is.
-        type: as in the column of types.
-        content: what is there, a position in `Flow.contents`.
+        place: its location.
+        type: entry of the column of types.
+        content: index of its content in `Flow.contents`.
     """
 
     tensor: Tensor
@@ -42,15 +42,15 @@ class Call(NamedTuple):
     Attributes:
         nodes: its operations, in execution order.
         launcher: the host operator that launched them, -1 for none.
-        begun_ns: launch time, or start time if no launch is known.
+        issued_ns: launch time, or start time if no launch is known.
         op: base name.
         reads: operands with known tensors; empty if not recorded.
-        writes: the same of results.
+        writes: results with known tensors.
     """
 
     nodes: tuple[int, ...]
     launcher: int
-    begun_ns: int
+    issued_ns: int
     op: str
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
@@ -61,17 +61,17 @@ class TensorVersion(NamedTuple):
 
     Attributes:
         storage: its id.
-        maker: index of the call that wrote it, `OUTSIDE` for none.
-        tensor: as it was written, or first read.
-        place: the same.
-        behind: earlier content that may remain, if only a part was overwritten.
+        writer: index of the call that wrote it, `OUTSIDE` for none.
+        tensor: the tensor that was written, or first read.
+        place: location of that tensor.
+        underlying: earlier content that remains where the write covered only a part.
     """
 
     storage: int
-    maker: int
+    writer: int
     tensor: Tensor
     place: Place
-    behind: int | None = None
+    underlying: int | None = None
 
 
 class Flow(NamedTuple):
@@ -81,87 +81,92 @@ class Flow(NamedTuple):
         calls: in execution order.
         contents: of all storages.
         readers: of each content, indices of calls.
-        beside: of each content, calls that may read the remainder of a partly overwritten one.
-        passing: (operation, launcher, content) of calls that return their operand unchanged.
+        remainder_readers: of each content, calls that may read what a partial write left of it.
+        identities: (operation, launcher, content) of calls that return their operand unchanged.
     """
 
     calls: list[Call]
     contents: list[TensorVersion]
     readers: list[list[int]]
-    beside: list[list[int]]
-    passing: list[tuple[int, int, int]]
+    remainder_readers: list[list[int]]
+    identities: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
         """Follow the storages of a step through its calls."""
-        made = cls([], [], [], [], [])
-        held = dict[int, int]()
-        for nodes, launcher, access in _groups(graph):
+        flow = cls([], [], [], [], [])
+        current = dict[int, int]()
+        for nodes, launcher, access in _operator_instances(graph):
             if _is_identity(graph, nodes[0], access):
-                content = held.get(access.writes[0][1].storage, OUTSIDE)
-                made.passing.extend((node, launcher, content) for node in nodes)
+                content = current.get(access.writes[0][1].storage, OUTSIDE)
+                flow.identities.extend((node, launcher, content) for node in nodes)
                 continue
-            made._add(graph, nodes, launcher, access, held)
-        return made
+            flow._add(graph, nodes, launcher, access, current)
+        return flow
 
     def _add(
-        self, graph: Graph, nodes: list[int], launcher: int, access: Access, held: dict[int, int]
+        self, graph: Graph, nodes: list[int], launcher: int, access: Access, current: dict[int, int]
     ) -> None:
-        at = len(self.calls)
+        index = len(self.calls)
         op = base_name(graph.strings[int(graph.nodes.op[nodes[0]])])
         reads = list[Operand]()
-        for tensor, place, kind in access.reads:
-            known = held.get(place.storage)
-            if known is None or self.contents[known].tensor.dtype != tensor.dtype:
-                # from before the step, or memory used again by what no operator wrote
-                held[place.storage] = self._content(place.storage, OUTSIDE, tensor, place)
-            content = held[place.storage]
-            self._is_read(content, at, tensor)
-            reads.append(Operand(tensor, place, kind, content))
+        for tensor, place, dtype in access.reads:
+            version = current.get(place.storage)
+            if version is None or self.contents[version].tensor.dtype != tensor.dtype:
+                # Memory from before the step, or reused without a recorded write: another dtype
+                # at the same storage shows that its content changed.
+                current[place.storage] = self._add_version(place.storage, OUTSIDE, tensor, place)
+            content = current[place.storage]
+            self._note_reader(content, index, tensor)
+            reads.append(Operand(tensor, place, dtype, content))
         writes = list[Operand]()
-        for tensor, place, kind in access.writes:
-            behind = held.get(place.storage) if op.endswith("_") else None
-            if behind is not None and tensor.numel >= self.contents[behind].tensor.numel:
-                behind = None
-            held[place.storage] = self._content(place.storage, at, tensor, place, behind)
-            writes.append(Operand(tensor, place, kind, held[place.storage]))
-        begun = int(graph.nodes.start_ns[launcher if launcher >= 0 else nodes[0]])
-        self.calls.append(Call(tuple(nodes), launcher, begun, op, tuple(reads), tuple(writes)))
+        for tensor, place, dtype in access.writes:
+            underlying = current.get(place.storage) if op.endswith("_") else None
+            if underlying is not None and tensor.numel >= self.contents[underlying].tensor.numel:
+                underlying = None
+            current[place.storage] = self._add_version(
+                place.storage, index, tensor, place, underlying
+            )
+            writes.append(Operand(tensor, place, dtype, current[place.storage]))
+        issued_ns = int(graph.nodes.start_ns[launcher if launcher >= 0 else nodes[0]])
+        self.calls.append(Call(tuple(nodes), launcher, issued_ns, op, tuple(reads), tuple(writes)))
 
-    def _is_read(self, content: int, reader: int, tensor: Tensor) -> None:
-        """Take note of a reader, of what a smaller write left in place as well."""
+    def _note_reader(self, content: int, reader: int, tensor: Tensor) -> None:
+        """Record a reader of a content, and of the earlier content below a partial write."""
         if reader not in self.readers[content][-1:]:
             self.readers[content].append(reader)
-        one = self.contents[content]
-        while one.behind is not None and (one.place.offset or tensor.numel > one.tensor.numel):
-            self.beside[one.behind].append(reader)
-            one = self.contents[one.behind]
+        version = self.contents[content]
+        while version.underlying is not None and (
+            version.place.offset or tensor.numel > version.tensor.numel
+        ):
+            self.remainder_readers[version.underlying].append(reader)
+            version = self.contents[version.underlying]
 
-    def _content(
-        self, storage: int, maker: int, tensor: Tensor, place: Place, behind: int | None = None
+    def _add_version(
+        self, storage: int, writer: int, tensor: Tensor, place: Place, underlying: int | None = None
     ) -> int:
-        self.contents.append(TensorVersion(storage, maker, tensor, place, behind))
+        self.contents.append(TensorVersion(storage, writer, tensor, place, underlying))
         self.readers.append([])
-        self.beside.append([])
+        self.remainder_readers.append([])
         return len(self.contents) - 1
 
 
-def _groups(graph: Graph) -> list[tuple[list[int], int, Access]]:
+def _operator_instances(graph: Graph) -> list[tuple[list[int], int, Access]]:
     """Return (operations, launcher, tensors) of each operator instance, in order."""
     device = np.flatnonzero(compute_mask(graph) | graph.communication)
     device = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
     access = accesses_of(graph, device, scalars=True)
-    by = launchers(graph)
+    launcher = launchers(graph)
     groups = dict[tuple[int, int], list[int]]()
     for node in device.tolist():
-        key = (int(by[node]), -1) if by[node] >= 0 else (-1, node)
+        key = (int(launcher[node]), -1) if launcher[node] >= 0 else (-1, node)
         groups.setdefault(key, []).append(node)
-    nothing = Access((), ())
-    return [(nodes, key[0], access.get(nodes[0], nothing)) for key, nodes in groups.items()]
+    no_access = Access((), ())
+    return [(nodes, key[0], access.get(nodes[0], no_access)) for key, nodes in groups.items()]
 
 
 def _is_identity(graph: Graph, node: int, access: Access) -> bool:
-    """Return whether a call passes its operand on as it is, as dropout of nothing does."""
+    """Return whether a call returns its operand unchanged, as dropout with p = 0 does."""
     if base_name(graph.strings[int(graph.nodes.op[node])]) not in _IDENTITIES:
         return False
     read = {place for _, place, _ in access.reads}

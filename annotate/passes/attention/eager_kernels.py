@@ -29,7 +29,10 @@ class EagerKernel(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of an attention call, as `Work.attention` has them: heads, rows, keys, widths."""
+    """Sizes of an attention call, in the order of `Work.attention`.
+
+    `rows` counts queries; `d` and `dv` are the widths of a head of queries and of values.
+    """
 
     batch: int
     heads: int
@@ -52,15 +55,15 @@ def forward(s: Sizes, dtype: str) -> list[EagerKernel]:
     scores = (s.batch, s.heads, s.rows, s.keys)
     flat = (merged, s.rows, s.keys)
     query, out = (merged, s.rows, s.d), (merged, s.rows, s.dv)
-    given = _given(kind)
-    kernels = [_repeated(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
+    softmax_dtype = _softmax_dtype(kind)
+    kernels = [_repeat_heads(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
     return [
         *kernels,
         _kernel("bmm", [(query, kind), ((merged, s.d, s.keys), kind)], (flat, kind)),
         _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
         _kernel("add", [(scores, kind), ((s.batch, 1, s.rows, s.keys), kind)], (scores, kind)),
-        *_cast(scores, kind, given),
-        _kernel("_softmax", [(scores, given)], (scores, _FLOAT)),
+        *_cast(scores, kind, softmax_dtype),
+        _kernel("_softmax", [(scores, softmax_dtype)], (scores, _FLOAT)),
         *_cast(scores, _FLOAT, kind),
         _kernel("bmm", [(flat, kind), ((merged, s.keys, s.dv), kind)], (out, kind)),
     ]
@@ -73,14 +76,16 @@ def backward(s: Sizes, dtype: str) -> list[EagerKernel]:
     scores, flat = (s.batch, s.heads, s.rows, s.keys), (merged, s.rows, s.keys)
     out = (merged, s.rows, s.dv)
     across = (merged, s.keys, s.rows)
-    given = _given(kind)
+    softmax_dtype = _softmax_dtype(kind)
     kernels = [
         _kernel("bmm", [(across, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
         _kernel("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
         *_cast(scores, kind, _FLOAT),
         _kernel("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),
-        _kernel("_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, given)),
-        *_cast(scores, given, kind),
+        _kernel(
+            "_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, softmax_dtype)
+        ),
+        *_cast(scores, softmax_dtype, kind),
         _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
         _kernel(
             "bmm", [(flat, kind), ((merged, s.keys, s.d), kind)], ((merged, s.rows, s.d), kind)
@@ -90,7 +95,7 @@ def backward(s: Sizes, dtype: str) -> list[EagerKernel]:
         ),
     ]
     if s.heads != s.key_heads:
-        kernels += [_summed(s, width, kind) for width in (s.dv, s.d)]
+        kernels += [_sum_heads(s, width, kind) for width in (s.dv, s.d)]
     return kernels
 
 
@@ -98,7 +103,7 @@ class Bytes(NamedTuple):
     """Memory of a call in addition to its operands and results.
 
     Attributes:
-        kept: from forward to backward: softmax in float32 and rounded, repeated keys and values.
+        kept: saved for backward: softmax in float32 and rounded, repeated keys and values.
         forward: additional peak in forward: the masked scores, and those in the softmax's input
             dtype.
         backward: additional peak in backward: dP in float32, its product with P, the result.
@@ -110,25 +115,27 @@ class Bytes(NamedTuple):
 
 
 def memory(s: Sizes, dtype: str, item: int) -> Bytes:
-    """Return the memory of a call whose operands are of a type of `item` bytes."""
-    shared = s.batch * s.heads * s.keys * (s.d + s.dv) * item if s.heads != s.key_heads else 0
+    """Return the memory of a call whose operands have `item` bytes per element."""
+    repeated_heads = (
+        s.batch * s.heads * s.keys * (s.d + s.dv) * item if s.heads != s.key_heads else 0
+    )
     kind = TENSOR_TYPES[dtype]
-    rounded = item if kind != _FLOAT else 0
-    cast = _FLOAT_BYTES if kind == _BFLOAT else 0
+    rounded_bytes = item if kind != _FLOAT else 0
+    cast_bytes = _FLOAT_BYTES if kind == _BFLOAT else 0
     return Bytes(
-        kept=s.scores * (_FLOAT_BYTES + rounded) + shared,
-        forward=s.scores * (item + cast),
-        backward=s.scores * (2 * _FLOAT_BYTES + (cast or item)),
+        kept=s.scores * (_FLOAT_BYTES + rounded_bytes) + repeated_heads,
+        forward=s.scores * (item + cast_bytes),
+        backward=s.scores * (2 * _FLOAT_BYTES + (cast_bytes or item)),
     )
 
 
-def _given(kind: str) -> str:
-    """Return the type that softmax reads, and its backward writes, for operands of a type."""
+def _softmax_dtype(kind: str) -> str:
+    """Return the dtype that softmax reads and its backward writes, for operands of a dtype."""
     return _FLOAT if kind == _BFLOAT else kind
 
 
 def _cast(shape: tuple[int, ...], before: str, after: str) -> list[EagerKernel]:
-    """Return the copy from one type to another; none where they are the same."""
+    """Return the copy from one dtype to another; empty if they are equal."""
     return [_kernel("copy_", [(shape, after), (shape, before)], (shape, after))] * (before != after)
 
 
@@ -136,13 +143,13 @@ def _kernel(op: str, inputs: list[Operand], output: Operand) -> EagerKernel:
     return EagerKernel(f"aten::{op}", tuple(inputs), (output,))
 
 
-def _repeated(s: Sizes, width: int, kind: str) -> EagerKernel:
-    """Keys or values copied for each head that shares them; what is read is read once a copy."""
+def _repeat_heads(s: Sizes, width: int, kind: str) -> EagerKernel:
+    """Return the copy of keys or values for each query head that shares them."""
     shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
     return _kernel("copy_", [(shape, kind), (shape, kind)], (shape, kind))
 
 
-def _summed(s: Sizes, width: int, kind: str) -> EagerKernel:
+def _sum_heads(s: Sizes, width: int, kind: str) -> EagerKernel:
     shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
-    less = (s.batch, s.key_heads, s.keys, width)
-    return EagerKernel("aten::sum", ((shape, kind), ((), "None")), ((less, kind),))
+    summed = (s.batch, s.key_heads, s.keys, width)
+    return EagerKernel("aten::sum", ((shape, kind), ((), "None")), ((summed, kind),))

@@ -36,129 +36,133 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Taken(NamedTuple):
-    """What goes and what stays in its place.
+class Removal(NamedTuple):
+    """The nodes to remove, and the nodes that fused kernels replace.
 
     Attributes:
-        dropped: nodes that go, bool[n].
-        heads: of each pass of each call, the operation in whose place the fused kernel runs.
-        launchers: the host operator that launches it, -1 for none.
-        unused: calls that made nothing but masks and the like for eager attention.
+        dropped: nodes to remove, bool[n].
+        heads: per pass of each call, the operation that the fused kernel replaces.
+        launchers: per head, the host operator that launches it; -1 for none.
+        mask_makers: calls that only made masks for eager attention.
     """
 
     dropped: Mask
     heads: list[int]
     launchers: list[int]
-    unused: set[int]
+    mask_makers: set[int]
 
 
-def taken(graph: Graph, flow: Flow, found: list[EagerCall]) -> Taken:
+def find_removal(graph: Graph, flow: Flow, calls: list[EagerCall]) -> Removal:
     """Return everything to remove with calls of eager attention.
 
-    All their operations but one per pass; the operations that made their masks, if nothing else
-    reads them; and the host operators that launched these, with preceding ones that launch nothing
-    (views, allocations, autograd nodes).
+    These are all their operations except one per pass; the operations that made their masks, if
+    nothing else reads them; and the host operators that launched these, with preceding ones that
+    launch nothing (views, allocations, autograd nodes).
     """
-    members = {at for call in found for at in call.members}
-    unused = _unused(flow, members, {one for call in found for one in call.inputs})
+    members = {index for call in calls for index in call.members}
+    mask_makers = _find_mask_makers(
+        flow, members, {pass_ for call in calls for pass_ in call.inputs}
+    )
     dropped = np.zeros(len(graph), dtype=bool)
-    for at in members | unused:
-        dropped[list(flow.calls[at].nodes)] = True
-    heads, launching = list[int](), list[int]()
-    for one in (one for call in found for one in call.passes):
-        product = flow.calls[one.product]
+    for index in members | mask_makers:
+        dropped[list(flow.calls[index].nodes)] = True
+    heads, launchers = list[int](), list[int]()
+    for pass_ in (pass_ for call in calls for pass_ in call.passes):
+        product = flow.calls[pass_.product]
         nodes = np.array(product.nodes)
         heads.append(int(nodes[np.argmax(graph.nodes.duration_ns[nodes])]))
-        launching.append(product.launcher)
+        launchers.append(product.launcher)
     dropped[heads] = False
-    made = {one.content for at in members for one in flow.calls[at].writes}
-    passing = [one for one in flow.passing if one[2] in made]
-    dropped[[node for node, _, _ in passing]] = True
+    written = {pass_.content for index in members for pass_ in flow.calls[index].writes}
+    identities = [identity for identity in flow.identities if identity[2] in written]
+    dropped[[node for node, _, _ in identities]] = True
     if not graph.job.device.runs_operators:
-        gone = {flow.calls[at].launcher for at in members | unused} - {-1}
-        gone |= {launcher for _, launcher, _ in passing} - {-1}
-        dropped[_host_operators(graph, gone - set(launching), set(launching))] = True
-    return Taken(dropped, heads, launching, unused)
+        removed = {flow.calls[index].launcher for index in members | mask_makers} - {-1}
+        removed |= {launcher for _, launcher, _ in identities} - {-1}
+        dropped[_removable_host_operators(graph, removed - set(launchers), set(launchers))] = True
+    return Removal(dropped, heads, launchers, mask_makers)
 
 
-def _unused(flow: Flow, members: set[int], inputs: set[int]) -> set[int]:
-    """Return calls all of whose results are read, and by none but the members and one another.
+def _find_mask_makers(flow: Flow, members: set[int], inputs: set[int]) -> set[int]:
+    """Return calls whose results are read, and only by the members and by one another.
 
-    Who makes the inputs of the fused kernels is not among them.
+    Calls that write inputs of the fused kernels are excluded.
     """
-    gone = set[int]()
-    waiting = list(members)
-    while waiting:
-        for content in {one.content for one in flow.calls[waiting.pop()].reads}:
-            at = flow.contents[content].maker
-            if at < 0 or at in members or at in gone:
+    found = set[int]()
+    queue = list(members)
+    while queue:
+        for content in {operand.content for operand in flow.calls[queue.pop()].reads}:
+            writer = flow.contents[content].writer
+            if writer < 0 or writer in members or writer in found:
                 continue
-            results = {one.content for one in flow.calls[at].writes}
-            others = members | gone
-            if not results & inputs and all(_read_by(flow, one, others) for one in results):
-                gone.add(at)
-                waiting.append(at)
-    return gone
+            results = {operand.content for operand in flow.calls[writer].writes}
+            removed = members | found
+            if not results & inputs and all(
+                _read_only_by(flow, content, removed) for content in results
+            ):
+                found.add(writer)
+                queue.append(writer)
+    return found
 
 
-def _read_by(flow: Flow, content: int, calls: set[int]) -> bool:
-    """Return whether a content is read, and by none but these calls."""
+def _read_only_by(flow: Flow, content: int, calls: set[int]) -> bool:
+    """Return whether a content is read, and only by these calls."""
     read = flow.readers[content]
-    return bool(read) and set(read) | set(flow.beside[content]) <= calls
+    return bool(read) and set(read) | set(flow.remainder_readers[content]) <= calls
 
 
-def _host_operators(graph: Graph, gone: set[int], kept: set[int]) -> list[int]:
-    """Return the host operators that go: launchers, and what launches nothing before each.
+def _removable_host_operators(graph: Graph, removed: set[int], kept: set[int]) -> list[int]:
+    """Return the host operators to remove: launchers, and preceding ones that launch nothing.
 
     Args:
         graph: captured.
-        gone: launchers of which all operations go.
-        kept: those that launch fused kernels.
+        removed: launchers whose operations are all removed.
+        kept: launchers of fused kernels.
     """
     nodes = graph.nodes
     launches = np.zeros(len(graph), dtype=bool)
     edges = graph.edges
     launches[edges.source[edges.reason == Reason.LAUNCH]] = True
-    asks = {code for code in np.unique(nodes.op).tolist()
+    communication_ops = {code for code in np.unique(nodes.op).tolist()
             if op_class(graph.strings[code]) is OpClass.COMMUNICATION}  # fmt: skip
     host = np.flatnonzero(graph.mask(Kind.HOST_OP))
-    found = list[int]()
+    result = list[int]()
     for thread in np.unique(nodes.thread[host]).tolist():
-        own = host[nodes.thread[host] == thread]
-        own = own[np.argsort(nodes.start_ns[own], kind="stable")]
-        run, after_gone = list[int](), False
-        for node in own.tolist():
-            if node in gone:
-                found += [*run, node]
-            elif node in kept and after_gone:
-                found += run
-            elif not launches[node] and int(nodes.op[node]) not in asks:
-                run.append(node)
+        on_thread = host[nodes.thread[host] == thread]
+        on_thread = on_thread[np.argsort(nodes.start_ns[on_thread], kind="stable")]
+        pending, after_removed = list[int](), False
+        for node in on_thread.tolist():
+            if node in removed:
+                result += [*pending, node]
+            elif node in kept and after_removed:
+                result += pending
+            elif not launches[node] and int(nodes.op[node]) not in communication_ops:
+                pending.append(node)
                 continue
-            run, after_gone = [], node in gone
-    return found
+            pending, after_removed = [], node in removed
+    return result
 
 
-def without(graph: Graph, dropped: Mask) -> Graph:
-    """Return the graph without nodes; those that follow start as much sooner as they took."""
-    start = _sooner(graph, dropped)
+def remove_and_shift(graph: Graph, dropped: Mask) -> Graph:
+    """Return the graph without the dropped nodes; later nodes start earlier by their host time."""
+    start = _shifted_starts(graph, dropped)
     edges, on_host = graph.edges, graph.mask(Kind.HOST_OP)
     source, target = edges.source, edges.target
-    ends = dropped[target] & (edges.reason == Reason.LAUNCH)
-    ends |= dropped[target] & on_host[target] & ~on_host[source]
-    ends |= dropped[source] & ~on_host[source] & on_host[target] & graph.mask(Kind.MEMCPY)[source]
-    left = Edges.from_pairs(len(graph), source[~ends], target[~ends], edges.reason[~ends])
-    source, target, reason = contract(left, dropped)
-    kept, place = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
-    joined = Edges.from_pairs(len(kept), place[source], place[target], reason)
-    made = graph.with_columns(start_ns=start)
-    return replace(made, nodes=made.nodes.take(kept), edges=joined)
+    cut = dropped[target] & (edges.reason == Reason.LAUNCH)
+    cut |= dropped[target] & on_host[target] & ~on_host[source]
+    cut |= dropped[source] & ~on_host[source] & on_host[target] & graph.mask(Kind.MEMCPY)[source]
+    cut_edges = Edges.from_pairs(len(graph), source[~cut], target[~cut], edges.reason[~cut])
+    source, target, reason = contract(cut_edges, dropped)
+    kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
+    edges_of_kept = Edges.from_pairs(len(kept), new_index[source], new_index[target], reason)
+    shifted = graph.with_columns(start_ns=start)
+    return replace(shifted, nodes=shifted.nodes.take(kept), edges=edges_of_kept)
 
 
-def _sooner(graph: Graph, dropped: Mask) -> I64:
-    """Return when each node starts if the host spends no time on operators that go.
+def _shifted_starts(graph: Graph, dropped: Mask) -> I64:
+    """Return start times without the host time of dropped operators, int64[n].
 
-    What the device runs keeps its distance from its launch, and its order on each stream.
+    Device operations keep their distance from their launch, and their order on each stream.
     """
     nodes = graph.nodes
     start = nodes.start_ns.copy()
@@ -167,41 +171,42 @@ def _sooner(graph: Graph, dropped: Mask) -> I64:
         return start
     order = host[np.argsort(nodes.start_ns[host], kind="stable")]
     saved = np.zeros(len(order), dtype=np.int64)
-    last = dict[int, int]()
+    next_of_thread = dict[int, int]()
     for rank in reversed(range(len(order))):
         node = int(order[rank])
-        following = last.get(int(nodes.thread[node]))
+        following = next_of_thread.get(int(nodes.thread[node]))
         if dropped[node]:
             saved[rank] = nodes.duration_ns[node]
             if following is not None and dropped[following]:
                 saved[rank] = nodes.start_ns[following] - nodes.start_ns[node]
-        last[int(nodes.thread[node])] = node
-    until = np.concatenate([[0], np.cumsum(saved)])
-    sooner = until[np.searchsorted(nodes.start_ns[order], nodes.start_ns, side="left")]
+        next_of_thread[int(nodes.thread[node])] = node
+    saved_total = np.concatenate([[0], np.cumsum(saved)])
+    saved_before = saved_total[np.searchsorted(nodes.start_ns[order], nodes.start_ns, side="left")]
     edges = graph.edges
     launched = edges.reason == Reason.LAUNCH
-    sooner[edges.target[launched]] = sooner[edges.source[launched]]
-    start -= sooner
-    for stream in _streams(graph):
+    saved_before[edges.target[launched]] = saved_before[edges.source[launched]]
+    start -= saved_before
+    # Launch distances differ, so a shift can reorder a stream: push later operations back.
+    for stream in _nodes_by_stream(graph):
         start[stream] = np.maximum.accumulate(start[stream])
     return start
 
 
-def _streams(graph: Graph) -> Iterable[I64]:
+def _nodes_by_stream(graph: Graph) -> Iterable[I64]:
     """Return the operations of each stream in order."""
     nodes = graph.nodes
     device = np.flatnonzero(~graph.mask(Kind.HOST_OP) & (nodes.stream >= 0))
     device = device[np.argsort(nodes.start_ns[device], kind="stable")]
-    return [device[nodes.stream[device] == one] for one in np.unique(nodes.stream[device])]
+    return [device[nodes.stream[device] == stream] for stream in np.unique(nodes.stream[device])]
 
 
-class FusedAttentionParts(NamedTuple):
+class LookedUpDurations(NamedTuple):
     """Durations from a kernel database, in addition to a model's.
 
     Attributes:
         moved_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
-        evidence: of each, `DATASHEET` if the database has no row, uint8[n].
+        evidence: of each duration, `DATASHEET` if the database has no row, uint8[n].
         doubt: uncertainty of look-ups.
         notes: statements on the quality of the result.
     """
@@ -213,9 +218,9 @@ class FusedAttentionParts(NamedTuple):
     notes: tuple[str, ...]
 
 
-LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], FusedAttentionParts]
+LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], LookedUpDurations]
 
-"""(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
+"""(graph, costs of its nodes, their features, the model's prediction, nodes to look up)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +241,12 @@ class FusedAttention:
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with a forward and a backward kernel per call of eager attention.
 
-        Each kernel runs where the product with the values, or the first product of backward, ran.
+        Each kernel replaces the product with the values, or the first product of backward.
         Operations that made masks only for eager attention are removed, and so are host operators
         that launched removed operations; the fused kernel's launch takes the time of that product's
         launch. The new kernels are unmeasured: their evidence is DATASHEET, or that of the
-        databases. In a CPU capture they get no time here.
+        databases. In a CPU capture they get their time
+        later, from the prediction of all operators.
 
         Args:
             graph: re-costed for `target`, or captured on it or on a CPU.
@@ -252,84 +258,99 @@ class FusedAttention:
         """
         resolution = resolve_alone(target, self.kernel)
         flow = Flow.of(graph)
-        found = [] if graph.job.measurement.depths is not None else eager_calls(flow)
-        if not found:
-            raise AnnotateError(_lacking(graph, softmaxes(flow)), code="fuse-no-eager-attention")
-        gone = taken(graph, flow, found)
-        told, peak = without_scores(graph, flow, found, gone.unused)
-        before = int(graph.nodes.duration_ns[gone.dropped & graph.gpu_compute].sum())
-        before += int(graph.nodes.duration_ns[gone.heads].sum())
-        kernels = int((gone.dropped & graph.gpu_compute).sum()) + len(gone.heads)
-        hosts = int((gone.dropped & graph.mask(Kind.HOST_OP)).sum())
-        made = _with_kernels(graph, found, (gone.heads, gone.launchers), resolution.runs)
-        made = without(made, gone.dropped)
-        new = np.flatnonzero(np.isin(made.nodes.id, graph.nodes.id[gone.heads]))
-        runs = resolution.runs or "one kernel"
-        notes = tuple[str, ...]()
-        note = f"What if attention were fused ({runs}): {len(found)} calls, "
-        if graph.job.device.runs_operators:
-            note += f"{int(gone.dropped.sum()) + len(new)} operators become {len(new)}; {peak}"
-        else:
-            made, notes = self._timed(made, new, target, resolution)
-            after = int(made.nodes.duration_ns[new].sum())
-            note += (
-                f"{kernels} kernels become {len(new)}, {before} ns become {after} ns on "
-                f"{target.name}, {hosts} host operators go; {peak}"
+        calls = [] if graph.job.measurement.depths is not None else eager_calls(flow)
+        if not calls:
+            raise AnnotateError(
+                _reason_none(graph, softmaxes(flow)), code="fuse-no-eager-attention"
             )
-        note += _assumed(found) + _left(softmaxes(flow) - len(found))
-        told = _relinked(told, graph, gone.dropped).untimed(note, *notes)
-        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+        removal = find_removal(graph, flow, calls)
+        measurement, peak_note = without_scores(graph, flow, calls, removal.mask_makers)
+        before_ns = int(graph.nodes.duration_ns[removal.dropped & graph.gpu_compute].sum())
+        before_ns += int(graph.nodes.duration_ns[removal.heads].sum())
+        kernels = int((removal.dropped & graph.gpu_compute).sum()) + len(removal.heads)
+        host_operators = int((removal.dropped & graph.mask(Kind.HOST_OP)).sum())
+        fused = _with_kernels(graph, calls, (removal.heads, removal.launchers), resolution.runs)
+        fused = remove_and_shift(fused, removal.dropped)
+        fused_nodes = np.flatnonzero(np.isin(fused.nodes.id, graph.nodes.id[removal.heads]))
+        kernel_name = resolution.runs or "one kernel"
+        notes = tuple[str, ...]()
+        note = f"What if attention were fused ({kernel_name}): {len(calls)} calls, "
+        if graph.job.device.runs_operators:
+            before = int(removal.dropped.sum()) + len(fused_nodes)
+            note += f"{before} operators become {len(fused_nodes)}; {peak_note}"
+        else:
+            fused, notes = self._predict(fused, fused_nodes, target, resolution)
+            after_ns = int(fused.nodes.duration_ns[fused_nodes].sum())
+            note += (
+                f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} "
+                "ns on "
+                f"{target.name}, {host_operators} host operators go; {peak_note}"
+            )
+        note += _mask_notes(calls) + _remaining_note(softmaxes(flow) - len(calls))
+        measurement = _without_dropped_nodes(measurement, graph, removal.dropped).untimed(
+            note, *notes
+        )
+        return replace(fused, job=msgspec.structs.replace(fused.job, measurement=measurement))
 
-    def _timed(
-        self, graph: Graph, new: I64, target: Gpu, kernel: Resolution
+    def _predict(
+        self, graph: Graph, fused_nodes: I64, target: Gpu, kernel: Resolution
     ) -> tuple[Graph, tuple[str, ...]]:
-        """Return the graph with times of the new kernels, and what a reader should know of them."""
-        found = characters(graph)
-        kernels = KernelFeatures.of(graph, found)
-        moved, rules = self.alone(kernels, target)
+        """Return the graph with times of the new kernels, and notes on them."""
+        costs = characters(graph)
+        kernels = KernelFeatures.of(graph, costs)
+        predicted_ns, rules = self.alone(kernels, target)
         evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
-        mine = np.isin(found.index, new)
-        told = FusedAttentionParts(moved, rules, evidence, Uncertainty.none(len(rules)), ())
+        is_fused = np.isin(costs.index, fused_nodes)
+        durations = LookedUpDurations(
+            predicted_ns, rules, evidence, Uncertainty.none(len(rules)), ()
+        )
         if self.look_up is not None and kernel.runs in BY_TORCH:
-            told = self.look_up(graph, found, kernels, (moved, rules), mine)
+            durations = self.look_up(graph, costs, kernels, (predicted_ns, rules), is_fused)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]
         factor = np.where(backward, kernel.backward, kernel.forward)
-        factor = np.where(told.evidence == Evidence.DATASHEET, factor, 1.0)
-        above = np.maximum(told.moved_ns - target.launch_floor_ns, 0)
-        moved = told.moved_ns + above * (factor - 1)
-        ends, _ = intervals(kernels, (moved, told.rules), None, target, shipped(), doubt=told.doubt)
+        factor = np.where(durations.evidence == Evidence.DATASHEET, factor, 1.0)
+        above = np.maximum(durations.moved_ns - target.launch_floor_ns, 0)
+        predicted_ns = durations.moved_ns + above * (factor - 1)
+        ends, _ = intervals(
+            kernels, (predicted_ns, durations.rules), None, target, shipped(), doubt=durations.doubt
+        )
         counts = ("flops", "bytes_read", "bytes_written")
         names = ("duration_ns", "p10_ns", "p90_ns", "evidence", *counts)
         columns = {name: getattr(graph.nodes, name).copy() for name in names}
-        for name, values in zip(("duration_ns", "p10_ns", "p90_ns"), (moved, *ends), strict=True):
-            columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
-        columns["evidence"][found.index[mine]] = told.evidence[mine]
+        for name, values in zip(
+            ("duration_ns", "p10_ns", "p90_ns"), (predicted_ns, *ends), strict=True
+        ):
+            columns[name][costs.index[is_fused]] = np.rint(values[is_fused]).astype(np.int64)
+        columns["evidence"][costs.index[is_fused]] = durations.evidence[is_fused]
         for name in counts:
-            columns[name][found.index[mine]] = getattr(found, name)[mine]
-        return graph.with_columns(**columns), told.notes
+            columns[name][costs.index[is_fused]] = getattr(costs, name)[is_fused]
+        return graph.with_columns(**columns), durations.notes
 
 
 def has_eager_attention(graph: Graph) -> bool:
-    """Return whether a graph has attention that `FusedAttention` can put together."""
+    """Return whether a graph has eager attention that `FusedAttention` can fuse."""
     if graph.job.measurement.depths is not None:
         return False
     return bool(eager_calls(Flow.of(graph)))
 
 
 def _with_kernels(
-    graph: Graph, found: list[EagerCall], places: tuple[list[int], list[int]], family: str
+    graph: Graph,
+    calls: list[EagerCall],
+    heads_and_launchers: tuple[list[int], list[int]],
+    family: str,
 ) -> Graph:
-    """Return the graph with fused kernels in place of the first nodes, launchers renamed."""
+    """Return the graph with fused kernels in place of the heads, and with renamed launchers."""
     texts = {name: graph.text(name) for name in TEXTS}
-    columns = [forward_columns(call, family) if one is call.forward
+    columns = [forward_columns(call, family) if pass_ is call.forward
                else backward_columns(call, family)
-               for call in found for one in call.passes]  # fmt: skip
-    for head, launcher, told in zip(*places, columns, strict=True):
+               for call in calls for pass_ in call.passes]  # fmt: skip
+    for head, launcher, text in zip(*heads_and_launchers, columns, strict=True):
         for name in TEXTS:
-            texts[name][head] = told[name]
+            texts[name][head] = text[name]
             if launcher >= 0:
-                texts[name][launcher] = told["op"] if name == "name" else told[name]
-    nodes, heads = graph.nodes, np.array(places[0])
+                texts[name][launcher] = text["op"] if name == "name" else text[name]
+    nodes, heads = graph.nodes, np.array(heads_and_launchers[0])
     if graph.job.device.runs_operators:
         return graph.with_columns(**texts)
     names = ("kind", "evidence", "spread_ns", "samples", "uncontended_ns", "flops", "bytes_read",
@@ -341,63 +362,66 @@ def _with_kernels(
     return graph.with_columns(**texts, **changed)
 
 
-def _lacking(graph: Graph, softmaxes_: int) -> str:
-    """Return why there is nothing to fuse."""
+def _reason_none(graph: Graph, softmaxes_: int) -> str:
+    """Return the message of the error for a graph without attention to fuse."""
     if graph.job.measurement.depths is not None:
         return (
-            "the graph was extrapolated from other depths, and its copied layers have the tensors "
-            "of one, so that no eager attention can be told; capture it whole"
+            "the graph was extrapolated, and its copied layers share the tensors of one layer, so "
+            "eager attention cannot be matched\n  capture all layers"
         )
     if graph.job.compilation is not None:
         return (
-            "the step was compiled, and generated kernels do not tell their operands, so that no "
-            "eager attention can be told; capture it without torch.compile"
+            "the step was compiled, and generated kernels do not record their operands, so eager "
+            "attention cannot be matched\n  capture it without torch.compile"
         )
     if softmaxes_:
         return (
-            f"{softmaxes_} calls of eager attention cannot be fused: others read their scores, or "
-            "they add a bias for each head, or part of their backward pass is missing"
+            f"{softmaxes_} calls of eager attention cannot be fused: other operators read their "
+            "scores, they add a bias per head, or part of their backward pass is missing"
         )
     return (
-        "no eager attention was found (a product, a softmax of it, and a product with that), so "
-        "that there is none to fuse; kernels of an execution trace tell their operands, those of "
-        "a compiled step, a Kineto trace alone or a coarsened one do not"
+        "the graph has no eager attention to fuse (a product, its softmax, and a product with it)\n"
+        "  matching needs recorded operands: an execution trace of an eager, uncoarsened step"
     )
 
 
-def _assumed(found: list[EagerCall]) -> str:
-    """Return what was assumed of masks."""
-    told = ""
-    if made := sum(call.causal == "made" for call in found):
-        told += f" {made} are causal, as their masks are made by comparing positions."
-    if square := sum(call.causal == "square" for call in found):
-        told += (
-            f" {square} are taken to be causal: they add a square mask that all sequences share, "
-            "whose values the trace does not tell."
+def _mask_notes(calls: list[EagerCall]) -> str:
+    """Return notes on the assumptions about masks and dropout."""
+    notes = ""
+    if compared := sum(call.causal == "made" for call in calls):
+        notes += f" {compared} are causal, because their masks come from comparing positions."
+    if square := sum(call.causal == "square" for call in calls):
+        notes += (
+            f" {square} are assumed to be causal: they add a square mask shared by all sequences, "
+            "whose values the trace does not record."
         )
-    if padded := sum(call.padded for call in found):
-        told += f" {padded} lose a mask that is not causal (padding), which no fused kernel reads."
-    if dropout := sum(call.dropout for call in found):
-        told += f" {dropout} drop probabilities, which adds no time to the fused kernel here."
-    return told
+    if padded := sum(call.padded for call in calls):
+        notes += (
+            f" {padded} lose a mask that is not causal (padding), which fused kernels do not read."
+        )
+    if dropout := sum(call.dropout for call in calls):
+        notes += f" {dropout} use dropout, which adds no time to the predicted fused kernel."
+    return notes
 
 
-def _left(count: int) -> str:
+def _remaining_note(count: int) -> str:
     if not count:
         return ""
     return (
-        f" {count} more calls stay eager: others read their scores, they add a bias for each head, "
-        "or part of their backward pass is missing."
+        f" {count} more calls stay eager: other operators read their scores, they add a bias per "
+        "head, or part of their backward pass is missing."
     )
 
 
-def _relinked(told: Measurement, graph: Graph, dropped: npt.NDArray[np.bool_]) -> Measurement:
-    """Return the measurement whose blocks name no node that went."""
-    if told.memory is None:
-        return told
-    ids = {int(one) for one in graph.nodes.id[dropped]}
-    blocks = told.memory.blocks
-    node = tuple(-1 if one in ids else one for one in blocks.node)
+def _without_dropped_nodes(
+    measurement: Measurement, graph: Graph, dropped: npt.NDArray[np.bool_]
+) -> Measurement:
+    """Return the measurement with memory blocks that do not refer to dropped nodes."""
+    if measurement.memory is None:
+        return measurement
+    ids = {int(id_) for id_ in graph.nodes.id[dropped]}
+    blocks = measurement.memory.blocks
+    node = tuple(-1 if id_ in ids else id_ for id_ in blocks.node)
     blocks = msgspec.structs.replace(blocks, node=node)
-    memory = msgspec.structs.replace(told.memory, blocks=blocks)
-    return msgspec.structs.replace(told, memory=memory)
+    memory = msgspec.structs.replace(measurement.memory, blocks=blocks)
+    return msgspec.structs.replace(measurement, memory=memory)

@@ -13,7 +13,8 @@ from onerank.annotate.passes.attention.match_eager import EagerCall
 from onerank.annotate.passes.tensor_access import as_text
 
 BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
-"""Families that PyTorch's own operators run."""
+"""Kernel families that PyTorch's own operators run."""
+
 _KERNELS = {
     "flash2": ("flash_fwd_kernel", "flash_bwd_kernel"),
     "flash3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
@@ -22,12 +23,13 @@ _KERNELS = {
     "ck": ("ck_tile fmhafwd", "ck_tile fmhabwd"),
     "aiter": ("fmha_fwd_hd", "fmha_bwd_hd"),
 }
-"""Names by which `attention_kernels.family_of` knows a family."""
+"""Kernel names (forward, backward) that `attention_kernels.family_of` recognises."""
+
 _NO_SIZES: list[int] = []
 
 
 class _Argument(NamedTuple):
-    """Type, shape and value, as the columns hold them."""
+    """Type, shape and value of an argument, as stored in the node columns."""
 
     type: str
     shape: list[int]
@@ -38,7 +40,17 @@ _NONE = _Argument("None", _NO_SIZES, "<None>")
 
 
 class _Tensors(NamedTuple):
-    """Operands and results of both passes; None for a missing backward."""
+    """Operands and results of both passes.
+
+    Attributes:
+        query: queries.
+        key: keys.
+        value: values.
+        out: result of forward.
+        sums: the softmax's log-sum per row.
+        given: gradient of the output; `_NONE` without backward.
+        gradients: gradients of query, key and value; empty without backward.
+    """
 
     query: _Argument
     key: _Argument
@@ -50,95 +62,97 @@ class _Tensors(NamedTuple):
 
 
 def forward_columns(call: EagerCall, family: str) -> dict[str, str]:
-    """Return the text columns of the forward kernel of a family, "" for one that is not known."""
+    """Return the text columns of the forward kernel; `family` is "" for an unknown kernel."""
     cudnn = family == "cudnn"
     t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
     lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
     off, scale = _flag(value=False), _number("Double", call.sizes.d**-0.5)
     inputs = [t.query, t.key, t.value, _NONE, _NONE]
     if cudnn:
-        inputs += [_NONE, *lengths, _flag(value=True), _dropped(call), causal, off, scale]
+        inputs += [_NONE, *lengths, _flag(value=True), _dropout(call), causal, off, scale]
     else:
-        inputs += [*lengths, _dropped(call), causal, off, scale]
-    return _columns(_name(family, 0), f"{_kind(family)}_forward", inputs, [t.out, t.sums])
+        inputs += [*lengths, _dropout(call), causal, off, scale]
+    return _columns(_kernel_name(family, 0), f"{_library(family)}_forward", inputs, [t.out, t.sums])
 
 
 def backward_columns(call: EagerCall, family: str) -> dict[str, str]:
-    """Return the text columns of the backward kernel of a family."""
+    """Return the text columns of the backward kernel; `family` as in `forward_columns`."""
     cudnn = family == "cudnn"
     t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
     lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
     scale = _number("Double", call.sizes.d**-0.5)
     inputs = [t.given, t.query, t.key, t.value, t.out, t.sums]
     if cudnn:
-        seeds = [_untold("Tensor(long int)", [])] * 2
-        inputs += [*seeds, _NONE, _NONE, _NONE, *lengths, _dropped(call), causal, scale]
+        seeds = [_unrecorded_tensor("Tensor(long int)", [])] * 2
+        inputs += [*seeds, _NONE, _NONE, _NONE, *lengths, _dropout(call), causal, scale]
     else:
-        seeds = [_untold("Tensor(unsigned long)", shape) for shape in ([2], [])]
-        inputs += [_NONE, _NONE, *lengths, _dropped(call), causal, *seeds, scale]
-    kind = f"{_kind(family)}_backward"
-    return _columns(_name(family, 1), kind, inputs, list(t.gradients))
+        seeds = [_unrecorded_tensor("Tensor(unsigned long)", shape) for shape in ([2], [])]
+        inputs += [_NONE, _NONE, *lengths, _dropout(call), causal, *seeds, scale]
+    operator = f"{_library(family)}_backward"
+    return _columns(_kernel_name(family, 1), operator, inputs, list(t.gradients))
 
 
-def _kind(family: str) -> str:
+def _library(family: str) -> str:
     return "cudnn" if family == "cudnn" else "flash"
 
 
-def _name(family: str, which: int) -> str:
-    return _KERNELS[family][which] if family else ("attention forward", "attention backward")[which]
+def _kernel_name(family: str, pass_: int) -> str:
+    return _KERNELS[family][pass_] if family else ("attention forward", "attention backward")[pass_]
 
 
 def _columns(
-    name: str, kind: str, inputs: list[_Argument], outputs: list[_Argument]
+    name: str, operator: str, inputs: list[_Argument], outputs: list[_Argument]
 ) -> dict[str, str]:
-    library, which = kind.split("_")
-    made = {
+    library, pass_ = operator.split("_")
+    columns = {
         "name": f"{name} (in place of eager attention)",
-        "op": f"aten::_{library}_attention_{which}",
+        "op": f"aten::_{library}_attention_{pass_}",
         "grid": "",
         "block": "",
     }
     for side, arguments in (("input", inputs), ("output", outputs)):
-        for place, column in enumerate(("types", "shapes", "values")):
-            made[f"{side}_{column}"] = as_text([one[place] for one in arguments])
-    return made
+        for field, column in enumerate(("types", "shapes", "values")):
+            columns[f"{side}_{column}"] = as_text([argument[field] for argument in arguments])
+    return columns
 
 
 def _tensors(call: EagerCall, *, cudnn: bool) -> _Tensors:
     """Return the tensors of a call: heads first for cuDNN, rows first for flash-attention."""
     s: Sizes = call.sizes
 
-    def shaped(one: Operand, heads: int, rows: int, width: int) -> _Argument:
+    def with_layout(operand: Operand, heads: int, rows: int, width: int) -> _Argument:
         shape = [s.batch, heads, rows, width] if cudnn else [s.batch, rows, heads, width]
         count = s.batch * heads * rows * width
-        return _Argument(one.type, shape, [*one.place, count, one.tensor.item_bytes, ""])
-
-    def all_of(query: Operand, key: Operand, value: Operand) -> tuple[_Argument, ...]:
-        return (
-            shaped(query, s.heads, s.rows, s.d),
-            shaped(key, s.key_heads, s.keys, s.d),
-            shaped(value, s.key_heads, s.keys, s.dv),
+        return _Argument(
+            operand.type, shape, [*operand.place, count, operand.tensor.item_bytes, ""]
         )
 
-    query, key, value = all_of(*call.tensors[:3])
-    made = call.gradients
+    def query_key_value(query: Operand, key: Operand, value: Operand) -> tuple[_Argument, ...]:
+        return (
+            with_layout(query, s.heads, s.rows, s.d),
+            with_layout(key, s.key_heads, s.keys, s.d),
+            with_layout(value, s.key_heads, s.keys, s.dv),
+        )
+
+    query, key, value = query_key_value(*call.tensors[:3])
+    gradients = call.gradients
     return _Tensors(
         query,
         key,
         value,
-        shaped(call.tensors.out, s.heads, s.rows, s.dv),
-        _untold("Tensor(float)", [s.batch, s.heads, s.rows, 1][: 4 if cudnn else 3]),
-        shaped(made.out, s.heads, s.rows, s.dv) if made else _NONE,
-        all_of(*made[1:]) if made else (),
+        with_layout(call.tensors.out, s.heads, s.rows, s.dv),
+        _unrecorded_tensor("Tensor(float)", [s.batch, s.heads, s.rows, 1][: 4 if cudnn else 3]),
+        with_layout(gradients.out, s.heads, s.rows, s.dv) if gradients else _NONE,
+        query_key_value(*gradients[1:]) if gradients else (),
     )
 
 
-def _untold(kind: str, shape: list[int]) -> _Argument:
+def _unrecorded_tensor(kind: str, shape: list[int]) -> _Argument:
     """Return a tensor of unknown storage."""
     return _Argument(kind, shape, [0, 0, 0, 0, 0, ""])
 
 
-def _dropped(call: EagerCall) -> _Argument:
+def _dropout(call: EagerCall) -> _Argument:
     """Return the dropout probability, which the trace does not record."""
     return _NONE if call.dropout else _number("Double", 0.0)
 

@@ -19,55 +19,59 @@ _COMPARES = frozenset("le lt ge gt".split())
 _TRIANGLES = frozenset("tril triu tril_ triu_".split())
 
 
-def masked(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str, bool]:
-    """Return how a mask is known to be causal, and whether there is one that is not."""
+def classify_masks(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str, bool]:
+    """Return the evidence of causality (see `EagerCall`), and whether another mask exists."""
     causal, padded = "", False
     for mask in masks:
         shape = mask.tensor.shape
         if len(shape) < 2 or shape[-2:] != (sizes.rows, sizes.keys):
             padded = True
             continue
-        if any(_compares(one) for one in origins(flow, (mask,))):
+        if any(_compares(producer) for producer in producers(flow, (mask,))):
             causal = "made"
-        elif _is_of_all(flow, mask):
+        elif _is_shared_square_mask(flow, mask):
             causal = causal or "square"
         else:
             padded = True
     return causal, padded
 
 
-def _is_of_all(flow: Flow, mask: Operand) -> bool:
-    """Return whether a square mask, the same for all sequences, was there before the step."""
+def _is_shared_square_mask(flow: Flow, mask: Operand) -> bool:
+    """Return whether a square mask, shared by all sequences, existed before the step."""
     shape = mask.tensor.shape
     if shape[-1] != shape[-2] or any(size > 1 for size in shape[:-2]):
         return False
-    at = flow.contents[mask.content].maker
-    if at == OUTSIDE:
+    writer = flow.contents[mask.content].writer
+    if writer == OUTSIDE:
         return True
-    return any(_is_of_all(flow, one) for one in flow.calls[at].reads if len(one.tensor.shape) > 1)
+    return any(
+        _is_shared_square_mask(flow, operand)
+        for operand in flow.calls[writer].reads
+        if len(operand.tensor.shape) > 1
+    )
 
 
 def _compares(call: Call) -> bool:
-    """Return whether a call compares the positions of rows and keys, or cuts off a triangle."""
+    """Return whether a call compares positions of rows and keys, or cuts off a triangle."""
     if call.op in _TRIANGLES:
         return True
-    several = [one for one in call.reads if one.tensor.numel > 1]
-    return call.op in _COMPARES and len(several) > 1
+    tensors = [operand for operand in call.reads if operand.tensor.numel > 1]
+    return call.op in _COMPARES and len(tensors) > 1
 
 
-def origins(flow: Flow, operands: Iterable[Operand], since: int = OUTSIDE) -> list[Call]:
-    """Return the calls that tensors come from, those later than one."""
-    found, seen = list[Call](), set[int]()
-    waiting = [one.content for one in operands]
-    while waiting:
-        content = waiting.pop()
-        at = flow.contents[content].maker
-        if content in seen or at <= since:
+def producers(flow: Flow, operands: Iterable[Operand], since: int = OUTSIDE) -> list[Call]:
+    """Return the calls that directly or indirectly produced the operands, after call `since`."""
+    calls, seen = list[Call](), set[int]()
+    queue = [operand.content for operand in operands]
+    while queue:
+        content = queue.pop()
+        writer = flow.contents[content].writer
+        if content in seen or writer <= since:
             continue
         seen.add(content)
-        found.append(flow.calls[at])
-        waiting += [one.content for one in flow.calls[at].reads]
-    return found
+        calls.append(flow.calls[writer])
+        queue += [operand.content for operand in flow.calls[writer].reads]
+    return calls
 
 
 _PRODUCTS = frozenset({"bmm", "baddbmm"})
@@ -86,9 +90,9 @@ class Pass(NamedTuple):
     """Forward or backward of a call.
 
     Attributes:
-        members: positions of the calls that it is made of, ascending.
-        product: the one in whose place a fused kernel runs: of forward the product with the values,
-            of backward the first product.
+        members: indices of its calls, ascending.
+        product: index of the call that the fused kernel replaces: the product with the values in
+            forward, the first product in backward.
     """
 
     members: tuple[int, ...]
@@ -96,7 +100,7 @@ class Pass(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Queries, keys, values and the output, as a fused kernel takes them."""
+    """Queries, keys, values and the output of a fused forward kernel."""
 
     query: Operand
     key: Operand
@@ -105,7 +109,7 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the output, the queries, the keys and the values, as a fused kernel has them."""
+    """Gradients of the output, queries, keys and values of a fused backward kernel."""
 
     out: Operand
     query: Operand
@@ -119,10 +123,10 @@ class EagerCall:
 
     Attributes:
         sizes: heads, rows, keys and widths.
-        causal: how causality is known: "made", the mask is made by comparing positions; "square", a
-            square mask for all sequences existed before the step; "" for attention to all keys.
+        causal: evidence of causality: "made" if the step makes the mask by comparing positions,
+            "square" if a square mask for all sequences existed before; "" if not causal.
         padded: whether there is a mask that is not causal.
-        dropout: whether probabilities are dropped.
+        dropout: whether dropout applies to the probabilities.
         forward: calls of the forward pass.
         tensors: its tensors.
         backward: calls of the backward pass, None without backward.
@@ -145,122 +149,130 @@ class EagerCall:
 
     @property
     def members(self) -> set[int]:
-        """Positions of all calls."""
-        return {member for one in self.passes for member in one.members}
+        """Indices of all calls."""
+        return {member for pass_ in self.passes for member in pass_.members}
 
     @property
     def inputs(self) -> set[int]:
         """Contents that fused kernels read: the operands and the gradient of the output."""
-        given = (self.gradients.out,) if self.gradients else ()
-        return {one.content for one in (*self.tensors[:3], *given)}
+        out_gradient = (self.gradients.out,) if self.gradients else ()
+        return {operand.content for operand in (*self.tensors[:3], *out_gradient)}
 
     @property
     def outputs(self) -> set[int]:
-        """Contents that others read: the output and the gradients of the operands."""
+        """Contents that other calls read: the output and the gradients of the operands."""
         gradients = self.gradients[1:] if self.gradients else ()
-        return {self.tensors.out.content, *(one.content for one in gradients)}
+        return {self.tensors.out.content, *(operand.content for operand in gradients)}
 
 
 def softmaxes(flow: Flow) -> int:
-    """Return how many softmaxes read what comes from a product by way of each score."""
-    return sum(_scores(flow, call) is not None for call in flow.calls if call.op == "_softmax")
+    """Return the number of softmaxes over a product that only elementwise calls changed."""
+    return sum(
+        _match_scores(flow, call) is not None for call in flow.calls if call.op == "_softmax"
+    )
 
 
 def eager_calls(flow: Flow) -> list[EagerCall]:
-    """Return the calls of attention whose scores nothing else reads."""
-    found = [_call(flow, at) for at, call in enumerate(flow.calls) if call.op == "_softmax"]
-    return [one for one in found if one is not None]
+    """Return the calls of attention whose scores no other call reads."""
+    calls = [
+        _match_call(flow, index) for index, call in enumerate(flow.calls) if call.op == "_softmax"
+    ]
+    return [call for call in calls if call is not None]
 
 
 class _Scores(NamedTuple):
-    """The way from a product to a softmax: calls, and what else they read."""
+    """The path from a product to a softmax: its calls, and their other operands."""
 
     product: int
     members: tuple[int, ...]
     others: tuple[Operand, ...]
 
 
-def _scores(flow: Flow, softmax: Call) -> _Scores | None:
+def _match_scores(flow: Flow, softmax: Call) -> _Scores | None:
     if (
         len(softmax.reads) != 1
         or len(softmax.writes) != 1
         or len(softmax.reads[0].tensor.shape) < 3
     ):
         return None
-    return _origin(flow, softmax.reads[0])
+    return _path_from_product(flow, softmax.reads[0])
 
 
-def _origin(flow: Flow, operand: Operand) -> _Scores | None:
-    """Follow scores back to the product that they come from."""
-    at = flow.contents[operand.content].maker
-    if at == OUTSIDE:
+def _path_from_product(flow: Flow, operand: Operand) -> _Scores | None:
+    """Return the path from a product to the scores; None if there is none."""
+    writer = flow.contents[operand.content].writer
+    if writer == OUTSIDE:
         return None
-    call, elements = flow.calls[at], operand.tensor.numel
+    call, elements = flow.calls[writer], operand.tensor.numel
     if call.op in _PRODUCTS and call.writes[0].tensor.numel == elements:
-        return _Scores(at, (at,), ())
+        return _Scores(writer, (writer,), ())
     if call.op not in _EACH_SCORE or call.writes[0].tensor.numel != elements:
         return None
-    for place, read in enumerate(call.reads):
+    for index, read in enumerate(call.reads):
         if read.tensor.numel != elements:
             continue
-        if (way := _origin(flow, read)) is not None:
-            others = (*call.reads[:place], *call.reads[place + 1 :])
-            return _Scores(way.product, (*way.members, at), (*way.others, *others))
+        if (path := _path_from_product(flow, read)) is not None:
+            others = (*call.reads[:index], *call.reads[index + 1 :])
+            return _Scores(path.product, (*path.members, writer), (*path.others, *others))
     return None
 
 
-def _call(flow: Flow, softmax: int) -> EagerCall | None:
-    """Return the attention around a softmax call; None if others read its tensors."""
-    scores = _scores(flow, flow.calls[softmax])
+def _match_call(flow: Flow, softmax: int) -> EagerCall | None:
+    """Return the attention around a softmax call; None if other calls read its tensors."""
+    scores = _match_scores(flow, flow.calls[softmax])
     if scores is None:
         return None
-    kept = flow.calls[softmax].writes[0]
-    way = _to_product(flow, kept, softmax)
-    sizes = _sizes(flow, scores, flow.calls[softmax], way) if way else None
-    if way is None or sizes is None:
+    probabilities = flow.calls[softmax].writes[0]
+    path = _path_to_product(flow, probabilities, softmax)
+    sizes = _sizes(flow, scores, flow.calls[softmax], path) if path else None
+    if path is None or sizes is None:
         return None
-    masks = [one for one in scores.others if one.tensor.numel > 1]
-    if any(len(m.tensor.shape) > 2 and m.tensor.shape[-3] > 1 for m in masks):
-        return None  # a bias for each head
+    masks = [operand for operand in scores.others if operand.tensor.numel > 1]
+    if any(len(mask.tensor.shape) > 2 and mask.tensor.shape[-3] > 1 for mask in masks):
+        return None  # a bias per head, which fused kernels do not support
     added = flow.calls[scores.product].reads[:-2]
-    if any(1 < one.tensor.numel < kept.tensor.numel for one in added):
-        return None  # the product is added to one
-    undo = next((at for at in flow.readers[kept.content]
-                 if flow.calls[at].op == "_softmax_backward_data"), None)  # fmt: skip
-    back = None if undo is None else _backward(flow, scores, way, undo)
-    if undo is not None and back is None:
+    if any(1 < operand.tensor.numel < probabilities.tensor.numel for operand in added):
+        return None  # `baddbmm` adds a bias to the product
+    softmax_backward = next((index for index in flow.readers[probabilities.content]
+                 if flow.calls[index].op == "_softmax_backward_data"), None)  # fmt: skip
+    backward = (
+        None if softmax_backward is None else _match_backward(flow, scores, path, softmax_backward)
+    )
+    if softmax_backward is not None and backward is None:
         return None
-    on_way = [one for at in way[:-1] for one in flow.calls[at].reads]
-    dropped = any(flow.calls[at].op in _DROPS for at in way)
-    dropped |= any(one.op in _DROPS for one in origins(flow, on_way, since=softmax))
-    members = {*scores.members, softmax, *way}
-    return _closed(flow, scores, way, members, back, sizes, masks, dropout=dropped)
+    path_reads = [operand for index in path[:-1] for operand in flow.calls[index].reads]
+    dropout = any(flow.calls[index].op in _DROPS for index in path)
+    dropout |= any(operand.op in _DROPS for operand in producers(flow, path_reads, since=softmax))
+    members = {*scores.members, softmax, *path}
+    return _complete(flow, scores, path, members, backward, sizes, masks, dropout=dropout)
 
 
-def _to_product(flow: Flow, operand: Operand, after: int) -> tuple[int, ...] | None:
-    """Follow probabilities to the product with the values; return the calls on the way."""
-    at = next((one for one in flow.readers[operand.content] if one > after), None)
-    if at is None:
+def _path_to_product(flow: Flow, operand: Operand, after: int) -> tuple[int, ...] | None:
+    """Return the calls from the probabilities to the product with the values; None for no path."""
+    reader = next(
+        (candidate for candidate in flow.readers[operand.content] if candidate > after), None
+    )
+    if reader is None:
         return None
-    call = flow.calls[at]
+    call = flow.calls[reader]
     if call.op in _PRODUCTS:
-        return (at,) if _factors(call)[0].content == operand.content else None
+        return (reader,) if _factors(call)[0].content == operand.content else None
     if call.op not in _EACH_SCORE or call.writes[0].tensor.numel != operand.tensor.numel:
         return None
-    way = _to_product(flow, call.writes[0], at)
-    return (at, *way) if way else None
+    path = _path_to_product(flow, call.writes[0], reader)
+    return (reader, *path) if path else None
 
 
 def _factors(product: Call) -> tuple[Operand, Operand]:
-    """Return what a product multiplies; what `baddbmm` adds to comes before."""
+    """Return the two factors of a product; the addend of `baddbmm` precedes them."""
     return product.reads[-2], product.reads[-1]
 
 
-def _sizes(flow: Flow, scores: _Scores, softmax: Call, way: tuple[int, ...]) -> Sizes | None:
+def _sizes(flow: Flow, scores: _Scores, softmax: Call, path: tuple[int, ...]) -> Sizes | None:
     shape = softmax.reads[0].tensor.shape
     batch, heads = shape[:2] if len(shape) == 4 else (1, shape[0])
     query, _ = _factors(flow.calls[scores.product])
-    probabilities, value = _factors(flow.calls[way[-1]])
+    probabilities, value = _factors(flow.calls[path[-1]])
     rows, keys = shape[-2:]
     if probabilities.tensor.shape[-2:] != (rows, keys) or len(shape) > 4:
         return None
@@ -268,7 +280,7 @@ def _sizes(flow: Flow, scores: _Scores, softmax: Call, way: tuple[int, ...]) -> 
 
 
 class _Back(NamedTuple):
-    """Backward: its calls, the product of each gradient, and that of the probabilities."""
+    """Backward: its calls, and the products for the gradients of scores and operands."""
 
     members: frozenset[int]
     scores: int
@@ -277,177 +289,208 @@ class _Back(NamedTuple):
     value: int
 
 
-def _backward(flow: Flow, scores: _Scores, way: tuple[int, ...], undo: int) -> _Back | None:
-    read = flow.calls[undo].reads
-    origin = _origin(flow, read[0])
-    if origin is None or not flow.calls[undo].writes:
+def _match_backward(
+    flow: Flow, scores: _Scores, path: tuple[int, ...], softmax_backward: int
+) -> _Back | None:
+    read = flow.calls[softmax_backward].reads
+    score_gradient = _path_from_product(flow, read[0])
+    if score_gradient is None or not flow.calls[softmax_backward].writes:
         return None
     query, key = _factors(flow.calls[scores.product])
-    probabilities, value = _factors(flow.calls[way[-1]])
-    factors = _factors(flow.calls[origin.product])
-    grad = next((one for one in factors if not _same(one, value)), None)
-    on, products = _to_gradients(flow, flow.calls[undo].writes[0])
-    named = dict[str, int]()
-    for at in products:
-        others = [one for one in _factors(flow.calls[at]) if not _is_scores(one, flow, on)]
+    probabilities, value = _factors(flow.calls[path[-1]])
+    factors = _factors(flow.calls[score_gradient.product])
+    grad = next((factor for factor in factors if not _is_same_view(factor, value)), None)
+    path_after, products = _path_to_gradients(flow, flow.calls[softmax_backward].writes[0])
+    products_by_name = dict[str, int]()
+    for index in products:
+        others = [
+            factor
+            for factor in _factors(flow.calls[index])
+            if not _is_score_gradient(factor, flow, path_after)
+        ]
         for name, tensor in (("query", key), ("key", query)):
-            if others and _same(others[0], tensor):
-                named.setdefault(name, at)
-    for at in flow.readers[probabilities.content]:
-        call = flow.calls[at]
-        if at == way[-1] or call.op not in _PRODUCTS or grad is None:
+            if others and _is_same_view(others[0], tensor):
+                products_by_name.setdefault(name, index)
+    for index in flow.readers[probabilities.content]:
+        call = flow.calls[index]
+        if index == path[-1] or call.op not in _PRODUCTS or grad is None:
             continue
-        if any(_same(one, grad) for one in _factors(call)):
-            named.setdefault("value", at)
-    if len(named) != 3 or len(products) != 2:
+        if any(_is_same_view(factor, grad) for factor in _factors(call)):
+            products_by_name.setdefault("value", index)
+    if len(products_by_name) != 3 or len(products) != 2:
         return None
-    members = frozenset({undo, *origin.members, *on, *named.values()})
-    return _Back(members, origin.product, named["query"], named["key"], named["value"])
+    members = frozenset(
+        {softmax_backward, *score_gradient.members, *path_after, *products_by_name.values()}
+    )
+    return _Back(
+        members,
+        score_gradient.product,
+        products_by_name["query"],
+        products_by_name["key"],
+        products_by_name["value"],
+    )
 
 
-def _same(one: Operand, other: Operand) -> bool:
-    """Return whether two calls read the same part of the same content, however it is viewed."""
-    return (one.content, one.place.offset) == (other.content, other.place.offset)
+def _is_same_view(operand: Operand, other: Operand) -> bool:
+    """Return whether two operands view the same content at the same offset."""
+    return (operand.content, operand.place.offset) == (other.content, other.place.offset)
 
 
-def _is_scores(operand: Operand, flow: Flow, on: tuple[int, ...]) -> bool:
-    return operand.content == flow.calls[on[-1]].writes[0].content
+def _is_score_gradient(operand: Operand, flow: Flow, path_after: tuple[int, ...]) -> bool:
+    return operand.content == flow.calls[path_after[-1]].writes[0].content
 
 
-def _to_gradients(flow: Flow, operand: Operand) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Follow the scores' gradient to two products; return the calls on the way, and these.
+def _path_to_gradients(flow: Flow, operand: Operand) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the calls from the scores' gradient to products, and these products.
 
-    The first of the calls on the way is the one that wrote it.
+    The first call is the writer of the scores' gradient.
     """
-    on = [flow.contents[operand.content].maker]
+    path = [flow.contents[operand.content].writer]
     while True:
         readers = flow.readers[operand.content]
         if len(readers) != 1 or flow.calls[readers[0]].op not in _EACH_SCORE:
-            return tuple(on), tuple(at for at in readers if flow.calls[at].op in _PRODUCTS)
-        on.append(readers[0])
+            return tuple(path), tuple(
+                reader for reader in readers if flow.calls[reader].op in _PRODUCTS
+            )
+        path.append(readers[0])
         operand = flow.calls[readers[0]].writes[0]
 
 
-def _closed(  # noqa: PLR0917
+def _complete(  # noqa: PLR0917
     flow: Flow,
     scores: _Scores,
-    way: tuple[int, ...],
-    ahead: set[int],
-    back: _Back | None,
+    path: tuple[int, ...],
+    forward_members: set[int],
+    backward: _Back | None,
     sizes: Sizes,
     masks: list[Operand],
     *,
     dropout: bool,
 ) -> EagerCall | None:
-    """Return the call with the copies around it, None where others read what it keeps to itself."""
-    behind = set(back.members) if back else set[int]()
+    """Return the call with the copies around it; None if other calls read its internal tensors."""
+    backward_members = set(backward.members) if backward else set[int]()
     query, key = _factors(flow.calls[scores.product])
-    _, value = _factors(flow.calls[way[-1]])
-    behind |= _unread(flow, ahead | behind)
-    every = ahead | behind
-    query, copies_q, _ = _source(flow, query, every)
-    key, copies_k, shared_k = _source(flow, key, every | copies_q)
-    value, copies_v, shared_v = _source(flow, value, every | copies_q | copies_k)
-    ahead |= copies_q | copies_k | copies_v
-    out, copies = _result(flow, flow.calls[way[-1]].writes[0], 1)
-    ahead |= copies
+    _, value = _factors(flow.calls[path[-1]])
+    backward_members |= _unread_results(flow, forward_members | backward_members)
+    members = forward_members | backward_members
+    query, copies_q, _ = _uncopied(flow, query, members)
+    key, copies_k, shared_k = _uncopied(flow, key, members | copies_q)
+    value, copies_v, shared_v = _uncopied(flow, value, members | copies_q | copies_k)
+    forward_members |= copies_q | copies_k | copies_v
+    out, copies = _final_result(flow, flow.calls[path[-1]].writes[0], 1)
+    forward_members |= copies
     gradients = None
-    if back is not None:
-        first = _factors(flow.calls[back.scores])
-        given = next(one for one in first if not _same(one, _factors(flow.calls[way[-1]])[1]))
-        given, copies, _ = _source(flow, given, ahead | behind)
-        behind |= copies
-        made = list[Operand]()
-        for at in (back.query, back.key, back.value):
-            repeats = 1 if at == back.query else max(shared_k, shared_v)
-            one, copies = _result(flow, flow.calls[at].writes[0], repeats)
-            behind |= copies
-            made.append(one)
-        gradients = Gradients(given, *made)
+    if backward is not None:
+        factors = _factors(flow.calls[backward.scores])
+        out_gradient = next(
+            gradient
+            for gradient in factors
+            if not _is_same_view(gradient, _factors(flow.calls[path[-1]])[1])
+        )
+        out_gradient, copies, _ = _uncopied(flow, out_gradient, forward_members | backward_members)
+        backward_members |= copies
+        operand_gradients = list[Operand]()
+        for product in (backward.query, backward.key, backward.value):
+            repeats = 1 if product == backward.query else max(shared_k, shared_v)
+            gradient, copies = _final_result(flow, flow.calls[product].writes[0], repeats)
+            backward_members |= copies
+            operand_gradients.append(gradient)
+        gradients = Gradients(out_gradient, *operand_gradients)
     group = max(shared_k, shared_v)
     if shared_k != shared_v or sizes.heads % group:
         return None
-    causal, padded = masked(flow, masks, sizes)
-    found = EagerCall(
+    causal, padded = classify_masks(flow, masks, sizes)
+    call = EagerCall(
         sizes._replace(key_heads=sizes.heads // group),
         causal,
         padded,
         dropout,
-        Pass(tuple(sorted(ahead)), way[-1]),
+        Pass(tuple(sorted(forward_members)), path[-1]),
         Forward(query, key, value, out),
-        Pass(tuple(sorted(behind)), min(back.scores, back.value)) if back else None,
+        Pass(tuple(sorted(backward_members)), min(backward.scores, backward.value))
+        if backward
+        else None,
         gradients,
     )
-    return found if _keeps_to_itself(flow, found) else None
+    return call if _is_self_contained(flow, call) else None
 
 
-def _keeps_to_itself(flow: Flow, call: EagerCall) -> bool:
-    """Return whether nothing else reads what its calls write, except its results."""
+def _is_self_contained(flow: Flow, call: EagerCall) -> bool:
+    """Return whether other calls read nothing of a call except its results."""
     members, outputs = call.members, call.outputs
-    made = {one.content for at in members for one in flow.calls[at].writes} - outputs
-    readers = (at for one in made for at in (*flow.readers[one], *flow.beside[one]))
-    return all(at in members for at in readers)
+    internal = {
+        content.content for index in members for content in flow.calls[index].writes
+    } - outputs
+    readers = (
+        index
+        for content in internal
+        for index in (*flow.readers[content], *flow.remainder_readers[content])
+    )
+    return all(index in members for index in readers)
 
 
-def _unread(flow: Flow, members: set[int]) -> set[int]:
-    """Return calls that read what the members wrote, and whose results nothing reads.
+def _unread_results(flow: Flow, members: set[int]) -> set[int]:
+    """Return calls that read results of the members, and whose results nothing reads.
 
-    On a GPU the softmax backward has such a kernel; the next kernel reads its result under another
-    name.
+    The softmax backward of a GPU launches such a kernel: the next kernel reads its result under
+    another tensor id.
     """
     readers = {
-        at for one in members for w in flow.calls[one].writes for at in flow.readers[w.content]
+        reader
+        for member in members
+        for result in flow.calls[member].writes
+        for reader in flow.readers[result.content]
     }
     return {
-        at for at in readers - members
-        if flow.calls[at].op in _EACH_SCORE and flow.calls[at].writes
-        and not any(flow.readers[one.content] for one in flow.calls[at].writes)
+        reader for reader in readers - members
+        if flow.calls[reader].op in _EACH_SCORE and flow.calls[reader].writes
+        and not any(flow.readers[member.content] for member in flow.calls[reader].writes)
     }  # fmt: skip
 
 
-def _source(flow: Flow, operand: Operand, members: set[int]) -> tuple[Operand, set[int], int]:
-    """Return the original of an operand that was only copied, the copies, and the repetitions.
+def _uncopied(flow: Flow, operand: Operand, members: set[int]) -> tuple[Operand, set[int], int]:
+    """Return the operand before any copies, the copies, and the repetitions of shared heads.
 
-    A fused kernel takes any strides, and takes shared keys and values once.
+    A fused kernel supports any strides, and reads shared keys and values once.
     """
     copies, repeats = set[int](), 1
     while True:
-        at = flow.contents[operand.content].maker
-        call = flow.calls[at] if at != OUTSIDE else None
+        writer = flow.contents[operand.content].writer
+        call = flow.calls[writer] if writer != OUTSIDE else None
         if call is None or call.op != _COPY or len(call.reads) != 1:
             break
         read, wrote = call.reads[0], call.writes[0]
-        alike = read.type == wrote.type and wrote.tensor.numel == operand.tensor.numel
-        if not alike or not set(flow.readers[wrote.content]) <= members | copies:
+        is_plain_copy = read.type == wrote.type and wrote.tensor.numel == operand.tensor.numel
+        if not is_plain_copy or not set(flow.readers[wrote.content]) <= members | copies:
             break
-        copies.add(at)
-        repeats = max(repeats, _repeats(flow, read))
+        copies.add(writer)
+        repeats = max(repeats, _repetitions(flow, read))
         operand = read
     return operand, copies, repeats
 
 
-def _repeats(flow: Flow, read: Operand) -> int:
-    """Return how often a tensor that is read has each element of what it views."""
-    elements, there = read.tensor.numel, flow.contents[read.content].tensor.numel
-    if there < elements and not elements % there:
-        return elements // there
+def _repetitions(flow: Flow, read: Operand) -> int:
+    """Return how often a view repeats each element of its storage."""
+    elements, stored = read.tensor.numel, flow.contents[read.content].tensor.numel
+    if stored < elements and not elements % stored:
+        return elements // stored
     return read.tensor.shape[2] if len(read.tensor.shape) == 5 else 1
 
 
-def _result(flow: Flow, operand: Operand, repeats: int) -> tuple[Operand, set[int]]:
-    """Return what a result becomes through copies, and sums over heads that share keys."""
+def _final_result(flow: Flow, operand: Operand, repeats: int) -> tuple[Operand, set[int]]:
+    """Return a result after copies and after sums over heads that share keys, and those calls."""
     copies = set[int]()
     while len(readers := flow.readers[operand.content]) == 1:
         call = flow.calls[readers[0]]
         if not call.reads or not call.writes or call.reads[0].type != call.writes[0].type:
             break
-        whole = call.op == _COPY and call.writes[0].tensor.numel == operand.tensor.numel
-        whole &= flow.contents[call.writes[0].content].tensor.numel == operand.tensor.numel
-        summed = call.op == "sum" and repeats > 1
-        summed &= call.writes[0].tensor.numel * repeats == operand.tensor.numel
-        if not whole and not summed:
+        is_copy = call.op == _COPY and call.writes[0].tensor.numel == operand.tensor.numel
+        is_copy &= flow.contents[call.writes[0].content].tensor.numel == operand.tensor.numel
+        is_sum = call.op == "sum" and repeats > 1
+        is_sum &= call.writes[0].tensor.numel * repeats == operand.tensor.numel
+        if not is_copy and not is_sum:
             break
         copies.add(readers[0])
-        repeats = 1 if summed else repeats
+        repeats = 1 if is_sum else repeats
         operand = call.writes[0]
     return operand, copies

@@ -16,7 +16,12 @@ from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
 from onerank.annotate.op_costs.operands import Call, Operand
 from onerank.annotate.passes.resize.operand_growth import flat
-from onerank.annotate.passes.resize.tensor_locations import calls_of, launchers, places_of
+from onerank.annotate.passes.resize.tensor_locations import (
+    OVERWRITES,
+    calls_of,
+    launchers,
+    places_of,
+)
 from onerank.ir import UNKNOWN, Collective, Edges, Graph, Kind
 
 I64 = npt.NDArray[np.int64]
@@ -29,15 +34,16 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Lanes(NamedTuple):
-    """Where n nodes that compute or communicate run one after another.
+    """The lanes on which n nodes that compute or communicate run one after another.
 
-    Calls have lanes of their own: those of a stream, or of a group on a thread.
+    A lane is a stream, or a thread without streams. Communication has separate lanes: per stream,
+    or per group and thread.
 
     Attributes:
         of: lane of each node, `NO_LANE` for all others, int64[n].
-        rank: place of each node in an order in which none comes before what it waits for, int64[n].
+        rank: position of each node in a topological order, int64[n].
         order: the nodes in that order, int64[n].
-        compute: which lanes compute, bool[lanes].
+        compute: whether a lane computes, bool[lanes].
     """
 
     of: I64
@@ -47,68 +53,68 @@ class Lanes(NamedTuple):
 
     @classmethod
     def from_graph(cls, graph: Graph) -> Self:
-        """Return those of a graph as captured.
+        """Return the lanes of a captured graph.
 
         Raises:
             GraphError: the graph has a cycle.
         """
-        nodes, calls = graph.nodes, graph.communication
-        works = np.flatnonzero(compute_mask(graph) | calls)
-        on_thread = nodes.stream[works] == UNKNOWN
+        nodes, is_call = graph.nodes, graph.communication
+        device_nodes = np.flatnonzero(compute_mask(graph) | is_call)
+        on_thread = nodes.stream[device_nodes] == UNKNOWN
         keys = np.stack(
             [
-                calls[works],
-                nodes.stream[works],
-                np.where(on_thread, nodes.thread[works], UNKNOWN),
-                np.where(on_thread & calls[works], nodes.group[works], UNKNOWN),
+                is_call[device_nodes],
+                nodes.stream[device_nodes],
+                np.where(on_thread, nodes.thread[device_nodes], UNKNOWN),
+                np.where(on_thread & is_call[device_nodes], nodes.group[device_nodes], UNKNOWN),
             ],
             axis=1,
         )
-        distinct, place = np.unique(keys, axis=0, return_inverse=True)
+        lane_keys, lane = np.unique(keys, axis=0, return_inverse=True)
         of = np.full(len(graph), NO_LANE, dtype=np.int64)
-        of[works] = place.reshape(-1)
+        of[device_nodes] = lane.reshape(-1)
         order, rank = graph.topological_order(), np.empty(len(graph), dtype=np.int64)
         rank[order] = np.arange(len(graph))
-        return cls(of, rank, order, distinct[:, 0] == 0)
+        return cls(of, rank, order, lane_keys[:, 0] == 0)
 
     def before(self, edges: Edges, order: I64) -> I64:
-        """Return per node and lane the highest rank of a node there that it waits for, or its own.
+        """Return per node and lane the highest rank on the lane that the node waits for or has.
 
-        `UNKNOWN` for none. A loop over nodes: each result follows from the node's sources.
+        `UNKNOWN` if it waits for none. The result is int64[n, lanes].
 
         Args:
-            edges: of the graph, or of one with other edges among the same nodes.
+            edges: edges of the graph, or other edges among the same nodes.
             order: topological order of the nodes, int64[n].
         """
-        found = np.full((len(order), len(self.compute)), UNKNOWN, dtype=np.int64)
+        highest = np.full((len(order), len(self.compute)), UNKNOWN, dtype=np.int64)
         offsets, lane = edges.offsets.tolist(), self.of.tolist()
         for node in order.tolist():
-            begin, end = offsets[node], offsets[node + 1]
-            if begin < end:
-                found[node] = found[edges.source[begin:end]].max(axis=0)
+            first, end = offsets[node], offsets[node + 1]
+            if first < end:
+                highest[node] = highest[edges.source[first:end]].max(axis=0)
             if lane[node] != NO_LANE:
-                found[node, lane[node]] = self.rank[node]
-        return found
+                highest[node, lane[node]] = self.rank[node]
+        return highest
 
     def after(self, edges: Edges, order: I64) -> I64:
-        """Return per node and lane the lowest rank of a node there that waits for it, or its own.
+        """Return per node and lane the lowest rank there that waits for the node, or its own.
 
-        `NEVER` for none; arguments as for `before`.
+        `NEVER` if none waits. Arguments and shape are those of `before`.
         """
-        found = np.full((len(order), len(self.compute)), NEVER, dtype=np.int64)
+        lowest = np.full((len(order), len(self.compute)), NEVER, dtype=np.int64)
         by_source = np.argsort(edges.source, kind="stable")
         followers = edges.target[by_source]
         starts = np.searchsorted(edges.source[by_source], np.arange(len(order) + 1)).tolist()
         lane = self.of.tolist()
         for node in order[::-1].tolist():
-            begin, end = starts[node], starts[node + 1]
-            if begin < end:
-                found[node] = found[followers[begin:end]].min(axis=0)
+            first, end = starts[node], starts[node + 1]
+            if first < end:
+                lowest[node] = lowest[followers[first:end]].min(axis=0)
             if lane[node] != NO_LANE:
-                found[node, lane[node]] = self.rank[node]
-        return found
+                lowest[node, lane[node]] = self.rank[node]
+        return lowest
 
-    def beside(self, calls: I64, before: I64, after: I64) -> I64:
+    def count_overlapping(self, calls: I64, before: I64, after: I64) -> I64:
         """Return how many compute nodes may overlap each of `calls`, int64[len(calls)].
 
         Args:
@@ -120,13 +126,13 @@ class Lanes(NamedTuple):
         for lane in np.flatnonzero(self.compute).tolist():
             on_lane = np.zeros(len(self.rank) + 1, dtype=np.int64)
             on_lane[self.rank[self.of == lane] + 1] = 1
-            until = np.cumsum(on_lane)  # how many of the lane have a rank below
+            below = np.cumsum(on_lane)  # how many of the lane have a rank below
             end = np.minimum(after[calls, lane], len(self.rank))
-            count += np.maximum(until[end] - until[before[calls, lane] + 1], 0)
+            count += np.maximum(below[end] - below[before[calls, lane] + 1], 0)
         return count
 
 
-_INTO_ANOTHER = frozenset(
+_SEPARATE_OUTPUT = frozenset(
     {
         Collective.ALL_GATHER,
         Collective.GATHER,
@@ -134,56 +140,53 @@ _INTO_ANOTHER = frozenset(
         Collective.ALL_TO_ALL,
     }
 )
-"""Of these the tensors whose bytes count come first, and then those they fill."""
-
-_OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
-"""Operators that do not read what they write to, their first operand."""
+"""Collectives with separate outputs: inputs come first in the recorded tensors, outputs after."""
 
 _ALSO_WRITES = "batch_norm"
-"""In the name of operators that keep statistics in operands of theirs."""
+"""Part of the name of operators that update running statistics among their operands."""
 
 
-class Span(NamedTuple):
-    """Bytes of a storage, as of a tensor that lies there without gaps."""
+class ByteRange(NamedTuple):
+    """A range of bytes in a storage; a tensor is assumed to be contiguous."""
 
     storage: int
     begin: int
     end: int
 
-    def meets(self, other: "Span") -> bool:
-        """Return whether another span of the same storage shares bytes with it."""
+    def overlaps(self, other: "ByteRange") -> bool:
+        """Return whether another range of the same storage shares bytes with this one."""
         return self.begin < other.end and other.begin < self.end
 
-    def holds(self, other: "Span") -> bool:
-        """Return whether another span of the same storage is contained in it."""
+    def contains(self, other: "ByteRange") -> bool:
+        """Return whether this range contains another range of the same storage."""
         return self.begin <= other.begin and other.end <= self.end
 
 
-class Touch(NamedTuple):
+class MemoryAccess(NamedTuple):
     """The memory that a node reads and writes.
 
     Attributes:
-        reads: spans it reads.
-        writes: spans it writes.
-        made: storages that it creates: results outside its operands' memory.
-        filled: storages that it overwrites completely.
+        reads: byte ranges that it reads.
+        writes: byte ranges that it writes.
+        created: storages of results outside the memory of its operands.
+        overwritten: storages that it overwrites without reading them.
     """
 
-    reads: tuple[Span, ...]
-    writes: tuple[Span, ...]
-    made: frozenset[int] = frozenset()
-    filled: frozenset[int] = frozenset()
+    reads: tuple[ByteRange, ...]
+    writes: tuple[ByteRange, ...]
+    created: frozenset[int] = frozenset()
+    overwritten: frozenset[int] = frozenset()
 
 
-NOTHING = Touch((), ())
+NOTHING = MemoryAccess((), ())
 
 
-def touches_of(graph: Graph) -> Callable[[int], Touch | None]:
+def memory_accesses(graph: Graph) -> Callable[[int], MemoryAccess | None]:
     """Return a function from a node to its memory accesses; None if not recorded."""
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
     communicates = graph.communication
 
-    def touch_of(node: int) -> Touch | None:
+    def access_of(node: int) -> MemoryAccess | None:
         op = strings[int(nodes.op[node])]
         on_host = nodes.kind[node] == Kind.HOST_OP
         if on_host and op_class(op) in (OpClass.NOTHING, OpClass.COMMUNICATION):
@@ -191,72 +194,82 @@ def touches_of(graph: Graph) -> Callable[[int], Touch | None]:
         call = call_of(node)
         if call is None:
             return None
-        reads = _spans(call.inputs, strings[int(nodes.input_values[node])])
-        writes = _spans(call.outputs, strings[int(nodes.output_values[node])])
+        reads = _byte_ranges(call.inputs, strings[int(nodes.input_values[node])])
+        writes = _byte_ranges(call.outputs, strings[int(nodes.output_values[node])])
         if reads is None or writes is None:
             return None
         if communicates[node]:
             kind, collective = Kind(int(nodes.kind[node])), Collective(int(nodes.collective[node]))
-            return _of_call(kind, collective, int(nodes.comm_bytes[node]), reads)
-        return _of_operator(op, call, reads, writes)
+            return _communication_access(kind, collective, int(nodes.comm_bytes[node]), reads)
+        return _operator_access(op, call, reads, writes)
 
-    return touch_of
+    return access_of
 
 
-def _spans(operands: tuple[Operand, ...], text: str) -> tuple[Span, ...] | None:
-    """Return the byte span of each tensor; None if the location of one is unknown."""
-    made: list[Span] = []
+def _byte_ranges(operands: tuple[Operand, ...], text: str) -> tuple[ByteRange, ...] | None:
+    """Return the byte range of each tensor; None if the location of one is unknown."""
+    created: list[ByteRange] = []
     for tensor, place in zip(flat(operands), places_of(operands, text), strict=True):
         if not tensor.numel:
             continue
         if place is None:
             if tensor.shape:
                 return None
-            continue  # a number that became a tensor
-        begin = place.offset * tensor.item_bytes
-        made.append(Span(place.storage, begin, begin + tensor.nbytes))
-    return tuple(made)
+            continue  # a Python number that torch wrapped in a tensor has no location
+        first_byte = place.offset * tensor.item_bytes
+        created.append(ByteRange(place.storage, first_byte, first_byte + tensor.nbytes))
+    return tuple(created)
 
 
-def _of_operator(op: str, call: Call, reads: tuple[Span, ...], writes: tuple[Span, ...]) -> Touch:
+def _operator_access(
+    op: str, call: Call, reads: tuple[ByteRange, ...], writes: tuple[ByteRange, ...]
+) -> MemoryAccess:
     """Return the memory accesses of an operator's kernel.
 
     PyTorch's own operators write their results, or their operands if they have no results; other
     operators may write either. A result in an operand's memory is that operand; any other result
     has new memory.
     """
-    ours = op.startswith("aten::")
-    if ours and call.op in _OVERWRITES and reads[:1] == writes:
-        return _filling(reads[1:], writes)
-    owned = {span.storage for span in reads}
-    pure = ours and bool(call.outputs) and _ALSO_WRITES not in call.op
-    made = frozenset(span.storage for span in writes if span.storage not in owned) if ours else ()
-    return Touch(reads, writes if pure else (*writes, *reads), frozenset(made))
+    is_aten = op.startswith("aten::")
+    if is_aten and call.op in OVERWRITES and reads[:1] == writes:
+        return _overwriting(reads[1:], writes)
+    operand_storages = {span.storage for span in reads}
+    only_results = is_aten and bool(call.outputs) and _ALSO_WRITES not in call.op
+    new_storages = (
+        frozenset(span.storage for span in writes if span.storage not in operand_storages)
+        if is_aten
+        else ()
+    )
+    return MemoryAccess(
+        reads, writes if only_results else (*writes, *reads), frozenset(new_storages)
+    )
 
 
-def _of_call(
-    kind: Kind, collective: Collective, nbytes: int, tensors: tuple[Span, ...]
-) -> Touch | None:
+def _communication_access(
+    kind: Kind, collective: Collective, nbytes: int, tensors: tuple[ByteRange, ...]
+) -> MemoryAccess | None:
     """Return the memory accesses of a communication call; None without recorded tensors."""
     if not tensors:
         return None
     if kind is Kind.SEND:
-        return Touch(tensors, ())
+        return MemoryAccess(tensors, ())
     if kind is Kind.RECV:
-        return _filling((), tensors)
-    if collective in _INTO_ANOTHER:
+        return _overwriting((), tensors)
+    if collective in _SEPARATE_OUTPUT:
         size, count = 0, 0
         while count < len(tensors) and size < nbytes:
             size += tensors[count].end - tensors[count].begin
             count += 1
         if size == nbytes:
-            return _filling(tensors[:count], tensors[count:])
-    return Touch(tensors, tensors)
+            return _overwriting(tensors[:count], tensors[count:])
+    return MemoryAccess(tensors, tensors)
 
 
-def _filling(reads: tuple[Span, ...], writes: tuple[Span, ...]) -> Touch:
+def _overwriting(reads: tuple[ByteRange, ...], writes: tuple[ByteRange, ...]) -> MemoryAccess:
     read = {span.storage for span in reads}
-    return Touch(reads, writes, filled=frozenset(span.storage for span in writes) - read)
+    return MemoryAccess(
+        reads, writes, overwritten=frozenset(span.storage for span in writes) - read
+    )
 
 
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_permuted", "new_empty",
@@ -264,30 +277,30 @@ _ALLOCATES = frozenset({"empty", "empty_strided", "empty_permuted", "new_empty",
 
 
 class _Use(NamedTuple):
-    """A span that a node used."""
+    """A byte range that a node read or wrote."""
 
     node: int
-    span: Span
+    span: ByteRange
     writes: bool
 
 
 @dataclass(slots=True)
-class Need:
-    """What a call needs.
+class CallDependencies:
+    """Dependencies of a communication call.
 
     Attributes:
-        compute: nodes that compute and come before it.
-        calls: calls that come before it.
-        made: whether one of them wrote what it reads.
+        compute: compute nodes that must precede it.
+        calls: calls that must precede it.
+        created: whether one of them wrote the input of the call.
     """
 
     compute: set[int] = field(default_factory=set[int])
     calls: set[int] = field(default_factory=set[int])
-    made: bool = False
+    created: bool = False
 
 
 @dataclass(slots=True)
-class Needs:
+class Dependencies:
     """Dependencies between communication calls and other nodes.
 
     Attributes:
@@ -297,19 +310,19 @@ class Needs:
         unread: calls whose result nothing reads.
     """
 
-    of: dict[int, Need] = field(default_factory=dict[int, Need])
+    of: dict[int, CallDependencies] = field(default_factory=dict[int, CallDependencies])
     waits: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     fixed: list[int] = field(default_factory=list[int])
     unread: set[int] = field(default_factory=set[int])
 
 
-def needs_of(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Needs:
+def find_dependencies(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Dependencies:
     """Return the dependencies and dependents of each call.
 
     An operation depends only on operations it waited for during capture; anything else cannot have
     produced its inputs. A node without recorded tensors depends on everything it waited for. The
-    result of a call that nothing in the step reads is
-    awaited as captured: in a slice with absent peers, a filled-in sum may lie elsewhere.
+    result of a call that nothing in the step reads is awaited as captured: in a slice with absent
+    peers, an emulated sum may lie in other memory.
 
     Args:
         graph: as captured.
@@ -317,156 +330,164 @@ def needs_of(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Needs:
         before: what each node waits for, `Lanes.before` of the graph.
         after: the nodes that wait for each, `Lanes.after` of the graph.
     """
-    found = _Walk(graph, lanes, before).through()
-    for call in sorted(found.unread):
+    dependencies = _DependencyWalk(graph, lanes, before).run()
+    for call in sorted(dependencies.unread):
         ranks = after[call, lanes.compute]
-        found.waits += [(call, node) for node in lanes.order[ranks[ranks != NEVER]].tolist()]
-    found.waits.sort(key=lambda wait: int(lanes.rank[wait[1]]))
-    return found
+        dependencies.waits += [(call, node) for node in lanes.order[ranks[ranks != NEVER]].tolist()]
+    dependencies.waits.sort(key=lambda wait: int(lanes.rank[wait[1]]))
+    return dependencies
 
 
-class _Walk:
-    """Goes through what works, in order, and keeps who used each storage since it was made."""
+class _DependencyWalk:
+    """Visits device nodes in order, and tracks the uses of each storage since its creation."""
 
     def __init__(self, graph: Graph, lanes: Lanes, before: I64) -> None:
         self._lanes, self._before = lanes, before
-        self._touch_of = touches_of(graph)
-        self._issued = _issued(graph)
+        self._access_of = memory_accesses(graph)
+        self._issued = _issue_times(graph)
         self._allocated = _allocations(graph)
         self._communicates = graph.communication
         self._uses = defaultdict[int, list[_Use]](list)
-        self._untold = dict[int, int]()  # lane -> the last node there that tells no tensors
-        self._open = defaultdict[int, dict[int, None]](dict)  # lane -> calls it did not wait for
-        self._found = Needs()
+        self._opaque = dict[int, int]()  # lane -> its last node without recorded tensors
+        self._open = defaultdict[int, dict[int, None]](
+            dict
+        )  # lane -> calls that it has not waited for yet
+        self._dependencies = Dependencies()
 
-    def through(self) -> Needs:
+    def run(self) -> Dependencies:
         lane = self._lanes.of
         for node in self._lanes.order[lane[self._lanes.order] != NO_LANE].tolist():
-            touch = self._touch_of(node)
-            if touch is not None and self._communicates[node]:
-                self._call(node, touch)
-            elif touch is not None:
-                self._compute(node, touch)
+            access = self._access_of(node)
+            if access is not None and self._communicates[node]:
+                self._add_call(node, access)
+            elif access is not None:
+                self._add_compute(node, access)
             else:
-                self._tells_nothing(node)
-        return self._found
+                self._add_opaque(node)
+        return self._dependencies
 
-    def _call(self, call: int, touch: Touch) -> None:
-        need = self._found.of[call] = Need()
-        self._forget(call, touch)
-        for use, writes in self._met(call, touch):
-            (need.calls if self._communicates[use.node] else need.compute).add(use.node)
-            need.made |= use.writes and not writes
-            self._read(use, writes)
-        need.compute.update(one for one in self._untold.values() if self._waited(one, call))
-        self._keep(call, touch)
-        if touch.writes:
-            self._found.unread.add(call)
+    def _add_call(self, call: int, access: MemoryAccess) -> None:
+        dependencies = self._dependencies.of[call] = CallDependencies()
+        self._drop_old_uses(call, access)
+        for use, writes in self._conflicts(call, access):
+            (dependencies.calls if self._communicates[use.node] else dependencies.compute).add(
+                use.node
+            )
+            dependencies.created |= use.writes and not writes
+            self._note_read(use, writes)
+        dependencies.compute.update(
+            opaque for opaque in self._opaque.values() if self._waited_for(opaque, call)
+        )
+        self._record_uses(call, access)
+        if access.writes:
+            self._dependencies.unread.add(call)
         for lane in np.flatnonzero(self._lanes.compute).tolist():
             self._open[lane][call] = None
 
-    def _compute(self, node: int, touch: Touch) -> None:
-        self._forget(node, touch)
-        met = set[int]()
-        for use, writes in self._met(node, touch):
+    def _add_compute(self, node: int, access: MemoryAccess) -> None:
+        self._drop_old_uses(node, access)
+        calls = set[int]()
+        for use, writes in self._conflicts(node, access):
             if self._communicates[use.node]:
-                met.add(use.node)
-                self._read(use, writes)
-        self._wait(node, sorted(met))
-        self._keep(node, touch)
+                calls.add(use.node)
+                self._note_read(use, writes)
+        self._wait(node, sorted(calls))
+        self._record_uses(node, access)
 
-    def _tells_nothing(self, node: int) -> None:
-        """Let it wait for all that it waited for, and those behind it for it."""
+    def _add_opaque(self, node: int) -> None:
+        """Keep all captured dependencies of a node without recorded tensors, in both directions."""
         if self._communicates[node]:
-            self._found.fixed.append(node)
+            self._dependencies.fixed.append(node)
         lane = int(self._lanes.of[node])
-        known = self._open[lane] if self._lanes.compute[lane] else self._found.of
-        waited = [call for call in known if self._waited(call, node)]
+        known = self._open[lane] if self._lanes.compute[lane] else self._dependencies.of
+        waited = [call for call in known if self._waited_for(call, node)]
         self._wait(node, waited)
-        self._found.unread.difference_update(waited)
-        self._untold[lane] = node
+        self._dependencies.unread.difference_update(waited)
+        self._opaque[lane] = node
 
-    def _read(self, use: _Use, writes: bool) -> None:
-        """Take note of who wrote what is read."""
+    def _note_read(self, use: _Use, writes: bool) -> None:
+        """Mark the result of a call as read if this use reads it."""
         if use.writes and not writes:
-            self._found.unread.discard(use.node)
+            self._dependencies.unread.discard(use.node)
 
     def _wait(self, node: int, calls: list[int]) -> None:
-        """Let a node wait for calls, but for those that its lane waited for before."""
+        """Add waits of a node for calls, except for calls that its lane has waited for already."""
         known = self._open[int(self._lanes.of[node])]
         for call in calls:
             if not self._lanes.compute[self._lanes.of[node]] or call in known:
-                self._found.waits.append((call, node))
+                self._dependencies.waits.append((call, node))
                 known.pop(call, None)
 
-    def _met(self, node: int, touch: Touch) -> list[tuple[_Use, bool]]:
-        """Return who used the same bytes before, one of both writing, and whether the node does."""
-        sides = ((touch.writes, True), (touch.reads, False))
+    def _conflicts(self, node: int, access: MemoryAccess) -> list[tuple[_Use, bool]]:
+        """Return earlier uses that conflict with an access, each with whether the node writes."""
+        sides = ((access.writes, True), (access.reads, False))
         return [
             (use, writes)
             for spans, writes in sides
             for span in spans
             for use in self._uses.get(span.storage, ())
-            if (writes or use.writes) and use.span.meets(span) and self._waited(use.node, node)
+            if (writes or use.writes)
+            and use.span.overlaps(span)
+            and self._waited_for(use.node, node)
         ]
 
-    def _waited(self, node: int, later: int) -> bool:
-        """Return whether a node came before a later one as captured."""
+    def _waited_for(self, node: int, later: int) -> bool:
+        """Return whether a later node waited for a node in the capture."""
         return bool(self._before[later, self._lanes.of[node]] >= self._lanes.rank[node])
 
-    def _keep(self, node: int, touch: Touch) -> None:
-        """Keep what a node used, in place of what it makes superfluous.
+    def _record_uses(self, node: int, access: MemoryAccess) -> None:
+        """Record the uses of a node, and drop earlier uses that they imply.
 
-        Who waits for it waits for all that it waited for: for those whose bytes it wrote, and where
-        it computes for what its lane did before.
+        A wait for this node includes its own waits: for uses of bytes that it wrote and, for
+        compute, for earlier uses on its lane.
         """
-        own = int(self._lanes.of[node])
-        follows = self._lanes.compute[own]
-        for spans, writes in ((touch.writes, True), (touch.reads, False)):
-            for span in spans:
-                self._uses[span.storage] = [
+        lane = int(self._lanes.of[node])
+        computes = self._lanes.compute[lane]
+        for ranges, writes in ((access.writes, True), (access.reads, False)):
+            for byte_range in ranges:
+                self._uses[byte_range.storage] = [
                     use
-                    for use in self._uses[span.storage]
-                    if not span.holds(use.span)
-                    or not (writes or (follows and not use.writes and self._lane(use) == own))
+                    for use in self._uses[byte_range.storage]
+                    if not byte_range.contains(use.span)
+                    or not (writes or (computes and not use.writes and self._lane(use) == lane))
                 ]
-                self._uses[span.storage].append(_Use(node, span, writes))
+                self._uses[byte_range.storage].append(_Use(node, byte_range, writes))
 
     def _lane(self, use: _Use) -> int:
         return int(self._lanes.of[use.node])
 
-    def _forget(self, node: int, touch: Touch) -> None:
-        """Forget who used memory that is a node's results', or was given out for it to fill."""
-        for storage in (*touch.made, *touch.filled):
-            if storage in touch.made or self._is_new(storage, node):
+    def _drop_old_uses(self, node: int, access: MemoryAccess) -> None:
+        """Drop the uses of memory that the node's results reuse, or that it fills as new memory."""
+        for storage in (*access.created, *access.overwritten):
+            if storage in access.created or self._is_new(storage, node):
                 self._uses.pop(storage, None)
 
     def _is_new(self, storage: int, node: int) -> bool:
-        """Return whether memory that a node fills was allocated after all who used it so far."""
+        """Return whether memory that a node fills was allocated after all its recorded uses."""
         issued = self._issued[node]
-        made = [at for at in self._allocated.get(storage, ()) if at <= issued]
+        created = [at for at in self._allocated.get(storage, ()) if at <= issued]
         uses = self._uses.get(storage, ())
-        return bool(made) and all(self._issued[use.node] < made[-1] for use in uses)
+        return bool(created) and all(self._issued[use.node] < created[-1] for use in uses)
 
 
-def _issued(graph: Graph) -> list[int]:
-    """Return when the operator that launched each node began; of what none did, the node."""
-    by, start = launchers(graph), graph.nodes.start_ns
-    return np.where(by == UNKNOWN, start, start[by]).tolist()
+def _issue_times(graph: Graph) -> list[int]:
+    """Return the start time of each node's launching operator, or of the node without a launch."""
+    launcher, start = launchers(graph), graph.nodes.start_ns
+    return np.where(launcher == UNKNOWN, start, start[launcher]).tolist()
 
 
 def _allocations(graph: Graph) -> dict[int, list[int]]:
-    """Return when operators allocated each storage without writing to it, ascending."""
+    """Return the times at which operators allocated each storage without writing, ascending."""
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
     ops = np.unique(nodes.op)
-    chosen = [int(op) for op in ops if base_name(strings[int(op)]) in _ALLOCATES]
-    made = defaultdict[int, list[int]](list)
-    rows = np.flatnonzero(np.isin(nodes.op, chosen) & (nodes.kind == Kind.HOST_OP))
+    codes = [int(op) for op in ops if base_name(strings[int(op)]) in _ALLOCATES]
+    created = defaultdict[int, list[int]](list)
+    rows = np.flatnonzero(np.isin(nodes.op, codes) & (nodes.kind == Kind.HOST_OP))
     for node in rows[np.argsort(nodes.start_ns[rows], kind="stable")].tolist():
         call = call_of(node)
         if call is None:
             continue
         for place in places_of(call.outputs, strings[int(nodes.output_values[node])]):
             if place is not None:
-                made[place.storage].append(int(nodes.start_ns[node]))
-    return made
+                created[place.storage].append(int(nodes.start_ns[node]))
+    return created

@@ -11,7 +11,12 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.node_costs import compute_mask
-from onerank.annotate.passes.overlap.data_dependencies import Lanes, Need, Needs, needs_of
+from onerank.annotate.passes.overlap.data_dependencies import (
+    CallDependencies,
+    Dependencies,
+    Lanes,
+    find_dependencies,
+)
 from onerank.annotate.passes.remove_nodes import one_per_pair
 from onerank.annotate.passes.resize.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Reason
@@ -23,77 +28,87 @@ I64 = npt.NDArray[np.int64]
 
 
 class IssueSlot(NamedTuple):
-    """A call's turn.
+    """When and where a communication call is issued.
 
     Attributes:
-        at: rank of what computes and the call is issued behind.
-        launcher: operator of the host that issues it; UNKNOWN for none.
-        before: the call before it on its stream; UNKNOWN for none.
+        after_rank: rank of the compute node after which the call is issued.
+        launcher: host operator that issues it; UNKNOWN for none.
+        before: previous call on its stream; UNKNOWN for none.
         stream: its stream.
     """
 
-    at: int
+    after_rank: int
     launcher: int
     before: int
     stream: int
 
 
-def turns_of(graph: Graph, lanes: Lanes, needs: Needs) -> dict[int, IssueSlot]:
+def issue_slots(graph: Graph, lanes: Lanes, dependencies: Dependencies) -> dict[int, IssueSlot]:
     """Return the issue slots of the calls that move, in an order in which they can be issued.
 
-    A call is issued directly after the last of its dependencies, as by a hook; if nothing in the
-    step wrote its inputs, where the script issues it. So the calls of a stream change their order,
-    on each rank in the same way. Sends and receives keep their order, and so do the calls of a
-    group with ranks of other pipeline stages.
+    A call is issued directly after its last dependency, as by a hook; if nothing in the step wrote
+    its inputs, it is issued where the script does it. The calls of a stream therefore change their
+    order, in the same way on each rank. Sends and receives keep their order, and so do the calls of
+    a group with ranks of other pipeline stages.
     """
-    calls = sorted([*needs.of, *needs.fixed], key=lanes.rank.__getitem__)
-    stream = _streams(graph, calls, lanes)
-    keeps, by = _keeping_order(graph, stream), launchers(graph)
-    issuing = _issuing(graph, lanes, by)
-    at, launcher, last = dict[int, int](), dict[int, int](), dict[int, int]()
+    calls = sorted([*dependencies.of, *dependencies.fixed], key=lanes.rank.__getitem__)
+    stream = _assign_streams(graph, calls, lanes)
+    ordered, launcher_of = _ordered_streams(graph, stream), launchers(graph)
+    issuing = _issuers(graph, lanes, launcher_of)
+    after_rank, launcher, last_on_stream = dict[int, int](), dict[int, int](), dict[int, int]()
     for call in calls:
-        need = needs.of.get(call)
-        made = need is not None and need.made
-        at[call] = _behind(need, lanes, at) if need is not None and made else int(lanes.rank[call])
-        if stream[call] in keeps and stream[call] in last:
-            at[call] = max(at[call], at[last[stream[call]]])
-        launcher[call] = int(issuing[at[call]] if made else by[call])
-        last[stream[call]] = call
-    order = sorted(calls, key=lambda call: (at[call], int(lanes.rank[call])))
-    last.clear()
-    turns = dict[int, IssueSlot]()
-    for call in order:
-        turns[call] = IssueSlot(
-            at[call], launcher[call], last.get(stream[call], UNKNOWN), stream[call]
+        own_dependencies = dependencies.of.get(call)
+        has_writer = own_dependencies is not None and own_dependencies.created
+        after_rank[call] = (
+            _last_dependency_rank(own_dependencies, lanes, after_rank)
+            if own_dependencies is not None and has_writer
+            else int(lanes.rank[call])
         )
-        last[stream[call]] = call
-    return turns
+        if stream[call] in ordered and stream[call] in last_on_stream:
+            after_rank[call] = max(after_rank[call], after_rank[last_on_stream[stream[call]]])
+        launcher[call] = int(issuing[after_rank[call]] if has_writer else launcher_of[call])
+        last_on_stream[stream[call]] = call
+    order = sorted(calls, key=lambda call: (after_rank[call], int(lanes.rank[call])))
+    last_on_stream.clear()
+    slots = dict[int, IssueSlot]()
+    for call in order:
+        slots[call] = IssueSlot(
+            after_rank[call],
+            launcher[call],
+            last_on_stream.get(stream[call], UNKNOWN),
+            stream[call],
+        )
+        last_on_stream[stream[call]] = call
+    return slots
 
 
-def _behind(need: Need, lanes: Lanes, at: Mapping[int, int]) -> int:
-    """Return the rank of the last that a call needs; of a call what that is issued behind."""
-    ranks = [int(lanes.rank[node]) for node in need.compute]
-    return max([*ranks, *(at[call] for call in need.calls)])
+def _last_dependency_rank(
+    dependencies: CallDependencies, lanes: Lanes, after_rank: Mapping[int, int]
+) -> int:
+    """Return the highest rank among the dependencies of a call; for calls, their issue rank."""
+    ranks = [int(lanes.rank[node]) for node in dependencies.compute]
+    return max([*ranks, *(after_rank[call] for call in dependencies.calls)])
 
 
-def _issuing(graph: Graph, lanes: Lanes, by: I64) -> I64:
-    """Return per rank the operator that began last of those that launched kernels up to it.
+def _issuers(graph: Graph, lanes: Lanes, launcher: I64) -> I64:
+    """Return per rank the operator that issues calls there; `UNKNOWN` before the first launch.
 
-    A call that is issued behind these is launched as it ends: an operator may launch behind what it
-    calls. `UNKNOWN` before the first.
+    It is the operator that began last among those that launched kernels up to this rank: an outer
+    operator may launch kernels after those of the operators that it calls.
     """
     node = lanes.order
-    launched = (by[node] != UNKNOWN) & ~graph.communication[node]
-    begun = np.where(launched, graph.nodes.start_ns[by[node]], UNKNOWN)
-    latest = np.maximum.accumulate(begun)
-    first = np.maximum.accumulate(np.where(begun == latest, np.arange(len(node)), 0))
-    return np.where(latest == UNKNOWN, UNKNOWN, by[node][first])
+    launched = (launcher[node] != UNKNOWN) & ~graph.communication[node]
+    issued = np.where(launched, graph.nodes.start_ns[launcher[node]], UNKNOWN)
+    latest = np.maximum.accumulate(issued)
+    first = np.maximum.accumulate(np.where(issued == latest, np.arange(len(node)), 0))
+    return np.where(latest == UNKNOWN, UNKNOWN, launcher[node][first])
 
 
-def _streams(graph: Graph, calls: list[int], lanes: Lanes) -> dict[int, int]:
+def _assign_streams(graph: Graph, calls: list[int], lanes: Lanes) -> dict[int, int]:
     """Return the stream of each call.
 
-    That on which it ran, if no other group's call and no kernel did; else one for its group.
+    A call keeps its stream if no other group and no kernel uses that stream; otherwise it gets a
+    stream of its group.
     """
     nodes = graph.nodes
     groups = defaultdict[int, set[int]](set)
@@ -101,35 +116,39 @@ def _streams(graph: Graph, calls: list[int], lanes: Lanes) -> dict[int, int]:
         groups[int(nodes.stream[call])].add(int(nodes.group[call]))
     shared = set(nodes.stream[np.isin(lanes.of, np.flatnonzero(lanes.compute))].tolist())
     shared |= {stream for stream, users in groups.items() if len(users) > 1} | {UNKNOWN}
-    own = dict[int, int]()
+    group_stream = dict[int, int]()
     for call in calls:
         stream = int(nodes.stream[call])
         if stream not in shared:
-            own.setdefault(int(nodes.group[call]), stream)
-    following = max(int(nodes.stream.max()), 0) + 1  # a CPU capture's kernels get stream 0
-    found = dict[int, int]()
+            group_stream.setdefault(int(nodes.group[call]), stream)
+    next_stream = (
+        max(int(nodes.stream.max()), 0) + 1
+    )  # stream 0 is taken by the kernels of a CPU capture
+    assigned = dict[int, int]()
     for call in calls:
         stream, group = int(nodes.stream[call]), int(nodes.group[call])
         if stream in shared:
-            if group not in own:
-                own[group], following = following, following + 1
-            stream = own[group]
-        found[call] = stream
-    return found
+            if group not in group_stream:
+                group_stream[group], next_stream = next_stream, next_stream + 1
+            stream = group_stream[group]
+        assigned[call] = stream
+    return assigned
 
 
-def _keeping_order(graph: Graph, stream: dict[int, int]) -> set[int]:
+def _ordered_streams(graph: Graph, stream: dict[int, int]) -> set[int]:
     """Return the streams whose calls keep their order."""
     nodes, world = graph.nodes, graph.job.world
-    pairs = np.isin(nodes.kind, (Kind.SEND, Kind.RECV))
-    unlike = set[int]()
+    point_to_point = np.isin(nodes.kind, (Kind.SEND, Kind.RECV))
+    across_stages = set[int]()
     for group in {int(nodes.group[call]) for call in stream}:
-        known = graph.job.group(graph.strings[group])
-        ranks = known.ranks if known else range(world.size)
+        group_record = graph.job.group(graph.strings[group])
+        ranks = group_record.ranks if group_record else range(world.size)
         if len({world.point(rank).get("pp", 0) for rank in ranks}) > 1:
-            unlike.add(group)
+            across_stages.add(group)
     return {
-        number for call, number in stream.items() if pairs[call] or int(nodes.group[call]) in unlike
+        stream_id
+        for call, stream_id in stream.items()
+        if point_to_point[call] or int(nodes.group[call]) in across_stages
     }
 
 
@@ -138,40 +157,42 @@ Mask = npt.NDArray[np.bool_]
 Pairs = list[tuple[int, int, int]]
 """(source, waiter, reason) of edges."""
 
-_IN_A_LANE = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)
+_LANE_REASONS = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)
 
 
-def rewired(graph: Graph, lanes: Lanes, needs: Needs, turns: Mapping[int, IssueSlot]) -> Graph:
-    """Return the graph with its calls at their turns.
+def rewire(
+    graph: Graph, lanes: Lanes, dependencies: Dependencies, slots: Mapping[int, IssueSlot]
+) -> Graph:
+    """Return the graph with its calls at their issue slots.
 
     Args:
         graph: as captured.
         lanes: its lanes.
-        needs: what its calls need, and who needs them.
-        turns: of each call, in an order in which they can be issued.
+        dependencies: dependencies and dependents of its calls.
+        slots: issue slot of each call, in an order in which they can be issued.
     """
     edges = graph.edges
     moved = np.zeros(len(graph), dtype=bool)
-    moved[list(needs.of)] = True
-    stays = ~moved[edges.source] & ~moved[edges.target]
-    more = np.array(
+    moved[list(dependencies.of)] = True
+    kept = ~moved[edges.source] & ~moved[edges.target]
+    added = np.array(
         [
-            *_around(graph, lanes, moved),
-            *_issues(lanes, needs.of, turns),
-            *_waits(lanes, needs.waits, turns),
+            *_bypass_edges(graph, lanes, moved),
+            *_issue_edges(lanes, dependencies.of, slots),
+            *_wait_edges(lanes, dependencies.waits, slots),
         ],
         dtype=np.int64,
     ).reshape(-1, 3)
-    made = one_per_pair(
-        np.concatenate([edges.source[stays], more[:, 0]]),
-        np.concatenate([edges.target[stays], more[:, 1]]),
-        np.concatenate([edges.reason[stays], more[:, 2].astype(np.uint8)]),
+    deduplicated = one_per_pair(
+        np.concatenate([edges.source[kept], added[:, 0]]),
+        np.concatenate([edges.target[kept], added[:, 1]]),
+        np.concatenate([edges.reason[kept], added[:, 2].astype(np.uint8)]),
     )
-    joined = Edges.from_pairs(len(graph), *made)
-    return _placed(replace(graph, edges=joined), edges, needs.of, turns)
+    new_edges = Edges.from_pairs(len(graph), *deduplicated)
+    return _move_calls(replace(graph, edges=new_edges), edges, dependencies.of, slots)
 
 
-def _around(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
+def _bypass_edges(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
     """Return edges from the dependencies of a moved call to the nodes that waited for the call.
 
     Only the last of each lane is needed, except for nodes that launched a call. The next node of
@@ -180,113 +201,122 @@ def _around(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
     edges = graph.edges
     offsets, sources = edges.offsets.tolist(), edges.source.tolist()
     skipped = (launches(graph) | (edges.reason == Reason.ROOM)).tolist()
-    behind = dict[int, dict[int, int]]()
-    rank, key = lanes.rank.tolist(), _keys(graph)
+    dependencies_of = dict[int, dict[int, int]]()
+    rank, key = lanes.rank.tolist(), _lane_keys(graph)
     calls = np.flatnonzero(moved)
     for call in calls[np.argsort(lanes.rank[calls])].tolist():
-        last = behind[call] = dict[int, int]()
+        latest = dependencies_of[call] = dict[int, int]()
         for edge in range(offsets[call], offsets[call + 1]):
             source = sources[edge]
             if skipped[edge]:
                 continue
-            for node in behind[source].values() if source in behind else (source,):
-                known = last.setdefault(key[node], node)
-                if rank[node] > rank[known]:
-                    last[key[node]] = node
-    chosen = moved[edges.source] & ~moved[edges.target] & (edges.reason != Reason.ROOM)
+            for node in (
+                dependencies_of[source].values() if source in dependencies_of else (source,)
+            ):
+                latest_known = latest.setdefault(key[node], node)
+                if rank[node] > rank[latest_known]:
+                    latest[key[node]] = node
+    outgoing = moved[edges.source] & ~moved[edges.target] & (edges.reason != Reason.ROOM)
     rows = zip(
-        *(column[chosen].tolist() for column in (edges.source, edges.target, edges.reason)),
+        *(column[outgoing].tolist() for column in (edges.source, edges.target, edges.reason)),
         strict=True,
     )
     return [
         (node, waiter, reason)
         for call, waiter, reason in rows
-        for node in behind[call].values()
-        if key[node] != key[waiter] or reason in _IN_A_LANE
+        for node in dependencies_of[call].values()
+        if key[node] != key[waiter] or reason in _LANE_REASONS
     ]
 
 
-def _keys(graph: Graph) -> list[int]:
+def _lane_keys(graph: Graph) -> list[int]:
     """Return a number per node that identifies its stream or thread."""
     nodes = graph.nodes
     first = np.max(nodes.stream, initial=0) + 1
     on_thread = np.unique(nodes.thread, return_inverse=True)[1].reshape(-1) + first
-    alone = np.arange(len(graph)) + first + len(graph)
-    on_thread = np.where(nodes.thread == UNKNOWN, alone, on_thread)
+    single = np.arange(len(graph)) + first + len(graph)
+    on_thread = np.where(nodes.thread == UNKNOWN, single, on_thread)
     return np.where(nodes.stream == UNKNOWN, on_thread, nodes.stream).tolist()
 
 
-def _issues(lanes: Lanes, needs: Mapping[int, Need], turns: Mapping[int, IssueSlot]) -> Pairs:
-    """Return the edges to the calls: by their launch, their stream and their data."""
-    made: Pairs = []
-    for call, turn in turns.items():
-        if turn.before != UNKNOWN:
-            made.append((turn.before, call, Reason.STREAM_ORDER))
-        if call not in needs:
+def _issue_edges(
+    lanes: Lanes, dependencies: Mapping[int, CallDependencies], slots: Mapping[int, IssueSlot]
+) -> Pairs:
+    """Return the edges to the calls: from launch, stream order and data dependencies."""
+    edges: Pairs = []
+    for call, slot in slots.items():
+        if slot.before != UNKNOWN:
+            edges.append((slot.before, call, Reason.STREAM_ORDER))
+        if call not in dependencies:
             continue
-        if turn.launcher != UNKNOWN:
-            made.append((turn.launcher, call, Reason.LAUNCH))
-        last = dict[int, int]()
-        for node in sorted(needs[call].compute, key=lanes.rank.__getitem__):
-            last[int(lanes.of[node])] = node
-        made += [(node, call, Reason.SYNC) for node in last.values()]
-        made += [(node, call, Reason.SYNC) for node in sorted(needs[call].calls)]
-    return made
+        if slot.launcher != UNKNOWN:
+            edges.append((slot.launcher, call, Reason.LAUNCH))
+        last_on_lane = dict[int, int]()
+        for node in sorted(dependencies[call].compute, key=lanes.rank.__getitem__):
+            last_on_lane[int(lanes.of[node])] = node
+        edges += [(node, call, Reason.SYNC) for node in last_on_lane.values()]
+        edges += [(node, call, Reason.SYNC) for node in sorted(dependencies[call].calls)]
+    return edges
 
 
-def _waits(lanes: Lanes, waits: list[tuple[int, int]], turns: Mapping[int, IssueSlot]) -> Pairs:
-    """Return the edges from the calls: of those of a stream the last that a node waits for."""
-    place = {call: number for number, call in enumerate(turns)}
-    known = defaultdict[tuple[int, int], int](lambda: UNKNOWN)
+def _wait_edges(
+    lanes: Lanes, waits: list[tuple[int, int]], slots: Mapping[int, IssueSlot]
+) -> Pairs:
+    """Return the edges from the calls: per stream, only the last call that a node waits for."""
+    issue_index = {call: number for number, call in enumerate(slots)}
+    awaited = defaultdict[tuple[int, int], int](lambda: UNKNOWN)
     last = dict[tuple[int, int], int]()
     for call, node in waits:
-        key = node, turns[call].stream
-        if key not in last or place[call] > place[last[key]]:
+        key = node, slots[call].stream
+        if key not in last or issue_index[call] > issue_index[last[key]]:
             last[key] = call
-    made: Pairs = []
+    edges: Pairs = []
     for (node, stream), call in last.items():
         lane = int(lanes.of[node]), stream
-        if place[call] > known[lane] or not lanes.compute[lane[0]]:
-            made.append((call, node, Reason.SYNC))
-            known[lane] = max(known[lane], place[call])
-    return made
+        if issue_index[call] > awaited[lane] or not lanes.compute[lane[0]]:
+            edges.append((call, node, Reason.SYNC))
+            awaited[lane] = max(awaited[lane], issue_index[call])
+    return edges
 
 
-def _placed(
-    graph: Graph, captured: Edges, needs: Mapping[int, Need], turns: Mapping[int, IssueSlot]
+def _move_calls(
+    graph: Graph,
+    captured: Edges,
+    dependencies: Mapping[int, CallDependencies],
+    slots: Mapping[int, IssueSlot],
 ) -> Graph:
-    """Return the graph with stream and start of the calls that moved.
+    """Return the graph with new streams and start times of the moved calls.
 
-    Who followed one of them on its stream no longer began so long before its end.
+    Nodes that followed a moved call on its stream lose the overlap recorded with it.
     """
     nodes = graph.nodes
     stream, thread = nodes.stream.copy(), nodes.thread.copy()
-    start, queued = nodes.start_ns.copy(), nodes.blocked_ns.copy()
-    moved = list(needs)
-    of_moved = np.isin(captured.source, moved)
-    follows = captured.target[of_moved & (captured.reason == Reason.STREAM_ORDER)]
-    queued[follows] = np.maximum(queued[follows], 0)
-    stream[moved] = [turns[call].stream for call in moved]
-    thread[moved], queued[moved] = UNKNOWN, 0
-    for call, turn in turns.items():
-        if call not in needs:
+    start, blocked = nodes.start_ns.copy(), nodes.blocked_ns.copy()
+    moved = list(dependencies)
+    from_moved = np.isin(captured.source, moved)
+    follows = captured.target[from_moved & (captured.reason == Reason.STREAM_ORDER)]
+    blocked[follows] = np.maximum(blocked[follows], 0)
+    stream[moved] = [slots[call].stream for call in moved]
+    thread[moved], blocked[moved] = UNKNOWN, 0
+    for call, slot in slots.items():
+        if call not in dependencies:
             continue
-        behind = [*needs[call].compute, *needs[call].calls]
-        if turn.before != UNKNOWN and (behind or turn.before in needs):
-            behind.append(turn.before)
-        if behind:
-            start[call] = max(start[node] + nodes.duration_ns[node] for node in behind)
-    return graph.with_columns(stream=stream, thread=thread, start_ns=start, blocked_ns=queued)
+        predecessors = [*dependencies[call].compute, *dependencies[call].calls]
+        if slot.before != UNKNOWN and (predecessors or slot.before in dependencies):
+            predecessors.append(slot.before)
+        if predecessors:
+            start[call] = max(start[node] + nodes.duration_ns[node] for node in predecessors)
+    return graph.with_columns(stream=stream, thread=thread, start_ns=start, blocked_ns=blocked)
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class MaximizeOverlap:
     """Overlap communication with compute as far as the data allow.
 
     A call starts when its inputs are written and nothing uses the memory that it writes. Compute
     waits for a call if it uses the call's result or overwrites its input. Streams, events and the
     host impose no further order. The host issues a call directly after the operator that made its
-    data, as a hook would (see `turns_of`), on a stream of its group. Kernels and host operators
+    data, as a hook would (see `issue_slots`), on a stream of its group. Kernels and host operators
     keep their captured order.
     """
 
@@ -309,34 +339,39 @@ class Overlap:
         _check(graph)
         lanes = Lanes.from_graph(graph)
         captured = lanes.before(graph.edges, lanes.order), lanes.after(graph.edges, lanes.order)
-        needs = needs_of(graph, lanes, *captured)
-        if not needs.of:
+        dependencies = find_dependencies(graph, lanes, *captured)
+        if not dependencies.of:
             raise AnnotateError(
-                f"none of the graph's {len(needs.fixed)} calls tells which tensors it uses, so "
-                "what could run beside it is not known; capture the step with `capture run`",
+                f"none of the {len(dependencies.fixed)} calls has recorded tensors, so its data "
+                "dependencies are unknown\n  capture the step with `capture run`",
                 code="overlap-no-operands",
             )
-        made = rewired(graph, lanes, needs, turns_of(graph, lanes, needs))
-        order, leftover = topological_order(made.edges)
+        rewired = rewire(graph, lanes, dependencies, issue_slots(graph, lanes, dependencies))
+        order, leftover = topological_order(rewired.edges)
         assert not len(leftover), "calls are issued in an order that their data allow"
-        calls = np.array(list(needs.of), dtype=np.int64)
-        was = lanes.beside(calls, *captured)
-        now = lanes.beside(calls, lanes.before(made.edges, order), lanes.after(made.edges, order))
-        if not (now > was).any():
+        calls = np.array(list(dependencies.of), dtype=np.int64)
+        overlapped_before = lanes.count_overlapping(calls, *captured)
+        overlapped_after = lanes.count_overlapping(
+            calls, lanes.before(rewired.edges, order), lanes.after(rewired.edges, order)
+        )
+        if not (overlapped_after > overlapped_before).any():
             raise AnnotateError(
-                "no communication can run beside more compute than it does: what waits for each of "
-                f"the {len(calls)} calls needs its data",
+                f"none of the {len(calls)} calls can overlap more compute than it does: all "
+                "compute "
+                "that waits for a call needs its data",
                 code="overlap-data-dependent",
             )
-        told = made.job.measurement.untimed(_note(needs, was, now))
-        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+        measurement = rewired.job.measurement.untimed(
+            _note(dependencies, overlapped_before, overlapped_after)
+        )
+        return replace(rewired, job=msgspec.structs.replace(rewired.job, measurement=measurement))
 
 
 def _check(graph: Graph) -> None:
-    """Refuse graphs in which nothing can overlap, or data cannot be followed.
+    """Raise for graphs in which nothing can overlap or data dependencies are unknown.
 
     Raises:
-        AnnotateError: it is one.
+        AnnotateError: the graph has no communication, no compute, or extrapolated layers.
     """
     compute, communicates = compute_mask(graph).any(), graph.communication.any()
     if not compute or not communicates:
@@ -347,26 +382,33 @@ def _check(graph: Graph) -> None:
         )
     if graph.job.measurement.depths is not None:
         raise AnnotateError(
-            "the trace was extrapolated, so its copied layers name the tensors of others; for "
-            "--overlap on capture all layers",
+            "the trace was extrapolated, so its copied layers name tensors of other layers\n"
+            "  capture all layers for `--overlap on`",
             code="overlap-extrapolated-trace",
         )
 
 
-def _note(needs: Needs, was: I64, now: I64) -> str:
-    """Say how many calls moved, and how many did not."""
-    moved = now > was
-    unread = ~moved & np.isin(list(needs.of), list(needs.unread))
-    rest = ~moved & ~unread
+def _note(dependencies: Dependencies, before: I64, after: I64) -> str:
+    """Return a note on the numbers of calls that moved and stayed."""
+    moved = after > before
+    unread = ~moved & np.isin(list(dependencies.of), list(dependencies.unread))
+    unmoved = ~moved & ~unread
     parts = (
-        (int(moved.sum()), "beside more compute than captured"),
-        (int((rest & (now > 0)).sum()), "beside it already as far as their data allow"),
-        (int((rest & (now == 0)).sum()), "exposed, as what follows needs their data"),
-        (int(unread.sum()), "awaited as captured, as nothing in the step reads what they write"),
-        (len(needs.fixed), "as captured, as they tell no tensors"),
+        (int(moved.sum()), "overlap more compute than captured"),
+        (int((unmoved & (after > 0)).sum()), "already overlap as much as their data allow"),
+        (
+            int((unmoved & (after == 0)).sum()),
+            "are exposed, because the next compute needs their data",
+        ),
+        (
+            int(unread.sum()),
+            "are awaited as captured, because nothing in the step reads their results",
+        ),
+        (len(dependencies.fixed), "stay as captured, because their tensors are not recorded"),
     )
-    told = "; ".join(f"{count} {what}" for count, what in parts if count)
+    counts = "; ".join(f"{count} {state}" for count, state in parts if count)
     return (
-        f"Overlap on: of {len(needs.of) + len(needs.fixed)} calls {told}. Kernels beside them last "
-        "as captured (beside communication they take longer), and memory is as captured."
+        f"Overlap on: of {len(dependencies.of) + len(dependencies.fixed)} calls, {counts}. "
+        "Overlapping kernels keep "
+        "their captured times, although contention would slow them, and memory is as captured."
     )

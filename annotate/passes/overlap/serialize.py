@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class NoOverlap:
+class SerializeOverlap:
     """Remove all overlap of communication and compute.
 
     Device work follows the order of issue: the start of the launching operator, or its own start
@@ -39,80 +39,82 @@ class NoOverlap:
                 separate them.
         """
         del target
-        source, waiter = _turns(graph)
+        source, waiter = _separating_edges(graph)
         edges = graph.edges
-        there = np.isin(waiter * len(graph) + source, edges.target * len(graph) + edges.source)
-        source, waiter = source[~there], waiter[~there]
+        exists = np.isin(waiter * len(graph) + source, edges.target * len(graph) + edges.source)
+        source, waiter = source[~exists], waiter[~exists]
         if not len(source):
             raise AnnotateError(
-                "no communication can run beside compute in this graph: its edges already hold "
-                "them apart, so that there is no overlap to leave out",
+                "no communication overlaps compute in this graph: its edges already separate them",
                 code="serialize-already-serial",
             )
         sync = np.full(len(source), Reason.SYNC, dtype=np.uint8)
-        joined = Edges.from_pairs(
+        new_edges = Edges.from_pairs(
             len(graph),
             np.concatenate([edges.source, source]),
             np.concatenate([edges.target, waiter]),
             np.concatenate([edges.reason, sync]),
         )
         duration, evidence = graph.nodes.duration_ns.copy(), graph.nodes.evidence
-        alone = graph.nodes.uncontended_ns
-        known = compute_mask(graph) & (alone != UNKNOWN) & (evidence == Evidence.MEASURED)
-        duration[known] = alone[known]
-        made = replace(graph, edges=joined).with_columns(duration_ns=duration)
+        uncontended = graph.nodes.uncontended_ns
+        known = compute_mask(graph) & (uncontended != UNKNOWN) & (evidence == Evidence.MEASURED)
+        duration[known] = uncontended[known]
+        serialized = replace(graph, edges=new_edges).with_columns(duration_ns=duration)
         note = (
-            f"Overlap off: {len(source)} edges more let communication and compute wait for each "
-            f"other in the order of their issue; {int(known.sum())} kernels have the time that was "
-            "measured with no communication beside them."
+            f"Overlap off: {len(source)} added edges make communication and compute wait for each "
+            f"other in issue order; {int(known.sum())} kernels have the time measured without "
+            "concurrent communication."
         )
-        told = made.job.measurement.untimed(note)
-        _, leftover = topological_order(joined)
+        measurement = serialized.job.measurement.untimed(note)
+        _, leftover = topological_order(new_edges)
         if len(leftover):
             raise AnnotateError(
-                f"the order of issue contradicts the edges of {len(leftover)} nodes, so that "
-                "communication and compute cannot take turns in it; convert the trace anew",
+                f"the issue order contradicts the edges of {len(leftover)} nodes, so communication "
+                "and compute cannot be serialized in it\n  convert the trace again",
                 code="serialize-order-conflict",
             )
-        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+        return replace(
+            serialized, job=msgspec.structs.replace(serialized.job, measurement=measurement)
+        )
 
 
-def _turns(graph: Graph) -> tuple[I64, I64]:
+def _separating_edges(graph: Graph) -> tuple[I64, I64]:
     """Return (earlier, later) of the edges that separate compute from communication.
 
-    Of a run of the same kind the last node of each stream is awaited, and the first node of each
-    stream in the next run waits; the streams' own edges do the rest.
+    In issue order, the graph alternates between sections of compute and of communication. The
+    first node of each stream in a section waits for the last node of each stream in the section
+    before; the edges of the streams imply the rest.
     """
     nodes = graph.nodes
     compute, communicates = compute_mask(graph), graph.communication
     if not compute.any() or not communicates.any():
         lacking = "communication" if compute.any() else "compute"
         raise AnnotateError(
-            f"the graph has no {lacking}, so there is no overlap to leave out",
+            f"the graph has no {lacking}, so there is no overlap to remove",
             code="serialize-nothing-overlaps",
         )
     device = np.flatnonzero(compute | communicates)
     order = device[_in_issue_order(graph, device)]
-    sort = communicates[order]
-    run = np.cumsum(np.concatenate([[0], sort[1:] != sort[:-1]]))
+    is_call = communicates[order]
+    section = np.cumsum(np.concatenate([[0], is_call[1:] != is_call[:-1]]))
     lane = np.where(nodes.stream[order] != UNKNOWN, nodes.stream[order], -1 - nodes.thread[order])
-    last = _last_of(run, lane)
-    first = len(run) - 1 - _last_of(run[::-1], lane[::-1])
-    ends, starts = last[run[last] < run[-1]], first[run[first] > 0]
-    begin = np.searchsorted(run[starts], run[ends] + 1)
-    count = np.searchsorted(run[starts], run[ends] + 1, side="right") - begin
+    last = _last_of(section, lane)
+    first = len(section) - 1 - _last_of(section[::-1], lane[::-1])
+    ends, starts = last[section[last] < section[-1]], first[section[first] > 0]
+    begin = np.searchsorted(section[starts], section[ends] + 1)
+    count = np.searchsorted(section[starts], section[ends] + 1, side="right") - begin
     offset = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     earlier, later = np.repeat(ends, count), starts[np.repeat(begin, count) + offset]
-    apart = lane[earlier] != lane[later]  # a stream's own order holds the others
-    return order[earlier[apart]], order[later[apart]]
+    across_lanes = lane[earlier] != lane[later]  # nodes of one stream are ordered by its edges
+    return order[earlier[across_lanes]], order[later[across_lanes]]
 
 
-def _last_of(run: I64, lane: I64) -> I64:
-    """Return the place of the last of each lane in each run, ascending by run."""
-    keys = np.stack([run, lane])
-    _, place = np.unique(keys[:, ::-1], axis=1, return_index=True)
-    last = np.sort(len(run) - 1 - place)
-    return last[np.argsort(run[last], kind="stable")]
+def _last_of(section: I64, lane: I64) -> I64:
+    """Return the position of the last node of each lane in each section, ascending by section."""
+    keys = np.stack([section, lane])
+    _, position = np.unique(keys[:, ::-1], axis=1, return_index=True)
+    last = np.sort(len(section) - 1 - position)
+    return last[np.argsort(section[last], kind="stable")]
 
 
 def _in_issue_order(graph: Graph, device: I64) -> I64:

@@ -20,12 +20,12 @@ from onerank.annotate.passes.resize.size_change import (
 Powers = tuple[Power, ...]
 Shape = tuple[int, ...]
 
-_MOST = 48  # readings of one tensor that are looked at
-_FREE = 0.0
-_HIDDEN_AS_SEQUENCE = 1.0  # a size that is the sequence's, and is not
+_MAX_READINGS = 48  # readings considered per tensor
+_NO_COST = 0.0
+_HIDDEN_AS_SEQUENCE = 1.0  # equals the sequence length by chance
 _HIDDEN_AS_TOKENS = 1.5
-_TIMES = 2.0  # a multiple: heads x batch, elements of a flat tensor
-_TWICE = 1.2  # scores have two dimensions of the sequence
+_MULTIPLE = 2.0  # a multiple of the size: heads x batch, or a flattened tensor
+_REPEATED = 1.2  # a second sequence dimension, as in attention scores
 
 
 @lru_cache(maxsize=1 << 16)
@@ -35,46 +35,48 @@ def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[f
     Args:
         shape: sizes of the tensor.
         sizing: captured and new sizes.
-        grows: how its number of elements grows; None: not known.
+        grows: growth of its number of elements; None if unknown.
     """
-    found: list[tuple[float, Powers]] = [(0.0, ())]
+    candidates: list[tuple[float, Powers]] = [(0.0, ())]
     for place, size in enumerate(shape):
         options = _options(size, place, len(shape), sizing)
-        found = [
-            (cost + own + _order(powers, power), (*powers, power))
-            for cost, powers in found
-            for own, power in options
+        candidates = [
+            (cost + cost_of_size + _order(powers, power), (*powers, power))
+            for cost, powers in candidates
+            for cost_of_size, power in options
             if grows is None or _within((*powers, power), grows)
         ]
-        if len(found) > 16 * _MOST:
-            found = sorted(found, key=lambda one: one[0])[: 16 * _MOST]
+        if len(candidates) > 16 * _MAX_READINGS:
+            candidates = sorted(candidates, key=lambda candidate: candidate[0])[
+                : 16 * _MAX_READINGS
+            ]
     if grows is not None:
-        found = [one for one in found if total(one[1]) == grows]
-    return tuple(sorted(found, key=lambda one: one[0])[:_MOST])
+        candidates = [candidate for candidate in candidates if total(candidate[1]) == grows]
+    return tuple(sorted(candidates, key=lambda candidate: candidate[0])[:_MAX_READINGS])
 
 
 def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[float, Power]]:
     seq, batch = sizing.lengths, sizing.batch.before
-    length = size in seq or sizing.near(size)
-    tokens = sizing.of_tokens(size)
+    length = size in seq or sizing.is_shifted_sequence(size)
+    tokens = sizing.is_token_count(size)
     options: list[tuple[float, Power]] = []
     if size == batch:
-        options.append((_FREE, BATCH))
+        options.append((_NO_COST, BATCH))
     elif size % batch == 0 and size:
-        options.append((_TIMES + 0.5 * (batch == 1) + _TIMES * length, BATCH))
+        options.append((_MULTIPLE + 0.5 * (batch == 1) + _MULTIPLE * length, BATCH))
     if length:
-        options.append((_FREE, SEQ))
+        options.append((_NO_COST, SEQ))
     elif size and size % sizing.unit == 0:
-        options.append((_TIMES + 1, SEQ))
+        options.append((_MULTIPLE + 1, SEQ))
     merged = 0.3 if place == 0 or rank == 2 else 3.3
     if tokens:
         options.append((merged, TOKENS))
     elif size and size % (batch * sizing.unit) == 0:
-        options.append((merged + _TIMES + 1, TOKENS))
+        options.append((merged + _MULTIPLE + 1, TOKENS))
     if size and size % (batch * sizing.unit**2) == 0:
-        options.append((merged + 2 * _TIMES + 1, (2, 1)))
-    if size and size % sizing.unit**2 == 0:  # pairs of positions, as relative ones are looked up
-        options.append((merged + 2 * _TIMES + 2, (2, 0)))
+        options.append((merged + 2 * _MULTIPLE + 1, (2, 1)))
+    if size and size % sizing.unit**2 == 0:  # pairs of positions, for relative position embeddings
+        options.append((merged + 2 * _MULTIPLE + 2, (2, 0)))
     by_chance = batch == 1 or size in sizing.routes
     constant = (0.02 if by_chance else 0.5) * (size == batch)
     if length or tokens:
@@ -84,13 +86,13 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
 
 
 def _order(powers: Powers, power: Power) -> float:
-    """Return what it costs to come after these: a second sequence, a batch after a sequence."""
+    """Return the cost of a dimension after others: a second sequence, or batch after sequence."""
     seq, batch = total(powers)
     cost = 0.0
     if power[0] and seq:
-        cost += _TWICE
+        cost += _REPEATED
     if power[1] and batch:
-        cost += 2 * _TWICE
+        cost += 2 * _REPEATED
     if power == BATCH and seq:
         cost += 0.75
     return cost

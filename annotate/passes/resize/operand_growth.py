@@ -24,7 +24,7 @@ Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
 
 
 def _reduced(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Leave out, or make one, the dimensions that are summed over."""
+    """Rule for reductions: drop the reduced dimensions, or make them constant."""
     x, (powers, *_rest) = call.tensor(0), by_place[0] or ((),)
     if x is None or not shape:
         return ()
@@ -39,7 +39,7 @@ def _reduced(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shap
 
 
 def _joined(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Of `cat`: what any of the parts grows with."""
+    """Rule for `cat`: the largest power of any part per dimension."""
     parts = [p for p in by_place[0] if len(p) == len(shape)]
     return tuple(max(p[axis] for p in parts) for axis in range(len(shape))) if parts else None
 
@@ -54,12 +54,12 @@ def _stacked(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shap
 
 
 def _picked(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    """`embedding`: a row of the table for each index."""
+    """Rule for `embedding`: one row of the table per index."""
     return (*by_place[1][0], *by_place[0][0][1:]) if by_place[0] and by_place[1] else None
 
 
 def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape) -> Powers | None:
-    """Of `index_select`: as many along the axis as there are indices."""
+    """Rule for `index_select`: the axis has the powers of the indices."""
     axis = call.value(1)
     if not isinstance(axis, int) or len(by_place) < 3:
         return None
@@ -71,7 +71,7 @@ def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape
 
 
 def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """`index` by integers: their dimensions replace the indexed ones, first or later.
+    """Rule for `index` by integers: their dimensions replace the indexed ones.
 
     Sizes show which dimensions are indexed, because a call does not record omitted indices.
     """
@@ -87,17 +87,17 @@ def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shap
 
 
 def _of_index(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    """Of `gather`: the shape of the indices."""
+    """Rule for `gather`: the powers of the indices."""
     return by_place[2][0] if len(by_place) > 2 and by_place[2] else None
 
 
 def _of_table(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
-    """Of an embedding's gradient: nothing of a weight grows."""
+    """Rule for an embedding's gradient: weights do not grow."""
     return (CONSTANT,) * len(shape)
 
 
 def _bagged(_: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape) -> Powers | None:
-    """`_embedding_bag`: a row for each bag; further results are per index or per bag."""
+    """Rule for `_embedding_bag`: one row per bag; further results are per index or per bag."""
     indices, bags = by_place[1], by_place[2]
     if not indices or not bags:
         return None
@@ -115,7 +115,7 @@ def _of_first(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) 
 def _attended(
     _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
 ) -> Powers | None:
-    """Of attention: the result as the query; the softmax's sums have its first three sizes."""
+    """Rule for attention: results have the query's powers, log-sums its first three."""
     query = by_place[0][0]
     if place == 0:
         return query
@@ -123,7 +123,7 @@ def _attended(
 
 
 def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
-    """Of a convolution: the batch; what is along the sizes keeps its powers."""
+    """Rule for convolutions: batch and spatial dimensions keep their powers."""
     x = by_place[0][0]
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 
@@ -131,7 +131,7 @@ def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shap
 def _recurrent(
     _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
 ) -> Powers | None:
-    """Of a recurrent layer: a state for each token; what backward needs of the forward pass."""
+    """Rule for recurrent layers: one state per token, and a workspace for backward."""
     x = by_place[0][0]
     if place == 0 and len(x) == len(shape):
         return (*x[:-1], CONSTANT)
@@ -139,7 +139,7 @@ def _recurrent(
 
 
 def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
-    """`topk`: the requested number of elements in the last dimension."""
+    """Rule for `topk`: a constant number of elements in the last dimension."""
     x = by_place[0][0] if by_place and by_place[0] else ()
     return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
 
@@ -245,14 +245,14 @@ def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Power
     return tuple(made)
 
 
-_UNLIKE = 50.0
+_UNLIKE = 50.0  # cost of operands that disagree on a dimension; above any plausible reading
 
-_KEPT = 0.4  # that a part of a tensor grows as the whole
+_KEPT = 0.4  # reward for a part of a tensor that grows like the whole
 
-_SQUARED_BATCH = 5.0  # of a result: both operands' batch, unsummed
+_SQUARED_BATCH = 5.0  # cost of a product whose result has the batch of both operands
 
 Growth = Power | None
-"""How a tensor's number of elements grows; None: not known yet."""
+"""Growth of a tensor's number of elements; None while unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ _ROWS: dict[tuple[int, ...], tuple[int | None, int | None]] = {
     (3, 2): (None, 1),
     (2, 2): (1, 0),
 }
-"""Ranks of a grouped product's operands -> their axes of rows, which each expert has some of."""
+"""Ranks of a grouped product's operands -> their axes of rows, which are split over experts."""
 
 _RESULT_ROWS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
 
@@ -294,11 +294,11 @@ BROADCASTS = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
 
 
 def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
-    """Return the likeliest reading of a call that agrees with how its inputs are known to grow.
+    """Return the most plausible reading of a call that agrees with the known growth of inputs.
 
     Args:
         call: shapes, types and, for `NEED_VALUES`, values.
-        grows: of each input tensor, lists laid out flat.
+        grows: growth of each input tensor, lists flattened.
         sizing: captured and new sizes.
     """
     tensors = flat(call.inputs)
@@ -322,7 +322,7 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
 
 
 def flat(operands: Sequence[Operand]) -> list[Tensor]:
-    """Return the tensors of all arguments, lists laid out."""
+    """Return the tensors of all arguments, with lists flattened."""
     return [tensor for operand in operands for tensor in operand or ()]
 
 
@@ -333,7 +333,7 @@ def likeliest(shape: Shape, sizing: Sizing, grows: Growth) -> Powers:
 
 
 def part(shape: Shape, sizing: Sizing, grows: Power) -> Powers:
-    """Return the cheapest reading of a part of a tensor, which grows as it does if it may."""
+    """Return the cheapest reading of a part of a tensor, preferring the growth of the whole."""
 
     def price(one: tuple[float, Powers]) -> float:
         kept = total(one[1])
@@ -345,7 +345,7 @@ def part(shape: Shape, sizing: Sizing, grows: Power) -> Powers:
 def _product(
     call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
 ) -> Read | None:
-    """Read `[..., m, k] x [..., k, n]`: the inner sizes are one, and so are the batches."""
+    """Read `[..., m, k] x [..., k, n]`: inner dimensions agree, and so do batch dimensions."""
     at = _PRODUCTS.get(call.op, (0, 1))
     left, right = call.tensor(at[0]), call.tensor(at[1])
     if left is None or right is None or not left.shape or not right.shape:
@@ -387,7 +387,7 @@ def _grouped(
 ) -> Read | None:
     """Read `[rows, k] x [experts, k, n]`, or of a weight's gradient `[k, rows] x [rows, n]`.
 
-    Rows are tokens, the rest is of the weights; so are scales and where each expert's rows end.
+    Rows are tokens. All other dimensions belong to weights, as do scales and row offsets.
     """
     ranks = tuple(len(tensor.shape) for tensor in tensors[:2])
     at = _ROWS.get(ranks)
@@ -416,7 +416,7 @@ def _grouped(
 def _together(
     call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
 ) -> list[Powers]:
-    """Read the inputs; those of an operator that broadcasts agree where they meet."""
+    """Read the inputs; broadcast operands must agree on shared dimensions."""
     if not tensors:
         return []
     if op_class(f"aten::{call.op}") not in BROADCASTS or len(tensors) == 1 or _is_list(call):
@@ -447,7 +447,7 @@ def _together(
 
 
 def _of_channels(tensor: Tensor, powers: Powers, grows: Growth, sizing: Sizing) -> Powers:
-    """Return the reading of an operand of a convolution: its channels, [n, channels, ...], stay."""
+    """Return the reading of a convolution's operand [n, channels, ...] with constant channels."""
     found = (one for _, one in _readings(tensor.shape, sizing, grows) if one[1:2] == (CONSTANT,))
     return next(found, powers)
 
@@ -457,9 +457,9 @@ def _readings(shape: Shape, sizing: Sizing, grows: Growth) -> tuple[tuple[float,
 
 
 def _clashes(shape: Shape, powers: Powers, other: Shape, theirs: Powers) -> float:
-    """Return in how many dimensions two tensors that broadcast are as long and grow otherwise.
+    """Return the number of equal dimensions of two broadcast tensors that grow differently.
 
-    A dimension of one of either may broadcast, so that it hardly counts.
+    A dimension of size 1 may broadcast, so it counts as 0.001.
     """
     pairs = zip(reversed(tuple(zip(shape, powers, strict=True))),
                 reversed(tuple(zip(other, theirs, strict=True))), strict=False)  # fmt: skip
@@ -467,7 +467,7 @@ def _clashes(shape: Shape, powers: Powers, other: Shape, theirs: Powers) -> floa
 
 
 def _aligned(shape: Shape, out: Powers, sizing: Sizing, grows: Growth) -> Powers:
-    """Return the reading of an operand that is added to a result: a bias, or all of it."""
+    """Return the reading of an addend of a product: a bias or a full matrix."""
     want = out[len(out) - len(shape) :]
     options = _readings(shape, sizing, grows)
     return min(options, key=lambda one: sum(a != b for a, b in zip(one[1], want, strict=False)))[1]
@@ -478,7 +478,7 @@ def _is_list(call: Call) -> bool:
 
 
 def _first_of(call: Call) -> list[int]:
-    """Return where each argument's first tensor is among all laid out flat."""
+    """Return the index of each argument's first tensor in the flattened list."""
     places, count = list[int](), 0
     for operand in call.inputs:
         places.append(count)

@@ -31,7 +31,7 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
     total,
 )
-from onerank.annotate.passes.resize.tensor_locations import Place
+from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, Place
 
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
 
@@ -70,7 +70,7 @@ class Form:
 
 
 class CallInstance(NamedTuple):
-    """A call as it is met: where its tensors are, and argument values that are no tensors."""
+    """One call: its node and form, the locations of its tensors, and its other arguments."""
 
     node: int
     form: Form
@@ -90,12 +90,12 @@ class StorageState(NamedTuple):
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of a storage.
+    """Growth and origin of a storage.
 
     Attributes:
-        grows: its growth, as far as known.
-        elements: of the tensor that created it.
-        tensor: that tensor.
+        grows: its growth; None while unknown.
+        elements: elements of the tensor that created it.
+        tensor: id of that tensor.
         written: whether a call wrote it; a script's tokens and constants are not written.
         waiting: calls that need its growth.
     """
@@ -109,22 +109,16 @@ class Storage:
 
 Storages = dict[int, Storage]
 
-"""What is known of each storage, by its id."""
+"""State of each storage by its id."""
 
 
 def is_as_made(storages: Storages, at: Place, tensor: Tensor) -> bool:
-    """Return whether a tensor is the one that its storage was made as."""
+    """Return whether a tensor is the one that created its storage."""
     storage = storages.get(at.storage)
     if storage is None:
         return False
     return storage.elements == numel(tensor.shape) and storage.tensor == at.tensor
 
-
-OVERWRITES = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
-)
-
-"""Operators that overwrite all of their first input."""
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 
@@ -146,7 +140,7 @@ class InputGrowth(NamedTuple):
 
 
 def input_growth(met: CallInstance, storages: Storages, sizing: Sizing) -> InputGrowth:
-    """Return how a call's inputs grow; of those that it writes to, nothing is known."""
+    """Return the growth of a call's inputs; unknown for inputs that it writes to."""
     form, call, places = met.form, met.form.call, met.places
     lie_in = {at.storage for at in places if at is not None}
     known = {one: storages[one] for one in lie_in if one in storages}
@@ -170,7 +164,7 @@ def input_growth(met: CallInstance, storages: Storages, sizing: Sizing) -> Input
     if call.op in _INDEXES:
         grows = _alike_indices(call, grows)
         if call.op in _PUTS and unwritten[0] and form.inputs[0].shape == form.inputs[-1].shape:
-            grows[0] = grows[-1]  # all of it is put there
+            grows[0] = grows[-1]  # the values replace the whole tensor
     elif op_class(f"aten::{call.op}") in BROADCASTS or call.op == "convolution_backward":
         grows = _beside(form.inputs, grows, unwritten)
         grows = _of_tables(met, grows, known, sizing)
@@ -182,7 +176,7 @@ def input_growth(met: CallInstance, storages: Storages, sizing: Sizing) -> Input
 
 
 def _is_written_to(met: CallInstance, position: int) -> bool:
-    """Return whether a call writes to an input: its first, those after it, or `out=` at the end."""
+    """Return whether a call writes to an input: the first, later ones, or a final `out=`."""
     op, places = met.form.call.op, met.places
     if position == 0:
         return op in OVERWRITES
@@ -193,7 +187,7 @@ def _is_written_to(met: CallInstance, position: int) -> bool:
 
 
 def _writes_a_part(call: Call, places: Sequence[Place | None], storages: Storages) -> bool:
-    """Return whether a copy writes a part of what was made before, of zeros or of others."""
+    """Return whether a copy writes only a part of existing memory."""
     at = places[0]
     if call.op != "copy_" or at is None:
         return False
@@ -211,7 +205,7 @@ def _taken_for_a_parameter(storage: Storage) -> bool:
 def _grows(
     tensor: Tensor, at: Place | None, storages: Storages, sizing: Sizing, *, communicates: bool
 ) -> Growth:
-    """Return how an input grows; for one that nothing wrote, how it must grow."""
+    """Return the growth of an input; for an unwritten one, the growth that its shape implies."""
     storage = storages.get(at.storage) if at is not None else None
     if storage is not None:
         if storage.grows is None or numel(tensor.shape) == storage.elements:
@@ -226,10 +220,10 @@ def _grows(
 
 
 def _part(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
-    """Return how a view of more or fewer elements than its storage grows."""
+    """Return the growth of a view with more or fewer elements than its storage."""
     powers = part(tensor.shape, sizing, whole)
     grows = total(powers)
-    if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
+    if numel(tensor.shape) > storage.elements:  # an expanded constant grows like the other operands
         return _expanded(tensor, storage, whole, sizing) or grows if whole != CONSTANT else None
     if tensor.dtype in _INTEGERS and not (storage.written and whole == CONSTANT):
         return grows
@@ -239,7 +233,7 @@ def _part(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Gro
 
 
 def _expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
-    """Return how all of a storage grows, several times over: as it does, at least."""
+    """Return the growth of a storage that is repeated: at least that of the storage."""
     if numel(tensor.shape) % max(1, storage.elements):
         return None
     grown = (total(powers) for _, powers in readings(tensor.shape, sizing, None))
@@ -247,19 +241,19 @@ def _expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) ->
 
 
 def _as_activations(powers: Powers) -> Power:
-    """Return how a tensor that no call wrote grows: not at all, if it is a parameter.
+    """Return the growth of a tensor that no call wrote: none for a parameter.
 
-    In the shape of activations, [batch, sequence, ...] or [sequence, batch, ...], it, or the part
-    of a parameter that it is, stands for the result of a collective that the capture did not run.
+    A tensor in the shape of activations, [batch, sequence, ...] or [sequence, batch, ...],
+    represents the result of a collective that the capture did not run, so it grows.
     """
     return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
 
 
 def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool]) -> list[Growth]:
-    """Return how operands grow; of a matrix that nobody wrote, what the others tell.
+    """Return the growth of operands; unknown for an unwritten matrix that may be an activation.
 
-    It is no parameter beside one with as many rows that grows, but a copy that the capture did not
-    see made.
+    Such a matrix is no parameter, but a copy that the capture did not record, so the other operands
+    determine its growth.
     """
     rows = {
         (len(tensor.shape), tensor.shape[0])
@@ -275,9 +269,10 @@ def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool
 def _of_tables(
     met: CallInstance, grows: list[Growth], storages: Storages, sizing: Sizing
 ) -> list[Growth]:
-    """Return how operands grow; of as many rows of a table as the sequence has, what others tell.
+    """Return the growth of operands; unknown for a slice of a table with the sequence length.
 
-    Slopes or angles of positions lie in a buffer for the longest sequence, which does not grow.
+    Slopes or angles of positions are in a buffer for the longest sequence. The buffer is constant,
+    but its slice grows.
     """
     if all(growth in (None, CONSTANT) for growth in grows):
         return grows
@@ -293,7 +288,7 @@ def _of_tables(
 
 
 def _of_bags(tensors: Sequence[Tensor], grows: list[Growth], sizing: Sizing) -> list[Growth]:
-    """Return how a table, indices and where each bag's begin grow: bags of as many indices each."""
+    """Return the growth of table, indices and bag offsets; all bags have equally many indices."""
     if len(tensors) < 3 or numel(tensors[1].shape) % max(1, numel(tensors[2].shape)):
         return grows
     bags = grows[2]
@@ -303,7 +298,7 @@ def _of_bags(tensors: Sequence[Tensor], grows: list[Growth], sizing: Sizing) -> 
 
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
-    """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
+    """Return the growth of the inputs of an indexing; indices of one shape grow equally."""
     indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
     first = len(call.inputs[0] or ()) if call.inputs else 0
     made = list(grows)
@@ -327,7 +322,7 @@ Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
 
 
 class Propagated(NamedTuple):
-    """Powers of a call's inputs and results, and whether a rule told the results."""
+    """Powers of a call's inputs and results, and whether a rule determined the results."""
 
     inputs: tuple[Powers, ...]
     outputs: tuple[Powers, ...]
@@ -335,7 +330,7 @@ class Propagated(NamedTuple):
 
 
 class _Effect(NamedTuple):
-    """What a call does to the storage of its tensor at `slot`, counted inputs before results."""
+    """An effect of a call on the storage of the tensor at `slot`; inputs precede results."""
 
     does: Literal["forget", "make", "define", "wait"]
     slot: int
@@ -349,8 +344,8 @@ class Walk:
     Attributes:
         inputs: node -> powers of its inputs.
         outputs: node -> powers of its results.
-        unruled: operator -> how many calls have results told by sizes alone.
-        storages: what is known of each storage.
+        unruled: operator -> number of calls whose results only sizes determine.
+        storages: state of each storage.
         told_before: gives the powers of a call that is in neither of the first two, since one like
             it was walked instead.
     """
@@ -368,7 +363,7 @@ class Walk:
         self._effects = list[_Effect]()
 
     def visit(self, met: CallInstance) -> None:
-        """Take note of a call."""
+        """Propagate growth through a call."""
         key = self._key(met)
         known = self._known.get(key)
         if known is None:
@@ -386,7 +381,7 @@ class Walk:
             self.unruled[op] = self.unruled.get(op, 0) + 1
 
     def _key(self, met: CallInstance) -> tuple[Any, ...]:
-        """Return everything that the growth of a call's tensors depends on."""
+        """Return a key of everything that determines the growth of a call's tensors."""
         parts: list[Any] = [met.form.number, met.values]
         same, held = dict[Place, int](), dict[int, int]()
         known = self.storages.get
@@ -405,28 +400,28 @@ class Walk:
         return tuple(parts)
 
     def _do(self, met: CallInstance, effect: _Effect) -> None:
-        """Do to a storage what a call does."""
+        """Apply an effect of a call to a storage."""
         inputs = len(met.places)
         at = met.places[effect.slot] if effect.slot < inputs else met.results[effect.slot - inputs]
-        assert at is not None, "only tensors that lie somewhere have a storage"
+        assert at is not None, "only located tensors have a storage"
         if effect.does == "forget":
             del self.storages[at.storage]
         elif effect.does == "make":
             written = effect.slot >= inputs or met.form.communicates
             self.storages[at.storage] = Storage(effect.grows, effect.elements, at.tensor, written)
         elif effect.does == "define":
-            assert effect.grows is not None, "what is defined grows somehow"
+            assert effect.grows is not None, "a definition has a growth"
             self.define(self.storages[at.storage], effect.grows)
         else:
             self.storages[at.storage].waiting += (_seen(met, effect.slot),)
 
     def _did(self, met: CallInstance, effect: _Effect) -> None:
-        """Analyse the call, and cache the result for equal calls."""
+        """Record an effect for equal calls, and apply it."""
         self._effects.append(effect)
         self._do(met, effect)
 
     def _read_anew(self, met: CallInstance) -> bool:
-        """Read a call; return whether more than sizes determines its results."""
+        """Analyse a call; return whether more than sizes determines its results."""
         form = met.form
         grows, overwritten = input_growth(met, self.storages, self._sizing)
         for position in overwritten:
@@ -500,7 +495,7 @@ class Walk:
     def _result(
         self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
-        """Keep a result: new, a view, or an operand that was written to."""
+        """Record a result: new memory, a view, or an operand that was written to."""
         grown = total(self.outputs[met.node][slot - len(met.places)])
         storage = self.storages.get(at.storage)
         if at.storage not in among or storage is None:
@@ -509,12 +504,12 @@ class Walk:
             self._did(met, _Effect("define", slot, grown))
         elif met.form.call.op not in NEED_VALUES:
             self._tell(storage, _seen(met, slot))
-        elif storage.grows != grown:  # what a reduction writes is told by its operand
+        elif storage.grows != grown:  # the operand of a reduction determines its result
             self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
 
     def _tell(self, storage: Storage, seen: StorageState) -> None:
-        """Read a view anew by what its storage is known to be, if it is all of it."""
-        assert storage.grows is not None, "told is what is known"
+        """Update the powers of a tensor from its storage, if it covers the whole storage."""
+        assert storage.grows is not None, "the growth of the storage is known"
         if seen.node not in self.inputs and self.told_before is not None:
             self.inputs[seen.node], self.outputs[seen.node] = self.told_before(seen.node)
         side = self.inputs if seen.is_input else self.outputs
@@ -529,7 +524,7 @@ class Walk:
             side[seen.node] = self._anew[key][1]
 
     def define(self, storage: Storage, grows: Power) -> None:
-        """Say how a storage grows, to those as well who used it before anybody knew."""
+        """Set the growth of a storage, and update the calls that used it before."""
         storage.grows = grows
         for seen in storage.waiting:
             self._tell(storage, seen)
@@ -544,7 +539,7 @@ def _seen(met: CallInstance, slot: int) -> StorageState:
 
 
 def _is_told(met: CallInstance) -> bool:
-    """Return whether the results are views or will be filled: those calls decide their growth."""
+    """Return whether results are views or uninitialised, so that other calls determine them."""
     op = met.form.call.op
     taken = {at.storage for at in met.places if at is not None}
     views = all(at is not None and at.storage in taken for at in met.results)

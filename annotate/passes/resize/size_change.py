@@ -14,7 +14,7 @@ from onerank.ir import Graph, Job
 from onerank.ir.errors import AnnotateError
 
 Power = tuple[int, int]
-"""How a size grows: with which powers of sequence length and of micro-batch."""
+"""Growth of a size: its powers of sequence length and of micro-batch."""
 
 CONSTANT: Power = (0, 0)
 
@@ -24,7 +24,7 @@ BATCH: Power = (0, 1)
 
 TOKENS: Power = (1, 1)
 
-_NEAR = 8  # a size this many times nearer to the sequence length than it is long is one shifted
+_NEAR = 8  # a size within 1/8 of the sequence length is the sequence with a shift, as of labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Change:
 
 
 NO_SEQUENCE = Change(2**40, 2**40)
-"""Of a step without sequences: longer than any size, so that none is of it."""
+"""The change for a step without sequences: larger than any size, so that no size matches it."""
 
 
 def parse_change(option: str, text: str) -> Change:
-    """Read `8192`, or `4096=8192` where the captured size is named.
+    """Parse `8192`, or `4096=8192` with the captured size.
 
     Raises:
         AnnotateError: it is neither, or a size is below 1.
@@ -61,7 +61,7 @@ class Sizing:
     """Sequence length and micro-batch, captured and new.
 
     Attributes:
-        seq: of the sequences that the script passes to its model.
+        seq: length of the sequences that the script passes to its model.
         batch: sequences in a micro-batch.
         parts: divisors of a sequence from the parallel axes, including 1.
         routes: experts per token, for each kind of routing layer; empty without routing.
@@ -76,57 +76,60 @@ class Sizing:
     def of(cls, seq: Change, batch: Change, job: Job) -> "Sizing":
         """Return the sizing of a job, whose tp and cp axes may cut sequences."""
         tp, cp = (job.world.sizes.get(axis, 1) for axis in ("tp", "cp"))
-        chunks = {2 * cp} if cp > 1 else set[int]()  # cp's ranks have two chunks each
+        chunks = (
+            {2 * cp} if cp > 1 else set[int]()
+        )  # each cp rank has two chunks, for a balanced causal mask
         cuts = sorted({1, tp, cp, tp * cp} | chunks)
         return cls(seq, batch, tuple(cut for cut in cuts if seq.before % cut == 0))
 
     @cached_property
     def lengths(self) -> frozenset[int]:
-        """What a dimension of the sequence is as long as."""
+        """Sizes that a sequence dimension may have."""
         return frozenset(self.seq.before // part for part in self.parts)
 
     @cached_property
     def unit(self) -> int:
-        """The least of them."""
+        """The smallest size of a sequence dimension."""
         return min(self.lengths)
 
-    def near(self, size: int) -> bool:
-        """Return whether a size is the sequence length but for a shift, of labels for one."""
+    def is_shifted_sequence(self, size: int) -> bool:
+        """Return whether a size is the sequence length with a shift, such as of labels."""
         return 0 < abs(size - self.seq.before) * _NEAR < self.seq.before
 
-    def of_tokens(self, size: int) -> bool:
-        """Return whether a size is that of all tokens of a micro-batch, or of a part of each.
+    def is_token_count(self, size: int) -> bool:
+        """Return whether a size counts the tokens of a micro-batch, of whole or split sequences.
 
-        Of experts' tokens it is once for each expert that a token goes to.
+        With routing, each token counts once per expert that receives it.
         """
-        length, left = divmod(size, self.batch.before)
-        if not left and (length in self.lengths or self.near(length)):
+        length, rest = divmod(size, self.batch.before)
+        if not rest and (length in self.lengths or self.is_shifted_sequence(length)):
             return True
-        routed = (divmod(size, self.batch.before * times) for times in self.routes)
-        return any(not left and length in self.lengths for length, left in routed)
+        routed = (divmod(size, self.batch.before * route) for route in self.routes)
+        return any(not rest and length in self.lengths for length, rest in routed)
 
     def resized(self, size: int, power: Power) -> int:
         """Return the new size of a dimension.
 
         Raises:
-            AnnotateError: it is no whole number.
+            AnnotateError: the new size is not a whole number.
         """
         seq, batch = power
         if power == CONSTANT:
             return size
         per = self.batch.before**batch
-        if seq == 1 and size % per == 0 and self.near(size // per):
+        if seq == 1 and size % per == 0 and self.is_shifted_sequence(size // per):
             return (size // per + self.seq.after - self.seq.before) * self.batch.after**batch
-        made = size * self.seq.after**seq * self.batch.after**batch
-        parts = self.seq.before**seq * per
-        if made % parts:
+        product = size * self.seq.after**seq * self.batch.after**batch
+        divisor = self.seq.before**seq * per
+        if product % divisor:
             raise AnnotateError(
-                f"a size of {size} cannot follow: {size} x {_terms(self.seq, self.batch, power)} "
-                f"= {made / parts:.2f} is no whole number; choose a sequence length and a "
+                f"a size of {size} cannot be resized: {size} x "
+                f"{_terms(self.seq, self.batch, power)} "
+                f"= {product / divisor:.2f} is no whole number\n  choose a sequence length and a "
                 "micro-batch that divide as the captured ones do",
                 code="resize-not-whole",
             )
-        return made // parts
+        return product // divisor
 
     def shape(self, shape: tuple[int, ...], powers: tuple[Power, ...]) -> tuple[int, ...]:
         """Return the new shape of a tensor."""
@@ -154,17 +157,17 @@ Mask = npt.NDArray[np.bool_]
 
 _LIST = msgspec.json.Decoder(list[Any])
 
-_FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Operator of one product -> the place of its first factor; the second stands behind it."""
+_FACTOR_INDEX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Operator of one product -> index of its first factor; the second factor follows it."""
 
-_PAIRS = frozenset(
+_BINARY = frozenset(
     f"aten::{name}{place}" for name in ("add", "sub", "mul", "div") for place in ("", "_")
 )
-"""Operators of two operands that broadcast."""
+"""Binary operators that broadcast their operands."""
 
 
 def check_products(before: Graph, after: Graph, changed: Mask) -> None:
-    """Refuse products whose factors do not fit: a size was lost on the way.
+    """Raise for products whose factors do not match, because a size was not followed.
 
     Args:
         before: the step as captured.
@@ -172,52 +175,59 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
         changed: nodes whose operands have other shapes, bool[n].
 
     Raises:
-        AnnotateError: there is one.
+        AnnotateError: the inner sizes of a product differ.
     """
     nodes, strings = after.nodes, after.strings
-    places = {code: _FACTORS.get(strings[code]) for code in np.unique(nodes.op[changed]).tolist()}
-    products = [code for code, place in places.items() if place is not None]
+    factor_indices = {
+        code: _FACTOR_INDEX.get(strings[code]) for code in np.unique(nodes.op[changed]).tolist()
+    }
+    products = [code for code, factor_index in factor_indices.items() if factor_index is not None]
     rows = np.flatnonzero(changed & np.isin(nodes.op, products))
     first, _ = combine([nodes.op[rows], nodes.input_shapes[rows]])
     for row in rows[first].tolist():
-        place = places[int(nodes.op[row])] or 0
-        left, right = _LIST.decode(strings[int(nodes.input_shapes[row])])[place : place + 2]
+        factor_index = factor_indices[int(nodes.op[row])] or 0
+        left, right = _LIST.decode(strings[int(nodes.input_shapes[row])])[
+            factor_index : factor_index + 2
+        ]
         if min(len(left), len(right)) > 1 and left[-1] != right[-2]:
-            was = _LIST.decode(before.strings[int(before.nodes.input_shapes[row])])
+            captured = _LIST.decode(before.strings[int(before.nodes.input_shapes[row])])
             raise AnnotateError(
                 f"{strings[int(nodes.op[row])]} would multiply {left} x {right}, captured as "
-                f"{was[place]} x {was[place + 1]}: a size was lost on the way, as of steps that "
-                "pad their sequences, cut them into pieces of a fixed length or go through them "
-                "one by one; capture the step at the size asked for",
+                f"{captured[factor_index]} x {captured[factor_index + 1]}: a size was not "
+                "followed, as in steps that "
+                "pad, chunk or loop over their sequences\n  capture the step at the requested size",
                 code="resize-operands-disagree",
             )
 
 
-def misfits(after: Graph, changed: Mask) -> tuple[str, ...]:
-    """Return a sentence if sums and the like have operands that no longer broadcast.
+def mismatch_notes(after: Graph, changed: Mask) -> tuple[str, ...]:
+    """Return a note if binary operators have operands that no longer broadcast.
 
     Args:
         after: the step at another size.
         changed: nodes whose operands have other shapes, bool[n].
     """
     nodes, strings = after.nodes, after.strings
-    codes = [code for code in np.unique(nodes.op[changed]).tolist() if strings[code] in _PAIRS]
+    codes = [code for code in np.unique(nodes.op[changed]).tolist() if strings[code] in _BINARY]
     rows = np.flatnonzero(changed & np.isin(nodes.op, codes))
     first, which = combine([nodes.op[rows], nodes.input_shapes[rows]])
-    wrong = [not _broadcast(strings[int(nodes.input_shapes[row])]) for row in rows[first].tolist()]
-    lost = np.array(wrong, dtype=bool)[which]
-    if not lost.any():
+    mismatched = [
+        not _can_broadcast(strings[int(nodes.input_shapes[row])]) for row in rows[first].tolist()
+    ]
+    is_mismatched = np.array(mismatched, dtype=bool)[which]
+    if not is_mismatched.any():
         return ()
-    names = sorted({strings[code] for code in nodes.op[rows[lost]].tolist()})
+    names = sorted({strings[code] for code in nodes.op[rows[is_mismatched]].tolist()})
     return (
-        f"{int(lost.sum())} calls of {', '.join(names)} have operands that do not fit each other: "
-        "a size was lost on the way to them, and their shapes and bytes are not to be trusted.",
+        f"{int(is_mismatched.sum())} calls of {', '.join(names)} have operands that no longer "
+        "broadcast: "
+        "a size was not followed, and their shapes and bytes are unreliable.",
     )
 
 
-def _broadcast(shapes: str) -> bool:
+def _can_broadcast(shapes: str) -> bool:
     pair = _LIST.decode(shapes)[:2]
-    if not all(isinstance(size, int) for one in pair for size in one):
+    if not all(isinstance(size, int) for shape in pair for size in shape):
         return True  # a list of tensors
-    ends = zip(*(reversed(one) for one in pair), strict=False)
+    ends = zip(*(reversed(shape) for shape in pair), strict=False)
     return all(a == b or 1 in (a, b) for a, b in ends)

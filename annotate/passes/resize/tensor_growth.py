@@ -1,9 +1,9 @@
-"""How every tensor of a step grows: a memoised walk over its calls.
+"""Growth of every tensor of a step, from a memoised walk over its calls.
 
-Layers and micro-batches repeat. The sequence of calls is split where certain forms of calls meet,
-so that repetitions are split alike. The result of a segment follows from its calls, from which of
-their tensors are the same, and from what was known of the storages before it. Segments that agree
-in all of these are walked once (see `propagate` for single calls).
+Layers and micro-batches repeat. The sequence of calls is split at certain pairs of call forms, so
+repetitions are split equally. The result of a segment follows from its calls, from the identity of
+their tensors, and from the state of the storages before it. Segments that agree in all of these are
+walked once (see `propagate` for single calls).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,17 +47,17 @@ I64 = npt.NDArray[np.int64]
 
 LENGTH = 64
 
-"""Calls of a stretch, on average."""
+"""Average number of calls in a segment."""
 
 _LONGEST = 1024
 
-_MIX = 0x9E3779B1, 0x85EBCA77  # spread the numbers of forms over 32 bits
+_MIX = 0x9E3779B1, 0x85EBCA77  # multipliers of a hash that spreads form numbers over 32 bits
 
 Values = tuple[Any, ...]
 
 Waiting = tuple[int, bool, int]
 
-"""A tensor of a call: the call's place, whether it is an input, and its place among them."""
+"""A tensor of a call: (index of the call in its segment, whether it is an input, index)."""
 
 
 class Calls(NamedTuple):
@@ -91,7 +91,7 @@ class Result(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a stretch leaves a storage as; its tensor and who waits by their places there."""
+    """State of a storage after a segment; tensor and waiting calls are relative to the segment."""
 
     grows: Any
     elements: int
@@ -107,7 +107,7 @@ class _Known(NamedTuple):
         of: as in `Result`, of its calls.
         defined: earlier storages whose growth it determined first, with that growth.
         waits: earlier storages, and calls that wait for their growth.
-        gone: earlier storages that are no longer known.
+        gone: earlier storages that it forgot.
         made: storages that it created.
         unruled: operator -> calls whose results only sizes determine.
     """
@@ -170,7 +170,7 @@ class _Stretches:
                 before.append(None)
                 continue
             tensor = local.get(storage.tensor, -1)
-            if as_result and tensor < 0:  # memory used anew
+            if as_result and tensor < 0:  # memory is reused for a new tensor
                 before.append(None)
             else:
                 before += storage.grows, storage.elements, tensor, storage.written
@@ -182,7 +182,7 @@ class _Stretches:
             self._again(known, span, met, list(local))
 
     def _walked(self, span: slice, met: list[int], local: dict[int, int]) -> _Known:
-        """Walk over the calls of a stretch, and keep what came of it."""
+        """Walk over the calls of a segment, and record the result."""
         walk, calls = self._walk, self._calls
         kept = {one: (found, found.grows, len(found.waiting))
                 for one in met if (found := walk.storages.get(one)) is not None}  # fmt: skip
@@ -221,7 +221,7 @@ class _Stretches:
         )  # fmt: skip
 
     def _again(self, known: _Known, span: slice, met: list[int], tensors: list[int]) -> None:
-        """Do to the storages what a stretch like this did to its own."""
+        """Apply the recorded result of an equal segment."""
         walk = self._walk
         self._of[span] = known.of
         for place, grows in known.defined:
@@ -257,7 +257,7 @@ class _Stretches:
         return self._place[key]
 
     def _told_before(self, node: int) -> Sides:
-        """Return the powers of the inputs and the results of a call of an earlier stretch."""
+        """Return the powers of inputs and results of a call of an earlier segment."""
         return self._sides[int(self._of[node])][1:]
 
 
@@ -266,7 +266,7 @@ def _relative(waiting: Sequence[StorageState], start: int) -> tuple[Waiting, ...
 
 
 def _cuts(form: I64) -> I64:
-    """Return where stretches begin, and the end: where certain pairs of forms meet."""
+    """Return the starts of segments, at pairs of forms with a certain hash, and the end."""
     mixed = form * _MIX[0]
     mixed[1:] += form[:-1] * _MIX[1]
     begins = np.flatnonzero((mixed & 0xFFFFFFFF) * LENGTH >> 32 == 0)
@@ -278,7 +278,7 @@ def _cuts(form: I64) -> I64:
 
 
 def _back(ids: I64, begin: I64) -> I64:
-    """Return how far back in its stretch each id was met last; 0 where not, -1 for `UNTOLD`."""
+    """Return the distance to each id's last use in its segment; 0 for none, -1 for `UNTOLD`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     before = np.full(len(ids), -1, dtype=np.int64)
@@ -295,7 +295,7 @@ def _code(*columns: I64) -> npt.NDArray[np.int32]:
 
 
 def _firsts(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[int], list[Any]]:
-    """Return the function from a stretch to the column where it meets each id first."""
+    """Return a function from a segment to the values of a column at the first use of each id."""
     first = np.flatnonzero(back == 0)
     values = column[first]
     starts = np.searchsorted(first, begin).tolist()
@@ -314,7 +314,7 @@ _FORM = ("op", "input_shapes", "input_types", "output_shapes", "output_types", "
 
 
 class Operands(NamedTuple):
-    """Shapes and powers of a node's inputs and outputs, lists laid out flat."""
+    """Shapes and powers of a node's inputs and outputs, with lists flattened."""
 
     inputs: tuple[tuple[Tensor, Powers], ...]
     outputs: tuple[tuple[Tensor, Powers], ...]
@@ -322,11 +322,11 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Growths:
-    """How every node's operands grow.
+    """Growth of the operands of every node.
 
     Attributes:
         of: index into `operands` of each node, -1 for one without, int64[n].
-        operands: distinct ones.
+        operands: distinct operands.
         unruled: operator -> number of calls whose results only sizes determine.
     """
 
@@ -345,11 +345,11 @@ class Growths:
 
 
 def growths(graph: Graph, sizing: Sizing) -> Growths:
-    """Return how the operands of every node with shapes grow.
+    """Return the growth of the operands of every node with shapes.
 
-    It follows the calls in the order in which they ran: what a storage holds depends on who wrote
-    to it last. Each distinct call is read once, see `walk`; what an operator launched has its
-    operands.
+    It follows the calls in execution order, because the content of a storage depends on its last
+    writer. Each distinct call is analysed once (see `Walk`). Kernels share the operands of the
+    operator that launched them.
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
@@ -405,7 +405,7 @@ def _calls(graph: Graph, rows: I64, number: I64, forms: Sequence[Form | None]) -
 def _values(
     forms: Sequence[Form | None], number: I64, texts: Texts
 ) -> tuple[I64, list[tuple[Any, ...]]]:
-    """Return the number of each call's argument values, and the distinct ones; 0 is of none."""
+    """Return the number of each call's argument values and the distinct values; 0 is no values."""
     needs = np.array([form is not None and form.call.op in NEED_VALUES for form in forms])
     known = dict[tuple[Any, ...], int]({(): 0})
     made = np.zeros(len(number), dtype=np.int64)

@@ -19,11 +19,16 @@ _DECODE = msgspec.json.Decoder(list[Any])
 _TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
 """`[id, storage, offset, elements, bytes, device]`."""
 
+OVERWRITES = frozenset(
+    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ set_".split()
+)
+"""Operators that overwrite their first operand without reading it."""
+
 _OPERANDS = ("input_shapes", "input_types", "output_shapes")
 
 
 class Place(NamedTuple):
-    """Where a tensor is: its id, that of its storage, and the first element's place there."""
+    """Location of a tensor: its id, its storage's id, and the offset of its first element."""
 
     tensor: int
     storage: int
@@ -31,9 +36,9 @@ class Place(NamedTuple):
 
 
 def calls_of(graph: Graph) -> Callable[[int], Call | None]:
-    """Return the function from a node to its call, None where it has no tensors or unknown types.
+    """Return a function from a node to its call; None without tensors or with unknown dtypes.
 
-    Each distinct text is read once.
+    Each distinct text is parsed once.
     """
     nodes, strings = graph.nodes, graph.strings
     known = dict[tuple[int, ...], Call | None]()
@@ -54,7 +59,7 @@ def calls_of(graph: Graph) -> Callable[[int], Call | None]:
 
 
 def launchers(graph: Graph) -> I64:
-    """Return the node that launched each, -1 for none."""
+    """Return the launching node of each node, -1 for none."""
     edges = graph.edges
     made = np.full(len(graph), -1, dtype=np.int64)
     launches = edges.reason == Reason.LAUNCH
@@ -63,14 +68,16 @@ def launchers(graph: Graph) -> I64:
 
 
 def tells_tensors(text: str) -> bool:
-    """Return whether the text of a node's values has the ids of a tensor."""
+    """Return whether the text of a node's values contains a tensor id."""
     return _TENSOR.search(text) is not None
 
 
 def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
     """Return the location of each tensor, flattened; None if not recorded."""
     told = _TENSOR.findall(text)
-    if len(told) == sum(map(len, filter(None, operands))):  # each tells, as nearly always
+    if len(told) == sum(
+        map(len, filter(None, operands))
+    ):  # the common case: all tensors are located
         return tuple([Place(int(id_), int(storage), int(at)) for id_, storage, at in told])
     values = _DECODE.decode(text) if text else []
     if len(values) != len(operands):
@@ -100,13 +107,13 @@ def _id(value: Any) -> Place | None:
 
 
 def same_call(graph: Graph, rows: I64, others: I64) -> npt.NDArray[np.bool_]:
-    """Return whether nodes have the same operands as others, bool[n]."""
+    """Return whether nodes have the same operand shapes and types as others, bool[n]."""
     columns = [getattr(graph.nodes, name) for name in _OPERANDS]
     return np.logical_and.reduce([column[rows] == column[others] for column in columns])
 
 
 def in_order(graph: Graph) -> I64:
-    """Return the nodes with operands by start, what an operator launched right after it."""
+    """Return the nodes with operands by start time, each launched node right after its launcher."""
     nodes = graph.nodes
     has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
     by = launchers(graph)[has]
@@ -144,7 +151,7 @@ class Accesses(NamedTuple):
     result: npt.NDArray[np.bool_]
 
     def places(self, call: int) -> list[Place | None]:
-        """Return where the tensors of a call are."""
+        """Return the locations of the tensors of a call."""
         span = slice(int(self.first[call]), int(self.first[call + 1]))
         columns = (self.tensor[span], self.storage[span], self.offset[span])
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -152,7 +159,7 @@ class Accesses(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Distinct texts of values, and which of them each call has of inputs and of results."""
+    """Distinct value texts, and the index of each call's text for inputs and for results."""
 
     distinct: Sequence[str]
     inputs: I64
@@ -195,7 +202,7 @@ def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
     ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
     joined = "".join(texts)
-    if not joined.isascii():  # a device has a strange name: characters count as bytes below
+    if not joined.isascii():  # a device name may not be ASCII, and offsets below count bytes
         joined = joined.encode("ascii", "replace").decode()
     buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
     opens = _before_quotes(buffer)
@@ -203,7 +210,7 @@ def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     for number in range(_NUMBERS):
         value, place = _numbers(buffer, place, good)
         good &= buffer[place] == _COMMA
-        place += good  # none runs on beyond the end
+        place += good  # only valid positions advance, so none runs past the end
         if number < _KEPT:
             kept.append(value)
     good &= buffer[place] == _QUOTE
@@ -213,7 +220,7 @@ def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
 
 
 def _before_quotes(buffer: U8) -> I64:
-    """Return the last bracket that opens before each text that follows a number."""
+    """Return the last opening bracket before each string that follows a number."""
     quotes = np.flatnonzero(buffer == _QUOTE)
     quotes = quotes[quotes > 1]
     quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digits(buffer, quotes - 2) < 10)]
@@ -229,9 +236,9 @@ def _digits(buffer: U8, place: I64) -> U8:
 
 
 def _numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
-    """Return the numbers that begin at places, of up to 15 digits, and where they end.
+    """Return the numbers of up to 15 digits at positions, and their ends.
 
-    Where none begins, or a longer one, it is no longer good.
+    `good` becomes False where no number begins, or a longer one.
     """
     value, length = _eight(buffer, place)
     good &= length > 0
@@ -245,10 +252,10 @@ def _numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, 
 
 
 def _eight(buffer: U8, place: I64) -> tuple[I64, I64]:
-    """Return the number of the digits among the eight bytes at places, and how many they are.
+    """Return the number at the start of the eight bytes at positions, and its count of digits.
 
-    All eight at once, in a word whose lowest byte is the first: pairs of digits become numbers
-    below 100, these below 10,000, and these one.
+    It parses all eight bytes at once in a little-endian word: pairs of digits become numbers below
+    100, pairs of these numbers below 10,000, and these one number.
     """
     words = np.ndarray(len(buffer) - _WORD + 1, dtype="<u8", buffer=buffer, strides=(1,))
     digits = words[place] ^ _ZEROS
@@ -257,7 +264,7 @@ def _eight(buffer: U8, place: I64) -> tuple[I64, I64]:
     _, power = np.frexp(first.astype(np.float64))  # 2^(8 k + 7) for the k-th byte, 0 for none
     length = np.where(first, power // _WORD - 1, _WORD).astype(np.int64)
     word = digits << ((_WORD - length) * 8).astype(np.uint64)
-    word[length == 0] = 0  # a shift by all 64 bits is none
+    word[length == 0] = 0  # a shift by 64 bits is undefined
     for mask, factor, bits in _PAIRS:
         word = ((word & mask) * factor) >> bits
     return word.astype(np.int64), length

@@ -72,14 +72,14 @@ def states_of_others() -> Generator[None]:
         return gather(info, *args, **kwargs)
 
     def allgather_state_info(state: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        told = tell(state, inputs)
-        for rank in range(len(told)):
+        states = tell(state, inputs)
+        for rank in range(len(states)):
             if rank != state.rank:
                 held = _held(unit.handle, rank)
-                told[rank] = {
+                states[rank] = {
                     name: _info(models[name], held[unit.param_indices[name]]) for name in inputs
                 }
-        return told
+        return states
 
     with patched(
         "torch.distributed.fsdp._optim_utils",

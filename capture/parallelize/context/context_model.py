@@ -488,7 +488,7 @@ def _check(model: nn.Module, size: int) -> Any:
             code="cp-padding-positions",
         )
     parameters = inspect.signature(type(model).forward).parameters
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "position_ids" not in parameters or not open_ended:
         raise SliceError(
             f"--cp {size}: {kind}'s forward takes no position_ids, or passes no shift_labels to "

@@ -84,7 +84,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     rows = torch.arange(len(documents), device=documents.device).unsqueeze(1)
     numbered = (documents + rows * documents.shape[1]).flatten()
     lengths: list[int] = torch.unique_consecutive(numbered, return_counts=True)[1].tolist()
-    odd = next((one for one in lengths if one % (2 * size)), None)
+    odd = next((length for length in lengths if length % (2 * size)), None)
     if odd is not None:
         raise SliceError(
             f"--cp-comm p2p cuts each packed sequence into 2 x {size} = {2 * size} chunks, and one "
@@ -92,7 +92,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
             "pad each, as for TransformerEngine's thd format, or use --cp-comm all_gather",
             code="cp-packed-indivisible",
         )
-    chunks = [one // (2 * size) for one in lengths]
+    chunks = [length // (2 * size) for length in lengths]
     starts = itertools.accumulate(lengths, initial=0)
     places, halves = list[int](), (list[int](), list[int]())
     for start, chunk in zip(starts, chunks, strict=False):
@@ -101,7 +101,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
             places += range(start + index * chunk, start + (index + 1) * chunk)
     device = documents.device
     indices = [torch.tensor(one, device=device) for one in (places, *halves)]
-    whole, half = (Lengths.of([n * one for one in chunks], device) for n in (2, 1))
+    whole, half = (Lengths.of([n * chunk for chunk in chunks], device) for n in (2, 1))
     return Packing(indices[0], max(lengths), whole, half, indices[1], indices[2])
 
 
@@ -160,7 +160,7 @@ def attend_each_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from the gradient of the output."""
     if query.is_cuda:
-        gradients = _aten._flash_attention_backward(
+        flash_gradients = _aten._flash_attention_backward(
             *(x[0].transpose(0, 1) for x in (gradient, query, key, value, of.output)),
             *(
                 of.log_sums[0].contiguous(),
@@ -171,7 +171,7 @@ def attend_each_backward(
             ),
             scale=how.scale,
         )
-        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in gradients)
+        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in flash_gradients)
         return for_query, for_key, for_value
     queries = lengths[0]
     drawn = len(of.random) // len(queries.each)

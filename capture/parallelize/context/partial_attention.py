@@ -238,7 +238,7 @@ def attend_backward(
             **_flash_window(how.window),
             scale=how.scale,
         )
-        for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients)
+        for_query, for_key, for_value = (gradient.transpose(1, 2) for gradient in gradients)
         return for_query, for_key, for_value
     if _is_flash(query, value, mask):
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -255,7 +255,7 @@ def attend_backward(
         scale=how.scale,
         window_size=how.window if mask is None else None,
     )
-    for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients[:3])
+    for_query, for_key, for_value = (gradient.transpose(1, 2) for gradient in gradients[:3])
     return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
 
 

@@ -130,7 +130,7 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
             filled += [module] if module not in filled[-1:] else []
     if not created:
         return
-    models = [one for one in whole.modules() if isinstance(one, PreTrainedModel)]
+    models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
     inside: dict[nn.Module, Any] = {
         module: one for one in models for module in one.modules()
     }  # an inner model overrides the outer one

@@ -152,7 +152,7 @@ def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
         return [(module, key)]
     several = isinstance(value, nn.ModuleDict | nn.ModuleList)
     parts: list[Any] = list(value.children()) if several else [value]
-    return [(one, "weight") for one in parts if isinstance(one, nn.Linear)]
+    return [(part, "weight") for part in parts if isinstance(part, nn.Linear)]
 
 
 def _placed(owner: nn.Module, key: str, features: int, what: str) -> _Matrix:

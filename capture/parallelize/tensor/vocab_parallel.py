@@ -461,7 +461,7 @@ _DEFAULTS: dict[str, object] = {
 def _replaced(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
     """Gather the head's logits wherever an output holds them."""
     if isinstance(output, Tensor):
-        mine = any(output is one for one in logits)
+        mine = any(output is logit for logit in logits)
         return gather_from_group(output, group) if mine else output
     if isinstance(output, dict):
         changed = {key: _replaced(value, logits, group) for key, value in output.items()}

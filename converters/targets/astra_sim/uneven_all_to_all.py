@@ -82,6 +82,6 @@ def _largest(node: Node) -> int:
     """Return what a rank sends, or receives if it is known to be more, in bytes."""
     sent = node.value("comm_bytes")
     values: list[Any] = json.loads(node.text("input_values") or "[]")
-    if len(values) != 2 or not all(isinstance(one, list) for one in values):
+    if len(values) != 2 or not all(isinstance(value, list) for value in values):
         return sent  # lists of tensors
     return max(sent, *(elements * size for _, _, _, elements, size, *_ in values))

@@ -143,7 +143,7 @@ class Slots:
     def _known(self, group: ProcessGroup | None, node: Node) -> tuple[str, int]:
         world, rank = self._graph.job.world, self._graph.job.rank
         if group is None and node.text("group"):
-            known = ", ".join(repr(one.name) for one in self._graph.job.groups) or "none"
+            known = ", ".join(repr(group.name) for group in self._graph.job.groups) or "none"
             raise ExportError(
                 f"node {node.id} ({node.name!r}) is of group {node.text('group')!r}; the job's "
                 f"groups are {known}",

@@ -247,7 +247,7 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
                 "traces of one pipeline",
                 code="simai-other-job",
             )
-        classes = (one.where.get(AXIS, ()) for one in job.classes)
+        classes = (rank_class.where.get(AXIS, ()) for rank_class in job.classes)
         alike = next((ones for ones in classes if job.pipeline.stage in ones), ())
         of |= dict.fromkeys(alike, step)
     for step in steps:

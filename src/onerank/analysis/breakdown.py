@@ -51,7 +51,7 @@ def shares_by_class(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by class of work."""
     compute = np.flatnonzero(compute_mask(graph))
     codes = classify(graph, compute).astype(np.int64)
-    return _shares(graph, compute, codes, [one.value for one in CLASSES])
+    return _shares(graph, compute, codes, [op_class.value for op_class in CLASSES])
 
 
 def shares_by_module(graph: Graph) -> list[Share]:

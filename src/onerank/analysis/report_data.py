@@ -167,7 +167,7 @@ def memory_of(graph: Graph) -> MemoryCourse | None:
 
 def _names(graph: Graph, index: I64) -> npt.NDArray[np.object_]:
     """Return the class of each node; communication by that name."""
-    labels = np.array([one.value for one in CLASSES], dtype=object)
+    labels = np.array([op_class.value for op_class in CLASSES], dtype=object)
     names = labels[classify(graph, index).astype(np.int64)]
     names[graph.communication[index]] = COMMUNICATION
     return names

@@ -44,7 +44,7 @@ def _places(module: str) -> list[Path]:
     """Return where a module could lie, without a suffix."""
     first, *rest = module.split(".")
     specs = (finder.find_spec(first, None) for finder in sys.meta_path)
-    spec = next((one for one in specs if one is not None), None)
+    spec = next((spec for spec in specs if spec is not None), None)
     if spec is None:
         return []
     if spec.submodule_search_locations is None:  # a file

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
+from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import PowerTimeline, report_energy
@@ -127,14 +128,12 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
 
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):
     graph = recost(trace(mm(64, 64, 64)), "TPU-v5p")
-    with pytest.raises(
-        AnnotateError, match="lacks tdp_w and idle_w: set them with --override tdp_w="
-    ):
+    with raises_code("energy-gpu-incomplete"):
         report_energy(graph, load_gpu("TPU-v5p"), PowerTimeline(1, 1, "made"))
 
 
 def test_a_graph_without_durations_is_an_error(trace, mm):
-    with pytest.raises(AnnotateError, match="no compute node has a duration"):
+    with raises_code("energy-no-durations"):
         report_energy(trace(mm(64, 64, 64, ns=0)), load_gpu("H200"), PowerTimeline(1, 1, "made"))
 
 

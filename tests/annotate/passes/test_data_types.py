@@ -96,6 +96,6 @@ def test_products_whose_sizes_fp8_does_not_take_are_told(trace, mm):
     convolution = {"op": "aten::cudnn_convolution", "inputs": [image, weight], "outputs": [image]}
     with pytest.raises(AnnotateError, match=(
         "can change to fp8: of the 2 in bfloat16 or float16, 1 are convolutions or attention, "
-        "which stay as they are and 1 have an n or k that is no multiple of 16"
+        "which keep their dtype and 1 have an n or k that is not a multiple of 16"
     )):  # fmt: skip
         recost(trace(mm(4, 1000, 128), convolution), "H100", passes=PassOptions(dtype="fp8"))

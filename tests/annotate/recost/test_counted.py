@@ -12,14 +12,14 @@ import onerank
 from onerank import annotate as annotate_package
 from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.recost import from_counts as counted
+from onerank.annotate.recost.from_counts import recost_counts
 from onerank.cli import annotate
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
 from onerank.ir.chakra.framing import frame
-from onerank.ir.errors import AnnotateError, GraphError
+from onerank.ir.errors import GraphError
 
 FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
 
@@ -68,7 +68,7 @@ def test_counts_become_durations_by_the_roofline(trace: Path) -> None:
     memory = floor + 64 * SIZE / gpu.bandwidth_bytes_per_s * 1e9
     assert made.nodes.duration_ns.tolist()[:2] == [round(product), round(memory)]
     assert made.nodes.evidence.tolist()[:2] == [Evidence.DATASHEET] * 2
-    assert "2 durations are worked out for H100-SXM" in made.job.measurement.notes[-1]
+    assert "2 durations are predicted for H100-SXM" in made.job.measurement.notes[-1]
 
 
 def test_stage_counts_multiply_adds_and_elements(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_options_that_need_shapes_or_a_source_are_refused(trace: Path) -> None:
     for options in given:
         result = CliRunner().invoke(annotate, ["--target", "H100", str(trace), *options])
         assert result.exit_code == 2
-        assert "counts of work, no times and no shapes" in result.stderr
+        assert "error[recost-counts-no-target]" in result.stderr
     assert sorted(path.name for path in trace.parent.iterdir()) == [
         "workload.0.et",
         "workload.1.et",
@@ -137,5 +137,5 @@ def test_explaining_a_counted_node_says_how_all_are_made(trace: Path) -> None:
 def test_a_target_without_a_rate_is_refused(trace: Path) -> None:
     bare = load_gpu("H100")
     figures = {k: v for k, v in bare.figures.items() if "flops" not in k}
-    with pytest.raises(AnnotateError, match="H100-SXM has no rate of products in bfloat16"):
-        counted.to_gpu(onerank.read(trace), msgspec.structs.replace(bare, figures=figures))
+    with raises_code("recost-counts-no-rate"):
+        recost_counts(onerank.read(trace), msgspec.structs.replace(bare, figures=figures))

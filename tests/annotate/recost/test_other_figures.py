@@ -95,7 +95,10 @@ class TestOfTheGpuThatWasMeasured:
         assert kinds == [Evidence.MEASURED, Evidence.EXTRAPOLATED]
         assert made.job.annotations[-1].details["interval"][0] > 20_000 + 180_000
         text = made.job.measurement.notes[-1]
-        assert "What if H200 had bf16_tensor_tflops=1236.25: 1 of 2 nodes take what was" in text
+        assert (
+            "What if H200 had bf16_tensor_tflops=1236.25: 1 of 2 nodes take the measured time"
+            in text
+        )
         assert "1 of 2 nodes do not depend on the change and stay as measured" in text
 
     def test_the_interval_grows_with_what_changes(self, trace, add):
@@ -142,7 +145,7 @@ class TestOfWhatWasLookedUp:
         wide = [np.log(one.nodes.p90_ns[gpu] / times(one)) for one in (there, made)]
         more = np.minimum(shipped().errors["memory"].high, abs(math.log(after[0] / before[0])))
         assert wide[1][0] == pytest.approx(math.hypot(wide[0][0], more), abs=1e-3)
-        assert "1 of 2 nodes take what was looked up for it" in made.job.measurement.notes[-1]
+        assert "1 of 2 nodes take the looked-up time" in made.job.measurement.notes[-1]
 
     def test_a_figure_that_does_not_matter_leaves_it(self, trace, mm, rows):
         graph, path = trace(mm(512, 512, 512)), rows((mm(512, 512, 512), 20_000))
@@ -191,7 +194,9 @@ class TestMoreSms:
             "64 tiles, if they are of 128 x 128: 0.48 on 132 SMs, 0.32 on 198 SMs"
         )
         assert "an SM does 4.99 TFLOP/s at the peak, 7.49 as described" in lines["waves"]
-        assert "of a larger chip set its peak" in recost(graph, more).job.measurement.notes[-1]
+        assert (
+            "for a larger chip, override its peak" in recost(graph, more).job.measurement.notes[-1]
+        )
 
     def test_with_its_peak_it_is_no_slower(self, trace, mm):
         larger = with_figures(load_gpu("H200"), {"sm_count": 264, "bf16_tensor_tflops": 1978})

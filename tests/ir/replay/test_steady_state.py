@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from onerank import read
 from onerank.analysis.step_time import Replay, replay
-from onerank.annotate.passes.host_scaling import rehost
+from onerank.annotate.passes.host_scaling import scale_host
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead
@@ -120,7 +120,7 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
     host = graph.mask(Kind.HOST_OP)
 
     def span_ns(factor: float) -> int:
-        times = schedule(rehost(graph, factor))
+        times = schedule(scale_host(graph, factor))
         return int(times.end_ns[host].max() - times.start_ns[host].min())
 
     told = msgspec.structs.replace(

@@ -74,7 +74,7 @@ def test_what_the_power_limit_lets_a_gpu_sustain():
     assert made == pytest.approx(0.737 * ratio, rel=1e-6)
     cool = with_figures(b200, {"tdp_w": 9000})
     assert capped_fraction(cool, [h100]) == 0.9
-    with pytest.raises(TargetError, match="V100: what it sustains by power needs a bf16 rate"):
+    with pytest.raises(TargetError, match="V100: the power-limited rate needs a bf16 rate"):
         capped_fraction(load_gpu("V100"), [h100])
 
 

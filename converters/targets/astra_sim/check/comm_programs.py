@@ -108,7 +108,7 @@ class Program:
     def of(cls, file: str, dag: Dag, calls: list[Call | None], order: list[int]) -> "Program":
         """Return the program of a file whose calls are known, each end a slot."""
         numbers: dict[End, int] = {}
-        slots = [numbers.setdefault(end_of(one), len(numbers)) if one else None for one in calls]
+        slots = [numbers.setdefault(end_of(call), len(numbers)) if call else None for call in calls]
         return cls(file, CommProgram(dag, order, calls, slots), list(numbers))
 
     def calls(self) -> list[Call | None]:

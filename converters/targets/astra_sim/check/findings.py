@@ -132,5 +132,5 @@ class Report:
         if files := self._alike.get(key):
             others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
             notes.append(f"the same in {files[0]}{others}, alike but for groups and peers")
-        told = f" ({'; '.join(notes)})" if notes else ""
-        return replace(finding, message=finding.message + told)
+        suffix = f" ({'; '.join(notes)})" if notes else ""
+        return replace(finding, message=finding.message + suffix)

@@ -152,8 +152,8 @@ def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     import onerank
     from onerank.analysis.step_time import step_change
     from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise, with_figures
-    from onerank.annotate.passes.host_scaling import rehost
-    from onerank.annotate.passes.nvlink_active import asleep_note
+    from onerank.annotate.passes.host_scaling import scale_host
+    from onerank.annotate.passes.nvlink_active import nvlink_idle_note
     from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
     from onerank.cli.render.annotation_table import render_explanation, render_recosting
 
@@ -180,14 +180,14 @@ def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     description = Path(given.target) if Path(given.target).is_file() else None
     keep_inputs(output, trace, description, *given.database)
     before = onerank.read(trace)
-    after = rehost(recost(before, gpu, passes=passes, **inputs), given.host_scale)
+    after = scale_host(recost(before, gpu, passes=passes, **inputs), given.host_scale)
     after.write(output)
     recosting = summarise(before, after)
     step = step_change(before, after, recosting.interval)
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
-        asleep = () if passes.nvlink_active else asleep_note(after, gpu)
+        asleep = () if passes.nvlink_active else nvlink_idle_note(after, gpu)
         notes = (*after.job.measurement.notes, *asleep)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 

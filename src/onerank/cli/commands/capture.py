@@ -332,16 +332,16 @@ def _render(found: "Verification", title: str) -> None:
     for check, heading in _TITLES.items():
         rows = [
             (
-                f"{one.what} {one.module}".strip() + f" ({one.dtype})",
-                one.tensors,
-                one.equal,
-                f"{one.max_abs:.2e}",
-                f"{one.max_rel:.2e}",
-                one.breaches,
-                one.worst if one.max_rel else "",
+                f"{comparison.what} {comparison.module}".strip() + f" ({comparison.dtype})",
+                comparison.tensors,
+                comparison.equal,
+                f"{comparison.max_abs:.2e}",
+                f"{comparison.max_rel:.2e}",
+                comparison.breaches,
+                comparison.worst if comparison.max_rel else "",
             )
-            for one in found.comparisons
-            if one.check == check
+            for comparison in found.comparisons
+            if comparison.check == check
         ]
         if rows:
             table(heading, columns, rows, texts=(0, 6))

@@ -79,7 +79,7 @@ def render_cost(report: CostReport, title: str) -> None:
         table(
             f"Reckoning: {bill.way}",
             ("figure", "value", "unit", "source"),
-            [(one.name, amount(one.value), one.unit, one.source) for one in bill.lines],
+            [(line.name, amount(line.value), line.unit, line.source) for line in bill.lines],
             texts=(0, 2, 3),
         )
 
@@ -124,8 +124,13 @@ def render_memory(report: MemoryReport, title: str, rows: int) -> None:
             f"What would make it fit {report.target}",
             ("change", "fits", "peak", "arithmetic"),
             [
-                (one.change, "yes" if one.suffices else "no", size(one.peak_bytes), one.arithmetic)
-                for one in report.remedies
+                (
+                    remedy.change,
+                    "yes" if remedy.suffices else "no",
+                    size(remedy.peak_bytes),
+                    remedy.arithmetic,
+                )
+                for remedy in report.remedies
             ],
             texts=(0, 1, 3),
         )

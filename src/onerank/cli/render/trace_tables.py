@@ -137,7 +137,7 @@ def _classes(summary: Summary) -> list[tuple[str, str]]:
     """Return the ranks that need traces of their own, if one trace does not represent all."""
     if len(summary.classes) < 2:
         return []
-    first = [str(one.representative) for one in summary.classes]
+    first = [str(rank_class.representative) for rank_class in summary.classes]
     representatives = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
     return [("rank classes", f"{len(first)}; one rank of each: {representatives}")]
 

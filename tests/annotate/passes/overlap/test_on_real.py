@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
-from onerank.annotate.passes.overlap.maximize import Overlap
+from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate
@@ -106,18 +106,21 @@ def test_fsdp_gathers_and_scatters_beside_compute(tmp_path):
 def test_tensor_parallelism_has_little_to_gain(name):
     """A sum's reader is mostly the very next kernel; it is beside them that the rest gains."""
     graph = convert_directory(TRACES / name)[0]
-    made = Overlap().apply(graph)
+    made = MaximizeOverlap().apply(graph)
     note = made.job.measurement.notes[-1]
     # the H200's slice makes up what its embedding's sum would hold, so nobody reads that
     moved, calls = {
         "cpu-llama-2l-tp4": (
             5,
-            "17 calls 5 beside more compute than captured; 12 exposed",
+            "17 calls, 5 overlap more compute than captured; 12 are exposed",
         ),
-        "h200-llama-8b-4l-tp4": (1, "21 calls 1 beside more compute than captured; 19 exposed"),
+        "h200-llama-8b-4l-tp4": (
+            1,
+            "21 calls, 1 overlap more compute than captured; 19 are exposed",
+        ),
     }[name]
     assert note.startswith(f"Overlap on: of {calls}")
-    assert ("1 awaited as captured" in note) == (moved == 1)
+    assert ("1 are awaited as captured" in note) == (moved == 1)
 
 
 def test_it_goes_with_other_what_ifs():
@@ -132,7 +135,7 @@ def test_it_goes_with_other_what_ifs():
 def test_sums_of_gradients_run_beside_the_next_product():
     """The gradient of up_proj's input is summed while gate_proj's products run."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    made = Overlap().apply(graph)
+    made = MaximizeOverlap().apply(graph)
     (call,) = [node.index for node in made if node.kind is Kind.COLLECTIVE and
                node.text("module") == "model.layers.1.mlp.up_proj"]  # fmt: skip
     following = np.flatnonzero(made.nodes.start_ns > graph.nodes.start_ns[call])[:3].tolist()
@@ -156,7 +159,7 @@ def test_the_command(by_hand, tmp_path):
     options = ["--target", "H200", "--overlap", "on", "-o", str(out), str(path)]
     made = CliRunner().invoke(annotate, options)
     assert made.exit_code == 0, made.output
-    assert "of 12 calls 12 beside more compute" in " ".join(made.output.split())
+    assert "of 12 calls, 12 overlap more compute" in " ".join(made.output.split())
     assert check(out) == []
     again = CliRunner().invoke(annotate, ["--target", "H200", "--overlap", "half", str(path)])
     assert again.exit_code == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps, values
+from raised import raises_code
 
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.astra_sim.write_traces import Workload, micros
@@ -296,7 +297,7 @@ def test_ranks_are_matched_without_reading_all_files(
     second = step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm)
     step.message(Kind.SEND, 3, 512, second)
     graph = step.build(TP2_DP2)
-    with pytest.raises(ExportError, match="would wait for each other"):
+    with raises_code("export-p2p-cycle"):
         export(graph, tmp_path / "out")
     step = Step()
     sent = step.message(Kind.SEND, 3, 512)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+from raised import raises_code
 
 from onerank.converters.targets.astra_sim.check import check, check_file, check_workload
-from onerank.ir.errors import FormatError
 
 PIPELINE = (
     """
@@ -87,11 +86,11 @@ def test_the_path_is_the_scripts_or_the_folders(tmp_path: Path, make: SimpleName
 
 
 def test_what_is_not_there_raises(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no\.et is not a file"):
+    with raises_code("check-not-a-file"):
         check(tmp_path / "no.et")
-    with pytest.raises(FormatError, match="is not a file"):
+    with raises_code("check-not-a-file"):
         check_file(tmp_path)
-    with pytest.raises(FormatError, match=r"holds no `\.et` file"):
+    with raises_code("check-no-traces"):
         check_workload(tmp_path)
-    with pytest.raises(FormatError, match="is not a folder"):
+    with raises_code("check-not-a-directory"):
         check_workload(tmp_path / "none")
