@@ -10,10 +10,11 @@ I32 = npt.NDArray[np.int32]
 I8 = npt.NDArray[np.int8]
 U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
+F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
-def membership_mask(codes: npt.NDArray[np.uint8], chosen: Iterable[int]) -> npt.NDArray[np.bool_]:
+def membership_mask(codes: U8, chosen: Iterable[int]) -> Mask:
     """Return which of `codes` (kinds, rules, evidence; uint8[n]) are `chosen`, bool[n]."""
     table = np.zeros(256, dtype=bool)
     table[np.fromiter(chosen, dtype=np.uint8)] = True

@@ -7,13 +7,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import Kind, Phase, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job.job import Job, Module
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
-
-I64 = npt.NDArray[np.int64]
 
 Grain = Literal["layer", "submodule"]
 
@@ -67,18 +66,18 @@ def scopes_of(graph: Graph, grain: Grain) -> NodeScopes:
         )
     table = {module.path: module for module in graph.job.modules}
     unknown = Module(path="")
-    codes, place = np.unique(graph.nodes.module, return_inverse=True)
+    codes, module_index = np.unique(graph.nodes.module, return_inverse=True)
     modules: list[Module] = [table.get(graph.strings[code], unknown) for code in codes.tolist()]
     optimizer = graph.nodes.phase == Phase.OPTIMIZER
-    loss = _loss(graph, np.array([module.role for module in modules])[place])
-    found: dict[Scope, int] = {}
-    of: list[int] = []
+    loss = _loss(graph, np.array([module.role for module in modules])[module_index])
+    index_of: dict[Scope, int] = {}
+    scope_index: list[int] = []
     for code, is_optimizer, is_loss in zip(
-        cast("list[int]", place.tolist()), optimizer.tolist(), loss.tolist(), strict=True
+        cast("list[int]", module_index.tolist()), optimizer.tolist(), loss.tolist(), strict=True
     ):
         scope = _scope(modules[code], grain, is_optimizer=is_optimizer, is_loss=is_loss)
-        of.append(found.setdefault(scope, len(found)))
-    return NodeScopes(list(found), np.array(of, dtype=np.int64))
+        scope_index.append(index_of.setdefault(scope, len(index_of)))
+    return NodeScopes(list(index_of), np.array(scope_index, dtype=np.int64))
 
 
 def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> Scope:
@@ -91,28 +90,28 @@ def _scope(module: Module, grain: Grain, is_optimizer: bool, is_loss: bool) -> S
     return Scope("", "loss") if is_loss else Scope(module.layer, "other")
 
 
-def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> npt.NDArray[np.bool_]:
+def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> Mask:
     """Return the nodes that run after the head in forward, or before the model in backward.
 
     Host operators run ahead of the GPU, so they are ordered by their own times.
     """
     nodes = graph.nodes
-    found = np.zeros(len(graph), dtype=bool)
+    is_loss = np.zeros(len(graph), dtype=bool)
     in_model = ~np.isin(roles, ["other", "loss"])
     host = graph.mask(Kind.HOST_OP)
-    for sort in (host, ~host):
-        for number in np.unique(nodes.micro_batch[sort]).tolist():
-            mine = sort & (nodes.micro_batch == number)
-            forward = mine & (nodes.phase == Phase.FORWARD)
+    for host_or_gpu in (host, ~host):
+        for micro_batch in np.unique(nodes.micro_batch[host_or_gpu]).tolist():
+            in_batch = host_or_gpu & (nodes.micro_batch == micro_batch)
+            forward = in_batch & (nodes.phase == Phase.FORWARD)
             head = forward & (roles == "head")
             if not head.any():
                 continue
             last = nodes.start_ns[forward & in_model].max()
-            found |= forward & ~in_model & (nodes.start_ns >= last)
-            backward = mine & (nodes.phase == Phase.BACKWARD)
+            is_loss |= forward & ~in_model & (nodes.start_ns >= last)
+            backward = in_batch & (nodes.phase == Phase.BACKWARD)
             first = nodes.start_ns[backward & in_model].min(initial=np.iinfo(np.int64).max)
-            found |= backward & ~in_model & (nodes.start_ns < first)
-    return found
+            is_loss |= backward & ~in_model & (nodes.start_ns < first)
+    return is_loss
 
 
 _SUMMED = ("duration_ns", "spread_ns", "bytes_allocated", "bytes_freed")
@@ -187,28 +186,28 @@ class _Coarsening:
 
     def place(self, node: int) -> None:
         """Add `node` to the open group of its lane, or to a new group."""
-        awaited = self._graph.edges.of(node)
+        dependencies = self._graph.edges.of(node)
         frontier: dict[int, int] = {}
         reasons: dict[int, Reason] = {}
-        for source, reason in awaited:
-            for lane, number in self._frontiers[source].items():
-                frontier[lane] = max(number, frontier.get(lane, -1))
+        for source, reason in dependencies:
+            for lane, group_index in self._frontiers[source].items():
+                frontier[lane] = max(group_index, frontier.get(lane, -1))
             if self._group_of[source] >= 0:
                 reasons.setdefault(int(self._group_of[source]), reason)
         if not self._kept[node]:
             self._frontiers[node] = frontier
             return
         lane = self._lane[node]
-        for other, number in frontier.items():
+        for other, group_index in frontier.items():
             if other != lane:
-                self._groups[number].sealed = True
-        number = self._group_for(node, lane)
-        group = self._groups[number]
+                self._groups[group_index].sealed = True
+        group_index = self._group_for(node, lane)
+        group = self._groups[group_index]
         for other, source in frontier.items():
             if other != lane:
                 group.awaited.setdefault(source, reasons.get(source, Reason.SYNC))
-        self._group_of[node] = number
-        self._frontiers[node] = {**frontier, lane: number}
+        self._group_of[node] = group_index
+        self._frontiers[node] = {**frontier, lane: group_index}
 
     def _group_for(self, node: int, lane: int) -> int:
         key = (self._scope[node], self._phase[node], self._micro_batch[node])
@@ -230,41 +229,41 @@ class _Coarsening:
         if not self._groups:
             return
         graph = self._graph
-        launched = dict[int, int]()
+        launched_group = dict[int, int]()
         launches = graph.edges.reason == Reason.LAUNCH
         pairs = zip(graph.edges.source[launches], graph.edges.target[launches], strict=True)
         for source, target in pairs:
             if self._group_of[target] >= 0:
-                launched.setdefault(int(source), int(self._group_of[target]))
-        following: dict[int, int] = {}
+                launched_group.setdefault(int(source), int(self._group_of[target]))
+        next_group: dict[int, int] = {}
         threads = graph.nodes.thread.tolist()
         last = len(self._groups) - 1
         for node in np.argsort(graph.nodes.start_ns, kind="stable")[::-1].tolist():
             if self._kept[node]:
                 continue
-            group = launched.get(node, following.get(threads[node], last))
-            following[threads[node]] = group
+            group = launched_group.get(node, next_group.get(threads[node], last))
+            next_group[threads[node]] = group
             self._given.append((node, group))
 
     def build(self, scopes: list[Scope], grain: Grain) -> Graph:
         """Return the graph of the groups, numbered in the order of their first member."""
         nodes = self._graph.nodes
         builder = GraphBuilder()
-        given: dict[int, list[int]] = {}
+        host_ops_of: dict[int, list[int]] = {}
         for node, group in self._given:
-            given.setdefault(group, []).append(node)
-        for number, group in enumerate(self._groups):
+            host_ops_of.setdefault(group, []).append(node)
+        for group_index, group in enumerate(self._groups):
             if group.key is None:
                 columns = self._row(group.members[0])
             else:
                 columns = self._summed(group, scopes[group.key[0]])
-            hosts = given.get(number, [])
+            hosts = host_ops_of.get(group_index, [])
             for name in ("bytes_allocated", "bytes_freed"):
                 columns[name] += int(getattr(nodes, name)[hosts].sum())
             builder.add(**columns)
-        for number, group in enumerate(self._groups):
+        for group_index, group in enumerate(self._groups):
             for source, reason in group.awaited.items():
-                builder.edge(source, number, reason)
+                builder.edge(source, group_index, reason)
         return builder.build(self._job(grain))
 
     def _row(self, index: int) -> dict[str, Any]:
@@ -279,9 +278,9 @@ class _Coarsening:
         nodes, members = self._graph.nodes, group.members
         first = members[0]
         phase = Phase(int(nodes.phase[first]))
-        word = "" if phase is Phase.NONE else phase.name.lower()
+        phase_name = "" if phase is Phase.NONE else phase.name.lower()
         columns: dict[str, Any] = {
-            "name": " ".join(dict.fromkeys((scope.role, word))) if word else scope.role,
+            "name": " ".join(dict.fromkeys((scope.role, phase_name))) if phase_name else scope.role,
             "op": f"onerank::{scope.role}",
             "kind": Kind.KERNEL if nodes.kind[first] != Kind.HOST_OP else Kind.HOST_OP,
             "module": scope.path,
@@ -303,13 +302,14 @@ class _Coarsening:
         """Add a note of what became of the nodes."""
         graph = self._graph
         compute, kept = np.array(self._compute), np.array(self._kept)
-        made = sum(group.key is not None for group in self._groups)
+        group_count = sum(group.key is not None for group in self._groups)
         note = (
-            f"coarsened to one node per {grain}: {int(compute.sum())} compute nodes became {made}"
+            f"coarsened to one node per {grain}: "
+            f"{int(compute.sum())} compute nodes became {group_count}"
         )
         if not kept.all():
-            spent = int(graph.nodes.duration_ns[~kept].sum())
-            note += f"; {int((~kept).sum())} host operators ({spent} ns) are left out"
+            host_ns = int(graph.nodes.duration_ns[~kept].sum())
+            note += f"; {int((~kept).sum())} host operators ({host_ns} ns) are left out"
         unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
         if unknown:
             note += f"; {unknown} nodes of unknown FLOPs count as 0"

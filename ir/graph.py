@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import I64, Mask, membership_mask
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase, Reason
 from onerank.ir.errors import GraphError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import polars
 
     from onerank.ir.coarsen import Grain
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class Graph:
                 encoded[name] = values.astype(getattr(self.nodes, name).dtype, copy=False)
         return replace(self, nodes=replace(self.nodes, **encoded), strings=strings)
 
-    def topological_order(self) -> npt.NDArray[np.int64]:
+    def topological_order(self) -> I64:
         """Return the node indices in dependency order; ready nodes come by ascending index.
 
         Raises:
@@ -120,7 +118,7 @@ class Graph:
             )
         return order
 
-    def _name_cycle(self, leftover: npt.NDArray[np.int64]) -> str:
+    def _name_cycle(self, leftover: I64) -> str:
         inside = set(leftover.tolist())
         node, seen = int(leftover[0]), list[int]()
         while node not in seen:
@@ -208,8 +206,8 @@ class GraphBuilder:
     def build(self, job: Job) -> Graph:
         """Return the graph, its nodes in the order they were added."""
         count = len(self._rows)
-        given = {name for row in self._rows for name in row}
-        unknown = given - {spec.name for spec in fields(Nodes)}
+        names = {name for row in self._rows for name in row}
+        unknown = names - {spec.name for spec in fields(Nodes)}
         assert not unknown, f"no such columns: {sorted(unknown)}"
         columns: dict[str, Any] = {}
         for spec in fields(Nodes):
@@ -218,9 +216,9 @@ class GraphBuilder:
             if is_text(spec):
                 columns[spec.name] = self.strings.encode(values)
             elif spec.name == "foreign":
-                made = np.empty(count, dtype=object)
-                made[:] = values
-                columns[spec.name] = made
+                objects = np.empty(count, dtype=object)
+                objects[:] = values
+                columns[spec.name] = objects
             else:
                 columns[spec.name] = np.array(values, dtype=dtype_of(spec))
         triples = np.array(self._edges, dtype=np.int64).reshape(-1, 3)

@@ -108,16 +108,18 @@ class Nodes:
     @classmethod
     def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:
         """Return `count` nodes with the given columns; the other columns hold their defaults."""
-        made: dict[str, npt.NDArray[Any]] = {}
+        filled: dict[str, npt.NDArray[Any]] = {}
         for spec in fields(cls):
-            given = columns.pop(spec.name, None)
-            if given is None:
-                made[spec.name] = np.full(count, default_of(spec), dtype=dtype_of(spec))
+            values = columns.pop(spec.name, None)
+            if values is None:
+                filled[spec.name] = np.full(count, default_of(spec), dtype=dtype_of(spec))
             else:
-                made[spec.name] = np.asarray(given, dtype=dtype_of(spec))
-                assert len(given) == count, f"column {spec.name}: {len(given)} values, not {count}"
+                filled[spec.name] = np.asarray(values, dtype=dtype_of(spec))
+                assert len(values) == count, (
+                    f"column {spec.name}: {len(values)} values, not {count}"
+                )
         assert not columns, f"no such columns: {sorted(columns)}"
-        return cls(**made)
+        return cls(**filled)
 
 
 def dtype_of(spec: Field[Any]) -> type[np.generic]:

@@ -6,9 +6,10 @@ from itertools import count, islice
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-Codes = npt.NDArray[np.int32]
+from onerank.ir.arrays import I32
+
+Codes = I32
 
 
 class StringTable:

@@ -72,34 +72,34 @@ class Bench:
             begin: is called with the positions of the calls that are tried next.
             end: is called with the position of each call when it is done.
         """
-        until = time.monotonic() + seconds
-        ended = 0
+        deadline = time.monotonic() + seconds
+        done_count = 0
         for batch in self._batches(wanted, alone):
             begin(batch)
-            for at, found, became in self._chosen([(at, wanted[at]) for at in batch]):
-                if time.monotonic() >= until:
-                    account.untried[NO_TIME] += len(wanted) - ended
+            for at, layouts, outcome in self._chosen([(at, wanted[at]) for at in batch]):
+                if time.monotonic() >= deadline:
+                    account.untried[NO_TIME] += len(wanted) - done_count
                     return
                 if len(batch) > 1:
                     begin([at])
-                yield from self._timed(wanted[at], found, became)
-                account.add(became)
-                ended += 1
+                yield from self._timed(wanted[at], layouts, outcome)
+                account.add(outcome)
+                done_count += 1
                 end(at)
 
     def _batches(self, wanted: Sequence[Wanted], alone: frozenset[int]) -> Iterator[list[int]]:
         """Yield the positions of calls whose operands fit the device together."""
         room = 0.15 * _memory(self.device) if self.on_gpu else math.inf
         batch: list[int] = []
-        held = 0
-        for at, one in enumerate(wanted):
-            size = sum(2 * call.nbytes for call in one.layouts)
-            full = len(batch) == _AT_A_TIME or held + size > room
+        batch_bytes = 0
+        for at, request in enumerate(wanted):
+            size = sum(2 * call.nbytes for call in request.layouts)
+            full = len(batch) == _AT_A_TIME or batch_bytes + size > room
             if batch and (full or at in alone or batch[-1] in alone):
                 yield batch
-                batch, held = [], 0
+                batch, batch_bytes = [], 0
             batch.append(at)
-            held += size
+            batch_bytes += size
         if batch:
             yield batch
 
@@ -110,31 +110,35 @@ class Bench:
 
         The longest come first: in the seconds after a profile small kernels start more slowly.
         """
-        tried: list[tuple[int, Wanted, list[BenchCall], Account]] = []
+        attempts: list[tuple[int, Wanted, list[BenchCall], Account]] = []
         functions: list[Callable[[], Any]] = []
-        for at, one in batch:
+        for at, request in batch:
             runs: list[BenchCall] = []
-            became = Account()
-            why = ""
-            for call in one.layouts:
+            outcome = Account()
+            reason = ""
+            for call in request.layouts:
                 try:
-                    made = self._warm(call)
-                    functions.append(made.function)
-                    runs.append(made.call)
+                    warm_call = self._warm(call)
+                    functions.append(warm_call.function)
+                    runs.append(warm_call.call)
                 except CaptureError as error:
-                    why = why or str(error)
+                    reason = reason or str(error)
             if not runs:
-                became.failed[why] += 1
-            tried.append((at, one, runs, became))
-        ops = [call.op for _, _, runs, _ in tried for call in runs]
-        found = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
+                outcome.failed[reason] += 1
+            attempts.append((at, request, runs, outcome))
+        ops = [call.op for _, _, runs, _ in attempts for call in runs]
+        launch_records = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
         functions.clear()
-        made = None
+        warm_call = None
         chosen = [
-            (at, _fitting(one, [_Found(call, *next(found)) for call in runs], became), became)
-            for at, one, runs, became in tried
+            (
+                at,
+                _fitting(request, [_Found(call, *next(launch_records)) for call in runs], outcome),
+                outcome,
+            )
+            for at, request, runs, outcome in attempts
         ]
-        chosen.sort(key=lambda each: -sum(sum(one.cold.times_ns) for one in each[1]))
+        chosen.sort(key=lambda each: -sum(sum(layout.cold.times_ns) for layout in each[1]))
         yield from chosen
 
     def _flush(self) -> None:
@@ -161,19 +165,19 @@ class Bench:
         return made
 
     def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
-        done = False
+        measured = False
         for each in found:
             call = each.call
             inner = {name for name in each.cold.inside if name != call.op}
             account.inner.update(f"{call.op} > {name}" for name in inner)
             for l2, copies in self._states(call.nbytes):
-                what = each.cold if l2 == "cold" else each.warm
+                kernels = each.cold if l2 == "cold" else each.warm
                 try:
-                    yield self._one(call, what, l2, copies, held=one.held)
-                    done = True
+                    yield self._one(call, kernels, l2, copies, held=one.held)
+                    measured = True
                 except CaptureError as error:
                     account.failed[str(error)] += 1
-        account.done += done
+        account.done += measured
         if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory(self.device):
             torch.cuda.empty_cache()
 
@@ -231,23 +235,25 @@ class Bench:
             raise BrokenDeviceError(first_line(error)) from error
 
 
-def _fitting(one: Wanted, found: list[_Found], became: Account) -> list[_Found]:
+def _fitting(request: Wanted, found: list[_Found], outcome: Account) -> list[_Found]:
     """Return the layouts that launch what the trace did; the first where none does."""
-    same = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
-    if found and not same:
-        became.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
-    found = same
-    if not one.kernels or not found:
+    repeatable = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+    if found and not repeatable:
+        outcome.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
+    found = repeatable
+    if not request.kernels or not found:
         return found
-    telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
-    fitting: dict[tuple[str, ...], _Found] = {}
+    identifying = {
+        name for name in request.kernels if not name.startswith("Memset")
+    } or request.kernels
+    matching: dict[tuple[str, ...], _Found] = {}
     for each in found:
-        if telling & set(each.cold.names):
-            fitting.setdefault(each.cold.names, each)
-    if not fitting:
-        became.other_kernels[one.layouts[0].op] += 1
+        if identifying & set(each.cold.names):
+            matching.setdefault(each.cold.names, each)
+    if not matching:
+        outcome.other_kernels[request.layouts[0].op] += 1
         return found[:1]
-    return list(fitting.values())
+    return list(matching.values())
 
 
 def _refuse_waiting(function: Callable[[], Any]) -> None:

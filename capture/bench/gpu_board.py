@@ -34,13 +34,13 @@ def on_device(index: int) -> Generator[Device]:
     count = torch.cuda.device_count()
     if not count:
         raise CaptureError(
-            f"no GPU at hand: torch {torch.__version__} finds no CUDA device; run this on a "
-            "machine with one, with a build of torch for CUDA",
+            f"torch {torch.__version__} finds no CUDA device; run this on a machine with a GPU "
+            "and a build of torch for CUDA",
             code="bench-no-gpu",
         )
     if index >= count:
         raise CaptureError(
-            f"no GPU {index}: this machine has 0 to {count - 1}", code="bench-unknown-gpu"
+            f"no GPU {index}: this machine has GPUs 0 to {count - 1}", code="bench-unknown-gpu"
         )
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.cuda.set_device(index)
@@ -83,10 +83,10 @@ class Power:
         if len(self.steps) < 3:
             return None
         begin, end = self.steps[0][0], self.steps[-1][0]
-        kept = [step for step in self.steps[1:] if step[0] >= (begin + end) / 2]
-        if len(kept) < 2 or kept[-1][0] <= kept[0][0]:
+        settled = [step for step in self.steps[1:] if step[0] >= (begin + end) / 2]
+        if len(settled) < 2 or settled[-1][0] <= settled[0][0]:
             return None
-        return (kept[-1][1] - kept[0][1]) / 1e3 / (kept[-1][0] - kept[0][0])
+        return (settled[-1][1] - settled[0][1]) / 1e3 / (settled[-1][0] - settled[0][0])
 
     @property
     def sm_clock_mhz(self) -> int | None:

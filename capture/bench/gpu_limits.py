@@ -56,40 +56,41 @@ class Microbenchmarks:
     refused: dict[str, str]
 
 
-def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Microbenchmarks:
+def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> Microbenchmarks:
     """Measure the GPU; `told` is called after each of `COUNT` parts.
 
     Raises:
         CaptureError: it does not even take products in bfloat16 or float16.
     """
-    held: list[SustainedCall] = []
+    sustained: list[SustainedCall] = []
     refused: dict[str, str] = {}
     idle = _idle(bench)
-    told()
+    advance()
     for unit, sizes, call in _products():
         try:
-            held.append(_hold(bench, unit, sizes, call))
+            sustained.append(_hold(bench, unit, sizes, call))
         except (CaptureError, RuntimeError) as error:
             refused.setdefault(unit, first_line(error))
-        told()
-    if not any(one.unit in ("bf16", "fp16") for one in held):
+        advance()
+    if not any(one.unit in ("bf16", "fp16") for one in sustained):
         raise CaptureError(
-            f"this GPU takes no products in 16 bits: {refused}", code="bench-no-16-bit"
+            f"this GPU runs no matrix products in bfloat16 or float16: {refused}",
+            code="bench-no-16-bit",
         )
-    for call, each in _moves():
-        held.append(_hold(bench, "", (), call, each))
-        told()
+    for call, flops_per_element in _moves():
+        sustained.append(_hold(bench, "", (), call, flops_per_element))
+        advance()
     copy = Operand((_COPY,))
-    copied = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
-    told()
+    sustained_copy = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
+    advance()
     large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE]
     skinny = [2 * (m * k + k * n + m * n) / _short_ns(bench, m, n, k) for m, n, k in SKINNY]
-    told()
+    advance()
     return Microbenchmarks(
-        sustained=(*held, copied),
+        sustained=(*sustained, sustained_copy),
         gemm_tflops=geometric_mean(large) / 1e3,
         skinny_gbps=geometric_mean(skinny),
-        copy_gbps=copied.nbytes / copied.median_ns,
+        copy_gbps=sustained_copy.nbytes / sustained_copy.median_ns,
         cache_gbps=max(_cached(bench, size) for size in _CACHED),
         floor_ns=_floor(bench),
         idle_w=idle,
@@ -115,16 +116,16 @@ def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
 
 def _moves() -> Iterator[tuple[BenchCall, int]]:
     """Yield calls without products, and vector operations for each element."""
-    one, wide = Operand((1 << 28,)), Operand((1 << 28,), "float32")
+    bf16_operand, fp32_operand = Operand((1 << 28,)), Operand((1 << 28,), "float32")
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 28):
-        part = Operand((size,))
-        yield BenchCall("aten::add", (part, part, 1)), 1
-    yield BenchCall("aten::exp", (wide,)), 1
-    yield BenchCall("aten::silu", (one,)), 3
-    yield BenchCall("aten::gelu", (one, "none")), 4
-    yield BenchCall("aten::silu_backward", (one, one)), 6
+        operand = Operand((size,))
+        yield BenchCall("aten::add", (operand, operand, 1)), 1
+    yield BenchCall("aten::exp", (fp32_operand,)), 1
+    yield BenchCall("aten::silu", (bf16_operand,)), 3
+    yield BenchCall("aten::gelu", (bf16_operand, "none")), 4
+    yield BenchCall("aten::silu_backward", (bf16_operand, bf16_operand)), 6
     yield BenchCall("aten::_log_softmax", (Operand((4096, 128256), "float32"), 1, False)), 5
-    yield BenchCall("aten::copy_", (wide, one, False)), 0
+    yield BenchCall("aten::copy_", (fp32_operand, bf16_operand, False)), 0
 
 
 COUNT = 1 + len(list(_products())) + len(list(_moves())) + 2
@@ -138,8 +139,10 @@ def _hold(
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
-    driver = call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
-    replays = Replays(calls, on_gpu=bench.on_gpu, queued=driver)
+    is_driver_copy = (
+        call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
+    )
+    replays = Replays(calls, on_gpu=bench.on_gpu, queued=is_driver_copy)
     if bench.board is None:
         timing, watts, clock = replays.hold(_HOLD_S), None, None
     else:
@@ -162,8 +165,8 @@ def _moved(call: BenchCall) -> int:
 
 
 def _cached(bench: Bench, size: int) -> float:
-    one = Operand((size,))
-    call = BenchCall("aten::add", (one, one, 1))
+    operand = Operand((size,))
+    call = BenchCall("aten::add", (operand, operand, 1))
     replays = Replays([make(call, bench.device).function], on_gpu=bench.on_gpu)
     return _moved(call) / replays.timing().median_ns
 

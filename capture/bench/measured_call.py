@@ -85,22 +85,26 @@ class BenchCall:
 
     def with_operands(self, operands: list[Operand]) -> Self:
         """Return the call with other operands, in the order of `operands()`."""
-        left = iter(operands)
+        remaining = iter(operands)
 
         def put(argument: Any) -> Any:
             if isinstance(argument, tuple):
                 return tuple(put(one) for one in argument)
-            return next(left) if isinstance(argument, Operand) else argument
+            return next(remaining) if isinstance(argument, Operand) else argument
 
         return replace(self, arguments=tuple(put(argument) for argument in self.arguments))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all operands on the device, one that is passed twice once."""
-        again = {position for position, _ in self.same}
-        once = tuple(one for at, one in enumerate(self.arguments) if at not in again)
+        repeated = {position for position, _ in self.same}
+        distinct_arguments = tuple(
+            one for at, one in enumerate(self.arguments) if at not in repeated
+        )
         return sum(
-            operand.nbytes for operand in BenchCall(self.op, once).operands() if not operand.host
+            operand.nbytes
+            for operand in BenchCall(self.op, distinct_arguments).operands()
+            if not operand.host
         )
 
     def texts(self) -> tuple[str, str, str]:

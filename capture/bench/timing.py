@@ -59,10 +59,10 @@ class Replays:
         self._at_once = 1
         self._host_bound = True
         self._replay = self._recorded(self.made)
-        each = max(1, min(self._timed_ns(2)))
-        self._at_once = max(1, min(_AT_ONCE, 8 * _REPLAY_NS // (each * len(calls))))
-        self._host_bound = self._queued or each < _HOST_NS
-        rounds = _REPLAY_NS // (each * len(calls))
+        call_ns = max(1, min(self._timed_ns(2)))
+        self._at_once = max(1, min(_AT_ONCE, 8 * _REPLAY_NS // (call_ns * len(calls))))
+        self._host_bound = self._queued or call_ns < _HOST_NS
+        rounds = _REPLAY_NS // (call_ns * len(calls))
         rounds = min(rounds, max(1, _MOST_CALLS // len(calls)))
         if rounds > 1:
             self.made = rounds * len(calls)
@@ -93,13 +93,13 @@ class Replays:
             self._replay()
             marks.append(self._watch.mark())
             if len(marks) > _AHEAD:
-                first = marks.popleft()
+                oldest = marks.popleft()
                 self._watch.wait(marks[0])
-                samples.append((now, self._watch.between(first, marks[0])))
+                samples.append((now, self._watch.between(oldest, marks[0])))
         if self._on_gpu:
             torch.cuda.synchronize()
-        late = [one for when, one in samples if when >= begin + seconds / 2]
-        times = late or [one for _, one in samples]
+        settled_samples = [one for when, one in samples if when >= begin + seconds / 2]
+        times = settled_samples or [one for _, one in samples]
         return summary([max(1, round(time / self.made)) for time in times])
 
     def _recorded(self, count: int) -> Callable[[], None]:
@@ -115,7 +115,8 @@ class Replays:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_recording_stream(torch.cuda.current_device())):
-            turns[0]()  # what libraries set up for a stream is no part of the graph
+            # Libraries set up per-stream state on first use; that must not enter the graph.
+            turns[0]()
             torch.cuda.synchronize()
             graph.capture_begin()
             try:

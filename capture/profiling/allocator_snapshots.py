@@ -75,13 +75,13 @@ def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
     if not on_gpu or torch.cuda.get_allocator_backend() != "native":
         yield StepHistory()
         return
-    own = not _records()
-    if own:
+    starts_recording = not _records()
+    if starts_recording:
         _record(on=True)
     try:
         yield StepHistory(before=_snapshot())
     finally:
-        if own:
+        if starts_recording:
             _record(on=False)
 
 
@@ -96,7 +96,8 @@ class StepsHistory:
         if self._on:
             self.stop()
         elif _records():
-            return  # the script's own history is not for us to forget
+            # The script records a history itself; restarting would erase it.
+            return
         _record(on=True)
         self._on = True
 
@@ -162,8 +163,8 @@ def history_of(
     """
     begin = len(_trace(before, device))
     entries = [one for one in _trace(after, device)[begin:] if one["action"] in _ACTIONS]
-    private = _Segments([*before["segments"], *after["segments"]], device)
-    numbers = [pools.number(_key(entry, private)) for entry in entries]
+    segments = _Segments([*before["segments"], *after["segments"]], device)
+    numbers = [pools.number(_key(entry, segments)) for entry in entries]
     return History(
         action=tuple(int(_ACTIONS[entry["action"]]) for entry in entries),
         address=tuple(entry["addr"] for entry in entries),
@@ -181,13 +182,15 @@ def lingering_as(profiled: History, other: History) -> History:
     before another stream is done with it. Where the steps did not do the same, up to a few events
     at their ends, the history stays.
     """
-    mine, theirs = _events(profiled), _events(other)
-    shift = next((shift for shift in _SHIFTS if _alike(mine, theirs, shift)), None)
+    profiled_events, other_events = _events(profiled), _events(other)
+    shift = next((shift for shift in _SHIFTS if _alike(profiled_events, other_events, shift)), None)
     if shift is None:
         return profiled
-    told = lingering(np.array(other.action), np.array(other.address)).tolist()
-    places = (place + shift for place in range(len(mine)))
-    lingers = tuple(told[place] if 0 <= place < len(told) else 0 for place in places)
+    other_lingers = lingering(np.array(other.action), np.array(other.address)).tolist()
+    places = (place + shift for place in range(len(profiled_events)))
+    lingers = tuple(
+        other_lingers[place] if 0 <= place < len(other_lingers) else 0 for place in places
+    )
     return msgspec.structs.replace(profiled, lingers=lingers)
 
 
@@ -199,12 +202,12 @@ def _events(history: History) -> list[tuple[int, int, int]]:
     return [row for row in rows if row[0] != Action.USABLE]
 
 
-def _alike(mine: Sequence[Any], theirs: Sequence[Any], shift: int) -> bool:
+def _alike(left: Sequence[Any], right: Sequence[Any], shift: int) -> bool:
     """Return whether the events are the same, with `shift` more at the begin of the others."""
-    first, last = max(0, -shift), min(len(mine), len(theirs) - shift)
-    few = len(_SHIFTS)
-    enough = last - first >= max(len(mine), len(theirs)) - few and last > first
-    return enough and mine[first:last] == theirs[first + shift : last + shift]
+    first, last = max(0, -shift), min(len(left), len(right) - shift)
+    tolerance = len(_SHIFTS)
+    overlaps = last - first >= max(len(left), len(right)) - tolerance and last > first
+    return overlaps and left[first:last] == right[first + shift : last + shift]
 
 
 def held_in(
@@ -221,39 +224,40 @@ def held_in(
         pools: the pools met so far; those met here are added.
     """
     segments = _Segments(snapshot["segments"], device)
-    of_storage = {
+    pool_of_storage = {
         name: tuple(pools.number(segments.pool_at(one.address)) for one in found)
         for name, found in storages.items()
     }
     starts = sorted(one.address for found in storages.values() for one in found)
-    rest: list[tuple[int, int]] = []
+    workspace_blocks: list[tuple[int, int]] = []
     for segment in segments.rows:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 place = bisect_right(starts, block["address"] + block["size"] - 1)
                 if not place or starts[place - 1] < block["address"]:
                     number = pools.number(_pool_of(segment))
-                    rest.append((block.get("requested_size", block["size"]), number))
-    rest.sort(reverse=True)
-    sizes, numbers = sizes_of(storages), of_storage
-    if rest:
-        sizes |= {WORKSPACE: tuple(size for size, _ in rest)}
-        numbers |= {WORKSPACE: tuple(number for _, number in rest)}
+                    workspace_blocks.append((block.get("requested_size", block["size"]), number))
+    workspace_blocks.sort(reverse=True)
+    sizes, numbers = sizes_of(storages), pool_of_storage
+    if workspace_blocks:
+        sizes |= {WORKSPACE: tuple(size for size, _ in workspace_blocks)}
+        numbers |= {WORKSPACE: tuple(number for _, number in workspace_blocks)}
     return sizes, numbers if any(map(any, numbers.values())) else {}
 
 
 def settings_of(snapshot: Snapshot) -> AllocatorSettings | None:
     """Return how the allocator was configured; None where as it comes."""
-    told = snapshot.get("allocator_settings", {})
-    divisions = told.get("roundup_power2_divisions", {})
+    reported = snapshot.get("allocator_settings", {})
+    divisions = reported.get("roundup_power2_divisions", {})
     parts = tuple(int(divisions[key]) for key in sorted(divisions, key=int))
-    most = int(told.get("max_split_size", -1))
-    found = AllocatorSettings(
-        expandable_segments=bool(told.get("expandable_segments", False)),
-        max_split_bytes=most if 0 < most < 1 << 62 else 0,  # none: the largest of its type
+    split_limit = int(reported.get("max_split_size", -1))
+    settings = AllocatorSettings(
+        expandable_segments=bool(reported.get("expandable_segments", False)),
+        # torch reports "no limit" as the largest value of the type.
+        max_split_bytes=split_limit if 0 < split_limit < 1 << 62 else 0,
         roundup_divisions=parts if any(part > 1 for part in parts) else (),
     )
-    return None if found == AllocatorSettings() else found
+    return None if settings == AllocatorSettings() else settings
 
 
 def _trace(snapshot: Snapshot, device: int) -> Sequence[Mapping[str, Any]]:
@@ -267,8 +271,8 @@ def _pool_of(segment: Mapping[str, Any]) -> Key:
 
 def _key(entry: Mapping[str, Any], segments: "_Segments") -> Key:
     """Return the pool of a traced event; older versions name only its stream."""
-    told = entry.get("pool_id")
-    private = segments.pool_at(entry["addr"])[0] if told is None else tuple(told)
+    pool_id = entry.get("pool_id")
+    private = segments.pool_at(entry["addr"])[0] if pool_id is None else tuple(pool_id)
     return private, entry["stream"]
 
 
@@ -276,8 +280,8 @@ class _Segments:
     """Segments of a device, found by address."""
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], device: int) -> None:
-        mine = [segment for segment in segments if segment.get("device", device) == device]
-        self.rows = sorted(mine, key=lambda one: one["address"])
+        on_device = [segment for segment in segments if segment.get("device", device) == device]
+        self.rows = sorted(on_device, key=lambda one: one["address"])
         self._starts = [row["address"] for row in self.rows]
 
     def pool_at(self, address: int) -> Key:

@@ -167,15 +167,15 @@ class ModuleClock:
         The gradient of the view is complete when the call's own backward is. It stands wherever
         the tensor does: attention whose query is its key projects both at once.
         """
-        given = next((one for one in (*args, *kwargs.values()) if _needs_gradient(one)), None)
-        if given is None:
+        first_input = next((one for one in (*args, *kwargs.values()) if _needs_gradient(one)), None)
+        if first_input is None:
             return None
-        view = given.view_as(given)
+        view = first_input.view_as(first_input)
         self._handles.append(view.register_hook(partial(self._backward_ends, call)))
         call.ends_at_input = True
         return (
-            tuple(view if arg is given else arg for arg in args),
-            {key: view if one is given else one for key, one in kwargs.items()},
+            tuple(view if arg is first_input else arg for arg in args),
+            {key: view if one is first_input else one for key, one in kwargs.items()},
         )
 
     @untraced
@@ -217,9 +217,9 @@ class ModuleClock:
     def _ended(self, path: str) -> _Call | None:
         """Return the call that ends, None where its begin was traced or is not marked."""
         while any(name == path for name, _ in self._open):
-            name, call = self._open.pop()  # one whose end was traced may lie above
+            name, open_call = self._open.pop()  # one whose end was traced may lie above
             if name == path:
-                return call
+                return open_call
         return None
 
 

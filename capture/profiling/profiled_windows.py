@@ -302,8 +302,8 @@ class ProfiledWindows:
         """
         if self._others is not None and not self._others.meet():
             self._observed.notes.append(
-                "a profiled step began before all ranks had come: where its collectives wait for "
-                "them, the kernels beside are slower than in other steps"
+                "a profiled step began before all ranks were ready: kernels that overlap a "
+                "collective waiting for a late rank are slower than in other steps"
             )
 
     @contextlib.contextmanager

@@ -75,18 +75,18 @@ def _values(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[Storage]:
-    found: list[Storage] = []
+    storages: list[Storage] = []
     for tensor in tensors:
-        for plain in _inside(tensor):
+        for dense in _inside(tensor):
             with contextlib.suppress(RuntimeError):
-                if plain.device.type != device_type:
+                if dense.device.type != device_type:
                     continue
-                storage = plain.untyped_storage()
+                storage = dense.untyped_storage()
                 address = storage.data_ptr()
                 if address not in seen and storage.nbytes():
                     seen.add(address)
-                    found.append(Storage(storage.nbytes(), address))
-    return found
+                    storages.append(Storage(storage.nbytes(), address))
+    return storages
 
 
 _ROWS = ("crow_indices", "col_indices", "values")

@@ -53,16 +53,16 @@ class Collector:
         if self.most_bytes < _WORTH_TELLING * peak_bytes:
             return ""
         return (
-            f"tensors wait in reference cycles for Python's garbage collector, which freed up to "
-            f"{self.most_bytes} bytes at once: the peak of memory depends on when it runs, in the "
-            "job as here, and may differ by as much from step to step"
+            f"tensors in reference cycles wait for Python's garbage collector, which freed up to "
+            f"{self.most_bytes} bytes at once: peak memory depends on when it runs, in the job as "
+            "in this capture, and may differ by as much from step to step"
         )
 
     def _called(self, phase: Literal["start", "stop"], _: object) -> None:
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         if phase == "start":
-            self._before = held
-        self.most_bytes = max(self.most_bytes, self._before - held)
+            self._before = allocated
+        self.most_bytes = max(self.most_bytes, self._before - allocated)
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
@@ -110,8 +110,8 @@ class StepMemory:
             return sum(sum(sizes) for sizes in self._observed.resident_bytes.values())
         if history.before is not None:
             device = torch.cuda.current_device()
-            held = held_in(history.before, device, storages, self._pools)
-            self._observed.resident_bytes, self._observed.resident_pools = held
+            sizes_and_pools = held_in(history.before, device, storages, self._pools)
+            self._observed.resident_bytes, self._observed.resident_pools = sizes_and_pools
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
@@ -127,25 +127,25 @@ class StepMemory:
         snapshots = history.before, history.after
         if not is_complete(*snapshots, device):
             self._observed.notes.append(
-                f"profiled step {number + 1}: the script's own memory history kept no or not all "
-                "events of it; streams of its blocks are not known"
+                f"profiled step {number + 1}: the memory history that the script records is "
+                "incomplete for this step, so the streams of its blocks are not known"
             )
             return
-        told = history_of(*snapshots, device, self._pools, self._reserved_bytes)
+        recorded_history = history_of(*snapshots, device, self._pools, self._reserved_bytes)
         if self._unprofiled is not None:
-            told = lingering_as(told, self._unprofiled)
-        if not told.lingers and told.action:
+            recorded_history = lingering_as(recorded_history, self._unprofiled)
+        if not recorded_history.lingers and recorded_history.action:
             self._observed.notes.append(
                 f"profiled step {number + 1}: how long memory lingers without a profiler is not "
                 "known; it is taken as under the profiler"
             )
-        (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
+        (self._directory / history_name(number)).write_bytes(msgspec.json.encode(recorded_history))
 
     def compare_peaks(self) -> None:
         """Note that the peaks of the profiled steps differ, if they do."""
         peaks = self._observed.peak_memory_bytes
         if len(set(peaks)) > 1:
             self._observed.notes.append(
-                f"the profiled steps' peaks of memory differ, from {min(peaks)} to {max(peaks)} "
-                "bytes: the largest is given"
+                f"peak memory differs between profiled steps, from {min(peaks)} to {max(peaks)} "
+                "bytes; the graph records the largest"
             )

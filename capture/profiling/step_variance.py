@@ -25,26 +25,32 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @torch.no_grad()
 def note_of_overflow(modules: Modules) -> str:
     """Return the note on parameters that are not finite; "" if all are finite."""
-    known = {id(one): one for module, _ in modules for one in module.parameters(recurse=False)}
-    shards: list[Any] = [getattr(one, "_local_tensor", one) for one in known.values()]
-    held = [shard for shard in shards if _is_held(shard)]
-    largest = _torch._foreach_norm(held, ord=float("inf")) if held else []
+    parameter_by_id = {
+        id(parameter): parameter
+        for module, _ in modules
+        for parameter in module.parameters(recurse=False)
+    }
+    shards: list[Any] = [getattr(one, "_local_tensor", one) for one in parameter_by_id.values()]
+    local_shards = [shard for shard in shards if _is_held(shard)]
+    largest = _torch._foreach_norm(local_shards, ord=float("inf")) if local_shards else []
     infinite = sum(not bool(one.isfinite()) for one in largest)
     if not infinite:
         return ""
     return (
-        f"{infinite} of {len(held)} parameters are not finite behind the last step: kernels need "
-        "not take as long on such numbers as on the job's. Unless the real job's are neither (its "
-        "weights as it makes them, its learning rate), it is that beside absent ranks a script "
-        "trains on other gradients: capture with a smaller learning rate"
+        f"{infinite} of {len(local_shards)} parameters are not finite after the last step, so "
+        "kernel times may differ from the job's. Without real peers a rank trains on other "
+        "gradients and can diverge: capture with a smaller learning rate"
     )
 
 
 def _is_held(shard: Any) -> bool:
     """Whether a parameter's numbers are here, in a type that has infinity."""
-    plain = type(shard) in (Tensor, nn.Parameter) and shard.dtype in _DTYPES
+    is_float_tensor = type(shard) in (Tensor, nn.Parameter) and shard.dtype in _DTYPES
     return (
-        plain and not shard.is_meta and shard.numel() > 0 and shard.untyped_storage().nbytes() > 0
+        is_float_tensor
+        and not shard.is_meta
+        and shard.numel() > 0
+        and shard.untyped_storage().nbytes() > 0
     )
 
 
@@ -101,20 +107,21 @@ def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up:
     models = [one.models for one in work]
     messages = [one.messages for one in work[warm_up:]]
     if len(set(models)) > 1:
-        each, own, call = models, profiled.models, "call models"
+        counts, profiled_count, verb = models, profiled.models, "call models"
     elif len(set(messages)) > 1:
-        each, own, call = messages, profiled.messages, "communicate"
+        counts, profiled_count, verb = messages, profiled.messages, "communicate"
     else:
         return ""
-    period = period_of(each)
-    what = "one step" if optimizer_steps == 1 else f"{optimizer_steps} steps"
-    again = (
+    period = period_of(counts)
+    span_text = "one step" if optimizer_steps == 1 else f"{optimizer_steps} steps"
+    advice = (
         f"they repeat every {period}: --optimizer-steps {optimizer_steps * period} captures "
         "those as one"
         if period
         else "--optimizer-steps N captures N of the optimizer's as one"
     )
     return (
-        f"steps do unlike work: they {call} {min(each)} to {max(each)} times, the one in "
-        f"this graph {own}. A step is {what} of the script's first optimizer; {again}"
+        f"steps do different work: they {verb} {min(counts)} to {max(counts)} times, the one in "
+        f"this graph {profiled_count}. A step is {span_text} of the script's first optimizer; "
+        f"{advice}"
     )

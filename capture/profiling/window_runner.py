@@ -85,10 +85,9 @@ class Windows:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row > _MOST_SKIPPED:
             raise ScriptError(
-                f"a loss scaler skipped {self._in_a_row} steps in a row, far more than it takes to "
-                "find a scale: gradients are infinite or no numbers, whatever it is. Beside absent "
-                "ranks a script computes with other numbers than its job: capture with a smaller "
-                "learning rate, or in bfloat16",
+                f"a loss scaler skipped {self._in_a_row} steps in a row (limit {_MOST_SKIPPED}): "
+                "the gradients are infinite or NaN at any scale. Without real peers the values "
+                "differ from the job's: capture with a smaller learning rate, or in bfloat16",
                 code="script-scaler-skips",
             )
         self._work.end_step()
@@ -124,14 +123,14 @@ class Windows:
     def _end(self) -> None:
         self.complete = True
         plan, work = self._plan, self._work.by_step
-        if unlike := note_of(work, self._profiled.work, plan.optimizer_steps, plan.warm_up):
-            self.observed.notes.append(unlike)
-        if infinite := note_of_overflow(self._modules):
-            self.observed.notes.append(infinite)
+        if variance_note := note_of(work, self._profiled.work, plan.optimizer_steps, plan.warm_up):
+            self.observed.notes.append(variance_note)
+        if overflow_note := note_of_overflow(self._modules):
+            self.observed.notes.append(overflow_note)
         if self.skipped:
             self.observed.notes.append(
-                f"{self.skipped} of {self.steps} steps were skipped by a loss scaler, which "
-                "found gradients infinite: none of them is part of what was measured"
+                f"{self.skipped} of {self.steps} steps were skipped by a loss scaler because of "
+                "infinite gradients; no skipped step is part of the measurement"
             )
 
     def _windows(self) -> Window:

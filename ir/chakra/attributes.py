@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.ir.chakra.et_def_pb2 import (
     COMM_COLL_NODE,
     COMM_RECV_NODE,
@@ -19,7 +20,6 @@ from onerank.ir.chakra.et_def_pb2 import (
     METADATA_NODE,
     AttributeProto,
 )
-from onerank.ir.edges import I64
 from onerank.ir.enums import Collective, Evidence, Kind, Phase
 from onerank.ir.errors import ChakraError
 from onerank.ir.nodes import Nodes, dtype_of

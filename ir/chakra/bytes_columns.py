@@ -12,11 +12,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
-from onerank.ir.edges import I64, U8
 from onerank.ir.errors import ChakraError
-from onerank.ir.nodes import TEXT_COLUMNS, U64, Nodes, Objects
+from onerank.ir.nodes import TEXT_COLUMNS, Nodes, Objects
 from onerank.ir.string_table import Codes, StringTable
 
 ATTRIBUTE = b"\x52"
@@ -52,22 +52,24 @@ def varints(values: U64) -> tuple[U8, I64]:
     width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
     digits = np.empty((len(values), width), dtype=np.uint8)
     lengths = np.ones(len(values), dtype=np.int64)
-    rest = values
+    remaining = values
     for place in range(width):
         if place:
-            rest = rest >> np.uint64(7)
-            lengths += rest > 0
-        digits[:, place] = (rest & np.uint64(0x7F)) | ((rest > 0x7F).astype(np.uint64) << 7)
+            remaining = remaining >> np.uint64(7)
+            lengths += remaining > 0
+        digits[:, place] = (remaining & np.uint64(0x7F)) | (
+            (remaining > 0x7F).astype(np.uint64) << 7
+        )
     return digits, lengths
 
 
 def varint_lengths(values: I64) -> I64:
     """Return how many bytes the varints of numbers from 0 on take, int64[n]."""
     lengths = np.ones(len(values), dtype=np.int64)
-    rest = values >> 7
-    while rest.any():
-        lengths += rest > 0
-        rest >>= 7
+    remaining = values >> 7
+    while remaining.any():
+        lengths += remaining > 0
+        remaining >>= 7
     return lengths
 
 
@@ -101,9 +103,9 @@ class Pieces:
             self._parts.append((rows, pieces))
             self.lengths[rows] += lengths
 
-    def add_each(self, rows: I64, given: list[bytes]) -> None:
+    def add_each(self, rows: I64, octets: list[bytes]) -> None:
         """Append a piece to each of `rows`."""
-        self.add(rows, *sized(given))
+        self.add(rows, *sized(octets))
 
     def add_one_of(self, rows: I64, table: list[bytes], numbers: npt.NDArray[np.integer]) -> None:
         """Append `table[number]` to each of `rows`."""
@@ -120,9 +122,9 @@ class Pieces:
 
     def add_fields(self, numbers: "Sequence[NumberField]") -> None:
         """Append numbers one after another, each to the rows that have it."""
-        given = [number for number in numbers if number.has.any()]
-        for begin in range(0, len(given), _TOGETHER):
-            self._add_fields(np.arange(self._count), given[begin : begin + _TOGETHER])
+        present = [number for number in numbers if number.has.any()]
+        for begin in range(0, len(present), _TOGETHER):
+            self._add_fields(np.arange(self._count), present[begin : begin + _TOGETHER])
 
     def add_lists(self, rows: I64, values: U64, counts: I64, head: bytes) -> None:
         """Append a packed list: `head`, its length, and the next `count` of `values` as varints."""
@@ -155,38 +157,40 @@ class Pieces:
 
     def _table(self, parts: list[tuple[I64 | slice, Objects]]) -> Objects:
         """Return the pieces of each row, object[count, parts]."""
-        made = np.empty((self._count, len(parts)), dtype=object)
+        table = np.empty((self._count, len(parts)), dtype=object)
         for place, (rows, pieces) in enumerate(parts):
             if len(pieces) < self._count:
-                made[:, place] = b""
-            made[rows, place] = pieces
-        return made
+                table[:, place] = b""
+            table[rows, place] = pieces
+        return table
 
     def _add_fields(self, rows: I64, numbers: "Sequence[NumberField]") -> None:
         """Append numbers, those of the rows whose numbers take as many bytes in one go."""
         digits = [varints(number.values) for number in numbers]
-        key = np.zeros(len(rows), dtype=np.int64)
+        shape_key = np.zeros(len(rows), dtype=np.int64)
         for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
-            key = key * _LENGTHS + lengths * one.has
-        key = key * 2 + numbers[-1].has
-        made, total = np.full(len(rows), b"", dtype=object), np.zeros(len(rows), dtype=np.int64)
-        for value in np.flatnonzero(np.bincount(key)).tolist():
-            alike = np.flatnonzero(key == value)
+            shape_key = shape_key * _LENGTHS + lengths * one.has
+        shape_key = shape_key * 2 + numbers[-1].has
+        joined, total = np.full(len(rows), b"", dtype=object), np.zeros(len(rows), dtype=np.int64)
+        # Rows whose numbers take the same number of bytes form a rectangular matrix, which numpy
+        # turns into byte strings in one go.
+        for value in np.flatnonzero(np.bincount(shape_key)).tolist():
+            group = np.flatnonzero(shape_key == value)
             parts: list[U8] = []
-            ends_in_zero = np.zeros(len(alike), dtype=bool)
+            ends_in_zero = np.zeros(len(group), dtype=bool)
             for one, (octets, lengths) in zip(numbers, digits, strict=True):
-                if one.has[alike[0]]:
-                    size, is_last = lengths[alike], one is numbers[-1]
+                if one.has[group[0]]:
+                    size, is_last = lengths[group], one is numbers[-1]
                     width = octets.shape[1] if is_last else int(size[0])
-                    parts += [one.heads(size), octets[alike, :width]]
-                    total[alike] += one.head_size + size
-                    ends_in_zero = one.values[alike] == 0
+                    parts += [one.heads(size), octets[group, :width]]
+                    total[group] += one.head_size + size
+                    ends_in_zero = one.values[group] == 0
             if parts:
                 pieces = _strings(np.concatenate(parts, axis=1))
-                for at in np.flatnonzero(ends_in_zero).tolist():
-                    pieces[at] += b"\0"
-                made[alike] = pieces
-        self.add(rows, made, total)
+                for row in np.flatnonzero(ends_in_zero).tolist():
+                    pieces[row] += b"\0"
+                joined[group] = pieces
+        self.add(rows, joined, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ class NumberField:
     """
 
     values: U64
-    has: npt.NDArray[np.bool_]
+    has: Mask
     head: bytes
     inner: bytes | None = None
 
@@ -213,11 +217,11 @@ class NumberField:
     def heads(self, lengths: I64) -> U8:
         """Return the bytes before numbers of some lengths, uint8[n, head_size]."""
         head = self.head if self.inner is None else self.head + b"\0" + self.inner
-        made = np.empty((len(lengths), len(head)), dtype=np.uint8)
-        made[:] = np.frombuffer(head, dtype=np.uint8)
+        heads = np.empty((len(lengths), len(head)), dtype=np.uint8)
+        heads[:] = np.frombuffer(head, dtype=np.uint8)
         if self.inner is not None:
-            made[:, len(self.head)] = len(self.inner) + lengths
-        return made
+            heads[:, len(self.head)] = len(self.inner) + lengths
+        return heads
 
 
 _TOGETHER = 3
@@ -259,8 +263,8 @@ class Texts:
 
 def _not_unicode(nodes: Nodes, strings: StringTable) -> ChakraError:
     """Return the error for the first text without a UTF-8 form."""
-    named = {field.column: field.attribute for field in FIELDS}
-    named |= {column: side for side, columns in IO_COLUMNS.items() for column in columns}
+    attribute_of = {field.column: field.attribute for field in FIELDS}
+    attribute_of |= {column: side for side, columns in IO_COLUMNS.items() for column in columns}
     for column in TEXT_COLUMNS:
         codes, first = np.unique(getattr(nodes, column), return_index=True)
         for code, row in zip(codes.tolist(), first.tolist(), strict=True):
@@ -268,7 +272,7 @@ def _not_unicode(nodes: Nodes, strings: StringTable) -> ChakraError:
                 strings[code].encode()
             except UnicodeEncodeError as error:
                 return ChakraError(
-                    f"node {nodes.id[row]}: {named.get(column, column)} has no UTF-8 form"
+                    f"node {nodes.id[row]}: {attribute_of.get(column, column)} has no UTF-8 form"
                     f" ({error}); replace that character",
                     code="chakra-not-utf8",
                 )

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I8, I64, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
 from onerank.ir.chakra.dedup import BytesInterner, TextCodes, cut, packed
 from onerank.ir.chakra.dependencies import Collector, Dependencies
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
-from onerank.ir.chakra.field_scan import Buffer, Cursor, Mask, Spans, find, scan
+from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, find, scan
 from onerank.ir.chakra.framing import UNREADABLE
-from onerank.ir.edges import I64
 from onerank.ir.enums import Collective
-from onerank.ir.nodes import U64, default_of, dtype_of, is_text, largest_of
+from onerank.ir.nodes import default_of, dtype_of, is_text, largest_of
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
@@ -100,21 +100,21 @@ class RunContext:
 
     def number_reasons(self, buffer: Buffer, spans: Spans) -> I64:
         """Return the places of the bytes at some spans in `reasons`."""
-        found, new = self._numbers.of(buffer, spans)
-        self.reasons += new
-        return found
+        numbers, new_values = self._numbers.of(buffer, spans)
+        self.reasons += new_values
+        return numbers
 
     def is_foreign(self, octets: bytes) -> bool:
         """Whether an attribute is another tool's, and readable."""
-        known = self._is_foreign.get(octets)
-        if known is None:
+        verdict = self._is_foreign.get(octets)
+        if verdict is None:
             try:
-                known = AttributeProto.FromString(octets).name not in _NAMES
+                verdict = AttributeProto.FromString(octets).name not in _NAMES
             except UNREADABLE:
-                known = False
+                verdict = False
             if len(self._is_foreign) < _REMEMBERED:
-                self._is_foreign[octets] = known
-        return known
+                self._is_foreign[octets] = verdict
+        return verdict
 
 
 class RunDecoder:
@@ -163,62 +163,66 @@ class RunDecoder:
         row = np.flatnonzero(spans.first < spans.last)
         at, last = spans.first[row], spans.last[row]
         while len(row):
-            inner = Cursor(self._buffer, at, last)
-            given = inner.buffer.bytes[at] == ord(ATTRIBUTE)
-            part = inner.span(ord(ATTRIBUTE))
-            good = inner.plain & given & (len(rows) < _MOST_ATTRIBUTES)
-            self.plain[row[~good]] = False
-            self.exact[row[~inner.exact]] = False
+            cursor = Cursor(self._buffer, at, last)
+            is_attribute = cursor.buffer.bytes[at] == ord(ATTRIBUTE)
+            attribute = cursor.span(ord(ATTRIBUTE))
+            is_valid = cursor.plain & is_attribute & (len(rows) < _MOST_ATTRIBUTES)
+            self.plain[row[~is_valid]] = False
+            self.exact[row[~cursor.exact]] = False
             rows.append(row)
-            parts.append(part)
-            more = good & (inner.at < last)
-            row, at, last = row[more], inner.at[more], last[more]
-        turns = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(int).tolist()
-        none = [np.empty(0, dtype=np.int64)]
+            parts.append(attribute)
+            continues = is_valid & (cursor.at < last)
+            row, at, last = row[continues], cursor.at[continues], last[continues]
+        turns = (
+            np.concatenate([[0], np.cumsum([len(attribute) for attribute in rows])])
+            .astype(int)
+            .tolist()
+        )
+        empty = [np.empty(0, dtype=np.int64)]
         return _Attributes(
-            np.concatenate([*none, *rows]),
-            np.concatenate([*none, *(part.first for part in parts)]),
-            np.concatenate([*none, *(part.last for part in parts)]),
+            np.concatenate([*empty, *rows]),
+            np.concatenate([*empty, *(attribute.first for attribute in parts)]),
+            np.concatenate([*empty, *(attribute.last for attribute in parts)]),
             turns,
         )
 
     def _read_all(self) -> None:
-        found, buffer = self._found, self._buffer
-        word = buffer.words(found.first)
-        word &= _BY_LENGTH[(word >> np.uint64(8)) & np.uint64(0xFF)]
-        place = np.minimum(np.searchsorted(_BEGINNINGS[_SORTED], word), len(_SORTED) - 1)
-        which = np.where(_BEGINNINGS[_SORTED][place] == word, _SORTED[place], len(_HEADS))
-        self._check_order(which)
-        order = np.argsort(which.astype(np.uint8), kind="stable")
-        ends = np.cumsum(np.bincount(which, minlength=len(_HEADS) + 1)).tolist()
-        begin = 0
+        attributes, buffer = self._found, self._buffer
+        words = buffer.words(attributes.first)
+        words &= _BY_LENGTH[(words >> np.uint64(8)) & np.uint64(0xFF)]
+        place = np.minimum(np.searchsorted(_BEGINNINGS[_SORTED], words), len(_SORTED) - 1)
+        field_index = np.where(_BEGINNINGS[_SORTED][place] == words, _SORTED[place], len(_HEADS))
+        self._check_order(field_index)
+        order = np.argsort(field_index.astype(np.uint8), kind="stable")
+        ends = np.cumsum(np.bincount(field_index, minlength=len(_HEADS) + 1)).tolist()
+        start = 0
         for field, head, end in zip(_CLASSES, _HEADS, ends, strict=False):
-            some = order[begin:end]
-            begin = end
-            if not len(some):
+            members = order[start:end]
+            start = end
+            if not len(members):
                 continue
-            sure = find(buffer, found.first[some], head)
-            if not sure.all():
-                self._look_at(some[~sure])
-                some = some[sure]
-            rows, at = found.row[some], found.first[some] + len(head)
-            self._read(field, rows, Spans(at, found.last[some]))
-        self._look_at(order[begin:])
+            is_ours = find(buffer, attributes.first[members], head)
+            if not is_ours.all():
+                self._look_at(members[~is_ours])
+                members = members[is_ours]
+            rows, at = attributes.row[members], attributes.first[members] + len(head)
+            self._read(field, rows, Spans(at, attributes.last[members]))
+        self._look_at(order[start:])
 
     def _check_order(self, which: I64) -> None:
         """Note the runs whose attributes are in another order than we write."""
         for begin, end in pairwise(self._found.turns):
-            rows, here = self._found.row[begin:end], which[begin:end]
-            self.exact[rows] &= here > self.highest[rows]
-            self.highest[rows] = np.maximum(self.highest[rows], here)
-            self.lowest[rows] = np.minimum(self.lowest[rows], here)
+            rows, position = self._found.row[begin:end], which[begin:end]
+            self.exact[rows] &= position > self.highest[rows]
+            self.highest[rows] = np.maximum(self.highest[rows], position)
+            self.lowest[rows] = np.minimum(self.lowest[rows], position)
 
-    def _look_at(self, which: I64) -> None:
+    def _look_at(self, rows_to_check: I64) -> None:
         """Look at attributes that are not what we write: other tools', or ours in other types."""
-        found = self._found
-        spans = Spans(found.first[which], found.last[which])
+        attributes = self._found
+        spans = Spans(attributes.first[rows_to_check], attributes.last[rows_to_check])
         is_foreign = [self._known.is_foreign(octets) for octets in cut(self._buffer, spans)]
-        rows = found.row[which]
+        rows = attributes.row[rows_to_check]
         self.exact[rows] = False
         self.plain[rows[~np.array(is_foreign, dtype=bool)]] = False
 
@@ -244,39 +248,39 @@ class RunDecoder:
         else:
             self._read_numbers(field, rows, spans)
 
-    def _keep(self, field: Field, rows: I64, values: npt.NDArray[Any], *good: Mask) -> None:
+    def _keep(self, field: Field, rows: I64, values: npt.NDArray[Any], *valid_masks: Mask) -> None:
         self.values[field.column] = rows, values.astype(np.int64)
-        for which in good:
-            self.plain[rows[~which]] = False
+        for is_valid in valid_masks:
+            self.plain[rows[~is_valid]] = False
 
     def _read_numbers(self, field: Field, rows: I64, spans: Spans) -> None:
         spec = SPECS[field.column]
-        read = self._buffer.varints(spans.first)
+        varints = self._buffer.varints(spans.first)
         is_collective = field.column == "collective"
         highest = max(Collective) if is_collective else largest_of(spec)
-        fits = read.value <= np.uint64(highest)
-        ends = read.short & (spans.first + read.length == spans.last)
-        values = np.where(fits, read.value, np.uint64(0)).astype(np.int64)
+        fits = varints.value <= np.uint64(highest)
+        ends = varints.short & (spans.first + varints.length == spans.last)
+        values = np.where(fits, varints.value, np.uint64(0)).astype(np.int64)
         self._keep(field, rows, values, fits, ends)
-        self.exact[rows[~read.minimal | (values == default_of(spec))]] = False
+        self.exact[rows[~varints.minimal | (values == default_of(spec))]] = False
 
     def _words(self, spans: Spans, words: Sequence[str]) -> I64:
         """Return which word lies at each span behind its length, -1 for none."""
-        found = np.full(len(spans.first), -1, dtype=np.int64)
+        word_index = np.full(len(spans.first), -1, dtype=np.int64)
         for number, word in enumerate(words):
             octets = varint(len(word)) + word.encode()
             if word:
                 same = find(self._buffer, spans.first, octets)
-                found[same & (spans.last - spans.first == len(octets))] = number
-        return found
+                word_index[same & (spans.last - spans.first == len(octets))] = number
+        return word_index
 
     def _sized(self, rows: I64, spans: Spans) -> Spans:
         """Return the bytes behind a length, to the end of each span."""
         read = self._buffer.varints(spans.first)
         first = spans.first + read.length
         size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
-        good = read.short & (first + size == spans.last)
-        self.plain[rows[~good]] = False
+        is_valid = read.short & (first + size == spans.last)
+        self.plain[rows[~is_valid]] = False
         self.exact[rows[~read.minimal | (size == 0)]] = False
         return Spans(np.minimum(first, spans.last), spans.last)
 
@@ -336,27 +340,27 @@ class Runs:
 
     def numbers(self, buffer: Buffer, spans: Spans) -> I64:
         """Return the number of the run at each span."""
-        found, new = self._numbers.of(buffer, spans)
-        self._unread += new
+        numbers, new_runs = self._numbers.of(buffer, spans)
+        self._unread += new_runs
         if len(self._unread) > _REMEMBERED:
             self._read_new()
             self._numbers.forget()
-        return found
+        return numbers
 
     def read(self) -> Read:
         """Return what the runs hold that have a number."""
         self._read_new()
         batches = self._batches
         plain = np.concatenate([batch.plain for batch in batches])
-        held: dict[str, KnownRuns] = {}
+        contents: dict[str, KnownRuns] = {}
         begin = 0
         for batch in batches:
             for column, (runs, values) in batch.values.items():
-                if column not in held:
-                    none = np.zeros(len(plain), dtype=bool), np.zeros(len(plain), dtype=np.int64)
-                    held[column] = KnownRuns(*none)
-                held[column].has[runs + begin] = True
-                held[column].value[runs + begin] = values
+                if column not in contents:
+                    empty = np.zeros(len(plain), dtype=bool), np.zeros(len(plain), dtype=np.int64)
+                    contents[column] = KnownRuns(*empty)
+                contents[column].has[runs + begin] = True
+                contents[column].value[runs + begin] = values
             begin += len(batch.plain)
         return Read(
             plain,
@@ -366,7 +370,7 @@ class Runs:
             np.concatenate([batch.highest for batch in batches]) < FIRST_NUMBER,
             np.concatenate([batch.lowest for batch in batches]) > LAST_NUMBER,
             self._known.reasons,
-            held,
+            contents,
         )
 
     def _read_new(self) -> None:
@@ -374,8 +378,6 @@ class Runs:
             self._batches.append(RunDecoder(self._known, *packed(self._unread)))
             self._unread = []
 
-
-I8 = npt.NDArray[np.int8]
 
 _OF_ALL: dict[str, type[np.generic]] = {
     "id": np.uint64,
@@ -423,29 +425,29 @@ class ColumnDecoder:
 
     def add(self, buffer: Buffer, messages: Spans) -> None:
         """Read the messages of some more nodes."""
-        found = scan(buffer, messages)
-        texts = {column: self._texts.codes(buffer, at) for column, at in found.texts.items()}
+        fields = scan(buffer, messages)
+        texts = {column: self._texts.codes(buffer, at) for column, at in fields.texts.items()}
         for codes in texts.values():
-            found.plain &= codes >= 0
-        for column, (rows, values) in found.numbers.items():
+            fields.plain &= codes >= 0
+        for column, (rows, values) in fields.numbers.items():
             if len(rows):
                 self._some.setdefault(column, []).append((rows + self._count, values))
-        self._dependencies.add(self._count, buffer, found)
+        self._dependencies.add(self._count, buffer, fields)
         for part, values in {
-            "id": found.id,
-            "type": found.type,
-            "start_micros": found.start_micros,
-            "duration_micros": found.duration_micros,
+            "id": fields.id,
+            "type": fields.type,
+            "start_micros": fields.start_micros,
+            "duration_micros": fields.duration_micros,
             **texts,
-            "inputs": self._runs.numbers(buffer, found.inputs),
-            "front": self._runs.numbers(buffer, found.front),
-            "output_bytes": found.output_bytes,
-            "back": self._runs.numbers(buffer, found.back),
-            "plain": found.plain,
-            "exact": found.exact & found.plain,
+            "inputs": self._runs.numbers(buffer, fields.inputs),
+            "front": self._runs.numbers(buffer, fields.front),
+            "output_bytes": fields.output_bytes,
+            "back": self._runs.numbers(buffer, fields.back),
+            "plain": fields.plain,
+            "exact": fields.exact & fields.plain,
         }.items():
             self._parts[part].append(values)
-        self._count += len(found.plain)
+        self._count += len(fields.plain)
 
     def finish(self) -> None:
         """Join what was read, and spread over the nodes what their runs of attributes hold."""
@@ -465,11 +467,11 @@ class ColumnDecoder:
             "duration_ns": np.zeros(self._count, dtype=bool),
         }
         for column, parts in self._some.items():
-            made, told = self.column(column), self.told.get(column)
+            column_values, is_set = self.column(column), self.told.get(column)
             for rows, values in parts:
-                made[rows] = values
-                if told is not None:
-                    told[rows] = True
+                column_values[rows] = values
+                if is_set is not None:
+                    is_set[rows] = True
         self.flag: I8 = np.full(self._count, -1, dtype=np.int8)
         self.gpu_op: I8 = np.full(self._count, -1, dtype=np.int8)
         self._reasons = np.full(self._count, -1, dtype=np.int64)
@@ -486,40 +488,42 @@ class ColumnDecoder:
         self.exact &= self.plain
         self.exact &= (runs.exact & runs.is_front)[front] & (runs.exact & runs.is_back)[back]
         self._octets = runs.reasons
-        of_their_own = {FLAG: self.flag, OP: self.gpu_op, REASONS: self._reasons}
-        for column, held in runs.held.items():
+        separate_columns = {FLAG: self.flag, OP: self.gpu_op, REASONS: self._reasons}
+        for column, contents in runs.held.items():
             if column in (SHAPES, TYPES):
-                _fill(self.column(f"input_{column}"), held, inputs)
-                _fill(self.column(f"output_{column}"), held, front)
+                _fill(self.column(f"input_{column}"), contents, inputs)
+                _fill(self.column(f"output_{column}"), contents, front)
                 continue
-            made = of_their_own.get(column)
-            if made is None:
-                made = self.column(column)
+            target = separate_columns.get(column)
+            if target is None:
+                target = self.column(column)
             for numbers in (front, back):
-                has = _fill(made, held, numbers)
+                has = _fill(target, contents, numbers)
                 if column in self.told:
                     self.told[column] |= has
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a column, at its default where nothing was read."""
-        made = self.made.get(name)
-        if made is None:
+        values = self.made.get(name)
+        if values is None:
             spec = SPECS[name]
             default = 0 if is_text(spec) else default_of(spec)
-            made = self.made[name] = np.full(self._count, default, dtype=dtype_of(spec))
-        return made
+            values = self.made[name] = np.full(self._count, default, dtype=dtype_of(spec))
+        return values
 
     def dependencies(self, rest: I64, given: Dependencies) -> Dependencies:
         """Return what each node waits for; of the nodes `rest` it is given."""
         self._reasons[rest] = -1
-        made, exact = self._dependencies.join(self.plain, self._reasons, self._octets, rest, given)
+        joined, exact = self._dependencies.join(
+            self.plain, self._reasons, self._octets, rest, given
+        )
         self.exact &= exact
-        return made
+        return joined
 
 
-def _fill(column: npt.NDArray[Any], held: KnownRuns, numbers: I64) -> Mask:
+def _fill(column: npt.NDArray[Any], contents: KnownRuns, numbers: I64) -> Mask:
     """Fill in what runs of some numbers hold; return where, bool[n]."""
-    has = held.has[numbers]
+    has = contents.has[numbers]
     if has.any():
-        np.copyto(column, held.value[numbers], where=has, casting="unsafe")
+        np.copyto(column, contents.value[numbers], where=has, casting="unsafe")
     return has

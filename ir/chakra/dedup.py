@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
-from onerank.ir.edges import I64
 from onerank.ir.string_table import StringTable
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -26,23 +26,25 @@ def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
     Returns:
         Rows, int64[distinct]; and an index into them for each row, int64[n].
     """
-    mixed = np.zeros(len(columns[0]), dtype=np.uint64)
+    hashes = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
-        mixed *= _ODD
-        mixed ^= mixed >> _SHIFT
-        mixed ^= column.astype(np.int64).view(np.uint64)
-    order = np.argsort(mixed, kind="stable")  # faster where many are equal
-    by_value = mixed[order]
-    begins = np.ones(len(mixed), dtype=bool)
-    np.not_equal(by_value[1:], by_value[:-1], out=begins[1:])
-    first = order[begins]
-    number = np.empty(len(mixed), dtype=np.int64)
-    number[order] = np.cumsum(begins) - 1
-    same_as = first[number]
-    if all(np.array_equal(column, column[same_as]) for column in columns):
-        return first, number
-    everyone = np.arange(len(mixed))  # two combinations were mixed into one number
-    return everyone, everyone
+        hashes *= _ODD
+        hashes ^= hashes >> _SHIFT
+        hashes ^= column.astype(np.int64).view(np.uint64)
+    # A stable sort is faster here, because many hashes are equal.
+    order = np.argsort(hashes, kind="stable")
+    by_value = hashes[order]
+    is_first = np.ones(len(hashes), dtype=bool)
+    np.not_equal(by_value[1:], by_value[:-1], out=is_first[1:])
+    first = order[is_first]
+    combination = np.empty(len(hashes), dtype=np.int64)
+    combination[order] = np.cumsum(is_first) - 1
+    representative = first[combination]
+    if all(np.array_equal(column, column[representative]) for column in columns):
+        return first, combination
+    # Two combinations have the same hash: treat every row as distinct, which is always correct.
+    all_rows = np.arange(len(hashes))
+    return all_rows, all_rows
 
 
 def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
@@ -66,13 +68,13 @@ class BytesInterner:
 
     def of(self, buffer: Buffer, spans: Spans) -> tuple[I64, list[bytes]]:
         """Return the number of what lies at each span, and what has one since now, in its order."""
-        known, octets = self._known, buffer.octets
-        before = len(known)
+        number_of, octets = self._known, buffer.octets
+        known_count = len(number_of)
         places = zip(spans.first.tolist(), spans.last.tolist(), strict=True)
-        found = [known[octets[a:b]] for a, b in places]
-        numbers = np.fromiter(found, np.int64, len(found))
-        new = list(islice(reversed(known), len(known) - before))
-        return numbers, new[::-1]
+        assigned = [number_of[octets[a:b]] for a, b in places]
+        numbers = np.fromiter(assigned, np.int64, len(assigned))
+        new_strings = list(islice(reversed(number_of), len(number_of) - known_count))
+        return numbers, new_strings[::-1]
 
     def set(self, numbers: dict[bytes, int], following: int) -> None:
         """Give some strings certain numbers, and those met next numbers from `following` on."""
@@ -90,28 +92,28 @@ class TextCodes:
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings
         self._numbers = BytesInterner()
-        known: dict[bytes, int] = {}
+        code_of: dict[bytes, int] = {}
         for code, text in enumerate(strings.values):
             try:
-                known[text.encode()] = code
+                code_of[text.encode()] = code
             except UnicodeEncodeError:
-                continue  # no file holds it
-        self._numbers.set(known, len(strings))
+                continue  # not encodable, so no file can contain it
+        self._numbers.set(code_of, len(strings))
 
     def codes(self, buffer: Buffer, spans: Spans) -> I64:
         """Return the code of the text at each span, -1 for one that is not UTF-8."""
-        codes, new = self._numbers.of(buffer, spans)
+        codes, new_texts = self._numbers.of(buffer, spans)
         try:
-            self._strings.add_new(list(map(bytes.decode, new)))
+            self._strings.add_new(list(map(bytes.decode, new_texts)))
         except UnicodeDecodeError:
-            self._add_each(new)
+            self._add_each(new_texts)
             return self._numbers.of(buffer, spans)[0]
         return codes
 
-    def _add_each(self, new: list[bytes]) -> None:
+    def _add_each(self, texts: list[bytes]) -> None:
         """Add those of some texts that are UTF-8."""
         codes: dict[bytes, int] = {}
-        for octets in new:
+        for octets in texts:
             try:
                 self._strings.add_new([octets.decode()])
                 codes[octets] = len(self._strings) - 1

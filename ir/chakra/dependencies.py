@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import members
-from onerank.ir.chakra.field_scan import Buffer, Mask, Scan, Spans
-from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.chakra.field_scan import Buffer, Scan, Spans
+from onerank.ir.edges import Edges
 from onerank.ir.enums import Reason
 from onerank.ir.errors import ChakraError
-from onerank.ir.nodes import U64, Nodes
+from onerank.ir.nodes import Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
     Raises:
         ChakraError: a reason is not one of `Reason`.
     """
-    bad = (edges.reason < min(Reason)) | (edges.reason > max(Reason))
-    if bad.any():
-        edge = int(np.argmax(bad))
+    is_invalid = (edges.reason < min(Reason)) | (edges.reason > max(Reason))
+    if is_invalid.any():
+        edge = int(np.argmax(is_invalid))
         raise ChakraError(
             f"node {nodes.id[edges.target[edge]]}: edge from node {nodes.id[edges.source[edge]]}"
             f" has reason {edges.reason[edge]}; expected one of {members(Reason)}",
@@ -101,8 +102,8 @@ class Collector:
             others = np.repeat(rest, np.diff(given.offsets))
             node = np.concatenate([control.node, node, others])
             ids = np.concatenate([control.id, ids, given.ids])
-            always = np.full(len(control.node), Reason.CONTROL, dtype=np.uint8)
-            reason = np.concatenate([always, reason, given.reason])
+            control_reason = np.full(len(control.node), Reason.CONTROL, dtype=np.uint8)
+            reason = np.concatenate([control_reason, reason, given.reason])
             order = np.argsort(node, kind="stable")
             node, ids, reason = node[order], ids[order], reason[order]
         offsets = np.zeros(len(plain) + 1, dtype=np.int64)
@@ -120,15 +121,15 @@ def _places(spans: Spans) -> tuple[I64, I64]:
 
 def _unpacked(buffer: Buffer, spans: Spans, found: Scan) -> tuple[I64, U64]:
     """Return the row and the value of each packed varint."""
-    row, place = _places(spans)
-    ends = buffer.bytes[place] < 0x80
+    row, position = _places(spans)
+    ends = buffer.bytes[position] < 0x80
     begins = np.ones(len(row), dtype=bool)
     begins[1:] = ends[:-1]
-    given = np.flatnonzero(spans.last > spans.first)
-    cut_short = given[buffer.bytes[spans.last[given] - 1] >= 0x80]
+    nonempty = np.flatnonzero(spans.last > spans.first)
+    cut_short = nonempty[buffer.bytes[spans.last[nonempty] - 1] >= 0x80]
     found.plain[cut_short] = False
-    row, place = row[begins], place[begins]
-    read = buffer.varints(place)
+    row, position = row[begins], position[begins]
+    read = buffer.varints(position)
     found.plain[row[~read.short]] = False
     found.exact[row[~read.minimal]] = False
     return row, read.value
@@ -139,22 +140,22 @@ def _reasons(node: I64, told: I64, octets: list[bytes]) -> tuple[U8, Mask]:
 
     A missing reason is DATA.
     """
-    made = np.full(len(node), Reason.DATA, dtype=np.uint8)
+    reasons = np.full(len(node), Reason.DATA, dtype=np.uint8)
     exact = np.ones(len(told), dtype=bool)
     rows = np.flatnonzero(told >= 0)
     if not len(rows):
-        return made, exact
+        return reasons, exact
     sizes = np.array([len(octet) for octet in octets], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
-    good = np.array([max(octet, default=0) < Reason.CONTROL for octet in octets], dtype=bool)
-    tells = np.array([any(octet) for octet in octets], dtype=bool)
+    is_valid = np.array([max(octet, default=0) < Reason.CONTROL for octet in octets], dtype=bool)
+    has_reason = np.array([any(octet) for octet in octets], dtype=bool)
     counts = np.bincount(node, minlength=len(told))
-    fits = good[told[rows]] & (sizes[told[rows]] == counts[rows])
-    exact[rows[~fits | ~tells[told[rows]]]] = False
+    fits = is_valid[told[rows]] & (sizes[told[rows]] == counts[rows])
+    exact[rows[~fits | ~has_reason[told[rows]]]] = False
     rows = rows[fits]
     first = (np.cumsum(counts) - counts)[rows]
-    entries = _places(Spans(first, first + counts[rows]))[1]
+    targets = _places(Spans(first, first + counts[rows]))[1]
     begin = begins[told[rows]]
     source = _places(Spans(begin, begin + counts[rows]))[1]
-    made[entries] = np.frombuffer(b"".join(octets), dtype=np.uint8)[source]
-    return made, exact
+    reasons[targets] = np.frombuffer(b"".join(octets), dtype=np.uint8)[source]
+    return reasons, exact

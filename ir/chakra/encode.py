@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.chakra.attributes import (
     BACK,
     FRONT,
@@ -34,7 +35,6 @@ from onerank.ir.chakra.bytes_columns import (
 from onerank.ir.chakra.dedup import group_equal_rows
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
-from onerank.ir.edges import I64
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.nodes import Nodes, default_of, is_text
 from onerank.ir.string_table import StringTable
@@ -164,10 +164,10 @@ class Encoder:
         pieces = Pieces(len(rows))
         pieces.add_fields([NumberField(chosen["id"], chosen["id"] != 0, b"\x08")])
         self._add_alike(pieces, chosen, ["name", "kind"], self._add_head)
-        single = self._add_dependencies(pieces, rows)
+        single_dependency = self._add_dependencies(pieces, rows)
         pieces.add_fields(
             [
-                single,
+                single_dependency,
                 _where_set(np.maximum(chosen["start_ns"] // 1000, 0), b"\x30"),
                 _where_set(np.maximum(micros, 0), b"\x38"),
             ]
@@ -191,12 +191,12 @@ class Encoder:
         add: Callable[[Pieces, Columns], None],
     ) -> None:
         """Append fields that depend on some columns only, encoded once per distinct combination."""
-        given = [column for column in columns if column in chosen]
-        if given:
-            first, number = group_equal_rows([chosen[column] for column in given])
-            made = Pieces(len(first))
-            add(made, {column: chosen[column][first] for column in given})
-            pieces.add_one_of(np.arange(len(number)), made.cut(), number)
+        present = [column for column in columns if column in chosen]
+        if present:
+            first, combination = group_equal_rows([chosen[column] for column in present])
+            distinct = Pieces(len(first))
+            add(distinct, {column: chosen[column][first] for column in present})
+            pieces.add_one_of(np.arange(len(combination)), distinct.cut(), combination)
 
     def _add_head(self, pieces: Pieces, chosen: Columns) -> None:
         self._add_text(pieces, chosen, "name", lambda size: b"\x12" + varint(size))
@@ -242,18 +242,20 @@ class Encoder:
 
     def _add_lists(self, pieces: Pieces, low: I64, high: I64, head: bytes, least: int) -> None:
         """Append the dependencies from `low` to `high` where they are at least so many."""
-        some = np.flatnonzero(high - low >= least)
-        if len(some):
-            counts = high[some] - low[some]
-            shift: I64 = np.repeat(low[some] - np.cumsum(counts) + counts, counts)
-            pieces.add_lists(some, self._deps.ids[shift + np.arange(len(shift))], counts, head)
+        chosen_rows = np.flatnonzero(high - low >= least)
+        if len(chosen_rows):
+            counts = high[chosen_rows] - low[chosen_rows]
+            shift: I64 = np.repeat(low[chosen_rows] - np.cumsum(counts) + counts, counts)
+            pieces.add_lists(
+                chosen_rows, self._deps.ids[shift + np.arange(len(shift))], counts, head
+            )
 
     def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
         """Append `data_dep_reasons` to the nodes that wait for several, not all as DATA."""
-        some = np.flatnonzero(self._tells[rows])
-        first, last = self._middle[rows[some]], self._deps.offsets[rows[some] + 1]
-        pieces.add_sized(some, last - first, _REASONS_PREFIX)
-        pieces.add_each(some, slices(self._reasons, first, last))
+        chosen_rows = np.flatnonzero(self._tells[rows])
+        first, last = self._middle[rows[chosen_rows]], self._deps.offsets[rows[chosen_rows] + 1]
+        pieces.add_sized(chosen_rows, last - first, _REASONS_PREFIX)
+        pieces.add_each(chosen_rows, slices(self._reasons, first, last))
 
     def _add_values(self, pieces: Pieces, chosen: Columns, side: str, outer: bytes) -> None:
         """Append the beginning of an IOInfo, up to and with its values."""
@@ -264,8 +266,8 @@ class Encoder:
         for column in columns:
             size = self._texts.sizes(chosen[column])
             total += np.where(size > 0, 1 + varint_lengths(size) + size, 0)
-        some = np.flatnonzero(total)
-        pieces.add_sized(some, total[some], lambda size: outer + varint(size))
+        chosen_rows = np.flatnonzero(total)
+        pieces.add_sized(chosen_rows, total[chosen_rows], lambda size: outer + varint(size))
         if columns[0] == IO_COLUMNS[side][0]:
             head = _IO_HEADS[columns[0]]
             self._add_text(pieces, chosen, columns[0], lambda size: head + varint(size))
@@ -285,7 +287,7 @@ class Encoder:
             pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
 
 
-def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
+def _count(deps: Dependencies, which: Mask) -> I64:
     """Return how many of each node's dependencies are `which`, int64[n]."""
     until = np.concatenate([[0], np.cumsum(which)])
     return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
@@ -341,17 +343,17 @@ _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for ki
 
 def _kind_attributes(kind: Kind) -> bytes:
     """Return the attributes that distinguish kinds with the same node type."""
-    given: list[bytes] = []
+    encoded: list[bytes] = []
     if kind is Kind.HOST_OP:
-        given.append(encode_attribute("is_cpu_op", "bool_val", True))
+        encoded.append(encode_attribute("is_cpu_op", "bool_val", True))
     elif kind in (*GPU_COMPUTE, *COMMUNICATION):
-        given.append(encode_attribute("is_cpu_op", "bool_val", False))
-    given += [
+        encoded.append(encode_attribute("is_cpu_op", "bool_val", False))
+    encoded += [
         encode_attribute("gpu_op", "string_val", name)
         for name, of_kind in GPU_OPS.items()
         if of_kind is kind
     ]
-    return b"".join(map(nested, given))
+    return b"".join(map(nested, encoded))
 
 
 _KIND_ATTRIBUTES = [_kind_attributes(kind) for kind in Kind]

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U64, Mask
 from onerank.ir.chakra.attributes import FRONT, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of
-from onerank.ir.edges import I64
-from onerank.ir.nodes import U64, default_of, largest_of
-
-Mask = npt.NDArray[np.bool_]
+from onerank.ir.nodes import default_of, largest_of
 
 PADDING = 24
 """Bytes that must follow the last one of a buffer, so that words can be read there."""
@@ -65,11 +62,11 @@ class Buffer:
         """Return the varint at each place."""
         word = self._words[places]
         end = ~word & _ENDS
-        low = end & (~end + _ONE)
-        covered = low ^ (low - _ONE)
-        digits = word & covered & _DIGITS
-        length = ((covered & _BYTES) * _BYTES >> np.uint64(56)).astype(np.int64)
-        minimal = digits >= covered >> np.uint64(8)  # else its last digit is a zero too many
+        end_bit = end & (~end + _ONE)
+        used_bits = end_bit ^ (end_bit - _ONE)
+        digits = word & used_bits & _DIGITS
+        length = ((used_bits & _BYTES) * _BYTES >> np.uint64(56)).astype(np.int64)
+        minimal = digits >= used_bits >> np.uint64(8)  # else its last digit is a zero too many
         return Varints(_packed(digits), length, end != 0, minimal)
 
 
@@ -95,12 +92,12 @@ _FOLDS = [
 
 def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:
     """Return whether a byte string of up to `PADDING` bytes lies at each place."""
-    found = np.ones(len(places), dtype=bool)
+    matches = np.ones(len(places), dtype=bool)
     for begin in range(0, len(pattern), 8):
-        part = pattern[begin : begin + 8]
-        mask = np.uint64((1 << 8 * len(part)) - 1)
-        found &= (buffer.words(places + begin) & mask) == int.from_bytes(part, "little")
-    return found
+        chunk = pattern[begin : begin + 8]
+        mask = np.uint64((1 << 8 * len(chunk)) - 1)
+        matches &= (buffer.words(places + begin) & mask) == int.from_bytes(chunk, "little")
+    return matches
 
 
 _SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
@@ -167,38 +164,38 @@ class Cursor:
 
     def number(self, tag: int) -> U64:
         """Read a varint field, 0 where it is absent."""
-        here = self._begins(tag)
-        if not here.any():
-            return np.zeros(len(here), dtype=np.uint64)
+        is_present = self._begins(tag)
+        if not is_present.any():
+            return np.zeros(len(is_present), dtype=np.uint64)
         read = self.buffer.varints(self.at + 1)
-        self.plain &= ~here | read.short
-        self.exact &= ~here | (read.minimal & (read.value > 0))
-        self.at += np.where(here, 1 + read.length, 0)
+        self.plain &= ~is_present | read.short
+        self.exact &= ~is_present | (read.minimal & (read.value > 0))
+        self.at += np.where(is_present, 1 + read.length, 0)
         self._stop()
-        return np.where(here, read.value, np.uint64(0))
+        return np.where(is_present, read.value, np.uint64(0))
 
     def span(self, tag: int) -> Spans:
         """Read a field behind its length."""
-        here = self._begins(tag)
-        if not here.any():
+        is_present = self._begins(tag)
+        if not is_present.any():
             return Spans(self.at.copy(), self.at.copy())
         read = self.buffer.varints(self.at + 1)
         size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
-        self.plain &= ~here | read.short
-        self.exact &= ~here | (read.minimal & (size > 0))
-        first = np.where(here, self.at + 1 + read.length, self.at)
-        self.at = np.where(here, first + size, self.at)
+        self.plain &= ~is_present | read.short
+        self.exact &= ~is_present | (read.minimal & (size > 0))
+        first = np.where(is_present, self.at + 1 + read.length, self.at)
+        self.at = np.where(is_present, first + size, self.at)
         self._stop()
         return Spans(np.minimum(first, self.at), self.at.copy())
 
     def skip(self, beginning: "_Beginning") -> None:
         """Pass over an attribute whose first bytes look like a certain one's."""
         word = self.buffer.words(self.at)
-        here = (word & beginning.mask) == beginning.word
-        if not here.any():
+        is_present = (word & beginning.mask) == beginning.word
+        if not is_present.any():
             return
         size = (word >> np.uint64(8)) & np.uint64(0x7F)
-        self.at += np.where(here, 2 + size.astype(np.int64), 0)
+        self.at += np.where(is_present, 2 + size.astype(np.int64), 0)
         self._stop()
 
     def attribute(self, field: Field) -> FoundFields:
@@ -211,23 +208,23 @@ class Cursor:
         at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
         read = self.buffer.varints(at + len(head))
         spec = SPECS[field.column]
-        good = find(self.buffer, at, head)
-        good &= read.short & read.minimal & (len(head) + read.length == size)
-        good &= read.value <= np.uint64(largest_of(spec))
+        is_valid = find(self.buffer, at, head)
+        is_valid &= read.short & read.minimal & (len(head) + read.length == size)
+        is_valid &= read.value <= np.uint64(largest_of(spec))
         if default_of(spec) >= 0:
-            good &= read.value != default_of(spec)
+            is_valid &= read.value != default_of(spec)
         ends = at + size
-        good &= ends <= self.last[row]
-        row = row[good]
-        self.at[row] = ends[good]
-        return FoundFields(row, read.value[good].astype(np.int64))
+        is_valid &= ends <= self.last[row]
+        row = row[is_valid]
+        self.at[row] = ends[is_valid]
+        return FoundFields(row, read.value[is_valid].astype(np.int64))
 
     def _stop(self) -> None:
         """Give up messages that end inside a field."""
-        over = self.at > self.last
-        if over.any():
-            self.plain &= ~over
-            self.at[over] = self.last[over]
+        is_past_end = self.at > self.last
+        if is_past_end.any():
+            self.plain &= ~is_past_end
+            self.at[is_past_end] = self.last[is_past_end]
 
     def _begins(self, tag: int) -> Mask:
         return (self.buffer.bytes[self.at] == tag) & (self.at < self.last)
@@ -285,9 +282,9 @@ def scan(buffer: Buffer, messages: Spans) -> Scan:
 
 def _operands(cursor: Cursor, tag: int) -> tuple[Spans, Spans]:
     """Find the values of an IOInfo, and what follows them in it."""
-    given = cursor.span(tag)
-    inner = Cursor(cursor.buffer, given.first, given.last)
-    values = inner.span(0x0A)
-    cursor.plain &= inner.plain
-    cursor.exact &= inner.exact
-    return values, Spans(values.last, given.last)
+    message = cursor.span(tag)
+    cursor_inside = Cursor(cursor.buffer, message.first, message.last)
+    values = cursor_inside.span(0x0A)
+    cursor.plain &= cursor_inside.plain
+    cursor.exact &= cursor_inside.exact
+    return values, Spans(values.last, message.last)

@@ -19,10 +19,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from onerank.ir.arrays import I64
 from onerank.ir.chakra.dedup import cut, packed
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
-from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
@@ -203,15 +203,15 @@ class ChakraFile:
         for octets, base, starts in self._chunks(self._begin, number):
             buffer = Buffer(octets)
             begins = np.array(starts, dtype=np.int64)
-            read = buffer.varints(begins)
-            first = begins + read.length
-            last = first + read.value.astype(np.int64)
-            empty = np.concatenate([[ends_empty], first == last])
-            twice = np.flatnonzero(empty[1:] & empty[:-1])
-            if len(twice):
-                at = int(twice[0])
+            lengths = buffer.varints(begins)
+            first = begins + lengths.length
+            last = first + lengths.value.astype(np.int64)
+            is_empty = np.concatenate([[ends_empty], first == last])
+            repeated_empty = np.flatnonzero(is_empty[1:] & is_empty[:-1])
+            if len(repeated_empty):
+                at = int(repeated_empty[0])
                 raise _two_empty(self.path, number + at - 1, base + starts[at])
-            number, ends_empty = number + len(starts), bool(empty[-1])
+            number, ends_empty = number + len(starts), bool(is_empty[-1])
             self._starts.append(begins + base)
             self._first.append(first + base)
             self._last.append(last + base)
@@ -234,11 +234,11 @@ class ChakraFile:
         taken: list[bytes] = []
         begin = 0
         while begin < len(rows):
-            base = int(first[begin])
-            end = max(int(np.searchsorted(last, base + _CHUNK, side="right")), begin + 1)
-            octets = self._read(base, int(last[end - 1]) - base)
+            offset = int(first[begin])
+            end = max(int(np.searchsorted(last, offset + _CHUNK, side="right")), begin + 1)
+            octets = self._read(offset, int(last[end - 1]) - offset)
             spans = zip(first[begin:end].tolist(), last[begin:end].tolist(), strict=True)
-            taken += [octets[a - base : b - base] for a, b in spans]
+            taken += [octets[a - offset : b - offset] for a, b in spans]
             begin = end
         return taken
 
@@ -290,22 +290,23 @@ class ChakraFile:
                 position = end
             begin += position
             wanted = self._chunk(begin)
-            if position == 0:  # a message longer than a chunk, or a damaged one
+            # No whole message in this chunk: it is longer than a chunk, or damaged.
+            if position == 0:
                 wanted = self._needed(octets[:limit], begin, number) + PADDING
 
     def _chunk(self, begin: int) -> int:
         """Return how many bytes to read: a chunk, and with it a rest that is no half of one."""
-        left = self._size - begin
-        return left if left < _CHUNK * 3 // 2 else _CHUNK
+        remaining = self._size - begin
+        return remaining if remaining < _CHUNK * 3 // 2 else _CHUNK
 
     def _needed(self, octets: bytes, begin: int, number: int) -> int:
         """Return how many bytes the message at `begin` takes with its length."""
         length, first = self._length(octets, 0, begin, number)
-        left = self._size - begin - first
-        if length > left:
+        remaining = self._size - begin - first
+        if length > remaining:
             raise TruncatedError(
-                f"{self.path}: message {number} at byte {begin} is {length} bytes long by its"
-                f" own account, but {left} are left in the file; it was cut short,"
+                f"{self.path}: message {number} at byte {begin} declares {length} bytes,"
+                f" but the file has {remaining} left; it was cut short,"
                 " or is no Chakra trace",
                 code="chakra-truncated",
             )
@@ -341,7 +342,8 @@ def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], in
     starts: list[int] = []
     add = starts.append
     for _ in range(BLOCK):
-        size = octets[position]  # behind the last message a zero, whose end is over the limit
+        # The zero byte after the last message reads as an empty one that ends past the limit.
+        size = octets[position]
         if size < 0x80:
             end = position + 1 + size
         else:
@@ -392,7 +394,8 @@ def _refuse_other_formats(path: Path, data: bytes) -> None:
             "profiler's (`onerank convert`)",
             code="chakra-compressed",
         )
-    if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
+    # A lone "{" is also the length prefix of metadata of 123 bytes, so more must look like JSON.
+    if _JSON.match(data):
         text = data[:256].decode("utf-8", "replace")
         if all(char.isprintable() or char in "\t\n\r" for char in text):
             raise ChakraError(

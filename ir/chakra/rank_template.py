@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8
 from onerank.ir.chakra.bytes_columns import nested, varint
 from onerank.ir.chakra.et_def_pb2 import (
     COMM_COLL_NODE,
@@ -21,7 +21,6 @@ from onerank.ir.chakra.et_def_pb2 import (
 )
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, parse_raw_node
 from onerank.ir.chakra.records import Record, record_of
-from onerank.ir.edges import I64, U8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +57,20 @@ class Template:
             begin = place + 1
         self._laid: dict[tuple[int, ...], _Laid] = {}
 
-    def fill(self, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    def fill(self, values: Sequence[bytes]) -> U8:
         """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
         sizes = tuple(len(value) for value in values)
         if sizes not in self._laid:
             self._laid[sizes] = self._lay(sizes)
         laid = self._laid[sizes]
-        for slot, (value, at) in enumerate(zip(values, laid.places, strict=True)):
-            held = laid.values[slot]
-            if at.size and held != value:
+        for slot, (value, positions) in enumerate(zip(values, laid.places, strict=True)):
+            current = laid.values[slot]
+            if positions.size and current != value:
                 for place, octet in enumerate(value):
-                    if not held or octet != held[place]:  # of numbers in turn, mostly the last
-                        laid.octets[at[place]] = octet
+                    if (
+                        not current or octet != current[place]
+                    ):  # of numbers in turn, mostly the last
+                        laid.octets[positions[place]] = octet
                 laid.values[slot] = value
         return laid.octets
 
@@ -78,13 +79,13 @@ class Template:
         parts = [self._between[0]]
         length = len(parts[0])
         places: list[list[int]] = [[] for _ in sizes]
-        for (_, slot), message, after in zip(
+        for (_, slot), message, following in zip(
             self._slots, self._messages, self._between[1:], strict=True
         ):
             head = varint(len(message) + sizes[slot]) + message
             places[slot].append(length + len(head))
-            parts += [head, bytes(sizes[slot]), after]
-            length += len(head) + sizes[slot] + len(after)
+            parts += [head, bytes(sizes[slot]), following]
+            length += len(head) + sizes[slot] + len(following)
         octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
         begins = [np.array(at, dtype=np.int64) for at in places]
         spans = [np.arange(size)[:, None] + at for at, size in zip(begins, sizes, strict=True)]
@@ -141,16 +142,16 @@ class RankDiff:
 
     def endings(self, octets: bytes) -> list[bytes] | None:
         """Return what the slots of another file hold; None where it differs in more than these."""
-        found: list[bytes] = []
+        endings: list[bytes] = []
         for place in self._firsts:
-            begin = self._begin(tuple(map(len, found)))
+            begin = self._begin(tuple(map(len, endings)))
             length, first = _length(octets, begin)
             last = first + length
-            found.append(octets[min(first + len(self._bodies[place]), last) : last])
-        filled = self._template.fill(found)
+            endings.append(octets[min(first + len(self._bodies[place]), last) : last])
+        filled = self._template.fill(endings)
         if len(filled) != len(octets):
             return None
-        return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
+        return endings if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
 
     def record(self, node: int, ending: bytes) -> Record | None:
         """Return a node with the group and peers of another file; None for a bad `ending`.
@@ -164,8 +165,8 @@ class RankDiff:
         slot = self.slots[node]
         assert slot is not None, "asked of a node that talks"
         try:
-            given = _peers(ending)
-            if given != _peers(self.own[slot]):
+            peers = _peers(ending)
+            if peers != _peers(self.own[slot]):
                 return None
             return record_of(node, self._bodies[node + 1] + ending)
         except UNREADABLE:

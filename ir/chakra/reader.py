@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import (
     GPU_OPS,
     IO_COLUMNS,
@@ -20,14 +21,13 @@ from onerank.ir.chakra.decode_columns import ColumnDecoder
 from onerank.ir.chakra.dependencies import NONE, Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
-from onerank.ir.chakra.field_scan import Mask
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, MessageSource, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.edges import Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError, GraphError
 from onerank.ir.graph import Graph
-from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
+from onerank.ir.nodes import Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
@@ -162,7 +162,7 @@ class _Collected:
                 columns[spec.name] = column
         return Nodes.of(count, **columns)
 
-    def _kinds(self) -> npt.NDArray[np.uint8]:
+    def _kinds(self) -> U8:
         by_type = {node_type: kind for kind, node_type in NODE_TYPES.items()}
         by_type[COMP_NODE] = Kind.KERNEL
         kinds = [by_type.get(node_type, Kind.INVALID) for node_type in self._type]
@@ -227,17 +227,19 @@ def decode(messages: MessageSource, strings: StringTable) -> Decoded:
     for buffer, spans in messages.blocks():
         columns.add(buffer, spans)
     columns.finish()
-    rest = np.flatnonzero(~columns.plain)
+    unparsed = np.flatnonzero(~columns.plain)
     _read_times(columns)
     columns.column("kind")[:] = _kinds(columns)
-    waits = NONE
-    if len(rest):
-        given = messages.take(rest)
-        each, waits = decode_each(given, strings, lambda at: messages.place(int(rest[at])))
+    parsed_dependencies = NONE
+    if len(unparsed):
+        unparsed_messages = messages.take(unparsed)
+        parsed, parsed_dependencies = decode_each(
+            unparsed_messages, strings, lambda at: messages.place(int(unparsed[at]))
+        )
         for spec in fields(Nodes):
-            columns.column(spec.name)[rest] = getattr(each, spec.name)
+            columns.column(spec.name)[unparsed] = getattr(parsed, spec.name)
     nodes = Nodes.of(len(columns.plain), **columns.made)
-    dependencies = columns.dependencies(rest, waits)
+    dependencies = columns.dependencies(unparsed, parsed_dependencies)
     exact = columns.exact & _is_consistent(columns, nodes)
     return Decoded(nodes, dependencies, columns.duration_micros, exact)
 
@@ -248,8 +250,8 @@ def _read_times(columns: ColumnDecoder) -> None:
         ("start_ns", columns.start_micros),
         ("duration_ns", columns.duration_micros),
     ):
-        made, told = columns.column(name), columns.told[name]
-        made[~told] = nanoseconds(micros[~told])
+        values, is_set = columns.column(name), columns.told[name]
+        values[~is_set] = nanoseconds(micros[~is_set])
 
 
 def _kinds(columns: ColumnDecoder) -> U8:
@@ -277,14 +279,14 @@ def _is_consistent(columns: ColumnDecoder, nodes: Nodes) -> Mask:
     start, duration = nodes.start_ns, nodes.duration_ns
     start_micros = columns.start_micros.astype(np.int64)
     duration_micros = columns.duration_micros.astype(np.int64)
-    tells = (duration % 1000 != 0) | (duration // 1000 != duration_micros)
+    needs_attribute = (duration % 1000 != 0) | (duration // 1000 != duration_micros)
     return (
         (types[nodes.kind] == columns.type)
         & (flags[nodes.kind] == columns.flag)
         & (gpu_ops[nodes.kind] == columns.gpu_op)
         & (start // 1000 == start_micros)
         & (columns.told["start_ns"] == (start % 1000 != 0))
-        & (columns.told["duration_ns"] == tells)
+        & (columns.told["duration_ns"] == needs_attribute)
     )
 
 
@@ -306,23 +308,24 @@ def read(path: str | Path) -> Graph:
         edges = _resolve(file.path, decoded.nodes, decoded.dependencies)
         count = len(decoded.nodes)
         rows = np.arange(count)
-        if says_own(file.metadata):  # others need no look: keeping a message is never wrong
+        # Keeping a message is never wrong, so files of other tools need no comparison.
+        if says_own(file.metadata):
             rows = _rows_that_say_more(file, decoded, edges, strings)
         foreign = np.full(count, None, dtype=object)
         foreign[rows] = file.take(rows)
-        kept = None if is_own(file.metadata, job) else file.metadata
-    return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, kept)
+        foreign_metadata = None if is_own(file.metadata, job) else file.metadata
+    return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, foreign_metadata)
 
 
 def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
     """Turn ids into indices."""
     order = np.argsort(nodes.id, kind="stable")
     by_id = nodes.id[order]
-    twice = np.flatnonzero(by_id[1:] == by_id[:-1])
-    if len(twice):
-        first, second = order[twice[0]], order[twice[0] + 1]
+    repeated = np.flatnonzero(by_id[1:] == by_id[:-1])
+    if len(repeated):
+        first, second = order[repeated[0]], order[repeated[0] + 1]
         raise GraphError(
-            f"{path}: nodes {first} and {second} of the file both have id {by_id[twice[0]]};"
+            f"{path}: nodes {first} and {second} of the file both have id {by_id[repeated[0]]};"
             " ids must be unique, number them again",
             code="graph-repeated-id",
         )
@@ -345,11 +348,11 @@ def _rows_that_say_more(
 ) -> I64:
     """Return the nodes whose message is not what their columns are written as."""
     nodes = decoded.nodes
-    same = decoded.exact & (whole_micros(nodes) == decoded.duration_micros.astype(np.int64))
-    rows = np.flatnonzero(~same & (nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
+    is_same = decoded.exact & (whole_micros(nodes) == decoded.duration_micros.astype(np.int64))
+    rows = np.flatnonzero(~is_same & (nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
     if len(rows):
         encoder = Encoder(nodes, dependencies(nodes, edges), strings)
         encoded = encoder.encode(rows).cut()
-        given = messages.take(rows)
-        same[rows] = [one == other for one, other in zip(encoded, given, strict=True)]
-    return np.flatnonzero(~same)
+        stored = messages.take(rows)
+        is_same[rows] = [one == other for one, other in zip(encoded, stored, strict=True)]
+    return np.flatnonzero(~is_same)

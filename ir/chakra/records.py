@@ -97,7 +97,7 @@ def write_records(records: Records) -> None:
         OSError: the file cannot be written.
     """
     place = str(records.path)
-    made: dict[tuple[str, str, object], AttributeProto] = {}
+    encoded: dict[tuple[str, str, object], AttributeProto] = {}
     metadata = GlobalMetadata(version=records.version)
     metadata.attr.extend(_proto(name, given, place) for name, given in records.metadata.items())
     messages = [metadata.SerializeToString()]
@@ -112,9 +112,9 @@ def write_records(records: Records) -> None:
         )
         for name, given in record.attributes.items():
             key = (name, given.variant, given.value)
-            if key not in made:
-                made[key] = _proto(name, given, f"{place}: node {record.id}")
-            node.attr.append(made[key])
+            if key not in encoded:
+                encoded[key] = _proto(name, given, f"{place}: node {record.id}")
+            node.attr.append(encoded[key])
         messages.append(node.SerializeToString())
     replace_file(records.path, frame(messages))
 

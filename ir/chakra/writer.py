@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, U64, Mask
 from onerank.ir.atomic_write import replacing
 from onerank.ir.chakra.attributes import (
     ATTRIBUTES_OF,
@@ -25,12 +25,11 @@ from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
 from onerank.ir.chakra.framing import Packed, frame
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.chakra.reader import decode
-from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError
-from onerank.ir.graph import Graph, Mask
-from onerank.ir.nodes import U64, Nodes
+from onerank.ir.graph import Graph
+from onerank.ir.nodes import Nodes
 
-Changes = dict[str, npt.NDArray[np.bool_]]
+Changes = dict[str, Mask]
 """Column, or "dependencies" -> which nodes' value is not the one their message holds, bool[n]."""
 
 _IO_FIELDS = {
@@ -59,17 +58,19 @@ def find_changes(nodes: Nodes, deps: Dependencies, read: Nodes, read_deps: Depen
     return changes
 
 
-def _differing_rows(one: Dependencies, two: Dependencies) -> npt.NDArray[np.bool_]:
-    counts = np.diff(one.offsets)
-    differ = counts != np.diff(two.offsets)
-    if differ.any():
-        for row in np.flatnonzero(~differ).tolist():
-            a = slice(one.offsets[row], one.offsets[row + 1])
-            b = slice(two.offsets[row], two.offsets[row + 1])
-            same = np.array_equal(one.ids[a], two.ids[b])
-            differ[row] = not (same and np.array_equal(one.reason[a], two.reason[b]))
-        return differ
-    unequal = (one.ids != two.ids) | (one.reason != two.reason)
+def _differing_rows(left: Dependencies, right: Dependencies) -> Mask:
+    counts = np.diff(left.offsets)
+    is_different = counts != np.diff(right.offsets)
+    if is_different.any():
+        for row in np.flatnonzero(~is_different).tolist():
+            left_span = slice(left.offsets[row], left.offsets[row + 1])
+            right_span = slice(right.offsets[row], right.offsets[row + 1])
+            same = np.array_equal(left.ids[left_span], right.ids[right_span])
+            is_different[row] = not (
+                same and np.array_equal(left.reason[left_span], right.reason[right_span])
+            )
+        return is_different
+    unequal = (left.ids != right.ids) | (left.reason != right.reason)
     return (
         np.bincount(np.repeat(np.arange(len(counts)), counts)[unequal], minlength=len(counts)) > 0
     )
@@ -100,13 +101,15 @@ def amend(message: bytes, fresh: bytes, changed: Iterable[str]) -> bytes:
 
 def _take_over(node: Node, new: Node, name: str) -> None:
     """Let the attribute read as `name` hold the value it has in `new`, or none as there."""
-    readable = [i for i, given in enumerate(node.attr) if given.name == name and _is_read(given)]
+    readable_places = [
+        i for i, given in enumerate(node.attr) if given.name == name and _is_read(given)
+    ]
     wanted = next((given for given in new.attr if given.name == name), None)
     if wanted is None:
-        for index in reversed(readable):
+        for index in reversed(readable_places):
             del node.attr[index]
-    elif readable:
-        _set_value(node.attr[readable[-1]], wanted)
+    elif readable_places:
+        _set_value(node.attr[readable_places[-1]], wanted)
     else:
         node.attr.append(wanted)
 
@@ -190,10 +193,10 @@ def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept: I64) -> list
     """Return the node messages of a graph that keeps some of another tool."""
     nodes = graph.nodes
     changes = _changes(graph, deps, kept)
-    own_start, own_duration = ~is_kept, ~is_kept
-    own_start[kept] = changes["start_ns"]
-    own_duration[kept] = changes["duration_ns"]
-    check_values(nodes, own_start, own_duration)
+    has_own_start, has_own_duration = ~is_kept, ~is_kept
+    has_own_start[kept] = changes["start_ns"]
+    has_own_duration[kept] = changes["duration_ns"]
+    check_values(nodes, has_own_start, has_own_duration)
     any_change = np.any(list(changes.values()), axis=0)
     rows: I64 = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept[any_change]]))
     messages: list[bytes] = nodes.foreign.tolist()

@@ -9,17 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
 
 QUEUED_NS = 5_000
 
@@ -41,39 +37,42 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     edges, reason = graph.edges, graph.edges.reason
     factor = graph.job.host_factor
     is_host = graph.nodes.kind == Kind.HOST_OP
-    lasted = graph.nodes.duration_ns
-    if factor not in (0, 1):  # start times are the measured host's, and so must the ends be
-        lasted = np.where(is_host, np.rint(lasted / factor), lasted).astype(np.int64)
-    begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + lasted
+    duration = graph.nodes.duration_ns
+    # Start times are those of the measured host, so end times must use its durations too.
+    if factor not in (0, 1):
+        duration = np.where(is_host, np.rint(duration / factor), duration).astype(np.int64)
+    start, end = graph.nodes.start_ns, graph.nodes.start_ns + duration
     on_host = is_host[edges.target]
-    called = _called(graph)
+    is_host_call = _called(graph)
     program = (reason == Reason.PROGRAM_ORDER) & is_host[edges.source]
-    program &= on_host | called[edges.target]
-    behind_call = (reason == Reason.PROGRAM_ORDER) & called[edges.source] & ~program
-    behind_call &= on_host | called[edges.target]
-    between, waking = _host_delays(graph, is_host, begun, ended)
-    delay = np.where(on_host, waking, 0)
-    delay = np.where(program | behind_call, np.rint(between * factor).astype(np.int64), delay)
+    program &= on_host | is_host_call[edges.target]
+    after_call = (reason == Reason.PROGRAM_ORDER) & is_host_call[edges.source] & ~program
+    after_call &= on_host | is_host_call[edges.target]
+    between, wakeup = _host_delays(graph, is_host, start, end)
+    delay = np.where(on_host, wakeup, 0)
+    delay = np.where(program | after_call, np.rint(between * factor).astype(np.int64), delay)
     launch = launches(graph)
-    untold = untold_waits(graph)
-    within_ns = _within(graph, launch, begun, ended)
-    latency = _launch_latencies(graph, launch, begun - untold, begun, ended, within_ns)
-    within = np.minimum(latency, lasted[edges.source])
-    latency = latency - within + np.rint(within * factor).astype(np.int64)
+    unrecorded = untold_waits(graph)
+    start_limit_ns = _within(graph, launch, start, end)
+    latency = _launch_latencies(graph, launch, start - unrecorded, start, end, start_limit_ns)
+    host_part = np.minimum(latency, duration[edges.source])
+    latency = latency - host_part + np.rint(host_part * factor).astype(np.int64)
     delay = np.where(launch, latency, delay)
-    behind = ~on_host & ~is_host[edges.source]
-    gap = begun[edges.target] - ended[edges.source]
-    queued = _queued(graph, launch, begun, ended, within_ns) & (gap >= 0) & (gap <= RELEASE_NS)
-    source_end = ended[edges.source]
+    gpu_to_gpu = ~on_host & ~is_host[edges.source]
+    gap = start[edges.target] - end[edges.source]
+    queued = _queued(graph, launch, start, end, start_limit_ns) & (gap >= 0) & (gap <= RELEASE_NS)
+    source_end = end[edges.source]
     last = _latest(graph, ~launch, source_end)[edges.target] == source_end
+    # The source released the target only if the gap is short. A longer gap has a cause that the
+    # trace does not record, so it must not count as the delay of this edge.
     for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
-        chosen = behind & (reason == order)
-        soon = gap[chosen & last & (gap >= 0) & (gap <= at_most)]
-        usual = int(np.median(soon)) if len(soon) else 0
-        delay = np.where(chosen, np.where(queued, gap, usual), delay)
+        has_order = gpu_to_gpu & (reason == order)
+        short_gaps = gap[has_order & last & (gap >= 0) & (gap <= at_most)]
+        median_gap = int(np.median(short_gaps)) if len(short_gaps) else 0
+        delay = np.where(has_order, np.where(queued, gap, median_gap), delay)
     waited = np.where(on_host, 0, graph.nodes.blocked_ns[edges.target])
-    leads = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
-    delay = np.where(leads & (waited < 0), waited, delay + np.maximum(waited, 0))
+    follows_stream = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
+    delay = np.where(follows_stream & (waited < 0), waited, delay + np.maximum(waited, 0))
     return delay.tolist(), (program | launch).tolist()
 
 
@@ -104,12 +103,12 @@ def begins(graph: Graph) -> I64:
     A GPU operation after what it waited for that the trace does not tell; the host, whose GPU may
     have been at work before, as long after it as measured.
     """
-    found = untold_waits(graph)
+    earliest = untold_waits(graph)
     host = np.flatnonzero(graph.nodes.kind == Kind.HOST_OP)
     if len(host):
         first = host[np.argmin(graph.nodes.start_ns[host])]
-        found[first] = graph.nodes.start_ns[first] - graph.nodes.start_ns.min()
-    return found
+        earliest[first] = graph.nodes.start_ns[first] - graph.nodes.start_ns.min()
+    return earliest
 
 
 def untold_waits(graph: Graph) -> I64:
@@ -131,27 +130,27 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     known = evidence[edges.source] == Evidence.MEASURED
     known |= is_host[edges.source] & (graph.job.host_factor != 0)  # its ends are the measured ones
-    following = _next_begun(graph, Reason.STREAM_ORDER, begun)
-    done = np.where(queued, following[edges.source], begun[edges.target])
-    done = np.where(known, ended[edges.source], done)
-    done = np.minimum(done, begun[edges.target])
-    latest = _latest(graph, woken, done)[edges.target]
-    told = graph.nodes.blocked_ns[edges.target]
-    by_host = _latest(graph, woken & is_host[edges.source], done)[edges.target]
+    next_start = _next_begun(graph, Reason.STREAM_ORDER, begun)
+    released = np.where(queued, next_start[edges.source], begun[edges.target])
+    released = np.where(known, ended[edges.source], released)
+    released = np.minimum(released, begun[edges.target])
+    last_release = _latest(graph, woken, released)[edges.target]
+    recorded = graph.nodes.blocked_ns[edges.target]
+    by_host = _latest(graph, woken & is_host[edges.source], released)[edges.target]
     before = np.minimum(ended[edges.source], begun[edges.target])
-    blocked = np.maximum(np.where(told > 0, by_host, latest) - before, 0)
-    blocked = np.maximum(blocked, told)
+    blocked = np.maximum(np.where(recorded > 0, by_host, last_release) - before, 0)
+    blocked = np.maximum(blocked, recorded)
     between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
-    made_room = _latest(graph, queued, done)[edges.target]
-    last = (woken & (done == latest)) | (queued & (done == made_room))
-    return between, np.where(last, begun[edges.target] - done, 0)
+    last_room = _latest(graph, queued, released)[edges.target]
+    last = (woken & (released == last_release)) | (queued & (released == last_room))
+    return between, np.where(last, begun[edges.target] - released, 0)
 
 
 def _latest(graph: Graph, chosen: Mask, done: I64) -> I64:
     """Return per node when the last of the chosen edges to it was done, UNKNOWN for none."""
-    found = np.full(len(graph), UNKNOWN)
-    np.maximum.at(found, graph.edges.target[chosen], done[chosen])
-    return found
+    latest = np.full(len(graph), UNKNOWN)
+    np.maximum.at(latest, graph.edges.target[chosen], done[chosen])
+    return latest
 
 
 def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
@@ -159,9 +158,9 @@ def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
     edges = graph.edges
     on_host = (graph.nodes.kind == Kind.HOST_OP)[edges.target]
     follows = (edges.reason == order) & (on_host | (order == Reason.STREAM_ORDER))
-    found = np.full(len(graph), _NEVER)
-    np.minimum.at(found, edges.source[follows], begun[edges.target[follows]])
-    return found
+    next_start = np.full(len(graph), _NEVER)
+    np.minimum.at(next_start, edges.source[follows], begun[edges.target[follows]])
+    return next_start
 
 
 def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
@@ -170,9 +169,9 @@ def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) 
     It had been launched before, and ended behind all else.
     """
     edges = graph.edges
-    asked = np.full(len(graph), UNKNOWN)
-    np.maximum.at(asked, edges.target[launch], (begun[edges.source] + within_ns)[launch])
-    before = asked[edges.target] <= ended[edges.source]
+    launched_at = np.full(len(graph), UNKNOWN)
+    np.maximum.at(launched_at, edges.target[launch], (begun[edges.source] + within_ns)[launch])
+    before = launched_at[edges.target] <= ended[edges.source]
     last = _latest(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
     return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
 
@@ -201,15 +200,15 @@ def _launch_latencies(  # noqa: PLR0917
     something, whether the graph knows it or not.
     """
     edges = graph.edges
-    waited = np.full(len(graph), np.iinfo(np.int64).min)
-    np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
-    own = within_ns.copy()
-    own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
-    own[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
-    seen = np.clip(ready[edges.target] - begun[edges.source], 0, own)
-    free = is_launch & (ready[edges.target] > waited[edges.target] + QUEUED_NS)
-    usual = int(np.median(seen[free])) if free.any() else 0
-    return np.where(free, seen, np.minimum(seen, usual))
+    blocked_until = np.full(len(graph), np.iinfo(np.int64).min)
+    np.maximum.at(blocked_until, edges.target[~is_launch], ended[edges.source[~is_launch]])
+    limit = within_ns.copy()
+    limit[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
+    limit[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
+    observed = np.clip(ready[edges.target] - begun[edges.source], 0, limit)
+    unblocked = is_launch & (ready[edges.target] > blocked_until[edges.target] + QUEUED_NS)
+    median_latency = int(np.median(observed[unblocked])) if unblocked.any() else 0
+    return np.where(unblocked, observed, np.minimum(observed, median_latency))
 
 
 ROUNDS = 8
@@ -259,6 +258,8 @@ class ReplayedRank:
                 code="replay-no-durations",
             )
         self._take(graph, queues=queues)
+        # Without streams nothing orders the GPU's kernels, and they would all run at once. Their
+        # order comes from a first schedule, which needs the delays: hence the second preparation.
         lanes = _lanes(graph)
         if lanes:
             self._take(_one_at_a_time(graph, lanes, self.schedule().start_ns), queues=queues)
@@ -275,10 +276,10 @@ class ReplayedRank:
 
     def lasting(self, gpu_ns: I64) -> Self:
         """Return it with other durations of what is no host operator, int64[n]; delays stay."""
-        made, nodes = copy.copy(self), self._graph.nodes
+        replayed, nodes = copy.copy(self), self._graph.nodes
         duration = np.where(nodes.kind == Kind.HOST_OP, nodes.duration_ns, gpu_ns)
-        made._graph = self._graph.with_columns(duration_ns=duration)
-        return made
+        replayed._graph = self._graph.with_columns(duration_ns=duration)
+        return replayed
 
     def schedule(self, floor: I64 | None = None) -> Schedule:
         """Return when each node runs; none of them before `floor`, int64[n]."""
@@ -289,24 +290,25 @@ class ReplayedRank:
         delay, from_start, is_launch = self._delay, self._from_start, self._is_launch
         start: list[int] = [0] * len(graph)
         end: list[int] = [0] * len(graph)
-        held: list[int] = [UNKNOWN] * len(graph)
+        blocker: list[int] = [UNKNOWN] * len(graph)
         launched: list[bool] = [False] * len(graph)
-        least: list[int] = (self._least + (0 if floor is None else floor)).tolist()
+        earliest: list[int] = (self._least + (0 if floor is None else floor)).tolist()
         floors: list[int] = [0] * len(graph) if floor is None else floor.tolist()
         for node in self._order:
-            ready, holder, by_launch = least[node], UNKNOWN, False
+            ready, last_source, by_launch = earliest[node], UNKNOWN, False
             for edge in range(offsets[node], offsets[node + 1]):
                 source = sources[edge]
                 if delay[edge] == NEVER:
                     continue
-                at = (start if from_start[edge] else end)[source] + delay[edge]
-                at = max(at, start[source])  # one that overlaps it begins behind it all the same
-                if at > ready or holder == UNKNOWN:
-                    ready, holder, by_launch = at, source, is_launch[edge]
+                time = (start if from_start[edge] else end)[source] + delay[edge]
+                # A negative delay lets a node overlap its predecessor, never precede its start.
+                time = max(time, start[source])
+                if time > ready or last_source == UNKNOWN:
+                    ready, last_source, by_launch = time, source, is_launch[edge]
             ready = max(ready, floors[node])
             start[node], end[node] = ready, ready + duration[node]
-            held[node], launched[node] = holder, by_launch
-        return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
+            blocker[node], launched[node] = last_source, by_launch
+        return Schedule(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
     def in_a_row(self, inter_step_host_ns: int) -> tuple[Schedule, int]:
         """Return when each node runs in a step that follows its likes, and how long these take.
@@ -318,25 +320,28 @@ class ReplayedRank:
             inter_step_host_ns: host time from the last node of a step to the first of the next.
         """
         is_host = self._graph.nodes.kind == Kind.HOST_OP
-        one = self.schedule()
+        current = self.schedule()
         period = UNKNOWN
         for _ in range(ROUNDS):
-            host, gpu = int(one.end_ns[is_host].max(initial=0)), int(one.end_ns.max())
-            following = self.schedule(np.where(is_host, host + inter_step_host_ns, gpu))
-            before, period = period, int(following.end_ns.max()) - int(one.end_ns.max())
-            one = following
-            if before != UNKNOWN and abs(period - before) <= EVEN * period:
+            host, gpu = int(current.end_ns[is_host].max(initial=0)), int(current.end_ns.max())
+            next_step = self.schedule(np.where(is_host, host + inter_step_host_ns, gpu))
+            previous_period = period
+            period = int(next_step.end_ns.max()) - int(current.end_ns.max())
+            current = next_step
+            if previous_period != UNKNOWN and abs(period - previous_period) <= EVEN * period:
                 break
-        return one, period
+        return current, period
 
 
 def _lanes(graph: Graph) -> list[I64]:
     """Return nodes that one GPU, or one group, runs one at a time and no stream orders."""
     nodes = graph.nodes
-    free = (nodes.stream == UNKNOWN) & (nodes.thread == UNKNOWN)
-    calls = free & (nodes.kind == Kind.COLLECTIVE)
-    lanes = [calls & (nodes.group == group) for group in np.unique(nodes.group[calls])]
-    return [np.flatnonzero(lane) for lane in (free & graph.gpu_compute, *lanes) if lane.sum() > 1]
+    unordered = (nodes.stream == UNKNOWN) & (nodes.thread == UNKNOWN)
+    collectives = unordered & (nodes.kind == Kind.COLLECTIVE)
+    lanes = [collectives & (nodes.group == group) for group in np.unique(nodes.group[collectives])]
+    return [
+        np.flatnonzero(lane) for lane in (unordered & graph.gpu_compute, *lanes) if lane.sum() > 1
+    ]
 
 
 def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
@@ -347,8 +352,8 @@ def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
     edges = graph.edges
     source = np.concatenate([edges.source, *(lane[:-1] for lane in lanes)])
     target = np.concatenate([edges.target, *(lane[1:] for lane in lanes)])
-    more = np.full(len(source) - len(edges), int(Reason.STREAM_ORDER), dtype=np.uint8)
-    reason = np.concatenate([edges.reason, more])
+    added_reasons = np.full(len(source) - len(edges), int(Reason.STREAM_ORDER), dtype=np.uint8)
+    reason = np.concatenate([edges.reason, added_reasons])
     return replace(graph, edges=Edges.from_pairs(len(graph), source, target, reason))
 
 

@@ -4,14 +4,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.arrays import union_duration_ns
+from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.enums import Kind
 from onerank.ir.graph import Graph
 from onerank.ir.replay.scheduler import ReplayedRank, Schedule
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,10 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     if overhead is None or not graph.mask(Kind.HOST_OP).any():
         return None
     inter_step_host_ns = round(overhead.inter_step_host_ns * graph.job.host_factor)
-    run = replay_without_profiler(graph, overhead.host_factor)
-    times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(inter_step_host_ns)
+    replayed = replay_without_profiler(graph, overhead.host_factor)
+    times, step_ns = (replayed if gpu_ns is None else replayed.lasting(gpu_ns)).in_a_row(
+        inter_step_host_ns
+    )
     gpu = ~graph.mask(Kind.HOST_OP)
     busy_ns = union_duration_ns(times.start_ns[gpu], times.end_ns[gpu])
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
@@ -56,11 +55,13 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
 
 def with_step_time(graph: Graph, step_ns: int) -> Graph:
     """Return the graph with its host overhead set so that a steady-state step takes `step_ns`."""
-    row = steady_state_step(graph)
+    steady = steady_state_step(graph)
     measurement = graph.job.measurement
-    if row is None or measurement.host_overhead is None:
+    if steady is None or measurement.host_overhead is None:
         return graph
-    overhead = msgspec.structs.replace(measurement.host_overhead, residual_ns=step_ns - row.step_ns)
+    overhead = msgspec.structs.replace(
+        measurement.host_overhead, residual_ns=step_ns - steady.step_ns
+    )
     measurement = msgspec.structs.replace(measurement, host_overhead=overhead)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
@@ -71,6 +72,8 @@ def replay_without_profiler(graph: Graph, host: float) -> ReplayedRank:
     Under the profiler launches fill their queue sooner. In 20 ms without it a host launched 1050
     kernels that took 50 ms; the profiled one waited for room by then.
     """
+    # In 20 ms without the profiler a host launched 1050 kernels that took 50 ms; the profiled host
+    # was already waiting for room in the launch queue. So those waits are dropped.
     return ReplayedRank(with_host_factor(graph, host), queues=False)
 
 

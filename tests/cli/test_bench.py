@@ -85,7 +85,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     for arguments in (("--grid", "training"), ("describe",)):
         done = run(*arguments, "-o", tmp_path / "out")
         assert done.exit_code == 2
-        assert "no GPU at hand" in done.output
+        assert "error[bench-no-gpu]" in done.output
         assert not list(tmp_path.iterdir())
 
 
@@ -125,7 +125,7 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     done = run("--grid", "training", "--gpu", "2", "-o", tmp_path / "out")
     assert done.exit_code == 2
-    assert "no GPU 2: this machine has 0 to 1" in done.output
+    assert "no GPU 2: this machine has GPUs 0 to 1" in done.output
 
 
 def test_what_a_database_holds_is_not_measured_again() -> None:

@@ -35,7 +35,7 @@ BAD_FILES: dict[str, tuple[bytes, type[ChakraError], str]] = {
     "cut_message": (
         METADATA + b"\x05\x08\x01",
         TruncatedError,
-        "message 1 at byte 8 is 5 bytes long by its own account, but 2 are left in the file; it"
+        "message 1 at byte 8 declares 5 bytes, but the file has 2 left; it"
         " was cut short, or is no Chakra trace",
     ),
     "long_length": (

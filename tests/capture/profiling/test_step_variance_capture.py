@@ -28,7 +28,7 @@ def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
     graph = capture(path, [], Options(windows=plan)).graph
     products = sum(node.name == "aten::mm" for node in graph)
-    told = [note for note in graph.job.measurement.notes if "unlike work" in note]
+    told = [note for note in graph.job.measurement.notes if "different work" in note]
     if together == 3:  # 2 forward and 1 backward for each of the critic's, 2 and 3 the generator's
         assert products == 3 * 3 + 5
         assert not told
@@ -59,7 +59,7 @@ def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(togethe
     path.write_text(textwrap.dedent(EVERY_SECOND))
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
     done = capture(path, [], Options(World.of(dp=2), windows=plan))
-    told = [note for note in done.graph.job.measurement.notes if "unlike work" in note]
+    told = [note for note in done.graph.job.measurement.notes if "different work" in note]
     calls = int(done.graph.communication.sum())
     if together == 2:
         assert calls == 4 + 2
@@ -85,7 +85,7 @@ def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_pa
     )
     plan = WindowPlan(warm_up=1, pure=1)
     graph = capture(path, [], Options(windows=plan, raw_dir=raw)).graph
-    told = [note for note in graph.job.measurement.notes if "unlike work" in note]
+    told = [note for note in graph.job.measurement.notes if "different work" in note]
     assert "models 2 to 9 times, the one in this graph 7." in told[0]
     assert sorted(p.name for p in raw.glob("*et*")) == ["et.json.gz"]
 
