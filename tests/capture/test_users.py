@@ -273,7 +273,7 @@ def test_steps_of_other_shapes_are_told(lengths, tmp_path):
         "    optimizer.step()\n"
     )
     notes = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).conversion.notes
-    assert ("times and shapes do not belong together" in str(notes)) == ("," in lengths)
+    assert ("times and shapes do not match" in str(notes)) == ("," in lengths)
 
 
 def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):

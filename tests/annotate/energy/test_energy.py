@@ -188,7 +188,7 @@ def test_rows_of_a_database_become_uses(tmp_path: Path):
     assert found.share[0] == 640.5 / 700
     quiet = msgspec.structs.replace(ROW, power_w=None, energy_mj=None)
     write_database(table_of([quiet]), tmp_path / "q.parquet")
-    with pytest.raises(FormatError, match="no row has a power; expected calls that were held"):
+    with raises_code("fit-no-power"):
         read_held(tmp_path / "q.parquet")
 
 
@@ -197,5 +197,5 @@ def test_a_table_without_power_is_an_error(tmp_path: Path):
     pl.DataFrame({"gpu": ["H200"], "m": [1]}).write_parquet(path)
     with pytest.raises(FormatError, match="lacks n, k, time_us, power_w"):
         read_products(path)
-    with pytest.raises(FormatError, match="no parquet table"):
+    with raises_code("fit-unreadable-table"):
         read_products(tmp_path / "none.parquet")

@@ -194,13 +194,11 @@ class TestBoth:
 
     def test_a_prediction_is_not_built_on_another(self, model, trace, mm):
         made = recost(trace(mm(512, 512, 512)), "H100-SXM", model=model)
-        with pytest.raises(
-            AnnotateError, match=r"1 of 1 .* predicted for H100-SXM .*measured trace"
-        ):
+        with pytest.raises(AnnotateError, match=r"1 of 1 .* predicted for H100-SXM"):
             recost(made, "B200", model=model)
 
     def test_unknown_source(self, model, trace, mm):
-        with pytest.raises(AnnotateError, match=r'"Voodoo 2".*--source'):
+        with raises_code("recost-source-unknown"):
             recost(trace(mm(2, 2, 2), device="Voodoo 2"), "H100-SXM", model=model)
         with raises_code("recost-source-unknown"):
             recost(trace(mm(2, 2, 2), device=""), "H100-SXM", model=model)
@@ -231,8 +229,8 @@ class TestBoth:
         graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
         notes = recost(graph, "T4", model=model).job.measurement.notes
         assert notes[1] == (
-            "The step would not fit: it peaked at 16000000001 bytes, what the allocator does not "
-            "see takes about 806000000, and T4 has 15630000000."
+            "The step would not fit: its peak is 16000000001 bytes, non-allocator memory takes "
+            "about 806000000, and T4 has 15630000000."
         )
         assert len(recost(graph, "L4", model=model).job.measurement.notes) == 1
 
