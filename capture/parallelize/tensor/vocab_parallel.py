@@ -9,7 +9,7 @@ missing rows are filled without launching a kernel.
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -305,6 +305,25 @@ def computes_loss_in_forward(model: PreTrainedModel) -> bool:
     return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
 
 
+# Dynamo of torch 2.11 traces no exception with keyword arguments, so this runs outside its graphs.
+@torch.compiler.disable
+def _refuse_cross_entropy(
+    model: str, changed: list[str], logits: Tensor, target: Tensor
+) -> NoReturn:
+    """Refuse a loss over sharded logits that is not a mean over tokens.
+
+    Raises:
+        SliceError: always.
+    """
+    raise SliceError(
+        f"{model} calls cross_entropy with {', '.join(changed) or 'classes'} on input "
+        f"{tuple(logits.shape)} and target {tuple(target.shape)}; sharded over the vocabulary "
+        "only a mean over [tokens, vocabulary] and [tokens] is supported\n"
+        "  plan the head as colwise_gather_output",
+        code="tp-cross-entropy-arguments",
+    )
+
+
 def cross_entropy_head(
     model: nn.Module,
     head: nn.Module,
@@ -344,13 +363,7 @@ def cross_entropy_head(
         ignored = options.pop("ignore_index", IGNORED_LABEL)
         changed = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
         if changed or input.dim() != 2 or target.dim() != 1:
-            raise SliceError(
-                f"{type(model).__name__} calls cross_entropy with {', '.join(changed) or 'classes'}"
-                f" on input {tuple(input.shape)} and target {tuple(target.shape)}; sharded over "
-                "the vocabulary it is known for [tokens, vocabulary] and [tokens], and a mean: "
-                "plan the head as colwise_gather_output",
-                code="tp-cross-entropy-arguments",
-            )
+            _refuse_cross_entropy(type(model).__name__, list(changed), input, target)
         return causal_loss(
             group, peers_absent, input, target, width, ignore_index=ignored, shift_labels=target
         )
