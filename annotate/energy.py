@@ -16,7 +16,7 @@ from onerank.annotate.models.power import (
     power_model,
     uses_of,
 )
-from onerank.annotate.op_costs.node_costs import characters, compute_mask
+from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
@@ -194,7 +194,7 @@ def report_energy(
     tdp, idle = _limits(gpu)
     model = model or power_model()
     links = _links_awake_w(graph)
-    found = characters(graph)
+    found = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, found)
     timed = kernels.duration_ns > 0
     if not timed.any():

@@ -44,7 +44,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
@@ -244,7 +244,7 @@ def step(graph: Graph, name: str) -> None:
     if library is None:
         print(f"{SHIPPED}: no database of {gpu.name} there, so this part is left out")
         return
-    found = characters(graph)
+    found = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, found)
     alone, rules = predict_alone(kernels, gpu)
     alone = np.where(
@@ -281,7 +281,7 @@ def caches(graph: Graph, name: str) -> None:
     library = open_library([], gpu, None, graph.job.measurement.versions)
     if library is None:
         return
-    found = characters(graph)
+    found = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, found)
     every = np.ones(len(found.index), dtype=bool)
     told: list[F64] = []

@@ -35,7 +35,7 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import BY_TILES, Rule
-from onerank.annotate.op_costs.node_costs import OpCosts, characters
+from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.passes.pass_config import NO_PASSES
 from onerank.annotate.recost.predict import Step, apply_overrides, predict_compute
@@ -224,7 +224,7 @@ def explain(
     if on_cpu:
         check_capture_on_cpu(source)
     here = None if on_cpu else source_gpu(graph, source)
-    found = characters(graph)
+    found = op_costs_of(graph)
     row = _row_of(graph, found, node)
     view = graph.node(int(found.index[row]))
     about = ("operator", f"{view.text('op') or '-'} ({CLASSES[int(found.op_class[row])].value})")

@@ -163,7 +163,7 @@ def characterise(graph: Graph) -> Graph:
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
-    found = characters(graph)
+    found = op_costs_of(graph)
     columns: dict[str, I64] = {}
     for name in ("flops", "bytes_read", "bytes_written"):
         column: I64 = getattr(graph.nodes, name).copy()
@@ -172,7 +172,7 @@ def characterise(graph: Graph) -> Graph:
     return graph.with_columns(**columns)
 
 
-def characters(graph: Graph) -> OpCosts:
+def op_costs_of(graph: Graph) -> OpCosts:
     """Return what each compute node does; each distinct call is worked out once.
 
     Raises:

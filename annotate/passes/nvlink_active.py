@@ -18,7 +18,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
 from onerank.annotate.models.provenance import by_evidence
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
@@ -106,7 +106,7 @@ def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
 
 def _slowed_nodes(graph: Graph, target: Gpu) -> tuple[I64, I64, F64]:
     """Return the compute nodes, the slowed ones, and the slowdown of each of these."""
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
     factor = np.where(kernels.duration_ns > 0, slowed(kernels, target), 1.0)
     slower = factor > 1

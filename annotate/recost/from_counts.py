@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.bookkeeping import details_of, job_for
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.chakra.workload_counts import MOST, counts_elements
@@ -51,7 +51,7 @@ def recost_counts(graph: Graph, target: Gpu) -> Graph:
     columns["evidence"][counted] = Evidence.DATASHEET
     timed = graph.with_columns(**columns)
 
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     counted_columns = {name: getattr(nodes, name)[costs.index] for name in ("flops", "bytes_read")}
     costs = replace(costs, bytes_written=nodes.bytes_written[costs.index], **counted_columns)
     rules = np.full(len(costs.index), Rule.NO_DURATION, dtype=np.uint8)

@@ -20,7 +20,7 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
-from onerank.annotate.op_costs.node_costs import OpCosts, characters, compute_mask
+from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import (
     change_dtype,
@@ -210,7 +210,7 @@ def _resize(graph: Graph, passes: PassOptions) -> Graph:
 
 def _operator_work(graph: Graph, target: Gpu, dtype: str | None) -> _OperatorWork:
     """Return the work of the operators on `target` with products in `dtype`; None: as captured."""
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     _check_shapes(costs)
     has_dtype = np.ones(len(costs.index), dtype=bool)
     costs, dtype, notes = run_in_float16(costs, dtype, (None, target))

@@ -17,7 +17,7 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
@@ -65,7 +65,7 @@ def recost_measured(
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     if len(graph) and not len(costs.index):
         raise AnnotateError(
             f"none of the graph's {len(graph)} nodes is GPU compute; expected kernels to re-cost\n"
@@ -76,7 +76,7 @@ def recost_measured(
     step = Step.as_captured(graph, captured)
     if passes.sizes is not None:
         resized, shaped, resize_notes = passes.sizes.apply(graph)
-        resized_costs, *_ = run_in_float16(characters(resized), passes.dtype, gpus)
+        resized_costs, *_ = run_in_float16(op_costs_of(resized), passes.dtype, gpus)
         reshaped = shaped[costs.index] & (graph.nodes.duration_ns[costs.index] > 0)
         step = Step(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes

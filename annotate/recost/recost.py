@@ -11,7 +11,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.cost_model import MODELS, CostModel
-from onerank.annotate.op_costs.node_costs import characters, compute_mask
+from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
@@ -388,7 +388,7 @@ def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions
     kernel = requested.attention
     if kernel not in FUSED:
         return requested
-    if kernel != "fused" and characters(graph).is_class(OpClass.ATTENTION).any():
+    if kernel != "fused" and op_costs_of(graph).is_class(OpClass.ATTENTION).any():
         return requested
     return replace(requested, attention="usual")
 

@@ -18,7 +18,7 @@ from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.lower_bounds import least_ns
 from onerank.annotate.models.residual import predict as by_residual
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import run_in_float16
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph, Kind
@@ -75,7 +75,7 @@ def test_no_kernel_beats_its_gpu(h200: Graph):
     those only the results must pass through memory.
     """
     gpu = load_gpu("H200")
-    found = characters(h200)
+    found = op_costs_of(h200)
     kernels = KernelFeatures.of(h200, found)
     picked = found.is_class(OpClass.INDEX, OpClass.EMBEDDING)
     moved = np.where(picked, found.bytes_written, kernels.bytes)
@@ -90,7 +90,7 @@ def test_no_kernel_beats_its_gpu(h200: Graph):
 
 
 def test_rows_of_the_embedding_are_counted_once(h200: Graph):
-    found = characters(h200)
+    found = op_costs_of(h200)
     ops = np.array(h200.text("op"))[found.index]
     # of a vocabulary's 32064 rows of 4096 bf16: one for each of 4096 tokens, and its int64 index
     rows = 4096 * 4096 * 2
@@ -131,7 +131,7 @@ class TestEveryModel:
 
 def test_on_another_vendors_gpu_fills_take_as_long_as_the_shortest_products(h200: Graph):
     source, target = load_gpu("H200"), load_gpu("MI300X")
-    kernels = KernelFeatures.of(h200, characters(h200))
+    kernels = KernelFeatures.of(h200, op_costs_of(h200))
     made = recost(h200, "MI300X", model="residual").nodes.duration_ns[h200.gpu_compute]
     long = (kernels.duration_ns >= kernels.floor_ns(source)) & ~kernels.over_link
     assert long.sum() > 500
@@ -157,7 +157,7 @@ class TestScaling:
         self, h200: Graph, model: str, target: str
     ):
         source, gpu = load_gpu("H200"), load_gpu(target)
-        kernels = KernelFeatures.of(h200, characters(h200))
+        kernels = KernelFeatures.of(h200, op_costs_of(h200))
         here, there = kernels.rates(source), kernels.rates(gpu)
         shared = [
             source.peak_bandwidth_bytes_per_s / gpu.peak_bandwidth_bytes_per_s,
@@ -184,7 +184,7 @@ class TestScaling:
         self, h200: Graph, model: str, target: str, figure: str
     ):
         source, gpu = load_gpu("H200"), load_gpu(target)
-        found = characters(h200)
+        found = op_costs_of(h200)
         if figure not in gpu.figures:  # a V100 or a T4: training is in float16 there
             figure = "fp16_tensor_tflops"
             found, dtype, _ = run_in_float16(found, "fp16", (source, gpu))
@@ -208,7 +208,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
 
     No coefficient and no error of these kinds is of this step. Operators of one kernel each.
     """
-    gpu, found = load_gpu("H200"), characters(h200)
+    gpu, found = load_gpu("H200"), op_costs_of(h200)
     kernels = KernelFeatures.of(h200, found)
     made = predict_alone(kernels, gpu)
     (low, high), step = intervals(kernels, made, None, gpu, shipped())

@@ -15,7 +15,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import TINY_NS
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir import Graph
 from tools.fit.datasheet_eval import VIDUR_FILE, Case
@@ -103,7 +103,7 @@ def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
         AnnotateError: the GPU is not known.
     """
     gpu = source_gpu(graph, None)
-    found = characters(graph)
+    found = op_costs_of(graph)
     every = np.ones(len(found.index), dtype=bool)
     told = look_up(graph, found, every, Basis(library, None, gpu, predict_alone, shipped()))
     known = np.isfinite(told.time_ns) & (told.rules == Rule.LOOKED_UP)

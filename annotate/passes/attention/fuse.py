@@ -16,7 +16,7 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.op_costs.node_costs import OpCosts, characters
+from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.passes.attention.dataflow import Flow
 from onerank.annotate.passes.attention.fused_operator import (
@@ -296,7 +296,7 @@ class FusedAttention:
         self, graph: Graph, fused_nodes: I64, target: Gpu, kernel: Resolution
     ) -> tuple[Graph, tuple[str, ...]]:
         """Return the graph with times of the new kernels, and notes on them."""
-        costs = characters(graph)
+        costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
         predicted_ns, rules = self.alone(kernels, target)
         evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)

@@ -15,7 +15,7 @@ from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.eager_kernels import (
     Bytes,
@@ -219,7 +219,7 @@ class EagerAttention:
         return replace(expanded, job=msgspec.structs.replace(expanded.job, measurement=measurement))
 
     def _predict(self, graph: Graph, new: I64, target: Gpu) -> Graph:
-        costs = characters(graph)
+        costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
         predicted_ns, rules = self.alone(kernels, target)
         (low, high), _ = intervals(kernels, (predicted_ns, rules), None, target, shipped())
@@ -236,14 +236,14 @@ class EagerAttention:
 
 def _remaining(graph: Graph, calls: list[_FusedCall]) -> int:
     """Return the number of attention kernels that stay fused."""
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     fused = costs.index[costs.is_class(OpClass.ATTENTION) & graph.mask(Kind.KERNEL)[costs.index]]
     return len(np.setdiff1d(fused, [node for call in calls for node in call.members]))
 
 
 def _fused_calls(graph: Graph) -> list[_FusedCall]:
     """Return the calls of fused attention, each with its kernels in order."""
-    costs = characters(graph)
+    costs = op_costs_of(graph)
     launcher = launchers(graph)
     members: dict[tuple[int, int], list[int]] = {}
     cost_row = dict[tuple[int, int], int]()

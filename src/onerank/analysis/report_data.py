@@ -10,7 +10,7 @@ from onerank.analysis.breakdown import Share
 from onerank.analysis.step_time import Replay
 from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.peak import held_blocks, levels_of
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.replay.scheduler import Schedule
 
@@ -126,7 +126,7 @@ def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
 
     That is the torch data type in which the matrix products do most FLOPs; "" without any.
     """
-    found = characters(graph)
+    found = op_costs_of(graph)
     duration = graph.nodes.duration_ns[found.index]
     moved = np.maximum(found.bytes_read, 0) + np.maximum(found.bytes_written, 0)
     known = graph.gpu_compute[found.index] & (found.flops > 0) & (moved > 0) & (duration > 0)

@@ -11,7 +11,7 @@ from raised import raises_code
 from onerank.annotate import explain, recost
 from onerank.annotate.kernel_db import database_set as library
 from onerank.annotate.kernel_db.database_set import open_library
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
@@ -120,7 +120,7 @@ def test_an_operator_of_a_cpu_capture_is_explained_by_the_datasheet(cpu_llama, t
     """Each distinct call of a real capture: the arithmetic is that of the graph made."""
     made = recost(cpu_llama, target)
     durations = dict(zip(made.nodes.id.tolist(), made.nodes.duration_ns.tolist(), strict=True))
-    found = characters(cpu_llama)
+    found = op_costs_of(cpu_llama)
     _, first = np.unique(found.call, return_index=True)
     for node in cpu_llama.nodes.id[found.index[first]].tolist():
         told = explain(cpu_llama, target, node)

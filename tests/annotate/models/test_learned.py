@@ -10,7 +10,7 @@ from onerank.annotate.models.error_model import KINDS, outside, same_die, trust_
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import ErrorKinds, step_interval
 from onerank.annotate.models.learned import tile_times
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.chakra import read
 
@@ -18,7 +18,7 @@ SIZE = (4096, 4096, 4096)
 
 
 def tiles(graph: Graph, gpu: str) -> float:
-    return tile_times(KernelFeatures.of(graph, characters(graph)), load_gpu(gpu), shipped())[0][0]
+    return tile_times(KernelFeatures.of(graph, op_costs_of(graph)), load_gpu(gpu), shipped())[0][0]
 
 
 def times(graph: Graph) -> list[int]:

@@ -1,7 +1,7 @@
 import numpy as np
 
 from onerank.annotate import characterise
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Kind
 
 
@@ -68,14 +68,14 @@ def test_tf32_is_told_by_the_kernel(trace, mm):
     product = mm(8, 8, 8)
     product["inputs"] = [("Tensor(float)", [8, 8])] * 2
     names = [("ampere_sgemm_128x64_tn", 10), ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn", 10)]
-    found = characters(trace(*({**product, "kernels": [name]} for name in names)))
+    found = op_costs_of(trace(*({**product, "kernels": [name]} for name in names)))
     assert [found.dtypes[code] for code in found.dtype] == ["float32", "tfloat32"]
 
 
 def test_no_compute_nodes(trace):
     graph = trace()
     assert len(characterise(graph)) == 0
-    assert len(characters(graph).index) == 0
+    assert len(op_costs_of(graph).index) == 0
 
 
 def test_distinct_calls_are_worked_out_once(trace, mm, monkeypatch):

@@ -7,7 +7,7 @@ from raised import raises_code
 from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
 from onerank.annotate.passes.resize.size_change import Change, check_products, mismatch_notes
 from onerank.annotate.passes.swap_kernels import scale_to_size
@@ -16,7 +16,7 @@ from onerank.ir.errors import AnnotateError
 
 
 def kernels_of(graph):
-    return KernelFeatures.of(graph, characters(graph))
+    return KernelFeatures.of(graph, op_costs_of(graph))
 
 
 @pytest.mark.parametrize(
