@@ -20,7 +20,7 @@ from onerank.annotate.models.error_model import (
 )
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
-from onerank.annotate.models.lower_bounds import least_ns, no_less
+from onerank.annotate.models.lower_bounds import clamp_to_lower_bound, least_ns
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 
 Lines = list[tuple[str, str]]
@@ -228,7 +228,7 @@ def others_lines(looked_up_ns: F64, rules: U8, before: F64, after: F64, there: G
 def least_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return what the target's description allows, where the prediction is no more than that."""
     (moved,), _ = learned.predict_learned(kernels, here, there)
-    (least,) = no_less(np.zeros(1), kernels, here, kernels, there)
+    (least,) = clamp_to_lower_bound(np.zeros(1), kernels, here, kernels, there)
     if not 0 < moved <= least:
         return []
     allowed = float(least_ns(kernels, there)[0])

@@ -27,7 +27,7 @@ from onerank.annotate.models.features import (
     matmul_ratio,
 )
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
-from onerank.annotate.models.lower_bounds import no_less
+from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.unique_rows import combine
 
@@ -116,7 +116,7 @@ def predict_learned(
         moved[parts.rows] = parts.predicted_ns
         rules[parts.rows] = Rule.PARTS
     for rows, block in kernels.blocks():
-        moved[rows] = no_less(moved[rows], block, source, block, target)
+        moved[rows] = clamp_to_lower_bound(moved[rows], block, source, block, target)
     return moved, rules
 
 

@@ -19,7 +19,7 @@ def least_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
     return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))
 
 
-def no_less(
+def clamp_to_lower_bound(
     moved_ns: F64, before: KernelFeatures, here: Gpu, after: KernelFeatures, there: Gpu
 ) -> F64:
     """Return predictions that are at least the target's lower bound.

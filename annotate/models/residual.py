@@ -6,7 +6,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
-from onerank.annotate.models.lower_bounds import no_less
+from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
 
 
@@ -47,7 +47,7 @@ def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]
         launched = terms.floor_ns * some.floor_ratio(source, target)
         made = launched + terms.above_ns * terms.factor
         made = np.where(some.over_link, some.duration_ns, made)
-        moved[rows] = no_less(made, some, source, some, target)
+        moved[rows] = clamp_to_lower_bound(made, some, source, some, target)
         rules[rows] = terms.rule
     return moved, rules
 

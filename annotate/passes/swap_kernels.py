@@ -12,7 +12,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Alone, CostModel
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.learned import attention_share
-from onerank.annotate.models.lower_bounds import no_less
+from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
@@ -131,7 +131,9 @@ def scale_to_size(
     by_model = measured_ns * np.divide(times[1], times[0])
     by_bytes = _scale_by_bytes(measured_ns, before, after, target)
     scaled = np.where(before.matmul_class, by_model, by_bytes)
-    return no_less(scaled, replace(before, duration_ns=measured_ns), target, after, target)
+    return clamp_to_lower_bound(
+        scaled, replace(before, duration_ns=measured_ns), target, after, target
+    )
 
 
 def _scale_by_bytes(
