@@ -36,7 +36,7 @@ from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.learned import predict_alone, predict_learned
+from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
@@ -77,7 +77,7 @@ PLAIN: dict[str, Predict] = {
 
 def by_tiles(before: KernelFeatures, after: KernelFeatures, gpu: Gpu) -> F64:
     """Return the ratio of both types' tiles."""
-    return predict_alone(after, gpu)[0] / predict_alone(before, gpu)[0]
+    return predict_from_description(after, gpu)[0] / predict_from_description(before, gpu)[0]
 
 
 RETYPES: dict[str, Factor] = {

@@ -23,7 +23,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import figure_of
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import Work
 
 RATES = Path(__file__).with_suffix(".toml")
@@ -40,7 +40,7 @@ def main() -> None:
     for row in rows:
         gpu = load_gpu(row["gpu"])
         works = [work(row, length) for length in row["lengths"]]
-        own = predict_alone(kernels_of(works, np.zeros(len(works))), gpu)[0]
+        own = predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)[0]
         flops = [one.flops for one in works]
         made = [one / time / 1e3 for one, time in zip(flops, own.tolist(), strict=True)]
         told = [one / time / 1e3 for one, time in zip(flops, slower(own, gpu, row), strict=True)]

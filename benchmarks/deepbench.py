@@ -68,7 +68,7 @@ def told(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) -> Iterato
     gpu, other = load_gpu(to[0]), load_gpu(source[0])
     works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
     whole = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
-    alone, _ = learned.predict_alone(kernels_of(works, np.zeros(len(works))), gpu)
+    alone, _ = learned.predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)
     cells = [figures(datasheet.predict(whole, gpu)[0], times), figures(alone, times)]
     if both := [key for key in to[1] if key in source[1]]:
         before = np.array([source[1][key][1] for key in both])

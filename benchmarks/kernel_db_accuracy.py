@@ -42,7 +42,7 @@ from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict_alone, predict_learned
+from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
@@ -123,14 +123,16 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
     """Yield what campaigns measured, by GPU."""
     for name, times in products.times_ns.items():
         gpu = load_gpu(name)
-        modelled, _ = predict_alone(of_products(products, times), gpu, fits[family(gpu)])
+        modelled, _ = predict_from_description(of_products(products, times), gpu, fits[family(gpu)])
         yield Measured("bf16 products", gpu, np.log(products.shapes[:, :4]), times, modelled)
     if (folder / "attention_prefill.parquet").is_file():
         attention = read_attention(folder)
         size = attention.shapes[:, 5] == 128
         for name, times in attention.times_ns.items():
             gpu = load_gpu(name)
-            modelled, _ = predict_alone(of_attention(attention, times), gpu, fits[family(gpu)])
+            modelled, _ = predict_from_description(
+                of_attention(attention, times), gpu, fits[family(gpu)]
+            )
             sizes = np.log(attention.shapes[size, :5])
             yield Measured("attention 128", gpu, sizes, times[size], modelled[size])
     if (folder / VIDUR_FILE).is_file():
@@ -145,7 +147,7 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
                 part[column].to_numpy().astype(np.float64)
                 for column in ("bytes", "tokens", "time_ms")
             )
-            modelled, _ = predict_alone(of_memory(times * 1e6, moved), gpu)
+            modelled, _ = predict_from_description(of_memory(times * 1e6, moved), gpu)
             sizes = np.log(np.stack([moved, moved / tokens], axis=1))
             yield Measured("fp16 norms", gpu, sizes, times * 1e6, modelled)
 
@@ -217,9 +219,11 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
         one = np.ones(len(chosen))
         full = np.stack([one, *shapes[chosen].T, 2 * one, 2 * one], axis=1)
         asked = Products("float16", full, {})
-        alone = predict_alone(of_products(asked, true[chosen]), gpu, fits[family(gpu)])[0]
+        alone = predict_from_description(of_products(asked, true[chosen]), gpu, fits[family(gpu)])[
+            0
+        ]
         times = products.times_ns[gpu.name]
-        modelled = predict_alone(of_products(products, times), gpu, fits[family(gpu)])[0]
+        modelled = predict_from_description(of_products(products, times), gpu, fits[family(gpu)])[0]
         off = np.log(times / modelled)
         found = interpolate(np.log(products.shapes[:, :4]), off, np.log(full[:, :4]))
         told = np.isfinite(found.off)
@@ -246,11 +250,11 @@ def step(graph: Graph, name: str) -> None:
         return
     found = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, found)
-    alone, rules = predict_alone(kernels, gpu)
+    alone, rules = predict_from_description(kernels, gpu)
     alone = np.where(
         found.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, alone), alone
     )
-    basis = Basis(library, None, gpu, predict_alone, shipped())
+    basis = Basis(library, None, gpu, predict_from_description, shipped())
     every = np.ones(len(alone), dtype=bool)
     best = best_of(graph, found, kernels, (alone, rules), basis, where=every)
     true = kernels.duration_ns
@@ -289,7 +293,7 @@ def caches(graph: Graph, name: str) -> None:
         kept = {key: [row for row in rows if row.l2 == state] for key, rows in
                 library.target.items()}  # fmt: skip
         of_state = Library({key: rows for key, rows in kept.items() if rows}, {}, library.versions)
-        basis = Basis(of_state, None, gpu, predict_alone, shipped())
+        basis = Basis(of_state, None, gpu, predict_from_description, shipped())
         one = look_up(graph, found, every, basis)
         told.append(np.where(one.rules == Rule.LOOKED_UP, one.time_ns, np.nan))
     true, size = kernels.duration_ns, found.bytes_read / 1e6

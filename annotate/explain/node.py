@@ -271,7 +271,7 @@ def _explained(  # noqa: PLR0917
         lines.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
         described = there.as_described
         before, by, _ = _modelled(graph, found, row, (here, described), model)
-        basis = Basis(library, here, described, learned.predict_alone, shipped())
+        basis = Basis(library, here, described, learned.predict_from_description, shipped())
         told, found_ns, found_by, doubt = _looked_up(graph, found, every, row, (before, by), basis)
         lines += told
         if there != described:

@@ -38,7 +38,7 @@ class CostModel:
 _LEARNED = CostModel(
     "learned",
     learned.predict_learned,
-    learned.predict_alone,
+    learned.predict_from_description,
     has_intervals=True,
     resolves_kernels=True,
 )

@@ -285,7 +285,7 @@ def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
     return 1.0 if same else c.attention_carried
 
 
-def predict_alone(
+def predict_from_description(
     kernels: KernelFeatures, target: Gpu, coefficients: Coefficients | None = None
 ) -> tuple[F64, U8]:
     """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""

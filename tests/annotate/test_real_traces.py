@@ -14,8 +14,8 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.learned import predict_by_ratio as by_ratio
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.lower_bounds import least_ns
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.op_costs.node_costs import op_costs_of
@@ -210,7 +210,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     """
     gpu, found = load_gpu("H200"), op_costs_of(h200)
     kernels = KernelFeatures.of(h200, found)
-    made = predict_alone(kernels, gpu)
+    made = predict_from_description(kernels, gpu)
     (low, high), step = intervals(kernels, made, None, gpu, shipped())
     measured = kernels.duration_ns
     memory = kinds_of(kernels, made, None, gpu) == KINDS.index("memory_alone")

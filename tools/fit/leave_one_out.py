@@ -15,7 +15,7 @@ from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Alone, Predict
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
-from onerank.annotate.models.learned import predict_alone, predict_learned
+from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from tools.fit import resize_eval
 from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet
@@ -190,7 +190,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
         )
 
     def alone(without: str) -> Alone:
-        return lambda kernels, target: predict_alone(kernels, target, fits[without])
+        return lambda kernels, target: predict_from_description(kernels, target, fits[without])
 
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):

@@ -13,7 +13,7 @@ from onerank.annotate.kernel_db.database_set import Library
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import TINY_NS
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
@@ -105,7 +105,9 @@ def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
     gpu = source_gpu(graph, None)
     found = op_costs_of(graph)
     every = np.ones(len(found.index), dtype=bool)
-    told = look_up(graph, found, every, Basis(library, None, gpu, predict_alone, shipped()))
+    told = look_up(
+        graph, found, every, Basis(library, None, gpu, predict_from_description, shipped())
+    )
     known = np.isfinite(told.time_ns) & (told.rules == Rule.LOOKED_UP)
     rows = pl.DataFrame(
         {

@@ -15,7 +15,7 @@ from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.passes.attention.dataflow import Flow
@@ -235,7 +235,7 @@ class FusedAttention:
     """
 
     kernel: str = "fused"
-    alone: Alone = predict_alone
+    alone: Alone = predict_from_description
     look_up: LookUp | None = None
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:

@@ -14,7 +14,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.eager_kernels import (
@@ -169,7 +169,7 @@ class EagerAttention:
         alone: the cost model of unmeasured kernels.
     """
 
-    alone: Alone = predict_alone
+    alone: Alone = predict_from_description
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with each call of fused attention as products, softmax and casts.

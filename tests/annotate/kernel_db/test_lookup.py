@@ -23,7 +23,7 @@ from onerank.annotate.kernel_db.call_features import modelled_ns, point_of
 from onerank.annotate.kernel_db.call_keys import CallKey, call_key
 from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.cli import annotate
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringTable
 from onerank.ir.errors import AnnotateError, DatabaseError
@@ -238,7 +238,7 @@ def off_by(operators: list[dict[str, Any]], factor: float) -> list[KernelRow]:
         CallKey(one.operator, one.shapes, one.dtypes, one.attributes) for one in map(row, operators)
     ]
     points = [point_of(key) for key in keys]
-    modelled = modelled_ns([point.work for point in points if point], gpu, predict_alone)
+    modelled = modelled_ns([point.work for point in points if point], gpu, predict_from_description)
     return [
         row(one, median_ns=round(ns * factor)) for one, ns in zip(operators, modelled, strict=True)
     ]

@@ -14,7 +14,7 @@ from onerank.annotate.models.calibration import (
 )
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.gemm_tiles import gemm_ns
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 from tools.fit import Products
 from tools.fit.datasheet_eval import as_calibrated
@@ -56,13 +56,13 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
     assert rate * made.compute == pytest.approx(0.8 * 2250e12, rel=1e-3)
     assert made.gpu.bandwidth_bytes_per_s == pytest.approx(0.8 * 7.7e12, rel=1e-3)
 
-    found, _ = predict_alone(of_products(Products("bfloat16", every, {}), times), gpu)
+    found, _ = predict_from_description(of_products(Products("bfloat16", every, {}), times), gpu)
     assert found == pytest.approx(times, rel=2e-3)
     wide = every * [1, 1, 1, 1, 0.5, 1]  # in 8 bits the units and libraries are others
     eight = of_products(Products("float8_e4m3fn", wide, {}), times)
     as_told = {name: figure for name, figure in wrong.items() if name.startswith("memory")}
-    assert predict_alone(eight, gpu)[0] == pytest.approx(
-        predict_alone(eight, described(true, as_told))[0]
+    assert predict_from_description(eight, gpu)[0] == pytest.approx(
+        predict_from_description(eight, described(true, as_told))[0]
     )
 
 

@@ -7,7 +7,7 @@ from onerank.annotate import explain, load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import least_ns, rows_off
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.ir import Graph
@@ -80,7 +80,7 @@ def test_of_what_nobody_measured():
              gemm=(1, m, n, k, 2, 2))
         for m, n, k in (LOGITS, INPUTS, WEIGHTS)
     ]  # fmt: skip
-    alone, rules = predict_alone(kernels_of(works, np.zeros(3)), load_gpu("H200"))
+    alone, rules = predict_from_description(kernels_of(works, np.zeros(3)), load_gpu("H200"))
     assert rules.tolist() == [Rule.MISALIGNED] * 3
     ratio = alone / [6_682_092, 4_524_627, 4_286_868]
     assert ratio == pytest.approx([1.25, 1.41, 1.49], abs=0.01)

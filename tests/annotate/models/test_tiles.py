@@ -12,7 +12,7 @@ from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
-from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import Work
 
 
@@ -171,8 +171,8 @@ class TestAttention:
         works = [Work(1, 1, 1, matmul=True, dtype="bfloat16", attention=one) for one in shapes]
         kernels = kernels_of(works, np.zeros(len(works)))
         better = with_figures(gpu, {name: gpu.figures[name].value * 1.5})
-        before, _ = predict_alone(kernels, gpu)
-        after, _ = predict_alone(kernels, better)
+        before, _ = predict_from_description(kernels, gpu)
+        after, _ = predict_from_description(kernels, better)
         assert (after <= before).all()
 
     def test_causal_tiles_have_half_the_keys(self, gpu_file):

@@ -39,7 +39,7 @@ def lstm(op: str, tokens, *layers: tuple[int, int], batch: int, size: int) -> Wo
 
 
 def alone(work: Work, gpu: str) -> tuple[float, Rule]:
-    moved, rules = learned.predict_alone(kernels_of([work], np.zeros(1)), load_gpu(gpu))
+    moved, rules = learned.predict_from_description(kernels_of([work], np.zeros(1)), load_gpu(gpu))
     return float(moved[0]), Rule(int(rules[0]))
 
 
@@ -140,7 +140,9 @@ def test_from_one_gpu_to_another_they_keep_what_they_are_off():
     source, target = load_gpu("A100-SXM-80GB"), load_gpu("H100-SXM")
     times = np.array([1e5, 3e5])
     moved, rules = learned.predict_learned(kernels_of(works, times), source, target)
-    there, here = (learned.predict_alone(kernels_of(works, times), g)[0] for g in (target, source))
+    there, here = (
+        learned.predict_from_description(kernels_of(works, times), g)[0] for g in (target, source)
+    )
     assert moved == pytest.approx(times * there / here)
     assert {Rule(int(rule)) for rule in rules} == {Rule.PARTS}
 
