@@ -293,7 +293,7 @@ def _modelled(
     """Return (duration, rule) of a node by the model, and with overridden figures."""
     here, there = gpus
     if here is None:
-        moved, rules = MODELS[model].alone(
+        moved, rules = MODELS[model].from_description(
             KernelFeatures.of(graph, found).only(slice(row, row + 1)), there
         )
         return moved, rules, Others.none(rules)

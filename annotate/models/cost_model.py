@@ -21,7 +21,7 @@ class CostModel:
     Attributes:
         name: in reports, and in the annotation of re-costed graphs.
         predict: for kernels that a GPU has measured.
-        alone: for kernels that were not measured, as in a CPU capture.
+        from_description: for kernels that were not measured, as in a CPU capture.
         has_intervals: whether the shipped errors apply to it.
         resolves_kernels: whether attention becomes the kernel that the target runs.
         looks_up: whether a measurement of the same call on the target takes precedence.
@@ -29,7 +29,7 @@ class CostModel:
 
     name: str
     predict: Predict
-    alone: Alone = datasheet.predict
+    from_description: Alone = datasheet.predict
     has_intervals: bool = False
     resolves_kernels: bool = False
     looks_up: bool = False

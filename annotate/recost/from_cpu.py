@@ -230,7 +230,7 @@ def _predict(
 ) -> _OperatorDurations:
     """Return the operators' durations: from the kernel databases, else from the model."""
     kernels = KernelFeatures.of(graph, work.costs)
-    predicted_ns, rules = model.alone(kernels, target)
+    predicted_ns, rules = model.from_description(kernels, target)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
     doubt, others, notes = (
         Uncertainty.none(len(predicted_ns)),
@@ -241,8 +241,8 @@ def _predict(
         target_as_described = target.as_described
         model_result = without_overrides = predicted_ns, rules
         if target != target_as_described:
-            without_overrides = model.alone(kernels, target_as_described)[0], rules
-        basis = Basis(library, None, target_as_described, model.alone, shipped())
+            without_overrides = model.from_description(kernels, target_as_described)[0], rules
+        basis = Basis(library, None, target_as_described, model.from_description, shipped())
         where = ~work.removed & work.has_dtype
         best = best_of(work.graph, work.costs, kernels, without_overrides, basis, where=where)
         predicted_ns, rules, others = apply_overrides(

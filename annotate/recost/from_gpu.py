@@ -126,7 +126,7 @@ def _with_database_durations(  # noqa: PLR0917
         without_overrides, _ = predict_compute(
             step, (source, target_as_described), model, without_dtype
         )
-    basis = Basis(library, source, target_as_described, model.alone, shipped())
+    basis = Basis(library, source, target_as_described, model.from_description, shipped())
     best = _replace_weaker_predictions(
         step, without_overrides, basis, _can_look_up(prediction, passes)
     )

@@ -145,7 +145,7 @@ def predict_compute(
     if passes.sizes is not None:
         after = KernelFeatures.of(step.resized, step.resized_costs)
         prediction = scale_to_shapes(
-            (step.resized_costs, after), prediction, step.reshaped, target, model.alone
+            (step.resized_costs, after), prediction, step.reshaped, target, model.from_description
         )
     prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model)
     return prediction, others._replace(known=others.known & ~prediction.changed)
@@ -173,7 +173,7 @@ def database_look_up(
     library = library_for(model, databases, (None, target), graph)
     if library is None:
         return None
-    basis = Basis(library, None, target, model.alone, shipped())
+    basis = Basis(library, None, target, model.from_description, shipped())
 
     def look_up(
         changed: Graph,

@@ -139,11 +139,11 @@ class Recosting:
         if kernel not in FUSED:
             return None
         if kernel == "fused":
-            return FusedAttention(kernel, self.model.alone)
+            return FusedAttention(kernel, self.model.from_description)
         if not has_eager_attention(self.captured):
             return None
         check_resolves(self.model, kernel)
-        return FusedAttention(kernel, self.model.alone)
+        return FusedAttention(kernel, self.model.from_description)
 
 
 class Pass(Protocol):
@@ -274,7 +274,7 @@ class UnfuseAttention:
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
         """Return the graph with eager attention."""
-        eager = EagerAttention(recosting.model.alone)
+        eager = EagerAttention(recosting.model.from_description)
         return _without_interval(eager.apply(graph, recosting.target))
 
 
