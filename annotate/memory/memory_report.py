@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
-from onerank.annotate.memory.mitigations import Mitigation, Need, remedies
+from onerank.annotate.memory.mitigations import Mitigation, Need, mitigations
 from onerank.annotate.memory.non_allocator import NonAllocatorMemory, beside
 from onerank.annotate.memory.peak import (
     ModuleMemory,
@@ -186,7 +186,7 @@ def _with_blocks(
         recomputed, layers = recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
         sequences = micro_batch_of(graph)
-        found = remedies(Need(levels, room, ratio, recomputed, layers, sequences))
+        found = mitigations(Need(levels, room, ratio, recomputed, layers, sequences))
     return MemoryReport(
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,

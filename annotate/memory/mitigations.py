@@ -68,7 +68,7 @@ class Mitigation(msgspec.Struct, frozen=True):
     arithmetic: str
 
 
-def remedies(need: Need) -> tuple[Mitigation, ...]:
+def mitigations(need: Need) -> tuple[Mitigation, ...]:
     """Return the effect of each change, and of the two largest together if no single one suffices.
 
     Each is evaluated at every moment of the step, not only at the old peak: with fewer activations
