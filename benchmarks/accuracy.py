@@ -31,12 +31,15 @@ import polars as pl
 from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
-from onerank.annotate.models import learned as ratio
 from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.learned import predict_from_description, predict_learned
+from onerank.annotate.models.learned import (
+    predict_by_ratio,
+    predict_from_description,
+    predict_learned,
+)
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
@@ -69,7 +72,7 @@ Mask = npt.NDArray[np.bool_]
 LONG_NS = 10_000
 
 PLAIN: dict[str, Predict] = {
-    "ratio": ratio.predict,
+    "ratio": predict_by_ratio,
     "roofline": roofline.predict,
     "residual": residual.predict,
 }
@@ -350,7 +353,7 @@ def published(folder: Path) -> None:
         )
         gpus = load_gpu(NEUSIGHT[source]), load_gpu(NEUSIGHT[target])
         made = {
-            "ratio": ratio.predict(kernels, *gpus)[0] / 1e6,
+            "ratio": predict_by_ratio(kernels, *gpus)[0] / 1e6,
             "roofline": roofline.predict(kernels, *gpus)[0] / 1e6,
             "learned": predict_learned(kernels, *gpus)[0] / 1e6,
             **{f"{n} (published)": both[c].to_numpy() for n, c in theirs.items()},
