@@ -22,6 +22,7 @@ from onerank.capture.parallelize.autograd_collectives import gather_from_group, 
 from onerank.capture.parallelize.sliced_outputs import change_when_read
 from onerank.capture.parallelize.tensor.linear import BlockBoundary, column_linear, replace_forward
 from onerank.capture.parallelize.tensor.plan_file import whole_plan
+from onerank.capture.patches import untraced
 from onerank.ir.errors import SliceError
 
 IGNORED_LABEL = -100
@@ -306,7 +307,7 @@ def computes_loss_in_forward(model: PreTrainedModel) -> bool:
 
 
 # Dynamo of torch 2.11 traces no exception with keyword arguments, so this runs outside its graphs.
-@torch.compiler.disable
+@untraced
 def _refuse_cross_entropy(
     model: str, changed: list[str], logits: Tensor, target: Tensor
 ) -> NoReturn:
