@@ -29,7 +29,9 @@ _REPEATED = 1.2  # a second sequence dimension, as in attention scores
 
 
 @lru_cache(maxsize=1 << 16)
-def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[float, Powers], ...]:
+def readings(
+    shape: Shape, sizing: Sizing, growth: Power | None
+) -> tuple[tuple[float, Powers], ...]:
     """Return (cost, powers of each dimension), the cheapest first, then batch and sequence first.
 
     Args:
@@ -38,24 +40,24 @@ def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[f
         grows: growth of its number of elements; None if unknown.
     """
     candidates: list[tuple[float, Powers]] = [(0.0, ())]
-    for place, size in enumerate(shape):
-        options = _options(size, place, len(shape), sizing)
+    for position, size in enumerate(shape):
+        options = _options(size, position, len(shape), sizing)
         candidates = [
             (cost + cost_of_size + _order(powers, power), (*powers, power))
             for cost, powers in candidates
             for cost_of_size, power in options
-            if grows is None or _within((*powers, power), grows)
+            if growth is None or _within((*powers, power), growth)
         ]
         if len(candidates) > 16 * _MAX_READINGS:
             candidates = sorted(candidates, key=lambda candidate: candidate[0])[
                 : 16 * _MAX_READINGS
             ]
-    if grows is not None:
-        candidates = [candidate for candidate in candidates if total(candidate[1]) == grows]
+    if growth is not None:
+        candidates = [candidate for candidate in candidates if total(candidate[1]) == growth]
     return tuple(sorted(candidates, key=lambda candidate: candidate[0])[:_MAX_READINGS])
 
 
-def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[float, Power]]:
+def _options(size: int, position: int, rank: int, sizing: Sizing) -> list[tuple[float, Power]]:
     seq, batch = sizing.lengths, sizing.batch.before
     length = size in seq or sizing.is_shifted_sequence(size)
     tokens = sizing.is_token_count(size)
@@ -68,7 +70,7 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
         options.append((_NO_COST, SEQ))
     elif size and size % sizing.unit == 0:
         options.append((_MULTIPLE + 1, SEQ))
-    merged = 0.3 if place == 0 or rank == 2 else 3.3
+    merged = 0.3 if position == 0 or rank == 2 else 3.3
     if tokens:
         options.append((merged, TOKENS))
     elif size and size % (batch * sizing.unit) == 0:
@@ -98,6 +100,6 @@ def _order(powers: Powers, power: Power) -> float:
     return cost
 
 
-def _within(powers: Powers, grows: Power) -> bool:
+def _within(powers: Powers, growth: Power) -> bool:
     seq, batch = total(powers)
-    return seq <= grows[0] and batch <= grows[1]
+    return seq <= growth[0] and batch <= growth[1]

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.passes.resize.size_change import NO_SEQUENCE, Change, Sizing
-from onerank.annotate.passes.resize.tensor_locations import tells_tensors
+from onerank.annotate.passes.resize.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
@@ -25,7 +25,7 @@ _SELECTS_TOKENS = frozenset(
 """Operators that select the tokens of an expert by value."""
 
 
-def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
+def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     """Return captured and new sizes; sizes that are not requested stay as captured.
 
     The token ids of a language model are the first integers [micro-batch, sequence] in the step.
@@ -163,7 +163,7 @@ def _check(graph: Graph) -> None:
             code="resize-compiled-script",
         )
     values = np.unique(graph.nodes.input_values).tolist()
-    if not any(tells_tensors(graph.strings[code]) for code in values):
+    if not any(has_tensor_ids(graph.strings[code]) for code in values):
         raise AnnotateError(
             "the operands of the trace have no tensor ids, so sequence and micro-batch cannot be "
             "followed\n  capture it with `capture run`, or convert with an execution trace",

@@ -23,124 +23,160 @@ Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
 """(call, powers by argument, index of the result, its shape) -> its powers; None: no rule."""
 
 
-def _reduced(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
+def _reduction(
+    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
+) -> Powers | None:
     """Rule for reductions: drop the reduced dimensions, or make them constant."""
-    x, (powers, *_rest) = call.tensor(0), by_place[0] or ((),)
+    x, (powers, *_rest) = call.tensor(0), by_argument[0] or ((),)
     if x is None or not shape:
         return ()
-    lists = [cast("list[Any]", v) for v in call.values[1:] if isinstance(v, list)]
-    over: list[Any] = lists[0] if lists else [v for v in call.values[1:2] if type(v) is int]
-    gone = {int(axis) % len(x.shape) for axis in over if isinstance(axis, int)}
+    axis_lists = [cast("list[Any]", value) for value in call.values[1:] if isinstance(value, list)]
+    axes: list[Any] = (
+        axis_lists[0] if axis_lists else [value for value in call.values[1:2] if type(value) is int]
+    )
+    reduced_axes = {int(axis) % len(x.shape) for axis in axes if isinstance(axis, int)}
     if len(shape) == len(x.shape):
         pairs = enumerate(zip(shape, x.shape, powers, strict=True))
-        return tuple(p if a == b and axis not in gone else CONSTANT for axis, (a, b, p) in pairs)
-    kept = tuple(p for axis, p in enumerate(powers) if axis not in gone)
+        return tuple(
+            power if a == b and axis not in reduced_axes else CONSTANT
+            for axis, (a, b, power) in pairs
+        )
+    kept = tuple(power for axis, power in enumerate(powers) if axis not in reduced_axes)
     return kept if len(kept) == len(shape) else None
 
 
-def _joined(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
+def _cat(call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
     """Rule for `cat`: the largest power of any part per dimension."""
-    parts = [p for p in by_place[0] if len(p) == len(shape)]
-    return tuple(max(p[axis] for p in parts) for axis in range(len(shape))) if parts else None
+    parts = [powers for powers in by_argument[0] if len(powers) == len(shape)]
+    return (
+        tuple(max(powers[axis] for powers in parts) for axis in range(len(shape)))
+        if parts
+        else None
+    )
 
 
-def _stacked(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
+def _stack(
+    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
+) -> Powers | None:
     axis = call.value(1)
-    if not by_place[0] or not isinstance(axis, int):
+    if not by_argument[0] or not isinstance(axis, int):
         return None
-    made = list(by_place[0][0])
-    made.insert(axis % len(shape), CONSTANT)
-    return tuple(made)
+    powers = list(by_argument[0][0])
+    powers.insert(axis % len(shape), CONSTANT)
+    return tuple(powers)
 
 
-def _picked(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
+def _embedding(
+    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
+) -> Powers | None:
     """Rule for `embedding`: one row of the table per index."""
-    return (*by_place[1][0], *by_place[0][0][1:]) if by_place[0] and by_place[1] else None
+    return (
+        (*by_argument[1][0], *by_argument[0][0][1:]) if by_argument[0] and by_argument[1] else None
+    )
 
 
-def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape) -> Powers | None:
+def _index_select(
+    call: Call, by_argument: list[tuple[Powers, ...]], _: int, ___: Shape
+) -> Powers | None:
     """Rule for `index_select`: the axis has the powers of the indices."""
     axis = call.value(1)
-    if not isinstance(axis, int) or len(by_place) < 3:
+    if not isinstance(axis, int) or len(by_argument) < 3:
         return None
-    if not by_place[0] or not by_place[2] or not by_place[2][0]:
+    if not by_argument[0] or not by_argument[2] or not by_argument[2][0]:
         return None
-    made = list(by_place[0][0])
-    made[axis % len(made)] = by_place[2][0][0]
-    return tuple(made)
+    powers = list(by_argument[0][0])
+    powers[axis % len(powers)] = by_argument[2][0][0]
+    return tuple(powers)
 
 
-def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
+def _index(
+    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
+) -> Powers | None:
     """Rule for `index` by integers: their dimensions replace the indexed ones.
 
     Sizes show which dimensions are indexed, because a call does not record omitted indices.
     """
     x, indices = call.tensor(0), call.inputs[1] if len(call.inputs) > 1 else None
-    if x is None or not indices or not by_place[0] or any(one.dtype == "bool" for one in indices):
+    if (
+        x is None
+        or not indices
+        or not by_argument[0]
+        or any(index.dtype == "bool" for index in indices)
+    ):
         return None
-    powers, inner, count = by_place[0][0], by_place[1][0], len(indices)
-    for lead in range(len(powers) - count + 1):
-        if (*x.shape[:lead], *indices[0].shape, *x.shape[lead + count :]) == shape:
-            return (*powers[:lead], *inner, *powers[lead + count :])
-    made = (*inner, *powers[count:])
-    return made if len(made) == len(shape) else None
+    powers, index_powers, count = by_argument[0][0], by_argument[1][0], len(indices)
+    for first_axis in range(len(powers) - count + 1):
+        if (*x.shape[:first_axis], *indices[0].shape, *x.shape[first_axis + count :]) == shape:
+            return (*powers[:first_axis], *index_powers, *powers[first_axis + count :])
+    result = (*index_powers, *powers[count:])
+    return result if len(result) == len(shape) else None
 
 
-def _of_index(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
+def _like_indices(
+    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
+) -> Powers | None:
     """Rule for `gather`: the powers of the indices."""
-    return by_place[2][0] if len(by_place) > 2 and by_place[2] else None
+    return by_argument[2][0] if len(by_argument) > 2 and by_argument[2] else None
 
 
-def _of_table(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
+def _constant(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
     """Rule for an embedding's gradient: weights do not grow."""
     return (CONSTANT,) * len(shape)
 
 
-def _bagged(_: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape) -> Powers | None:
+def _embedding_bag(
+    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
+) -> Powers | None:
     """Rule for `_embedding_bag`: one row per bag; further results are per index or per bag."""
-    indices, bags = by_place[1], by_place[2]
+    indices, bags = by_argument[1], by_argument[2]
     if not indices or not bags:
         return None
-    return ((bags[0][0], CONSTANT), indices[0], bags[0])[place] if place < 3 else None
+    return ((bags[0][0], CONSTANT), indices[0], bags[0])[result_index] if result_index < 3 else None
 
 
-def _of_second(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    return by_place[1][0] if len(by_place) > 1 and by_place[1] else None
+def _like_second_input(
+    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
+) -> Powers | None:
+    return by_argument[1][0] if len(by_argument) > 1 and by_argument[1] else None
 
 
-def _of_first(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    return by_place[0][0] if by_place and by_place[0] else None
+def _like_first_input(
+    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
+) -> Powers | None:
+    return by_argument[0][0] if by_argument and by_argument[0] else None
 
 
-def _attended(
-    _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
+def _attention(
+    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
 ) -> Powers | None:
     """Rule for attention: results have the query's powers, log-sums its first three."""
-    query = by_place[0][0]
-    if place == 0:
+    query = by_argument[0][0]
+    if result_index == 0:
         return query
     return query[: len(shape)] if len(shape) in (3, 4) and shape[-1] != 1 else None
 
 
-def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
+def _convolution(
+    _: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape
+) -> Powers | None:
     """Rule for convolutions: batch and spatial dimensions keep their powers."""
-    x = by_place[0][0]
+    x = by_argument[0][0]
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 
 
-def _recurrent(
-    _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
+def _recurrent_layer(
+    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
 ) -> Powers | None:
     """Rule for recurrent layers: one state per token, and a workspace for backward."""
-    x = by_place[0][0]
-    if place == 0 and len(x) == len(shape):
+    x = by_argument[0][0]
+    if result_index == 0 and len(x) == len(shape):
         return (*x[:-1], CONSTANT)
-    return (total(x),) if place == 3 and len(shape) == 1 else None
+    return (total(x),) if result_index == 3 and len(shape) == 1 else None
 
 
-def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
+def _topk(_: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
     """Rule for `topk`: a constant number of elements in the last dimension."""
-    x = by_place[0][0] if by_place and by_place[0] else ()
+    x = by_argument[0][0] if by_argument and by_argument[0] else ()
     return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
 
 
@@ -149,27 +185,27 @@ BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 CONVOLUTIONS = FORMULAS.keys() - {"convolution_backward"}
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(NEED_VALUES, _reduced),
-    "cat": _joined,
-    "stack": _stacked,
-    "embedding": _picked,
-    "index_select": _selected,
-    "gather": _of_index,
-    "index": _indexed,
-    **dict.fromkeys(BAGS, _bagged),
-    "_embedding_bag_dense_backward": _of_table,
-    "embedding_dense_backward": _of_table,
-    "embedding_backward": _of_table,
-    "nll_loss_backward": _of_second,
-    **dict.fromkeys(CONVOLUTIONS, _convolved),
-    **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _of_first),
-    "topk": _chosen,
-    "mkldnn_rnn_layer": _recurrent,
+    **dict.fromkeys(NEED_VALUES, _reduction),
+    "cat": _cat,
+    "stack": _stack,
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "gather": _like_indices,
+    "index": _index,
+    **dict.fromkeys(BAGS, _embedding_bag),
+    "_embedding_bag_dense_backward": _constant,
+    "embedding_dense_backward": _constant,
+    "embedding_backward": _constant,
+    "nll_loss_backward": _like_second_input,
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _like_first_input),
+    "topk": _topk,
+    "mkldnn_rnn_layer": _recurrent_layer,
     **dict.fromkeys(
         ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
          "scaled_dot_product_attention", "_flash_attention_forward", "_cudnn_attention_forward",
-         "_efficient_attention_forward"), _attended,
+         "_efficient_attention_forward"), _attention,
     ),
 }  # fmt: skip
 
@@ -185,78 +221,82 @@ def powers_of_results(
         inputs: the powers of each.
         results: the shape of each result.
     """
-    by_place = _by_place(call, inputs)
+    by_argument = _group_by_argument(call, inputs)
     rule = RULES.get(call.op)
     outputs: list[Powers] = []
     ruled = True
-    for place, shape in enumerate(results):
-        known = rule(call, by_place, place, shape) if rule else None
-        if known is None or len(known) != len(shape):
-            known = _alike(tensors, inputs, shape) or _broadcast(tensors, inputs, shape)
-        if known is None:
-            known, ruled = _by_size(tensors, inputs, shape), not shape and ruled
-        outputs.append(known)
+    for result_index, shape in enumerate(results):
+        powers = rule(call, by_argument, result_index, shape) if rule else None
+        if powers is None or len(powers) != len(shape):
+            powers = _same_shape(tensors, inputs, shape) or _broadcast_powers(
+                tensors, inputs, shape
+            )
+        if powers is None:
+            powers, ruled = _by_size(tensors, inputs, shape), not shape and ruled
+        outputs.append(powers)
     return outputs, ruled
 
 
-def _by_place(call: Call, inputs: Sequence[Powers]) -> list[tuple[Powers, ...]]:
+def _group_by_argument(call: Call, inputs: Sequence[Powers]) -> list[tuple[Powers, ...]]:
     """Return the powers by argument."""
-    made, start = list[tuple[Powers, ...]](), 0
+    grouped, start = list[tuple[Powers, ...]](), 0
     for operand in call.inputs:
         count = len(operand or ())
-        made.append(tuple(inputs[start : start + count]))
+        grouped.append(tuple(inputs[start : start + count]))
         start += count
-    return made
+    return grouped
 
 
-def _alike(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
+def _same_shape(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
     """Return the powers of the first input of the same shape."""
     return next((p for t, p in zip(tensors, inputs, strict=True) if t.shape == shape), None)
 
 
-def _broadcast(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
+def _broadcast_powers(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
     """Return the powers of a result that the inputs are broadcast to, or None."""
-    made: list[Power] = [CONSTANT] * len(shape)
-    reached: list[bool] = [size == 1 for size in shape]
+    result: list[Power] = [CONSTANT] * len(shape)
+    is_covered: list[bool] = [size == 1 for size in shape]
     for tensor, powers in zip(tensors, inputs, strict=True):
         offset = len(shape) - len(tensor.shape)
         if offset < 0:
             return None
-        for place, (size, power) in enumerate(zip(tensor.shape, powers, strict=True), offset):
-            if size == shape[place]:
-                reached[place] = True
-                made[place] = made[place] if made[place] != CONSTANT else power
+        for axis, (size, power) in enumerate(zip(tensor.shape, powers, strict=True), offset):
+            if size == shape[axis]:
+                is_covered[axis] = True
+                result[axis] = result[axis] if result[axis] != CONSTANT else power
             elif size != 1:
                 return None
-    return tuple(made) if all(reached) else None
+    return tuple(result) if all(is_covered) else None
 
 
 def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers:
     """Return for each size the powers of the first input's dimension of that size, each once."""
     free = [
-        pair for t, p in zip(tensors, inputs, strict=True) for pair in zip(t.shape, p, strict=True)
+        pair
+        for tensor, powers in zip(tensors, inputs, strict=True)
+        for pair in zip(tensor.shape, powers, strict=True)
     ]
-    made: list[Power] = []
+    result: list[Power] = []
     for size in shape:
-        found = next((pair for pair in free if pair[0] == size), None)
-        if found is not None:
-            free.remove(found)
-        made.append(found[1] if found else CONSTANT)
-    return tuple(made)
+        match = next((pair for pair in free if pair[0] == size), None)
+        if match is not None:
+            free.remove(match)
+        result.append(match[1] if match else CONSTANT)
+    return tuple(result)
 
 
-_UNLIKE = 50.0  # cost of operands that disagree on a dimension; above any plausible reading
+_MISMATCH_COST = 50.0  # cost of operands that disagree on a dimension; above any plausible reading
 
-_KEPT = 0.4  # reward for a part of a tensor that grows like the whole
+_KEPT_GROWTH_REWARD = 0.4  # reward for a part of a tensor that grows like the whole
 
-_SQUARED_BATCH = 5.0  # cost of a product whose result has the batch of both operands
+_SQUARED_BATCH_COST = 5.0  # cost of a product whose result has the batch of both operands
 
 Growth = Power | None
 """Growth of a tensor's number of elements; None while unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class CallPowers:
     """The powers of every dimension of a call's tensors, lists flattened.
 
     Attributes:
@@ -270,7 +310,7 @@ class Read:
     ruled: bool
 
 
-_PRODUCTS = {
+_MATMULS = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "_int_mm", "_scaled_mm"), (0, 1)),
     **dict.fromkeys(
         ("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)
@@ -279,21 +319,21 @@ _PRODUCTS = {
 
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
 
-_ROWS: dict[tuple[int, ...], tuple[int | None, int | None]] = {
+_ROW_AXES: dict[tuple[int, ...], tuple[int | None, int | None]] = {
     (2, 3): (0, None),
     (3, 2): (None, 1),
     (2, 2): (1, 0),
 }
 """Ranks of a grouped product's operands -> their axes of rows, which are split over experts."""
 
-_RESULT_ROWS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
+_RESULT_ROW_AXIS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
 
 MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
 
 BROADCASTS = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
 
 
-def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
+def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallPowers:
     """Return the most plausible reading of a call that agrees with the known growth of inputs.
 
     Args:
@@ -301,186 +341,215 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
         grows: growth of each input tensor, lists flattened.
         sizing: captured and new sizes.
     """
-    tensors = flat(call.inputs)
-    results = [one.shape for one in flat(call.outputs)]
-    if call.op in _PRODUCTS or call.op == "linear":
-        made = _product(call, tensors, grows, sizing)
-        if made is not None:
-            return made
+    tensors = flatten(call.inputs)
+    results = [tensor.shape for tensor in flatten(call.outputs)]
+    if call.op in _MATMULS or call.op == "linear":
+        powers = _matmul(call, tensors, growths, sizing)
+        if powers is not None:
+            return powers
     if call.op in _GROUPED:
-        made = _grouped(call, tensors, grows, sizing)
-        if made is not None:
-            return made
-    if call.op in MASKS and grows[0] is None:
-        mask = tuple(SEQ if n in sizing.lengths else CONSTANT for n in tensors[0].shape)
-        return Read((mask,), (mask,) * len(results), ruled=True)
-    inputs = _together(call, tensors, grows, sizing)
+        powers = _grouped_matmul(call, tensors, growths, sizing)
+        if powers is not None:
+            return powers
+    if call.op in MASKS and growths[0] is None:
+        mask = tuple(SEQ if size in sizing.lengths else CONSTANT for size in tensors[0].shape)
+        return CallPowers((mask,), (mask,) * len(results), ruled=True)
+    inputs = _inputs_powers(call, tensors, growths, sizing)
     if call.op in CONVOLUTIONS or call.op == "convolution_backward":
-        inputs = [_of_channels(*one, sizing) for one in zip(tensors, inputs, grows, strict=True)]
+        inputs = [
+            _constant_channels(*tensor, sizing)
+            for tensor in zip(tensors, inputs, growths, strict=True)
+        ]
     outputs, ruled = powers_of_results(call, tensors, inputs, results)
-    return Read(tuple(inputs), tuple(outputs), ruled)
+    return CallPowers(tuple(inputs), tuple(outputs), ruled)
 
 
-def flat(operands: Sequence[Operand]) -> list[Tensor]:
+def flatten(operands: Sequence[Operand]) -> list[Tensor]:
     """Return the tensors of all arguments, with lists flattened."""
     return [tensor for operand in operands for tensor in operand or ()]
 
 
-def likeliest(shape: Shape, sizing: Sizing, grows: Growth) -> Powers:
+def cheapest_reading(shape: Shape, sizing: Sizing, growth: Growth) -> Powers:
     """Return the cheapest reading that agrees; if none agrees, the cheapest of all."""
-    found = readings(shape, sizing, grows) or readings(shape, sizing, None)
-    return found[0][1]
+    candidates = readings(shape, sizing, growth) or readings(shape, sizing, None)
+    return candidates[0][1]
 
 
-def part(shape: Shape, sizing: Sizing, grows: Power) -> Powers:
+def view_reading(shape: Shape, sizing: Sizing, growth: Power) -> Powers:
     """Return the cheapest reading of a part of a tensor, preferring the growth of the whole."""
 
-    def price(one: tuple[float, Powers]) -> float:
-        kept = total(one[1])
-        return one[0] - _KEPT * (min(kept[0], grows[0]) + min(kept[1], grows[1]))
+    def price(reading: tuple[float, Powers]) -> float:
+        view_growth = total(reading[1])
+        return reading[0] - _KEPT_GROWTH_REWARD * (
+            min(view_growth[0], growth[0]) + min(view_growth[1], growth[1])
+        )
 
     return min(readings(shape, sizing, None), key=price)[1]
 
 
-def _product(
-    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
-) -> Read | None:
+def _matmul(
+    call: Call, tensors: list[Tensor], growths: Sequence[Growth], sizing: Sizing
+) -> CallPowers | None:
     """Read `[..., m, k] x [..., k, n]`: inner dimensions agree, and so do batch dimensions."""
-    at = _PRODUCTS.get(call.op, (0, 1))
-    left, right = call.tensor(at[0]), call.tensor(at[1])
+    factor_arguments = _MATMULS.get(call.op, (0, 1))
+    left, right = call.tensor(factor_arguments[0]), call.tensor(factor_arguments[1])
     if left is None or right is None or not left.shape or not right.shape:
         return None
-    place = _first_of(call)
-    first, second = place[at[0]], place[at[1]]
-    inner = -1 if call.op == "linear" or len(right.shape) == 1 else -2
+    first_tensors = _first_tensor_indices(call)
+    first, second = first_tensors[factor_arguments[0]], first_tensors[factor_arguments[1]]
+    inner_axis = -1 if call.op == "linear" or len(right.shape) == 1 else -2
     best: tuple[float, Powers, Powers] | None = None
-    for (a, one), (b, two) in product(
-        _readings(left.shape, sizing, grows[first]), _readings(right.shape, sizing, grows[second])
+    for (left_cost, left_powers), (right_cost, right_powers) in product(
+        _readings(left.shape, sizing, growths[first]),
+        _readings(right.shape, sizing, growths[second]),
     ):
-        if one[-1] != two[inner]:
+        if left_powers[-1] != right_powers[inner_axis]:
             continue
-        outer = [*one[:-1], *(p for i, p in enumerate(two) if i - len(two) != inner)]
-        batches = zip(reversed(one[:-2]), reversed(two[:-2]), strict=False)
-        unlike = sum(x != y for x, y in batches) * _UNLIKE
-        doubled = sum(p[1] for p in outer) - sum(p[1] for p in two[:-2]) > 1
-        cost = a + b + unlike + _SQUARED_BATCH * doubled
+        outer = [
+            *left_powers[:-1],
+            *(power for i, power in enumerate(right_powers) if i - len(right_powers) != inner_axis),
+        ]
+        batches = zip(reversed(left_powers[:-2]), reversed(right_powers[:-2]), strict=False)
+        mismatch_cost = sum(x != y for x, y in batches) * _MISMATCH_COST
+        is_squared = (
+            sum(power[1] for power in outer) - sum(power[1] for power in right_powers[:-2]) > 1
+        )
+        cost = left_cost + right_cost + mismatch_cost + _SQUARED_BATCH_COST * is_squared
         if best is None or cost < best[0]:
-            best = cost, one, two
+            best = cost, left_powers, right_powers
     if best is None:
         return None
-    _, one, two = best
-    columns = two[-1:] if inner == -2 else two[:-1] if call.op == "linear" else ()
-    batch = one[:-2] if len(one) >= len(two) else two[:-2]
-    rows = one[:-1] if call.op == "linear" else (*batch, *one[-2:-1])
+    _, left_powers, right_powers = best
+    columns = (
+        right_powers[-1:] if inner_axis == -2 else right_powers[:-1] if call.op == "linear" else ()
+    )
+    batch = left_powers[:-2] if len(left_powers) >= len(right_powers) else right_powers[:-2]
+    rows = left_powers[:-1] if call.op == "linear" else (*batch, *left_powers[-2:-1])
     out = (*rows, *columns)
     powers: list[Powers] = []
     for index, tensor in enumerate(tensors):
-        known = {first: one, second: two}.get(index)
-        powers.append(known or _aligned(tensor.shape, out, sizing, grows[index]))
-    results = [out if len(t.shape) == len(out) else likeliest(t.shape, sizing, total(out))
-               for t in flat(call.outputs)]  # fmt: skip
-    return Read(tuple(powers), tuple(results), ruled=True)
+        known = {first: left_powers, second: right_powers}.get(index)
+        powers.append(known or _addend_reading(tensor.shape, out, sizing, growths[index]))
+    results = [out if len(tensor.shape) == len(out) else cheapest_reading(tensor.shape, sizing, total(out))
+               for tensor in flatten(call.outputs)]  # fmt: skip
+    return CallPowers(tuple(powers), tuple(results), ruled=True)
 
 
-def _grouped(
-    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
-) -> Read | None:
+def _grouped_matmul(
+    call: Call, tensors: list[Tensor], growths: Sequence[Growth], sizing: Sizing
+) -> CallPowers | None:
     """Read `[rows, k] x [experts, k, n]`, or of a weight's gradient `[k, rows] x [rows, n]`.
 
     Rows are tokens. All other dimensions belong to weights, as do scales and row offsets.
     """
     ranks = tuple(len(tensor.shape) for tensor in tensors[:2])
-    at = _ROWS.get(ranks)
-    if at is None:
+    row_axes = _ROW_AXES.get(ranks)
+    if row_axes is None:
         return None
-    rows = [(place, axis) for place, axis in enumerate(at) if axis is not None]
-    told = [grows[place] for place, _ in rows]
-    place, axis = rows[0]
-    size = tensors[place].shape[axis]
+    rows = [(operand, axis) for operand, axis in enumerate(row_axes) if axis is not None]
+    row_growths = [growths[operand] for operand, _ in rows]
+    operand, axis = rows[0]
+    size = tensors[operand].shape[axis]
     power = (
-        next((one for one in told if one is not None), None) or likeliest((size,), sizing, None)[0]
+        next((growth for growth in row_growths if growth is not None), None)
+        or cheapest_reading((size,), sizing, None)[0]
     )
-    axes = [*at, *(None for _ in tensors[2:])]
+    axes = [*row_axes, *(None for _ in tensors[2:])]
     inputs = tuple(
-        tuple(power if axis == own else CONSTANT for axis in range(len(tensor.shape)))
-        for tensor, own in zip(tensors, axes, strict=True)
+        tuple(power if axis == row_axis else CONSTANT for axis in range(len(tensor.shape)))
+        for tensor, row_axis in zip(tensors, axes, strict=True)
     )
-    grown = _RESULT_ROWS.get(ranks)
+    result_axis = _RESULT_ROW_AXIS.get(ranks)
     results = tuple(
-        tuple(power if axis == grown else CONSTANT for axis in range(len(one.shape)))
-        for one in flat(call.outputs)
+        tuple(power if axis == result_axis else CONSTANT for axis in range(len(growth.shape)))
+        for growth in flatten(call.outputs)
     )
-    return Read(inputs, results, ruled=True)
+    return CallPowers(inputs, results, ruled=True)
 
 
-def _together(
-    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
+def _inputs_powers(
+    call: Call, tensors: list[Tensor], growths: Sequence[Growth], sizing: Sizing
 ) -> list[Powers]:
     """Read the inputs; broadcast operands must agree on shared dimensions."""
     if not tensors:
         return []
     if op_class(f"aten::{call.op}") not in BROADCASTS or len(tensors) == 1 or _is_list(call):
-        return [likeliest(t.shape, sizing, g) for t, g in zip(tensors, grows, strict=True)]
-    told = [index for index, growth in enumerate(grows) if growth is not None]
+        return [
+            cheapest_reading(tensor.shape, sizing, growth)
+            for tensor, growth in zip(tensors, growths, strict=True)
+        ]
+    known = [index for index, growth in enumerate(growths) if growth is not None]
     main = max(
-        told or range(len(tensors)), key=lambda i: (len(tensors[i].shape), numel(tensors[i].shape))
+        known or range(len(tensors)),
+        key=lambda index: (len(tensors[index].shape), numel(tensors[index].shape)),
     )
     best: tuple[float, list[Powers]] | None = None
-    for price_of_main, own in _readings(tensors[main].shape, sizing, grows[main]):
+    for main_cost, main_powers in _readings(tensors[main].shape, sizing, growths[main]):
         chosen: list[Powers] = []
-        cost = price_of_main
+        cost = main_cost
         for index, tensor in enumerate(tensors):
             if index == main:
-                chosen.append(own)
+                chosen.append(main_powers)
                 continue
             options = [
-                (price + _UNLIKE * _clashes(tensor.shape, powers, tensors[main].shape, own), powers)
-                for price, powers in _readings(tensor.shape, sizing, grows[index])
+                (
+                    option_cost
+                    + _MISMATCH_COST
+                    * _mismatches(tensor.shape, powers, tensors[main].shape, main_powers),
+                    powers,
+                )
+                for option_cost, powers in _readings(tensor.shape, sizing, growths[index])
             ]
-            price, powers = min(options, key=lambda one: one[0])
+            option_cost, powers = min(options, key=lambda option: option[0])
             chosen.append(powers)
-            cost += price
+            cost += option_cost
         if best is None or cost < best[0]:
             best = cost, chosen
     assert best is not None, "a tensor has at least one reading"
     return best[1]
 
 
-def _of_channels(tensor: Tensor, powers: Powers, grows: Growth, sizing: Sizing) -> Powers:
+def _constant_channels(tensor: Tensor, powers: Powers, growth: Growth, sizing: Sizing) -> Powers:
     """Return the reading of a convolution's operand [n, channels, ...] with constant channels."""
-    found = (one for _, one in _readings(tensor.shape, sizing, grows) if one[1:2] == (CONSTANT,))
-    return next(found, powers)
+    matches = (
+        reading
+        for _, reading in _readings(tensor.shape, sizing, growth)
+        if reading[1:2] == (CONSTANT,)
+    )
+    return next(matches, powers)
 
 
-def _readings(shape: Shape, sizing: Sizing, grows: Growth) -> tuple[tuple[float, Powers], ...]:
-    return readings(shape, sizing, grows) or readings(shape, sizing, None)
+def _readings(shape: Shape, sizing: Sizing, growth: Growth) -> tuple[tuple[float, Powers], ...]:
+    return readings(shape, sizing, growth) or readings(shape, sizing, None)
 
 
-def _clashes(shape: Shape, powers: Powers, other: Shape, theirs: Powers) -> float:
+def _mismatches(shape: Shape, powers: Powers, other: Shape, other_powers: Powers) -> float:
     """Return the number of equal dimensions of two broadcast tensors that grow differently.
 
     A dimension of size 1 may broadcast, so it counts as 0.001.
     """
     pairs = zip(reversed(tuple(zip(shape, powers, strict=True))),
-                reversed(tuple(zip(other, theirs, strict=True))), strict=False)  # fmt: skip
+                reversed(tuple(zip(other, other_powers, strict=True))), strict=False)  # fmt: skip
     return sum((1 if a > 1 else 1e-3) for (a, x), (b, y) in pairs if a == b and x != y)
 
 
-def _aligned(shape: Shape, out: Powers, sizing: Sizing, grows: Growth) -> Powers:
+def _addend_reading(shape: Shape, out: Powers, sizing: Sizing, growth: Growth) -> Powers:
     """Return the reading of an addend of a product: a bias or a full matrix."""
-    want = out[len(out) - len(shape) :]
-    options = _readings(shape, sizing, grows)
-    return min(options, key=lambda one: sum(a != b for a, b in zip(one[1], want, strict=False)))[1]
+    expected = out[len(out) - len(shape) :]
+    options = _readings(shape, sizing, growth)
+    return min(
+        options, key=lambda option: sum(a != b for a, b in zip(option[1], expected, strict=False))
+    )[1]
 
 
 def _is_list(call: Call) -> bool:
     return any(operand is not None and len(operand) > 1 for operand in call.inputs)
 
 
-def _first_of(call: Call) -> list[int]:
+def _first_tensor_indices(call: Call) -> list[int]:
     """Return the index of each argument's first tensor in the flattened list."""
-    places, count = list[int](), 0
+    indices, count = list[int](), 0
     for operand in call.inputs:
-        places.append(count)
+        indices.append(count)
         count += len(operand or ())
-    return places
+    return indices

@@ -16,11 +16,11 @@ from onerank.annotate.passes.resize.operand_growth import (
     BROADCASTS,
     MASKS,
     NEED_VALUES,
+    CallPowers,
     Growth,
-    Read,
-    likeliest,
-    part,
-    read,
+    cheapest_reading,
+    infer_powers,
+    view_reading,
 )
 from onerank.annotate.passes.resize.size_change import (
     BATCH,
@@ -31,13 +31,13 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
     total,
 )
-from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, Place
+from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, TensorLocation
 
-_FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
+_WRITES_OPERANDS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallSignature:
     """The form that many calls share.
 
     Attributes:
@@ -59,27 +59,27 @@ class Form:
     optimizer: bool
 
     @property
-    def fills(self) -> bool:
+    def writes_operands(self) -> bool:
         """Whether operands after the first are written to."""
-        return self.collective or self.call.op in _FILLS
+        return self.collective or self.call.op in _WRITES_OPERANDS
 
     @property
-    def parts_of_one(self) -> bool:
+    def splits_one_tensor(self) -> bool:
         """Whether its tensors are parts of one, cut along a dimension."""
-        return self.communicates or self.fills
+        return self.communicates or self.writes_operands
 
 
 class CallInstance(NamedTuple):
     """One call: its node and form, the locations of its tensors, and its other arguments."""
 
     node: int
-    form: Form
-    places: tuple[Place | None, ...]
-    results: tuple[Place | None, ...]
+    signature: CallSignature
+    input_locations: tuple[TensorLocation | None, ...]
+    result_locations: tuple[TensorLocation | None, ...]
     values: tuple[Any, ...]
 
 
-class StorageState(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor of a call: its place among the inputs or the results."""
 
     node: int
@@ -100,11 +100,11 @@ class Storage:
         waiting: calls that need its growth.
     """
 
-    grows: Growth
+    growth: Growth
     elements: int
     tensor: int
     written: bool
-    waiting: tuple[StorageState, ...] = ()
+    waiting: tuple[TensorRef, ...] = ()
 
 
 Storages = dict[int, Storage]
@@ -112,19 +112,19 @@ Storages = dict[int, Storage]
 """State of each storage by its id."""
 
 
-def is_as_made(storages: Storages, at: Place, tensor: Tensor) -> bool:
+def covers_storage(storages: Storages, location: TensorLocation, tensor: Tensor) -> bool:
     """Return whether a tensor is the one that created its storage."""
-    storage = storages.get(at.storage)
+    storage = storages.get(location.storage)
     if storage is None:
         return False
-    return storage.elements == numel(tensor.shape) and storage.tensor == at.tensor
+    return storage.elements == numel(tensor.shape) and storage.tensor == location.tensor
 
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 
-_PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+_INDEXED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_"})
 
-_INDEXES = _PUTS | {"index"}
+_INDEXED_OPS = _INDEXED_WRITES | {"index"}
 
 
 class InputGrowth(NamedTuple):
@@ -135,112 +135,148 @@ class InputGrowth(NamedTuple):
         overwritten: indices of inputs whose storage the call overwrites.
     """
 
-    grows: tuple[Growth, ...]
+    growths: tuple[Growth, ...]
     overwritten: tuple[int, ...]
 
 
-def input_growth(met: CallInstance, storages: Storages, sizing: Sizing) -> InputGrowth:
+def input_growth(instance: CallInstance, storages: Storages, sizing: Sizing) -> InputGrowth:
     """Return the growth of a call's inputs; unknown for inputs that it writes to."""
-    form, call, places = met.form, met.form.call, met.places
-    lie_in = {at.storage for at in places if at is not None}
-    known = {one: storages[one] for one in lie_in if one in storages}
-    grows: list[Growth] = []
+    signature, call, locations = (
+        instance.signature,
+        instance.signature.call,
+        instance.input_locations,
+    )
+    storage_ids = {location.storage for location in locations if location is not None}
+    known = {
+        storage_id: storages[storage_id] for storage_id in storage_ids if storage_id in storages
+    }
+    growths: list[Growth] = []
     overwritten: list[int] = []
-    for position, (tensor, at) in enumerate(zip(form.inputs, places, strict=True)):
-        if not _is_written_to(met, position):
-            grows.append(_grows(tensor, at, known, sizing, communicates=form.communicates))
+    for position, (tensor, location) in enumerate(zip(signature.inputs, locations, strict=True)):
+        if not _is_written_to(instance, position):
+            growths.append(
+                _input_growth_of(
+                    tensor, location, known, sizing, communicates=signature.communicates
+                )
+            )
             continue
-        grows.append(None)
-        if at is None or at.storage not in known:
+        growths.append(None)
+        if location is None or location.storage not in known:
             continue
-        kept = is_as_made(known, at, tensor) and not _taken_for_a_parameter(known[at.storage])
-        if not (kept or _writes_a_part(call, places, known)):
-            del known[at.storage]
+        is_kept = covers_storage(known, location, tensor) and not _is_assumed_parameter(
+            known[location.storage]
+        )
+        if not (is_kept or _writes_part(call, locations, known)):
+            del known[location.storage]
             overwritten.append(position)
-    if form.parts_of_one:
-        told = next((growth for growth in grows if growth is not None), None)
-        grows = [told if growth is None else growth for growth in grows]
-    unwritten = [at is not None and at.storage not in known for at in places]
-    if call.op in _INDEXES:
-        grows = _alike_indices(call, grows)
-        if call.op in _PUTS and unwritten[0] and form.inputs[0].shape == form.inputs[-1].shape:
-            grows[0] = grows[-1]  # the values replace the whole tensor
+    if signature.splits_one_tensor:
+        known_growth = next((growth for growth in growths if growth is not None), None)
+        growths = [known_growth if growth is None else growth for growth in growths]
+    unwritten = [location is not None and location.storage not in known for location in locations]
+    if call.op in _INDEXED_OPS:
+        growths = _growth_of_indices(call, growths)
+        if (
+            call.op in _INDEXED_WRITES
+            and unwritten[0]
+            and signature.inputs[0].shape == signature.inputs[-1].shape
+        ):
+            growths[0] = growths[-1]  # the values replace the whole tensor
     elif op_class(f"aten::{call.op}") in BROADCASTS or call.op == "convolution_backward":
-        grows = _beside(form.inputs, grows, unwritten)
-        grows = _of_tables(met, grows, known, sizing)
+        growths = _growth_of_unrecorded_copies(signature.inputs, growths, unwritten)
+        growths = _growth_of_table_slices(instance, growths, known, sizing)
     elif call.op in BAGS:
-        grows = _of_bags(form.inputs, grows, sizing)
-    if form.optimizer:
-        grows = [CONSTANT] * len(grows)
-    return InputGrowth(tuple(grows), tuple(overwritten))
+        growths = _growth_of_bags(signature.inputs, growths, sizing)
+    if signature.optimizer:
+        growths = [CONSTANT] * len(growths)
+    return InputGrowth(tuple(growths), tuple(overwritten))
 
 
-def _is_written_to(met: CallInstance, position: int) -> bool:
+def _is_written_to(instance: CallInstance, position: int) -> bool:
     """Return whether a call writes to an input: the first, later ones, or a final `out=`."""
-    op, places = met.form.call.op, met.places
+    op, locations = instance.signature.call.op, instance.input_locations
     if position == 0:
         return op in OVERWRITES
-    if met.form.fills:
+    if instance.signature.writes_operands:
         return True
-    at, last = places[position], position == len(places) - 1
-    return last and not op.endswith("_") and at in met.results and at not in places[:-1]
+    location, is_last = locations[position], position == len(locations) - 1
+    return (
+        is_last
+        and not op.endswith("_")
+        and location in instance.result_locations
+        and location not in locations[:-1]
+    )
 
 
-def _writes_a_part(call: Call, places: Sequence[Place | None], storages: Storages) -> bool:
+def _writes_part(
+    call: Call, locations: Sequence[TensorLocation | None], storages: Storages
+) -> bool:
     """Return whether a copy writes only a part of existing memory."""
-    at = places[0]
-    if call.op != "copy_" or at is None:
+    location = locations[0]
+    if call.op != "copy_" or location is None:
         return False
-    storage = storages.get(at.storage)
-    unknown = storage is not None and storage.grows is None
-    itself = any(one is not None and one.storage == at.storage for one in places[1:])
-    return unknown or itself or at.offset > 0
+    storage = storages.get(location.storage)
+    is_unknown = storage is not None and storage.growth is None
+    copies_itself = any(
+        source is not None and source.storage == location.storage for source in locations[1:]
+    )
+    return is_unknown or copies_itself or location.offset > 0
 
 
-def _taken_for_a_parameter(storage: Storage) -> bool:
+def _is_assumed_parameter(storage: Storage) -> bool:
     """Return whether it was never written, and therefore assumed not to grow."""
-    return not storage.written and storage.grows == CONSTANT
+    return not storage.written and storage.growth == CONSTANT
 
 
-def _grows(
-    tensor: Tensor, at: Place | None, storages: Storages, sizing: Sizing, *, communicates: bool
+def _input_growth_of(
+    tensor: Tensor,
+    location: TensorLocation | None,
+    storages: Storages,
+    sizing: Sizing,
+    *,
+    communicates: bool,
 ) -> Growth:
     """Return the growth of an input; for an unwritten one, the growth that its shape implies."""
-    storage = storages.get(at.storage) if at is not None else None
+    storage = storages.get(location.storage) if location is not None else None
     if storage is not None:
-        if storage.grows is None or numel(tensor.shape) == storage.elements:
-            return storage.grows
-        return _part(tensor, storage, storage.grows, sizing)
-    if communicates and at is not None:
+        if storage.growth is None or numel(tensor.shape) == storage.elements:
+            return storage.growth
+        return _view_growth(tensor, storage, storage.growth, sizing)
+    if communicates and location is not None:
         return None
-    powers = likeliest(tensor.shape, sizing, None)
+    powers = cheapest_reading(tensor.shape, sizing, None)
     if tensor.dtype in _INTEGERS:
         return total(powers)
-    return None if at is None else _as_activations(powers)
+    return None if location is None else _growth_of_unwritten(powers)
 
 
-def _part(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
+def _view_growth(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
     """Return the growth of a view with more or fewer elements than its storage."""
-    powers = part(tensor.shape, sizing, whole)
-    grows = total(powers)
+    powers = view_reading(tensor.shape, sizing, whole)
+    growth = total(powers)
     if numel(tensor.shape) > storage.elements:  # an expanded constant grows like the other operands
-        return _expanded(tensor, storage, whole, sizing) or grows if whole != CONSTANT else None
+        return (
+            _growth_of_expanded(tensor, storage, whole, sizing) or growth
+            if whole != CONSTANT
+            else None
+        )
     if tensor.dtype in _INTEGERS and not (storage.written and whole == CONSTANT):
-        return grows
+        return growth
     if whole == CONSTANT:
-        return _as_activations(powers)
-    return min(grows[0], whole[0]), min(grows[1], whole[1])
+        return _growth_of_unwritten(powers)
+    return min(growth[0], whole[0]), min(growth[1], whole[1])
 
 
-def _expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
+def _growth_of_expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
     """Return the growth of a storage that is repeated: at least that of the storage."""
     if numel(tensor.shape) % max(1, storage.elements):
         return None
-    grown = (total(powers) for _, powers in readings(tensor.shape, sizing, None))
-    return next((one for one in grown if one[0] >= whole[0] and one[1] >= whole[1]), None)
+    growths = (total(powers) for _, powers in readings(tensor.shape, sizing, None))
+    return next(
+        (growth for growth in growths if growth[0] >= whole[0] and growth[1] >= whole[1]), None
+    )
 
 
-def _as_activations(powers: Powers) -> Power:
+def _growth_of_unwritten(powers: Powers) -> Power:
     """Return the growth of a tensor that no call wrote: none for a parameter.
 
     A tensor in the shape of activations, [batch, sequence, ...] or [sequence, batch, ...],
@@ -249,7 +285,9 @@ def _as_activations(powers: Powers) -> Power:
     return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
 
 
-def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool]) -> list[Growth]:
+def _growth_of_unrecorded_copies(
+    tensors: Sequence[Tensor], growths: list[Growth], unwritten: list[bool]
+) -> list[Growth]:
     """Return the growth of operands; unknown for an unwritten matrix that may be an activation.
 
     Such a matrix is no parameter, but a copy that the capture did not record, so the other operands
@@ -257,61 +295,70 @@ def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool
     """
     rows = {
         (len(tensor.shape), tensor.shape[0])
-        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
-        if not unknown and growth not in (None, CONSTANT) and len(tensor.shape) > 1
+        for tensor, growth, is_unwritten in zip(tensors, growths, unwritten, strict=True)
+        if not is_unwritten and growth not in (None, CONSTANT) and len(tensor.shape) > 1
     }
     return [
-        None if unknown and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
-        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
+        None if is_unwritten and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
+        for tensor, growth, is_unwritten in zip(tensors, growths, unwritten, strict=True)
     ]
 
 
-def _of_tables(
-    met: CallInstance, grows: list[Growth], storages: Storages, sizing: Sizing
+def _growth_of_table_slices(
+    instance: CallInstance, growths: list[Growth], storages: Storages, sizing: Sizing
 ) -> list[Growth]:
     """Return the growth of operands; unknown for a slice of a table with the sequence length.
 
     Slopes or angles of positions are in a buffer for the longest sequence. The buffer is constant,
     but its slice grows.
     """
-    if all(growth in (None, CONSTANT) for growth in grows):
-        return grows
-    made = list(grows)
-    for place, (tensor, at) in enumerate(zip(met.form.inputs, met.places, strict=True)):
-        storage = storages.get(at.storage) if at is not None else None
-        if storage is None or grows[place] != CONSTANT or storage.grows != CONSTANT:
+    if all(growth in (None, CONSTANT) for growth in growths):
+        return growths
+    slice_growths = list(growths)
+    for index, (tensor, location) in enumerate(
+        zip(instance.signature.inputs, instance.input_locations, strict=True)
+    ):
+        storage = storages.get(location.storage) if location is not None else None
+        if storage is None or growths[index] != CONSTANT or storage.growth != CONSTANT:
             continue
-        part_of_it = 1 < numel(tensor.shape) < storage.elements
-        if part_of_it and any(size in sizing.lengths for size in tensor.shape):
-            made[place] = None
-    return made
+        is_slice = 1 < numel(tensor.shape) < storage.elements
+        if is_slice and any(size in sizing.lengths for size in tensor.shape):
+            slice_growths[index] = None
+    return slice_growths
 
 
-def _of_bags(tensors: Sequence[Tensor], grows: list[Growth], sizing: Sizing) -> list[Growth]:
+def _growth_of_bags(
+    tensors: Sequence[Tensor], growths: list[Growth], sizing: Sizing
+) -> list[Growth]:
     """Return the growth of table, indices and bag offsets; all bags have equally many indices."""
     if len(tensors) < 3 or numel(tensors[1].shape) % max(1, numel(tensors[2].shape)):
-        return grows
-    bags = grows[2]
-    if bags is None:
-        bags = total(likeliest(tensors[2].shape, sizing, None))
-    return [grows[0], *(bags for _ in grows[1:])]
+        return growths
+    bag_growth = growths[2]
+    if bag_growth is None:
+        bag_growth = total(cheapest_reading(tensors[2].shape, sizing, None))
+    return [growths[0], *(bag_growth for _ in growths[1:])]
 
 
-def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
+def _growth_of_indices(call: Call, growths: list[Growth]) -> list[Growth]:
     """Return the growth of the inputs of an indexing; indices of one shape grow equally."""
     indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
     first = len(call.inputs[0] or ()) if call.inputs else 0
-    made = list(grows)
-    for place, one in enumerate(indices, first):
-        if made[place] is None:
-            others = zip(indices, grows[first:], strict=False)
-            made[place] = next(
-                (g for t, g in others if g is not None and t.shape == one.shape), None
+    input_growths = list(growths)
+    for position, index in enumerate(indices, first):
+        if input_growths[position] is None:
+            index_growths = zip(indices, growths[first:], strict=False)
+            input_growths[position] = next(
+                (
+                    growth
+                    for other, growth in index_growths
+                    if growth is not None and other.shape == index.shape
+                ),
+                None,
             )
-    return made
+    return input_growths
 
 
-_CREATES = frozenset(
+_UNINITIALISED = frozenset(
     "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
     "new_empty_strided resize_ randn rand randint arange range linspace".split()
 )
@@ -329,16 +376,16 @@ class Propagated(NamedTuple):
     ruled: bool
 
 
-class _Effect(NamedTuple):
+class _StorageEffect(NamedTuple):
     """An effect of a call on the storage of the tensor at `slot`; inputs precede results."""
 
     does: Literal["forget", "make", "define", "wait"]
     slot: int
-    grows: Growth = None
+    growth: Growth = None
     elements: int = 0
 
 
-class Walk:
+class Propagator:
     """Follows storages from call to call.
 
     Attributes:
@@ -353,199 +400,268 @@ class Walk:
     def __init__(self, sizing: Sizing) -> None:
         self.inputs = dict[int, tuple[Powers, ...]]()
         self.outputs = dict[int, tuple[Powers, ...]]()
-        self.unruled = dict[str, int]()
-        self.told_before: Callable[[int], Sides] | None = None
+        self.inferred_from_sizes = dict[str, int]()
+        self.earlier_powers: Callable[[int], Sides] | None = None
         self._sizing = sizing
         self.storages = Storages()
-        self._reads = dict[tuple[Any, ...], Read]()
-        self._known = dict[tuple[Any, ...], tuple[Propagated, tuple[_Effect, ...]]]()
-        self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
-        self._effects = list[_Effect]()
+        self._powers_by_key = dict[tuple[Any, ...], CallPowers]()
+        self._known = dict[tuple[Any, ...], tuple[Propagated, tuple[_StorageEffect, ...]]]()
+        self._updated_powers = dict[
+            tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]
+        ]()
+        self._effects = list[_StorageEffect]()
 
-    def visit(self, met: CallInstance) -> None:
+    def visit(self, instance: CallInstance) -> None:
         """Propagate growth through a call."""
-        key = self._key(met)
+        key = self._key(instance)
         known = self._known.get(key)
         if known is None:
-            self._effects = list[_Effect]()
-            ruled = self._read_anew(met)
-            told = Propagated(self.inputs[met.node], self.outputs[met.node], ruled)
-            self._known[key] = told, tuple(self._effects)
+            self._effects = list[_StorageEffect]()
+            ruled = self._analyse(instance)
+            powers = Propagated(self.inputs[instance.node], self.outputs[instance.node], ruled)
+            self._known[key] = powers, tuple(self._effects)
         else:
-            told, effects = known
-            self.inputs[met.node], self.outputs[met.node] = told.inputs, told.outputs
+            powers, effects = known
+            self.inputs[instance.node], self.outputs[instance.node] = powers.inputs, powers.outputs
             for effect in effects:
-                self._do(met, effect)
-        if not told.ruled:
-            op = met.form.call.op
-            self.unruled[op] = self.unruled.get(op, 0) + 1
+                self._apply(instance, effect)
+        if not powers.ruled:
+            op = instance.signature.call.op
+            self.inferred_from_sizes[op] = self.inferred_from_sizes.get(op, 0) + 1
 
-    def _key(self, met: CallInstance) -> tuple[Any, ...]:
+    def _key(self, instance: CallInstance) -> tuple[Any, ...]:
         """Return a key of everything that determines the growth of a call's tensors."""
-        parts: list[Any] = [met.form.number, met.values]
-        same, held = dict[Place, int](), dict[int, int]()
-        known = self.storages.get
-        for at in (*met.places, *met.results):
-            if at is None:
+        parts: list[Any] = [instance.signature.number, instance.values]
+        location_numbers, storage_numbers = dict[TensorLocation, int](), dict[int, int]()
+        storage_of = self.storages.get
+        for location in (*instance.input_locations, *instance.result_locations):
+            if location is None:
                 parts.append(None)
                 continue
-            tensor, block, offset = at
+            tensor_id, storage_id, offset = location
             parts += (
-                same.setdefault(at, len(same)),
-                held.setdefault(block, len(held)),
+                location_numbers.setdefault(location, len(location_numbers)),
+                storage_numbers.setdefault(storage_id, len(storage_numbers)),
                 offset > 0,
             )
-            if (storage := known(block)) is not None:
-                parts += storage.grows, storage.elements, storage.tensor == tensor, storage.written
+            if (storage := storage_of(storage_id)) is not None:
+                parts += (
+                    storage.growth,
+                    storage.elements,
+                    storage.tensor == tensor_id,
+                    storage.written,
+                )
         return tuple(parts)
 
-    def _do(self, met: CallInstance, effect: _Effect) -> None:
+    def _apply(self, instance: CallInstance, effect: _StorageEffect) -> None:
         """Apply an effect of a call to a storage."""
-        inputs = len(met.places)
-        at = met.places[effect.slot] if effect.slot < inputs else met.results[effect.slot - inputs]
-        assert at is not None, "only located tensors have a storage"
+        input_count = len(instance.input_locations)
+        location = (
+            instance.input_locations[effect.slot]
+            if effect.slot < input_count
+            else instance.result_locations[effect.slot - input_count]
+        )
+        assert location is not None, "only located tensors have a storage"
         if effect.does == "forget":
-            del self.storages[at.storage]
+            del self.storages[location.storage]
         elif effect.does == "make":
-            written = effect.slot >= inputs or met.form.communicates
-            self.storages[at.storage] = Storage(effect.grows, effect.elements, at.tensor, written)
+            written = effect.slot >= input_count or instance.signature.communicates
+            self.storages[location.storage] = Storage(
+                effect.growth, effect.elements, location.tensor, written
+            )
         elif effect.does == "define":
-            assert effect.grows is not None, "a definition has a growth"
-            self.define(self.storages[at.storage], effect.grows)
+            assert effect.growth is not None, "a definition has a growth"
+            self.define(self.storages[location.storage], effect.growth)
         else:
-            self.storages[at.storage].waiting += (_seen(met, effect.slot),)
+            self.storages[location.storage].waiting += (_tensor_ref(instance, effect.slot),)
 
-    def _did(self, met: CallInstance, effect: _Effect) -> None:
+    def _record_effect(self, instance: CallInstance, effect: _StorageEffect) -> None:
         """Record an effect for equal calls, and apply it."""
         self._effects.append(effect)
-        self._do(met, effect)
+        self._apply(instance, effect)
 
-    def _read_anew(self, met: CallInstance) -> bool:
+    def _analyse(self, instance: CallInstance) -> bool:
         """Analyse a call; return whether more than sizes determines its results."""
-        form = met.form
-        grows, overwritten = input_growth(met, self.storages, self._sizing)
+        signature = instance.signature
+        growths, overwritten = input_growth(instance, self.storages, self._sizing)
         for position in overwritten:
-            self._did(met, _Effect("forget", position))
-        made = self._read(form, met.values, grows)
-        inputs, outputs = made.inputs, made.outputs
-        if form.parts_of_one and inputs:
-            tensors = zip(form.inputs, inputs, strict=True)
-            alike = min(tensors, key=lambda one: one[0].numel)[1]  # the shard has plain sizes
-            inputs = tuple(alike if len(alike) == len(powers) else powers for powers in inputs)
-        if form.optimizer:
-            outputs = tuple((CONSTANT,) * len(t.shape) for t in form.outputs)
-        self.inputs[met.node], self.outputs[met.node] = inputs, outputs
-        self._write(met, grows)
-        return form.optimizer or made.ruled or _is_told(met)
+            self._record_effect(instance, _StorageEffect("forget", position))
+        powers = self._powers(signature, instance.values, growths)
+        inputs, outputs = powers.inputs, powers.outputs
+        if signature.splits_one_tensor and inputs:
+            tensors = zip(signature.inputs, inputs, strict=True)
+            shard_powers = min(tensors, key=lambda pair: pair[0].numel)[
+                1
+            ]  # the shard has plain sizes
+            inputs = tuple(
+                shard_powers if len(shard_powers) == len(dimension_powers) else dimension_powers
+                for dimension_powers in inputs
+            )
+        if signature.optimizer:
+            outputs = tuple((CONSTANT,) * len(t.shape) for t in signature.outputs)
+        self.inputs[instance.node], self.outputs[instance.node] = inputs, outputs
+        self._write(instance, growths)
+        return signature.optimizer or powers.ruled or _is_determined_elsewhere(instance)
 
-    def _read(self, form: Form, values: tuple[Any, ...], grows: tuple[Growth, ...]) -> Read:
-        key = form.number, values, grows
-        if key not in self._reads:
-            call = replace(form.call, values=tuple(map(_listed, values))) if values else form.call
-            self._reads[key] = read(call, grows, self._sizing)
-        return self._reads[key]
+    def _powers(
+        self, signature: CallSignature, values: tuple[Any, ...], growths: tuple[Growth, ...]
+    ) -> CallPowers:
+        key = signature.number, values, growths
+        if key not in self._powers_by_key:
+            call = (
+                replace(signature.call, values=tuple(map(_tuples_as_lists, values)))
+                if values
+                else signature.call
+            )
+            self._powers_by_key[key] = infer_powers(call, growths, self._sizing)
+        return self._powers_by_key[key]
 
-    def _write(self, met: CallInstance, grows: Sequence[Growth]) -> None:
+    def _write(self, instance: CallInstance, growths: Sequence[Growth]) -> None:
         """Record the call's results, and the growth of inputs that it is the first to determine."""
-        form, op = met.form, met.form.call.op
-        others = [g for t, g in zip(form.inputs, grows, strict=True) if t.shape]
-        in_place = op.endswith("_") and op not in MASKS and bool(others)
-        untold = op in _CREATES or (op in OVERWRITES and op != "copy_")
-        untold |= in_place and all(one is None for one in others)
-        taken = {at.storage for at in met.places if at is not None}
-        first = len(met.places)
-        for position, (tensor, at) in enumerate(zip(form.outputs, met.results, strict=True)):
-            if at is None:
+        signature, op = instance.signature, instance.signature.call.op
+        known_or_none = [
+            growth for tensor, growth in zip(signature.inputs, growths, strict=True) if tensor.shape
+        ]
+        in_place = op.endswith("_") and op not in MASKS and bool(known_or_none)
+        is_unknown = op in _UNINITIALISED or (op in OVERWRITES and op != "copy_")
+        is_unknown |= in_place and all(growth is None for growth in known_or_none)
+        input_storages = {
+            location.storage for location in instance.input_locations if location is not None
+        }
+        input_count = len(instance.input_locations)
+        for position, (tensor, location) in enumerate(
+            zip(signature.outputs, instance.result_locations, strict=True)
+        ):
+            if location is None:
                 continue
-            if untold:
-                self._leave_untold(met, first + position, tensor, at, among=taken)
+            if is_unknown:
+                self._record_unknown_result(
+                    instance, input_count + position, tensor, location, among=input_storages
+                )
             else:
-                self._result(met, first + position, tensor, at, among=taken)
-        for position, (tensor, at) in enumerate(zip(form.inputs, met.places, strict=True)):
-            if at is None:
+                self._record_result(
+                    instance, input_count + position, tensor, location, among=input_storages
+                )
+        for position, (tensor, location) in enumerate(
+            zip(signature.inputs, instance.input_locations, strict=True)
+        ):
+            if location is None:
                 continue
-            storage = self.storages.get(at.storage)
-            grown = total(self.inputs[met.node][position])
+            storage = self.storages.get(location.storage)
+            tensor_growth = total(self.inputs[instance.node][position])
             if storage is None:
-                self._did(met, _Effect("make", position, grown, numel(tensor.shape)))
-            elif storage.grows is None and not untold:
-                self._did(met, _Effect("define", position, grown))
-            elif storage.grows is None:
-                self._did(met, _Effect("wait", position))
-            elif grows[position] is None:
-                self._tell(storage, _seen(met, position))
+                self._record_effect(
+                    instance, _StorageEffect("make", position, tensor_growth, numel(tensor.shape))
+                )
+            elif storage.growth is None and not is_unknown:
+                self._record_effect(instance, _StorageEffect("define", position, tensor_growth))
+            elif storage.growth is None:
+                self._record_effect(instance, _StorageEffect("wait", position))
+            elif growths[position] is None:
+                self._update_powers(storage, _tensor_ref(instance, position))
 
-    def _leave_untold(
-        self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
+    def _record_unknown_result(
+        self,
+        instance: CallInstance,
+        slot: int,
+        tensor: Tensor,
+        location: TensorLocation,
+        *,
+        input_storages: set[int],
     ) -> None:
         """Record a result of unknown growth: new memory, or memory filled with one value."""
-        storage = self.storages.get(at.storage)
-        if storage is None or not is_as_made(self.storages, at, tensor):
-            outputs, position = self.outputs[met.node], slot - len(met.places)
-            powers = likeliest(tensor.shape, self._sizing, None)
-            self.outputs[met.node] = (*outputs[:position], powers, *outputs[position + 1 :])
-            if storage is None or storage.grows is not None or at.storage not in among:
-                self._did(met, _Effect("make", slot, None, numel(tensor.shape)))
-                storage = self.storages[at.storage]
-        if storage.grows is None:
-            self._did(met, _Effect("wait", slot))
+        storage = self.storages.get(location.storage)
+        if storage is None or not covers_storage(self.storages, location, tensor):
+            outputs, position = self.outputs[instance.node], slot - len(instance.input_locations)
+            powers = cheapest_reading(tensor.shape, self._sizing, None)
+            self.outputs[instance.node] = (*outputs[:position], powers, *outputs[position + 1 :])
+            if (
+                storage is None
+                or storage.growth is not None
+                or location.storage not in input_storages
+            ):
+                self._record_effect(
+                    instance, _StorageEffect("make", slot, None, numel(tensor.shape))
+                )
+                storage = self.storages[location.storage]
+        if storage.growth is None:
+            self._record_effect(instance, _StorageEffect("wait", slot))
         else:
-            self._tell(storage, _seen(met, slot))
+            self._update_powers(storage, _tensor_ref(instance, slot))
 
-    def _result(
-        self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
+    def _record_result(
+        self,
+        instance: CallInstance,
+        slot: int,
+        tensor: Tensor,
+        location: TensorLocation,
+        *,
+        input_storages: set[int],
     ) -> None:
         """Record a result: new memory, a view, or an operand that was written to."""
-        grown = total(self.outputs[met.node][slot - len(met.places)])
-        storage = self.storages.get(at.storage)
-        if at.storage not in among or storage is None:
-            self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
-        elif storage.grows is None:
-            self._did(met, _Effect("define", slot, grown))
-        elif met.form.call.op not in NEED_VALUES:
-            self._tell(storage, _seen(met, slot))
-        elif storage.grows != grown:  # the operand of a reduction determines its result
-            self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
+        growth = total(self.outputs[instance.node][slot - len(instance.input_locations)])
+        storage = self.storages.get(location.storage)
+        if location.storage not in input_storages or storage is None:
+            self._record_effect(instance, _StorageEffect("make", slot, growth, numel(tensor.shape)))
+        elif storage.growth is None:
+            self._record_effect(instance, _StorageEffect("define", slot, growth))
+        elif instance.signature.call.op not in NEED_VALUES:
+            self._update_powers(storage, _tensor_ref(instance, slot))
+        elif storage.growth != growth:  # the operand of a reduction determines its result
+            self._record_effect(instance, _StorageEffect("make", slot, growth, numel(tensor.shape)))
 
-    def _tell(self, storage: Storage, seen: StorageState) -> None:
+    def _update_powers(self, storage: Storage, ref: TensorRef) -> None:
         """Update the powers of a tensor from its storage, if it covers the whole storage."""
-        assert storage.grows is not None, "the growth of the storage is known"
-        if seen.node not in self.inputs and self.told_before is not None:
-            self.inputs[seen.node], self.outputs[seen.node] = self.told_before(seen.node)
-        side = self.inputs if seen.is_input else self.outputs
-        powers = side[seen.node]
-        whole = numel(seen.tensor.shape) == storage.elements
-        if whole and total(powers[seen.position]) != storage.grows:
-            key = id(powers), seen.position, storage.grows
-            if key not in self._anew:  # kept beside what it replaces, whose id stays its own
-                known = likeliest(seen.tensor.shape, self._sizing, storage.grows)
-                made = (*powers[: seen.position], known, *powers[seen.position + 1 :])
-                self._anew[key] = powers, made
-            side[seen.node] = self._anew[key][1]
+        assert storage.growth is not None, "the growth of the storage is known"
+        if ref.node not in self.inputs and self.earlier_powers is not None:
+            self.inputs[ref.node], self.outputs[ref.node] = self.earlier_powers(ref.node)
+        side = self.inputs if ref.is_input else self.outputs
+        powers = side[ref.node]
+        covers_all = numel(ref.tensor.shape) == storage.elements
+        if covers_all and total(powers[ref.position]) != storage.growth:
+            key = id(powers), ref.position, storage.growth
+            if (
+                key not in self._updated_powers
+            ):  # kept beside what it replaces, whose id stays its own
+                tensor_powers = cheapest_reading(ref.tensor.shape, self._sizing, storage.growth)
+                updated = (*powers[: ref.position], tensor_powers, *powers[ref.position + 1 :])
+                self._updated_powers[key] = powers, updated
+            side[ref.node] = self._updated_powers[key][1]
 
-    def define(self, storage: Storage, grows: Power) -> None:
+    def define(self, storage: Storage, growth: Power) -> None:
         """Set the growth of a storage, and update the calls that used it before."""
-        storage.grows = grows
-        for seen in storage.waiting:
-            self._tell(storage, seen)
+        storage.growth = growth
+        for ref in storage.waiting:
+            self._update_powers(storage, ref)
         storage.waiting = ()
 
 
-def _seen(met: CallInstance, slot: int) -> StorageState:
-    inputs = len(met.places)
-    if slot < inputs:
-        return StorageState(met.node, True, slot, met.form.inputs[slot])
-    return StorageState(met.node, False, slot - inputs, met.form.outputs[slot - inputs])
+def _tensor_ref(instance: CallInstance, slot: int) -> TensorRef:
+    input_count = len(instance.input_locations)
+    if slot < input_count:
+        return TensorRef(instance.node, True, slot, instance.signature.inputs[slot])
+    return TensorRef(
+        instance.node, False, slot - input_count, instance.signature.outputs[slot - input_count]
+    )
 
 
-def _is_told(met: CallInstance) -> bool:
+def _is_determined_elsewhere(instance: CallInstance) -> bool:
     """Return whether results are views or uninitialised, so that other calls determine them."""
-    op = met.form.call.op
-    taken = {at.storage for at in met.places if at is not None}
-    views = all(at is not None and at.storage in taken for at in met.results)
-    return views or op in _CREATES or op_class(f"aten::{op}") is OpClass.NOTHING
+    op = instance.signature.call.op
+    input_storages = {
+        location.storage for location in instance.input_locations if location is not None
+    }
+    are_views = all(
+        location is not None and location.storage in input_storages
+        for location in instance.result_locations
+    )
+    return are_views or op in _UNINITIALISED or op_class(f"aten::{op}") is OpClass.NOTHING
 
 
-def _listed(value: Any) -> Any:
+def _tuples_as_lists(value: Any) -> Any:
     """Return a value as JSON represents it: lists for tuples in keys."""
-    return list(map(_listed, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
+    return (
+        list(map(_tuples_as_lists, cast("tuple[Any, ...]", value)))
+        if isinstance(value, tuple)
+        else value
+    )

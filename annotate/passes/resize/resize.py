@@ -12,7 +12,7 @@ from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Tensor, with_shapes
 from onerank.annotate.passes.resize.dimensions import Powers
-from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
+from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.resized_memory import resized_memory
 from onerank.annotate.passes.resize.size_change import (
     Change,
@@ -21,7 +21,7 @@ from onerank.annotate.passes.resize.size_change import (
     mismatch_notes,
     numel,
 )
-from onerank.annotate.passes.resize.tensor_growth import Growths, Operands, growths
+from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth, step_growth
 from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Phase, StringTable
 from onerank.ir.errors import AnnotateError
@@ -69,8 +69,8 @@ class Resize:
             AnnotateError: the sizes cannot be inferred or followed, do not divide, or change
                 nothing.
         """
-        sizing = sizing_of(graph, self.seq, self.batch)
-        growth = growths(graph, sizing)
+        sizing = infer_sizing(graph, self.seq, self.batch)
+        growth = step_growth(graph, sizing)
         changed = growth.spread(
             [_is_changed(operands, sizing) for operands in growth.operands], False
         )
@@ -120,7 +120,7 @@ def _is_changed(operands: Operands, sizing: Sizing) -> bool:
 
 
 def _shapes(
-    graph: Graph, growth: Growths, changed: Mask, sizing: Sizing, strings: StringTable
+    graph: Graph, growth: StepGrowth, changed: Mask, sizing: Sizing, strings: StringTable
 ) -> Columns:
     nodes, rows = graph.nodes, np.flatnonzero(changed)
     columns: Columns = {}
@@ -140,7 +140,7 @@ def _shapes(
 
 
 def _values(
-    graph: Graph, growth: Growths, changed: Mask, sizing: Sizing, strings: StringTable
+    graph: Graph, growth: StepGrowth, changed: Mask, sizing: Sizing, strings: StringTable
 ) -> npt.NDArray[np.int32]:
     """Return argument values with new sequence lengths for attention, int32 codes.
 
@@ -173,7 +173,7 @@ def _values(
     return column
 
 
-def _communication(graph: Graph, growth: Growths, changed: Mask, sizing: Sizing) -> Columns:
+def _communication(graph: Graph, growth: StepGrowth, changed: Mask, sizing: Sizing) -> Columns:
     """Return communication bytes, and durations of timed communication, scaled by its elements."""
     ratios = growth.spread([_ratio(operands, sizing) for operands in growth.operands], 1.0)
     columns: Columns = {}
@@ -191,7 +191,7 @@ def _ratio(operands: Operands, sizing: Sizing) -> float:
     return sum(map(numel, new_shapes(pairs, sizing))) / before if before else 1.0
 
 
-def _unresized_note(graph: Graph, growth: Growths) -> tuple[str, ...]:
+def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
     """Return a note if kernels have no recorded operands."""
     compute = np.flatnonzero(compute_mask(graph) & (graph.nodes.phase != Phase.OPTIMIZER))
     unresized = compute[growth.of[compute] < 0]
@@ -204,7 +204,7 @@ def _unresized_note(graph: Graph, growth: Growths) -> tuple[str, ...]:
     )
 
 
-def _note(growth: Growths, changed: Mask, sizing: Sizing) -> str:
+def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> str:
     seq, batch = sizing.seq, sizing.batch
     changes = [
         f"the {name} were {change.after} instead of {change.before}"
@@ -213,7 +213,7 @@ def _note(growth: Growths, changed: Mask, sizing: Sizing) -> str:
     ]
     by_sizes = [
         f"{count} {name}"
-        for name, count in sorted(growth.unruled.items(), key=lambda entry: -entry[1])
+        for name, count in sorted(growth.inferred_from_sizes.items(), key=lambda entry: -entry[1])
     ]
     by_sizes_note = (
         f" Results that only sizes determine: {', '.join(by_sizes[:6])}." if by_sizes else ""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
 from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.passes.resize.size_change import Sizing, numel
-from onerank.annotate.passes.resize.tensor_growth import Growths, Operands
+from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class ResizedMemory(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resized_memory(graph: Graph, growth: Growths, sizing: Sizing) -> ResizedMemory:
+def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedMemory:
     """Return the memory of the step with resized operands.
 
     A block belongs to an operand of the node that allocated it if that operand's rounded bytes are
@@ -80,7 +80,9 @@ def resized_memory(graph: Graph, growth: Growths, sizing: Sizing) -> ResizedMemo
     return ResizedMemory(columns, measurement, tuple(notes))
 
 
-def _block_sizes(graph: Graph, log: MemoryLog, growth: Growths, sizing: Sizing) -> tuple[I64, int]:
+def _block_sizes(
+    graph: Graph, log: MemoryLog, growth: StepGrowth, sizing: Sizing
+) -> tuple[I64, int]:
     """Return the new size of each block, and the bytes of blocks that match no operand."""
     rounded = graph.job.device.type == "cuda"
     rows = {int(id_): row for row, id_ in enumerate(graph.nodes.id)}
@@ -102,7 +104,7 @@ def _block_sizes(graph: Graph, log: MemoryLog, growth: Growths, sizing: Sizing) 
         else:
             new_sizes[block] = new
             by_size.setdefault(size, Counter())[new] += 1
-    left_behind = _left_behind(log, new_sizes)
+    left_behind = _blocks_outliving_step(log, new_sizes)
     unmatched = 0
     for block in missing:
         size = log.blocks.bytes[block]
@@ -115,7 +117,7 @@ def _block_sizes(graph: Graph, log: MemoryLog, growth: Growths, sizing: Sizing) 
     return new_sizes, unmatched
 
 
-def _left_behind(log: MemoryLog, sizes: I64) -> dict[int, list[int]]:
+def _blocks_outliving_step(log: MemoryLog, sizes: I64) -> dict[int, list[int]]:
     """Return size -> new sizes of blocks that outlive the step, in reverse order of allocation."""
     blocks = log.blocks
     new_sizes: dict[int, list[int]] = {}
@@ -219,7 +221,7 @@ def _freeing_nodes(graph: Graph, sizes: I64) -> I64:
     return np.where(position < len(order), order[np.minimum(position, len(order) - 1)], -1)
 
 
-def _by_results(graph: Graph, growth: Growths, sizing: Sizing) -> dict[str, I64]:
+def _by_results(graph: Graph, growth: StepGrowth, sizing: Sizing) -> dict[str, I64]:
     ratios = growth.spread([_ratio(operands, sizing) for operands in growth.operands], 1.0)
     return {"bytes_allocated": np.rint(graph.nodes.bytes_allocated * ratios).astype(np.int64)}
 

@@ -24,7 +24,9 @@ BATCH: Power = (0, 1)
 
 TOKENS: Power = (1, 1)
 
-_NEAR = 8  # a size within 1/8 of the sequence length is the sequence with a shift, as of labels
+_SHIFT_FRACTION = (
+    8  # a size within 1/8 of the sequence length is the sequence with a shift, as of labels
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Sizing:
 
     def is_shifted_sequence(self, size: int) -> bool:
         """Return whether a size is the sequence length with a shift, such as of labels."""
-        return 0 < abs(size - self.seq.before) * _NEAR < self.seq.before
+        return 0 < abs(size - self.seq.before) * _SHIFT_FRACTION < self.seq.before
 
     def is_token_count(self, size: int) -> bool:
         """Return whether a size counts the tokens of a micro-batch, of whole or split sequences.

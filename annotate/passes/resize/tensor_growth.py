@@ -18,44 +18,47 @@ import numpy.typing as npt
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.dimensions import Powers
-from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flat
+from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flatten
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
-    Form,
+    CallSignature,
+    Propagator,
     Sides,
     Storage,
-    StorageState,
-    Walk,
+    TensorRef,
 )
 from onerank.annotate.passes.resize.size_change import Sizing
 from onerank.annotate.passes.resize.tensor_locations import (
-    UNTOLD,
-    Accesses,
-    Place,
-    Texts,
-    accesses,
+    UNKNOWN_STORAGE,
+    TensorAccesses,
+    TensorLocation,
+    ValueTexts,
     calls_of,
-    in_order,
+    execution_order,
+    have_same_operands,
     launchers,
-    places_of,
-    same_call,
+    parse_locations,
+    tensor_accesses,
 )
 from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph, Kind, Phase
 
 I64 = npt.NDArray[np.int64]
 
-LENGTH = 64
+SEGMENT_LENGTH = 64
 
 """Average number of calls in a segment."""
 
-_LONGEST = 1024
+_MAX_SEGMENT = 1024
 
-_MIX = 0x9E3779B1, 0x85EBCA77  # multipliers of a hash that spreads form numbers over 32 bits
+_HASH_MULTIPLIERS = (
+    0x9E3779B1,
+    0x85EBCA77,
+)  # multipliers of a hash that spreads form numbers over 32 bits
 
 Values = tuple[Any, ...]
 
-Waiting = tuple[int, bool, int]
+RelativeRef = tuple[int, bool, int]
 
 """A tensor of a call: (index of the call in its segment, whether it is an input, index)."""
 
@@ -72,13 +75,13 @@ class Calls(NamedTuple):
     """
 
     form: I64
-    forms: Sequence[Form | None]
+    forms: Sequence[CallSignature | None]
     value: I64
     values: Sequence[Values]
-    accesses: Accesses
+    accesses: TensorAccesses
 
 
-class Result(NamedTuple):
+class PropagationResult(NamedTuple):
     """The growth of the calls' tensors.
 
     Attributes:
@@ -87,20 +90,20 @@ class Result(NamedTuple):
     """
 
     of: I64
-    sides: Sequence[tuple[Form, tuple[Powers, ...], tuple[Powers, ...]]]
+    sides: Sequence[tuple[CallSignature, tuple[Powers, ...], tuple[Powers, ...]]]
 
 
-class _Made(NamedTuple):
+class _CreatedStorage(NamedTuple):
     """State of a storage after a segment; tensor and waiting calls are relative to the segment."""
 
     grows: Any
     elements: int
     tensor: int
     written: bool
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[RelativeRef, ...]
 
 
-class _Known(NamedTuple):
+class _SegmentResult(NamedTuple):
     """The result of a segment.
 
     Attributes:
@@ -114,35 +117,37 @@ class _Known(NamedTuple):
 
     of: I64
     defined: tuple[tuple[int, Any], ...]
-    waits: tuple[tuple[int, tuple[Waiting, ...]], ...]
+    waits: tuple[tuple[int, tuple[RelativeRef, ...]], ...]
     gone: tuple[int, ...]
-    made: tuple[tuple[int, _Made], ...]
-    unruled: dict[str, int]
+    made: tuple[tuple[int, _CreatedStorage], ...]
+    inferred_from_sizes: dict[str, int]
 
 
-def walk_over(calls: Calls, walk: Walk) -> Result:
+def propagate_calls(calls: Calls, walk: Propagator) -> PropagationResult:
     """Follow the storages through the calls."""
-    return _Stretches(calls, walk).result()
+    return _SegmentMemo(calls, walk).result()
 
 
-class _Stretches:
-    def __init__(self, calls: Calls, walk: Walk) -> None:
+class _SegmentMemo:
+    def __init__(self, calls: Calls, walk: Propagator) -> None:
         self._calls, self._walk = calls, walk
-        self._known = dict[tuple[Any, ...], _Known]()
-        self._sides = list[tuple[Form, tuple[Powers, ...], tuple[Powers, ...]]]()
+        self._known = dict[tuple[Any, ...], _SegmentResult]()
+        self._sides = list[tuple[CallSignature, tuple[Powers, ...], tuple[Powers, ...]]]()
         self._place = dict[tuple[int, int, int], int]()
         self._of = np.full(len(calls.form), -1, dtype=np.int64)
-        walk.told_before = self._told_before
+        walk.earlier_powers = self._earlier_powers
 
-    def result(self) -> Result:
+    def result(self) -> PropagationResult:
         calls, accesses = self._calls, self._calls.accesses
         cuts = _cuts(calls.form)
         begin = accesses.first[cuts]
-        back = [_back(column, begin) for column in (accesses.storage, accesses.tensor)]
-        of_calls, codes = _code(calls.form, calls.value), _code(*back, accesses.offset)
-        met = _firsts(accesses.storage, back[0], begin)
-        tensors = _firsts(accesses.tensor, back[1], begin)
-        as_results = _firsts(accesses.result, back[0], begin)
+        back = [
+            _distance_to_last_use(column, begin) for column in (accesses.storage, accesses.tensor)
+        ]
+        of_calls, codes = _row_codes(calls.form, calls.value), _row_codes(*back, accesses.offset)
+        met = _first_uses(accesses.storage, back[0], begin)
+        tensors = _first_uses(accesses.tensor, back[1], begin)
+        as_results = _first_uses(accesses.result, back[0], begin)
         for number, (start, end) in enumerate(pairwise(cuts.tolist())):
             inside = slice(int(begin[number]), int(begin[number + 1]))
             same = of_calls[start:end].tobytes(), codes[inside].tobytes()
@@ -152,7 +157,7 @@ class _Stretches:
             form = calls.forms[int(calls.form[node])]
             assert form is not None, "a call that was walked has tensors"
             self._of[node] = self._number(form, node)
-        return Result(self._of, self._sides)
+        return PropagationResult(self._of, self._sides)
 
     def _visit(
         self,
@@ -177,16 +182,18 @@ class _Stretches:
         key = (*same, *before)
         known = self._known.get(key)
         if known is None:
-            self._known[key] = self._walked(span, met, local)
+            self._known[key] = self._propagate_segment(span, met, local)
         else:
-            self._again(known, span, met, list(local))
+            self._replay(known, span, met, list(local))
 
-    def _walked(self, span: slice, met: list[int], local: dict[int, int]) -> _Known:
+    def _propagate_segment(
+        self, span: slice, met: list[int], local: dict[int, int]
+    ) -> _SegmentResult:
         """Walk over the calls of a segment, and record the result."""
         walk, calls = self._walk, self._calls
         kept = {one: (found, found.grows, len(found.waiting))
                 for one in met if (found := walk.storages.get(one)) is not None}  # fmt: skip
-        unruled = dict(walk.unruled)
+        inferred_from_sizes = dict(walk.inferred_from_sizes)
         for node in range(span.start, span.stop):
             form = calls.forms[int(calls.form[node])]
             if form is not None:
@@ -201,7 +208,7 @@ class _Stretches:
                 of[node - span.start] = self._number(form, node)
         self._of[span] = of
         defined, waits, gone = list[Any](), list[Any](), list[int]()
-        made = list[tuple[int, _Made]]()
+        made = list[tuple[int, _CreatedStorage]]()
         for place, one in enumerate(met):
             now, (old, grew, waited) = walk.storages.get(one), kept.get(one, (None, None, 0))
             if old is not None and grew is None and old.grows is not None:
@@ -211,16 +218,22 @@ class _Stretches:
             elif now is not old:
                 waiting = _relative(now.waiting, span.start)
                 number = local[now.tensor]
-                made.append((place, _Made(now.grows, now.elements, number, now.written, waiting)))
+                made.append(
+                    (place, _CreatedStorage(now.grows, now.elements, number, now.written, waiting))
+                )
             elif now.grows is None and len(now.waiting) > waited:
                 waits.append((place, _relative(now.waiting[waited:], span.start)))
-        more = {op: n - unruled.get(op, 0) for op, n in walk.unruled.items()}
-        return _Known(
+        more = {
+            op: n - inferred_from_sizes.get(op, 0) for op, n in walk.inferred_from_sizes.items()
+        }
+        return _SegmentResult(
             of, tuple(defined), tuple(waits), tuple(gone), tuple(made),
             {op: n for op, n in more.items() if n},
         )  # fmt: skip
 
-    def _again(self, known: _Known, span: slice, met: list[int], tensors: list[int]) -> None:
+    def _replay(
+        self, known: _SegmentResult, span: slice, met: list[int], tensors: list[int]
+    ) -> None:
         """Apply the recorded result of an equal segment."""
         walk = self._walk
         self._of[span] = known.of
@@ -235,19 +248,19 @@ class _Stretches:
             walk.storages[met[place]] = Storage(
                 made.grows, made.elements, tensors[made.tensor], made.written, waiting
             )
-        for op, count in known.unruled.items():
-            walk.unruled[op] = walk.unruled.get(op, 0) + count
+        for op, count in known.inferred_from_sizes.items():
+            walk.inferred_from_sizes[op] = walk.inferred_from_sizes.get(op, 0) + count
 
-    def _absolute(self, waiting: Sequence[Waiting], start: int) -> tuple[StorageState, ...]:
-        found: list[StorageState] = []
+    def _absolute(self, waiting: Sequence[RelativeRef], start: int) -> tuple[TensorRef, ...]:
+        found: list[TensorRef] = []
         for node, is_input, position in waiting:
             form = self._calls.forms[int(self._calls.form[start + node])]
             assert form is not None, "what waits is a tensor of a call"
             tensors = form.inputs if is_input else form.outputs
-            found.append(StorageState(start + node, is_input, position, tensors[position]))
+            found.append(TensorRef(start + node, is_input, position, tensors[position]))
         return tuple(found)
 
-    def _number(self, form: Form, node: int) -> int:
+    def _number(self, form: CallSignature, node: int) -> int:
         """Return the index of an analysed call's result among the distinct results."""
         inputs, outputs = self._walk.inputs[node], self._walk.outputs[node]
         key = form.number, id(inputs), id(outputs)  # `_sides` keeps both, so that ids stay theirs
@@ -256,28 +269,28 @@ class _Stretches:
             self._sides.append((form, inputs, outputs))
         return self._place[key]
 
-    def _told_before(self, node: int) -> Sides:
+    def _earlier_powers(self, node: int) -> Sides:
         """Return the powers of inputs and results of a call of an earlier segment."""
         return self._sides[int(self._of[node])][1:]
 
 
-def _relative(waiting: Sequence[StorageState], start: int) -> tuple[Waiting, ...]:
+def _relative(waiting: Sequence[TensorRef], start: int) -> tuple[RelativeRef, ...]:
     return tuple((one.node - start, one.is_input, one.position) for one in waiting)
 
 
 def _cuts(form: I64) -> I64:
     """Return the starts of segments, at pairs of forms with a certain hash, and the end."""
-    mixed = form * _MIX[0]
-    mixed[1:] += form[:-1] * _MIX[1]
-    begins = np.flatnonzero((mixed & 0xFFFFFFFF) * LENGTH >> 32 == 0)
+    mixed = form * _HASH_MULTIPLIERS[0]
+    mixed[1:] += form[:-1] * _HASH_MULTIPLIERS[1]
+    begins = np.flatnonzero((mixed & 0xFFFFFFFF) * SEGMENT_LENGTH >> 32 == 0)
     ends = np.unique(np.concatenate([[0], begins, [len(form)]]))
     lengths = np.diff(ends)
-    pieces = np.maximum(1, -(-lengths // _LONGEST))
+    pieces = np.maximum(1, -(-lengths // _MAX_SEGMENT))
     within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return np.append(np.repeat(ends[:-1], pieces) + within * _LONGEST, len(form))
+    return np.append(np.repeat(ends[:-1], pieces) + within * _MAX_SEGMENT, len(form))
 
 
-def _back(ids: I64, begin: I64) -> I64:
+def _distance_to_last_use(ids: I64, begin: I64) -> I64:
     """Return the distance to each id's last use in its segment; 0 for none, -1 for `UNTOLD`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
@@ -286,15 +299,15 @@ def _back(ids: I64, begin: I64) -> I64:
     before[order[again + 1]] = order[again]
     start = np.repeat(begin[:-1], np.diff(begin))
     back = np.where(before >= start, np.arange(len(ids)) - before, 0)
-    back[ids == UNTOLD] = -1
+    back[ids == UNKNOWN_STORAGE] = -1
     return back
 
 
-def _code(*columns: I64) -> npt.NDArray[np.int32]:
+def _row_codes(*columns: I64) -> npt.NDArray[np.int32]:
     return combine(columns)[1].astype(np.int32)
 
 
-def _firsts(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[int], list[Any]]:
+def _first_uses(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[int], list[Any]]:
     """Return a function from a segment to the values of a column at the first use of each id."""
     first = np.flatnonzero(back == 0)
     values = column[first]
@@ -310,7 +323,7 @@ Mask = npt.NDArray[np.bool_]
 
 _DECODE = msgspec.json.Decoder(list[Any])
 
-_FORM = ("op", "input_shapes", "input_types", "output_shapes", "output_types", "kind")
+_SIGNATURE_COLUMNS = ("op", "input_shapes", "input_types", "output_shapes", "output_types", "kind")
 
 
 class Operands(NamedTuple):
@@ -321,7 +334,7 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Growths:
+class StepGrowth:
     """Growth of the operands of every node.
 
     Attributes:
@@ -332,7 +345,7 @@ class Growths:
 
     of: I64
     operands: tuple[Operands, ...]
-    unruled: dict[str, int]
+    inferred_from_sizes: dict[str, int]
 
     def at(self, node: int) -> Operands | None:
         """Return the operands of a node."""
@@ -344,7 +357,7 @@ class Growths:
         return np.array([*values, otherwise])[self.of]
 
 
-def growths(graph: Graph, sizing: Sizing) -> Growths:
+def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     """Return the growth of the operands of every node with shapes.
 
     It follows the calls in execution order, because the content of a storage depends on its last
@@ -354,18 +367,18 @@ def growths(graph: Graph, sizing: Sizing) -> Growths:
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
-    nodes, rows, by = graph.nodes, in_order(graph), launchers(graph)
+    nodes, rows, by = graph.nodes, execution_order(graph), launchers(graph)
     told = np.zeros(len(graph), dtype=bool)
     told[rows] = True
-    launched = (by[rows] >= 0) & told[by[rows]] & same_call(graph, rows, by[rows])
+    launched = (by[rows] >= 0) & told[by[rows]] & have_same_operands(graph, rows, by[rows])
     calls = rows[~launched]
-    columns = [getattr(nodes, name)[calls] for name in _FORM]
+    columns = [getattr(nodes, name)[calls] for name in _SIGNATURE_COLUMNS]
     first, number = combine([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
     call_of = calls_of(graph)
     rows_of_forms = cast("list[int]", calls[first].tolist())
-    forms = [_form(graph, row, call_of(row), at) for at, row in enumerate(rows_of_forms)]
-    walk = Walk(sizing)
-    result = walk_over(_calls(graph, calls, number, forms), walk)
+    forms = [_call_signature(graph, row, call_of(row), at) for at, row in enumerate(rows_of_forms)]
+    walk = Propagator(sizing)
+    result = propagate_calls(_calls(graph, calls, number, forms), walk)
     of = np.full(len(graph), -1, dtype=np.int64)
     of[calls] = result.of
     of[rows[launched]] = of[by[rows[launched]]]
@@ -376,34 +389,34 @@ def growths(graph: Graph, sizing: Sizing) -> Growths:
         )
         for form, inputs, outputs in result.sides
     ]
-    return Growths(of, tuple(operands), walk.unruled)
+    return StepGrowth(of, tuple(operands), walk.inferred_from_sizes)
 
 
-def _calls(graph: Graph, rows: I64, number: I64, forms: Sequence[Form | None]) -> Calls:
+def _calls(graph: Graph, rows: I64, number: I64, forms: Sequence[CallSignature | None]) -> Calls:
     """Return the calls with their tensors and, for `NEED_VALUES`, their argument values."""
     nodes = graph.nodes
     codes = [nodes.input_values[rows], nodes.output_values[rows]]
     first, which = combine([np.concatenate(codes)])
     texts = graph.strings.decode(np.concatenate(codes)[first])
-    told = Texts(texts, which[: len(rows)], which[len(rows) :])
+    told = ValueTexts(texts, which[: len(rows)], which[len(rows) :])
 
-    def apart(call: int, result: bool, text: str) -> Sequence[Place | None]:
+    def apart(call: int, result: bool, text: str) -> Sequence[TensorLocation | None]:
         form = forms[int(number[call])]
         return (
             ()
             if form is None
-            else places_of(form.call.outputs if result else form.call.inputs, text)
+            else parse_locations(form.call.outputs if result else form.call.inputs, text)
         )
 
     inputs = np.array([len(form.inputs) if form else 0 for form in forms], dtype=np.int64)
     results = np.array([len(form.outputs) if form else 0 for form in forms], dtype=np.int64)
-    found = accesses(told, (inputs[number], results[number]), apart)
+    found = tensor_accesses(told, (inputs[number], results[number]), apart)
     value, values = _values(forms, number, told)
     return Calls(number, forms, value, values, found)
 
 
 def _values(
-    forms: Sequence[Form | None], number: I64, texts: Texts
+    forms: Sequence[CallSignature | None], number: I64, texts: ValueTexts
 ) -> tuple[I64, list[tuple[Any, ...]]]:
     """Return the number of each call's argument values and the distinct values; 0 is no values."""
     needs = np.array([form is not None and form.call.op in NEED_VALUES for form in forms])
@@ -412,11 +425,11 @@ def _values(
     for call in np.flatnonzero(needs[number]).tolist():
         form, text = forms[int(number[call])], texts.distinct[int(texts.inputs[call])]
         if form is not None and text:
-            made[call] = known.setdefault(_plain(form, text), len(known))
+            made[call] = known.setdefault(_argument_key(form, text), len(known))
     return made, list(known)
 
 
-def _plain(form: Form, text: str) -> tuple[Any, ...]:
+def _argument_key(form: CallSignature, text: str) -> tuple[Any, ...]:
     """Return the arguments of a call, None for its tensors."""
     tensors = form.call.inputs
     return tuple(
@@ -425,17 +438,19 @@ def _plain(form: Form, text: str) -> tuple[Any, ...]:
     )
 
 
-def _form(graph: Graph, node: int, call: Call | None, number: int) -> Form | None:
+def _call_signature(
+    graph: Graph, node: int, call: Call | None, number: int
+) -> CallSignature | None:
     if call is None:
         return None
     nodes = graph.nodes
     kind = Kind(int(nodes.kind[node]))
     sort = op_class(graph.strings[int(nodes.op[node])])
-    return Form(
+    return CallSignature(
         number=number,
         call=call,
-        inputs=tuple(flat(call.inputs)),
-        outputs=tuple(flat(call.outputs)),
+        inputs=tuple(flatten(call.inputs)),
+        outputs=tuple(flatten(call.outputs)),
         communicates=kind.is_communication or sort is OpClass.COMMUNICATION,
         collective=kind == Kind.COLLECTIVE,
         optimizer=int(nodes.phase[node]) == Phase.OPTIMIZER,

@@ -27,7 +27,7 @@ OVERWRITES = frozenset(
 _OPERANDS = ("input_shapes", "input_types", "output_shapes")
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Location of a tensor: its id, its storage's id, and the offset of its first element."""
 
     tensor: int
@@ -67,52 +67,52 @@ def launchers(graph: Graph) -> I64:
     return made
 
 
-def tells_tensors(text: str) -> bool:
+def has_tensor_ids(text: str) -> bool:
     """Return whether the text of a node's values contains a tensor id."""
     return _TENSOR.search(text) is not None
 
 
-def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
+def parse_locations(operands: tuple[Operand, ...], text: str) -> tuple[TensorLocation | None, ...]:
     """Return the location of each tensor, flattened; None if not recorded."""
     told = _TENSOR.findall(text)
     if len(told) == sum(
         map(len, filter(None, operands))
     ):  # the common case: all tensors are located
-        return tuple([Place(int(id_), int(storage), int(at)) for id_, storage, at in told])
+        return tuple([TensorLocation(int(id_), int(storage), int(at)) for id_, storage, at in told])
     values = _DECODE.decode(text) if text else []
     if len(values) != len(operands):
         return (None,) * sum(len(operand or ()) for operand in operands)
-    found: list[Place | None] = []
+    found: list[TensorLocation | None] = []
     for operand, value in zip(operands, values, strict=True):
         if operand is not None:
-            found += _ids(value, len(operand))
+            found += _list_locations(value, len(operand))
     return tuple(found)
 
 
-def _ids(value: Any, count: int) -> list[Place | None]:
+def _list_locations(value: Any, count: int) -> list[TensorLocation | None]:
     """Read `[id, storage, offset, elements, bytes, device]`, or a list of them."""
     if not isinstance(value, list) or not value:
         return [None] * count
     if isinstance(value[0], list):
         rows = cast("list[Any]", value)
-        return [_id(one) for one in rows] if len(rows) == count else [None] * count
-    return [_id(value)] if count == 1 else [None] * count
+        return [_location(one) for one in rows] if len(rows) == count else [None] * count
+    return [_location(value)] if count == 1 else [None] * count
 
 
-def _id(value: Any) -> Place | None:
+def _location(value: Any) -> TensorLocation | None:
     parts = cast("list[Any]", value) if isinstance(value, list) else []
     if len(parts) != 6 or not isinstance(parts[1], int):
         return None
-    return Place(*map(int, parts[:3]))
+    return TensorLocation(*map(int, parts[:3]))
 
 
-def same_call(graph: Graph, rows: I64, others: I64) -> npt.NDArray[np.bool_]:
+def have_same_operands(graph: Graph, rows: I64, others: I64) -> npt.NDArray[np.bool_]:
     """Return whether nodes have the same operand shapes and types as others, bool[n]."""
     columns = [getattr(graph.nodes, name) for name in _OPERANDS]
     return np.logical_and.reduce([column[rows] == column[others] for column in columns])
 
 
-def in_order(graph: Graph) -> I64:
+def execution_order(graph: Graph) -> I64:
     """Return the nodes with operands by start time, each launched node right after its launcher."""
     nodes = graph.nodes
     has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
@@ -123,17 +123,17 @@ def in_order(graph: Graph) -> I64:
 
 U8 = npt.NDArray[np.uint8]
 
-UNTOLD = -1
+UNKNOWN_STORAGE = -1
 """Storage of a tensor of unknown location."""
 
 _OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
 
-_NUMBERS = 5  # of `[id, storage, offset, elements, bytes, device]`, of which three are kept
+_TUPLE_NUMBERS = 5  # of `[id, storage, offset, elements, bytes, device]`, of which three are kept
 
-_KEPT = 3
+_PARSED_NUMBERS = 3
 
 
-class Accesses(NamedTuple):
+class TensorAccesses(NamedTuple):
     """Tensors of n calls, inputs before results, m of them.
 
     Attributes:
@@ -150,15 +150,15 @@ class Accesses(NamedTuple):
     offset: I64
     result: npt.NDArray[np.bool_]
 
-    def places(self, call: int) -> list[Place | None]:
+    def places(self, call: int) -> list[TensorLocation | None]:
         """Return the locations of the tensors of a call."""
         span = slice(int(self.first[call]), int(self.first[call + 1]))
         columns = (self.tensor[span], self.storage[span], self.offset[span])
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [None if row[1] == UNTOLD else Place(*row) for row in rows]
+        return [None if row[1] == UNKNOWN_STORAGE else TensorLocation(*row) for row in rows]
 
 
-class Texts(NamedTuple):
+class ValueTexts(NamedTuple):
     """Distinct value texts, and the index of each call's text for inputs and for results."""
 
     distinct: Sequence[str]
@@ -166,11 +166,11 @@ class Texts(NamedTuple):
     results: I64
 
 
-def accesses(
-    texts: Texts,
+def tensor_accesses(
+    texts: ValueTexts,
     expected: tuple[I64, I64],
-    apart: Callable[[int, bool, str], Sequence[Place | None]],
-) -> Accesses:
+    apart: Callable[[int, bool, str], Sequence[TensorLocation | None]],
+) -> TensorAccesses:
     """Return the locations of the tensors of calls.
 
     Args:
@@ -178,16 +178,18 @@ def accesses(
         expected: number of tensors of each as inputs and as results.
         apart: parser for texts whose tensors do not have the usual form.
     """
-    counts, tensor, storage, offset = tensors_in(texts.distinct)
+    counts, tensor, storage, offset = parse_tensor_ids(texts.distinct)
     starts = np.cumsum(counts) - counts
     which = np.stack([texts.inputs, texts.results], axis=1).ravel()
     count = np.stack(expected, axis=1).ravel()
     start = starts[which]
-    extra: list[Place | None] = []
+    extra: list[TensorLocation | None] = []
     for row in np.flatnonzero(counts[which] != count).tolist():
         start[row] = len(tensor) + len(extra)
         extra += apart(row // 2, bool(row % 2), texts.distinct[int(which[row])])
-    more = np.array([place or (UNTOLD, UNTOLD, 0) for place in extra], dtype=np.int64)
+    more = np.array(
+        [place or (UNKNOWN_STORAGE, UNKNOWN_STORAGE, 0) for place in extra], dtype=np.int64
+    )
     ends = np.cumsum(count)
     places = np.repeat(start - (ends - count), count) + np.arange(int(count.sum()))
     tensor, storage, offset = (
@@ -195,23 +197,23 @@ def accesses(
         for column, told in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
     )
     result = np.repeat(np.arange(len(count)) % 2 == 1, count)
-    return Accesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
+    return TensorAccesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
 
 
-def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
+def parse_tensor_ids(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
     ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
     joined = "".join(texts)
     if not joined.isascii():  # a device name may not be ASCII, and offsets below count bytes
         joined = joined.encode("ascii", "replace").decode()
     buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
-    opens = _before_quotes(buffer)
+    opens = _candidate_openings(buffer)
     good, place, kept = np.ones(len(opens), dtype=bool), opens + 1, list[I64]()
-    for number in range(_NUMBERS):
-        value, place = _numbers(buffer, place, good)
+    for number in range(_TUPLE_NUMBERS):
+        value, place = _parse_numbers(buffer, place, good)
         good &= buffer[place] == _COMMA
         place += good  # only valid positions advance, so none runs past the end
-        if number < _KEPT:
+        if number < _PARSED_NUMBERS:
             kept.append(value)
     good &= buffer[place] == _QUOTE
     of = np.searchsorted(ends, opens[good], side="right")
@@ -219,39 +221,39 @@ def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     return np.bincount(of, minlength=len(texts)).astype(np.int64), tensor, storage, offset
 
 
-def _before_quotes(buffer: U8) -> I64:
+def _candidate_openings(buffer: U8) -> I64:
     """Return the last opening bracket before each string that follows a number."""
     quotes = np.flatnonzero(buffer == _QUOTE)
     quotes = quotes[quotes > 1]
-    quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digits(buffer, quotes - 2) < 10)]
+    quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digit_values(buffer, quotes - 2) < 10)]
     opens = np.flatnonzero(buffer == _OPEN)
     found = np.searchsorted(opens, quotes) - 1
     found = opens[found[found >= 0]]
     return found[np.append(True, found[1:] != found[:-1])[: len(found)]]
 
 
-def _digits(buffer: U8, place: I64) -> U8:
+def _digit_values(buffer: U8, place: I64) -> U8:
     """Return the digit at each position; 10 or more for other characters."""
     return buffer[place] - np.uint8(_ZERO)
 
 
-def _numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
+def _parse_numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
     """Return the numbers of up to 15 digits at positions, and their ends.
 
     `good` becomes False where no number begins, or a longer one.
     """
-    value, length = _eight(buffer, place)
+    value, length = _parse_word(buffer, place)
     good &= length > 0
     longer = np.flatnonzero(length == _WORD)
     if len(longer):
-        more, digits = _eight(buffer, place[longer] + _WORD)
+        more, digits = _parse_word(buffer, place[longer] + _WORD)
         good[longer] &= digits < _WORD
         value[longer] = value[longer] * 10**digits + more
         length[longer] += digits
     return value, place + length
 
 
-def _eight(buffer: U8, place: I64) -> tuple[I64, I64]:
+def _parse_word(buffer: U8, place: I64) -> tuple[I64, I64]:
     """Return the number at the start of the eight bytes at positions, and its count of digits.
 
     It parses all eight bytes at once in a little-endian word: pairs of digits become numbers below

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from onerank.annotate.passes.resize.tensor_locations import (
-    Place,
-    Texts,
-    accesses,
+    TensorLocation,
+    ValueTexts,
     calls_of,
-    places_of,
-    tensors_in,
+    parse_locations,
+    parse_tensor_ids,
+    tensor_accesses,
 )
 from onerank.converters.sources.kineto import convert_directory
 
@@ -40,7 +40,7 @@ TRACES = Path(__file__).parents[3] / "traces"
 )
 def test_tensors_are_six_values_the_last_a_device(text: str, tensors: list[tuple[int, int, int]]):
     other = '[[7,8,9,1,2,"cpu"]]'
-    counts, *columns = tensors_in([other, text, other])
+    counts, *columns = parse_tensor_ids([other, text, other])
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert counts.tolist() == [1, len(tensors), 1]
     assert found == [(7, 8, 9), *tensors, (7, 8, 9)]
@@ -51,23 +51,23 @@ def test_every_call_of_a_capture_is_read_as_one_by_one():
     nodes, call_of = graph.nodes, calls_of(graph)
     rows = [row for row in range(len(graph)) if call_of(row) is not None]
     pairs = [(call_of(row), graph.strings[int(nodes.input_values[row])]) for row in rows]
-    wanted = [places_of(call.inputs, text) for call, text in pairs]
+    wanted = [parse_locations(call.inputs, text) for call, text in pairs]
     counts = [len(one) for one in wanted]
     places = np.arange(len(rows))
-    found = accesses(
-        Texts([text for _, text in pairs], places, np.zeros(len(rows), dtype=np.int64)),
+    found = tensor_accesses(
+        ValueTexts([text for _, text in pairs], places, np.zeros(len(rows), dtype=np.int64)),
         (np.array(counts), np.zeros(len(rows), dtype=np.int64)),
-        lambda call, result, text: () if result else places_of(pairs[call][0].inputs, text),
+        lambda call, result, text: () if result else parse_locations(pairs[call][0].inputs, text),
     )
     assert [tuple(found.places(call)) for call in range(len(rows))] == wanted
 
 
 def test_what_nobody_tells_stays_untold():
     one = np.array([1])
-    found = accesses(
-        Texts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], one, one - 1),
+    found = tensor_accesses(
+        ValueTexts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], one, one - 1),
         (one, one),
-        lambda call, result, text: (None,) if result else (Place(1, 2, 3),),
+        lambda call, result, text: (None,) if result else (TensorLocation(1, 2, 3),),
     )
-    assert found.places(0) == [Place(1, 2, 3), None]
+    assert found.places(0) == [TensorLocation(1, 2, 3), None]
     assert found.result.tolist() == [False, True]

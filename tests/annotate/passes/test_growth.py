@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from onerank.annotate.passes.resize import tensor_growth as stretches
-from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
+from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.size_change import Change
-from onerank.annotate.passes.resize.tensor_growth import growths
+from onerank.annotate.passes.resize.tensor_growth import step_growth
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Edges, Graph
 
@@ -49,8 +49,8 @@ def twice(graph: Graph) -> Graph:
 
 def test_a_step_that_comes_again_is_told_again() -> None:
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
-    sizing = sizing_of(graph, Change(0, 8192), None)
-    once, again = growths(graph, sizing), growths(twice(graph), sizing)
+    sizing = infer_sizing(graph, Change(0, 8192), None)
+    once, again = step_growth(graph, sizing), step_growth(twice(graph), sizing)
     count = len(graph)
     told = once.of >= 0
     assert told.sum() > 3000
@@ -59,16 +59,18 @@ def test_a_step_that_comes_again_is_told_again() -> None:
         assert (half >= 0).tolist() == told.tolist()
         rows = np.flatnonzero(told).tolist()
         assert all(again.operands[half[row]] == once.at(row) for row in rows)
-    assert {name: 2 * n for name, n in once.unruled.items()} == again.unruled
+    assert {
+        name: 2 * n for name, n in once.inferred_from_sizes.items()
+    } == again.inferred_from_sizes
 
 
 @pytest.mark.parametrize("length", [0, 8, 512, 1 << 32])
 def test_where_calls_are_cut_into_stretches_tells_nothing(monkeypatch, length: int) -> None:
     """From no cut but the longest stretch's to one before every call."""
     graph = twice(convert_directory(TRACES / "cpu-llama-2l-tp4")[0])
-    sizing = sizing_of(graph, Change(0, 512), None)
-    usual = growths(graph, sizing)
+    sizing = infer_sizing(graph, Change(0, 512), None)
+    usual = step_growth(graph, sizing)
     monkeypatch.setattr(stretches, "LENGTH", length)
-    found = growths(graph, sizing)
+    found = step_growth(graph, sizing)
     assert all(found.at(node) == usual.at(node) for node in range(len(graph)))
-    assert found.unruled == usual.unruled
+    assert found.inferred_from_sizes == usual.inferred_from_sizes

@@ -2,10 +2,10 @@
 
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.dimensions import readings
-from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, read
+from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, infer_powers
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
-    Form,
+    CallSignature,
     Storage,
     Storages,
     input_growth,
@@ -19,7 +19,7 @@ from onerank.annotate.passes.resize.size_change import (
     Change,
     Sizing,
 )
-from onerank.annotate.passes.resize.tensor_locations import Place
+from onerank.annotate.passes.resize.tensor_locations import TensorLocation
 
 
 def test_what_index_select_takes_goes_by_its_axis():
@@ -39,7 +39,7 @@ def test_a_padded_convolution_goes_over_the_sequence_and_keeps_its_channels():
     shapes, types = "[[4,64,64],[64,1,4],[64]]", '["Tensor(float)","Tensor(float)","Tensor(float)"]'
     for op in ("mkldnn_convolution", "thnn_conv2d", "cudnn_convolution"):
         call = Call.parse(op, (shapes, types), ("[[4,64,67]]", types[:16] + "]"))
-        made = read(call, [TOKENS, CONSTANT, CONSTANT], sizing)
+        made = infer_powers(call, [TOKENS, CONSTANT, CONSTANT], sizing)
         assert made.inputs[0] == (BATCH, CONSTANT, SEQ)
         assert made.outputs == ((BATCH, CONSTANT, SEQ),)
         assert sizing.shape((4, 64, 67), made.outputs[0]) == (4, 64, 131)
@@ -66,8 +66,8 @@ def test_what_is_expanded_grows_as_all_of_it_does():
     storages: Storages = {7: Storage(TOKENS, 120 * 64, 9, written=True)}
     expanded, weights = (Tensor(shape, "float32", 4) for shape in ((4, 120, 64), (4, 64, 128)))
     call = Call("bmm", ((expanded,), (weights,)), ())
-    form = Form(0, call, (expanded, weights), (), False, False, False)
-    met = CallInstance(0, form, (Place(8, 7, 0), None), (), ())
+    form = CallSignature(0, call, (expanded, weights), (), False, False, False)
+    met = CallInstance(0, form, (TensorLocation(8, 7, 0), None), (), ())
     assert input_growth(met, storages, sizing).grows[0] == TOKENS
 
 
@@ -80,11 +80,11 @@ def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_a
         8: Storage(CONSTANT, 4 * 128, 18, written=True),
     }
     call = Call("add", ((scores,), (slopes,)), ())
-    form = Form(0, call, (scores, slopes), (), False, False, False)
-    met = CallInstance(0, form, (Place(17, 7, 0), Place(19, 8, 88)), (), ())
+    form = CallSignature(0, call, (scores, slopes), (), False, False, False)
+    met = CallInstance(0, form, (TensorLocation(17, 7, 0), TensorLocation(19, 8, 88)), (), ())
     grows = input_growth(met, storages, sizing).grows
     assert grows == ((2, 1), None)
-    assert read(call, grows, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
+    assert infer_powers(call, grows, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
 
 
 def test_integers_may_index_later_dimensions():
@@ -101,10 +101,10 @@ def test_bags_hold_as_many_indices_each():
     indices, offsets = (Tensor(shape, "int64", 8) for shape in ((320,), (64,)))
     outputs = tuple((Tensor(shape, "float32", 4),) for shape in ((64, 32), (320,), (64,)))
     call = Call("_embedding_bag", ((table,), (indices,), (offsets,)), outputs)
-    form = Form(0, call, (table, indices, offsets), (), False, False, False)
+    form = CallSignature(0, call, (table, indices, offsets), (), False, False, False)
     met = CallInstance(0, form, (None, None, None), (), ())
     grows = input_growth(met, Storages(), sizing).grows
     assert grows[1:] == (BATCH, BATCH)
-    made = read(call, (CONSTANT, *grows[1:]), sizing)
+    made = infer_powers(call, (CONSTANT, *grows[1:]), sizing)
     assert made.inputs == ((CONSTANT, CONSTANT), (BATCH,), (BATCH,))
     assert made.outputs == ((BATCH, CONSTANT), (BATCH,), (BATCH,))

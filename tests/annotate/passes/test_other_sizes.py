@@ -8,7 +8,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
+from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.size_change import Change, check_products, mismatch_notes
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from onerank.ir import Phase
@@ -52,9 +52,9 @@ def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, r
     sizes = graph, Change(40, 56), Change(3, 2)
     if refused:
         with raises_code("resize-expert-tokens"):
-            sizing_of(*sizes)
+            infer_sizing(*sizes)
     else:
-        assert sizing_of(*sizes).routes == ()
+        assert infer_sizing(*sizes).routes == ()
 
 
 def test_operands_that_no_longer_fit_are_told(trace, add):
