@@ -11,8 +11,8 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.change_dtype import DTYPES
 from onerank.annotate.passes.pass_config import parse_kernels
-from onerank.cli.commands.annotate import DTYPES as NAMED
-from onerank.cli.commands.annotate import annotate
+from onerank.cli.commands.annotate import AnnotateOptions, annotate
+from onerank.cli.options import choices
 from onerank.ir import Evidence
 from onerank.ir.errors import AnnotateError
 
@@ -205,7 +205,7 @@ def test_a_setting_that_is_none(text):
 
 
 def test_the_command_says_what_it_changed(trace, mm, tmp_path):
-    assert NAMED == DTYPES
+    assert choices(AnnotateOptions, "dtype") == DTYPES
     path = tmp_path / "t.et"
     trace(mm(4096, 4096, 4096), attention(CUDNN)).write(path)
     options = ["--target", "H100", "--dtype", "fp8", "--kernel", "attention=same", str(path)]
