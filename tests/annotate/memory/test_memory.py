@@ -107,18 +107,18 @@ def test_what_fits_is_told_beside_the_context_and_the_communicators(h200: Graph,
         found = report_memory(h200, with_figures(target, {"memory_gb": gigabytes}))
         assert (found.fits, found.fits_without_overhead) == fits, gigabytes
         assert bool(found.remedies) is not found.fits
-        assert sum(one.bytes for one in found.beside) == BESIDE
+        assert sum(one.bytes for one in found.non_allocator) == BESIDE
     tight = with_figures(target, {"memory_gb": (need + MIB) / 1e9})
-    assert report_memory(h200, tight, beside_bytes=0).fits
-    full = report_memory(h200, tight, beside_bytes=need + 2 * MIB)
+    assert report_memory(h200, tight, non_allocator_bytes=0).fits
+    full = report_memory(h200, tight, non_allocator_bytes=need + 2 * MIB)
     assert (full.fits, full.fits_without_overhead, full.remedies) == (False, True, ())
     assert full.notes[-1].endswith("by itself")
 
 
 def test_nothing_lies_beside_a_cpus_memory():
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    assert report_memory(graph).beside == ()
-    assert report_memory(graph, load_gpu("T4")).beside
+    assert report_memory(graph).non_allocator == ()
+    assert report_memory(graph, load_gpu("T4")).non_allocator
 
 
 def test_peers_and_groups_take_memory_beside_the_allocator():

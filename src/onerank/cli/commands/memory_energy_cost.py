@@ -161,7 +161,7 @@ def memory(
 
     gpu = load_gpu(target) if target is not None else None
     other = None if non_allocator_gb is None else round(non_allocator_gb * 1e9)
-    report = report_memory(onerank.read(trace), gpu, beside_bytes=other)
+    report = report_memory(onerank.read(trace), gpu, non_allocator_bytes=other)
     if as_json:
         print_json(report)
     else:
