@@ -178,8 +178,9 @@ def report_energy(
     A node draws power according to its use of the GPU (see `power.power_share`), for a short time
     even above the power limit. If the mean over the busy time would exceed the limit, all nodes
     draw less in proportion. Overlapping work adds its power above the base; the base counts once.
-    A GPU that only communicates draws the base; an idle one its idle power. Active links (`NvlinkActive`)
-    draw power all the time. Intervals combine the errors of the power model and of predicted times.
+    A GPU that only communicates draws the base; an idle one its idle power. Active links
+    (`NvlinkActive`) draw power all the time. Intervals combine the errors of the power model and of
+    predicted times.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.

@@ -136,7 +136,7 @@ def scale_to_size(
     """Return the durations of kernels at another size, from one size on the same GPU.
 
     GEMMs and attention: multiplied by the ratio of `from_description`'s predictions. Everything
-    else by its bytes (see `_streamed`). No kernel is faster than the lower bound (see `lower_bounds`).
+    else by its bytes (see `_streamed`). No kernel is faster than its lower bound.
     """
     times = [from_description(kernels, target)[0] for kernels in (before, after)]
     by_model = measured_ns * np.divide(times[1], times[0])
