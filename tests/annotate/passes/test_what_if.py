@@ -180,7 +180,7 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
         ({"dtype": "bf16"}, "H100", "no matrix product can change to bf16.*trace are in bfloat16"),
         ({"dtype": "fp6"}, "H100", 'unknown dtype "fp6"; known are fp8, bf16, fp16, tf32'),
         ({"attention": "flash3"}, "A100", r"flash3 does not run on A100.*flash2, cudnn, same"),
-        ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; known are usual'),
+        ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; choose one of usual'),
     ],
 )
 def test_what_cannot_be_is_refused(trace, mm, what, target, message):

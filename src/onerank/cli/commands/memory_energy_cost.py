@@ -173,7 +173,7 @@ def memory(trace: Path, options: MemoryOptions, as_json: bool) -> None:
     gpu = None if options.target is None else load_gpu(options.target)
     gigabytes = options.non_allocator_gb
     non_allocator_bytes = None if gigabytes is None else round(gigabytes * 1e9)
-    report = report_memory(onerank.read(trace), gpu, beside_bytes=non_allocator_bytes)
+    report = report_memory(onerank.read(trace), gpu, non_allocator_bytes=non_allocator_bytes)
     if as_json:
         print_json(report)
     else:
