@@ -105,7 +105,7 @@ def test_what_if_the_memory_were_faster(traces, tmp_path):
     assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
     for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
         wrong = invoke(annotate, "--target", "H200", "--override", setting, *out, code=2)
-        assert "is no number; the form is" in wrong.stderr
+        assert setting in wrong.stderr
 
 
 def test_an_unknown_gpu_lists_near_names(traces):
