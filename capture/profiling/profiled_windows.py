@@ -300,7 +300,7 @@ class ProfiledWindows:
 
         A collective that waits for a late rank slows the kernels beside it meanwhile.
         """
-        if self._others is not None and not self._others.meet():
+        if self._others is not None and not self._others.rendezvous():
             self._observed.notes.append(
                 "a profiled step began before all ranks were ready: kernels that overlap a "
                 "collective waiting for a late rank are slower than in other steps"

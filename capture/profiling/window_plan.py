@@ -72,7 +72,7 @@ class Others(Protocol):
         """Communication calls so far; 0 if they are not counted."""
         ...
 
-    def meet(self) -> bool:
+    def rendezvous(self) -> bool:
         """Wait until those that are there have called this, too; return whether they did."""
         ...
 

@@ -217,7 +217,7 @@ class ParallelismOptions:
             CaptureError: the sizes do not go together, or a file cannot be read.
         """
         from onerank.capture import Options, read_plan
-        from onerank.capture.collective_kernels import standin_of
+        from onerank.capture.collective_kernels import collective_emulation
         from onerank.capture.parallelize.data.auto_wrap import strategy_of
         from onerank.ir import World
 
@@ -232,7 +232,9 @@ class ParallelismOptions:
             windows=windows,
             raw_dir=raw_dir,
             data_parallel=strategy_of(world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero),
-            collective_kernels=standin_of(self.collective_kernels, self.network, self.busbw_gb_s),
+            collective_kernels=collective_emulation(
+                self.collective_kernels, self.network, self.busbw_gb_s
+            ),
             real_job=real_rank is not None,
             moe_routing=self.moe_routing,
             pp_layers=_numbers("--pp-layers", self.pp_layers),
