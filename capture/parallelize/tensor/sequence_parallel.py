@@ -172,7 +172,7 @@ class SequenceInput:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a linear layer; any other input than this one is kept whole, as usual."""
-        if not self.holds(x):
+        if not self.matches(x):
             return torch.nn.functional.linear(x, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -181,7 +181,7 @@ class SequenceInput:
         )  # pyright: ignore
         return result.view(*x.shape[:-1], -1)
 
-    def holds(self, x: Tensor) -> bool:
+    def matches(self, x: Tensor) -> bool:
         """Whether `x` has the values of the gathered input, in their order."""
         features, size = x.shape[-1], x.numel()
         alike = (features, size) == (self.whole.shape[-1], self.whole.numel())
