@@ -66,13 +66,13 @@ def database_lines(graph: Graph, found: OpCosts, row: int, made: Prediction, bas
     match = library.match(key, view.name, _ran(graph, found, row))
     if match is not None:
         return [*lines, *_match(match, view.duration_ns, made, basis)]
-    (told,) = between(library, [key], basis.target, basis.from_description)
-    if told is None:
+    (interpolated,) = between(library, [key], basis.target, basis.from_description)
+    if interpolated is None:
         return [*lines, ("database", "no row of this call, and it does not lie between rows")]
-    lines += _neighbours(told)
+    lines += _neighbours(interpolated)
     if made.rule is not Rule.BETWEEN:
         return [*lines, ("database", f"not used: {_NARROWER}")]
-    return [*lines, ("part", _part(told.time_ns, made.time_ns))]
+    return [*lines, ("part", _part(interpolated.time_ns, made.time_ns))]
 
 
 def _ran(graph: Graph, found: OpCosts, row: int) -> set[str]:

@@ -23,7 +23,7 @@ class CollectiveEmulation:
 def collective_emulation(
     switch: str | None, network: Path | None, busbw_gb_per_s: float | None
 ) -> CollectiveEmulation:
-    """Return the stand-in that the options ask for.
+    """Return how the options emulate collectives.
 
     Args:
         switch: "on", "off", or None: on where a network is given.

@@ -95,7 +95,7 @@ def _find(
                 f"{request.waiting}",
                 code="sender-cycle",
             )
-        sent, needs = _act_out(request, log, run_as_rank, actors)
+        sent, needs = _run_sender(request, log, run_as_rank, actors)
         for to, messages in sent.items():
             log.sent[request.src, to] = max(log.sent.get((request.src, to), []), messages, key=len)
         if log.find(request) is not None:
@@ -110,7 +110,7 @@ def _find(
     return message
 
 
-def _act_out(
+def _run_sender(
     request: MessageRequest, log: _Log, run_as_rank: RunAsRank, actors: list[Any]
 ) -> tuple[dict[Address, list[bytes]], MessageRequest | None]:
     """Run the script as the sender in a child; return what it sent and what it waits for."""
@@ -170,7 +170,7 @@ class _Part:
     collects_sends = True
 
     def __init__(self, request: MessageRequest, log: _Log, report: Connection) -> None:
-        self._wanted = request
+        self._request = request
         self._log = log
         self._report = report
         self._sent: dict[Address, list[bytes]] = {}
@@ -180,7 +180,7 @@ class _Part:
     @property
     def reached(self) -> bool:
         """Whether the requested message has been sent."""
-        return len(self._sent.get(self._wanted.to, [])) > self._wanted.index
+        return len(self._sent.get(self._request.to, [])) > self._request.index
 
     def next_step(self) -> None:
         """Take note of a step; leave behind the last whose messages are sought."""
@@ -192,12 +192,12 @@ class _Part:
         """Note a message; leave when there are as many as make the run worth it."""
         messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
-        if to == self._wanted.to and len(messages) > 2 * self._wanted.index:
+        if to == self._request.to and len(messages) > 2 * self._request.index:
             self.leave(None)
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
         """Return a message, or leave to have it found."""
-        me = self._wanted.src
+        me = self._request.src
         channel = src, me if to is None else to
         needs = MessageRequest(*channel, self._received.get(channel, 0), me)
         self._received[channel] = needs.index + 1
@@ -228,7 +228,7 @@ class SenderProcesses:
 
     def __init__(self, rank: int, run_as_rank: RunAsRank, progress: Callable[[str], None]) -> None:
         self._rank = rank
-        self._act = run_as_rank
+        self._run_as_rank = run_as_rank
         self._progress = progress
         self._steps = 0
         self._received: dict[tuple[int, Address], list[bytes | None]] = {}
@@ -240,7 +240,7 @@ class SenderProcesses:
     def ready(self) -> Generator["SenderProcesses"]:
         """Keep the process that children descend from while the context lasts."""
         self._stage, offstage = _FORK.Pipe()
-        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._act))
+        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._run_as_rank))
         prompter.start()
         offstage.close()
         try:

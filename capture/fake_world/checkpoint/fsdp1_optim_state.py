@@ -29,7 +29,7 @@ class _Stepped:
         unit: FSDP1's record of the flat parameter that contains it.
         group: index of its parameter group in the optimizer; None if the state lists no groups.
         local_elements: number of its elements on this rank.
-        state: the optimizer's state of those elements; None if there is none.
+        state: the optimizer's state of those elements; None without one.
     """
 
     unit: Any

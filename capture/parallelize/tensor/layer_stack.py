@@ -228,8 +228,8 @@ def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             seen.add(node)
             if node.name() in _NOT_LINEAR:
                 raise SliceError(
-                    f"--sp: {node.name()} stands between them: the embedding and the first layer, "
-                    f"{type(layer).__name__}, which sums the embedding's partial results\n"
+                    f"--sp: {node.name()} changes the embedding before the first layer, "
+                    f"{type(layer).__name__}, which sums the ranks' partial embeddings\n"
                     "  leave --sp out",
                     code="sp-work-before-layer",
                 )

@@ -41,6 +41,7 @@ class AnnotateOptions:
         multiple=True,
         metavar="FILE",
     )
+    # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
     model: Literal["auto", "learned", "residual", "roofline", "ratio"] = option(
         "auto: looked up where the target was measured, else learned; for a CPU capture the "
         "datasheet.",

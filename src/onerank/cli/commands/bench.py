@@ -183,20 +183,20 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
-    wanted, left_out = _asked(traces, options.grid)
-    held = read_database(update) if update else table_of([])
+    wanted, left_out = _calls_to_measure(traces, options.grid)
+    known = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
     account = Account(asked=len(wanted))
     notes: list[str] = []
     with on_device(options.gpu) as device:
         board = Board()
-        told = versions(board.driver())
+        software = versions(board.driver())
         if board.missing:
             notes.append(board.missing)
         if update:
             before = len(wanted)
-            wanted = lacking(wanted, held, device.name, told)
-            notes.append(f"{before - len(wanted)} calls are in {update}, {len(held)} rows")
+            wanted = lacking(wanted, known, device.name, software)
+            notes.append(f"{before - len(wanted)} calls are in {update}, {len(known)} rows")
             account.asked = len(wanted)
         seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
@@ -206,24 +206,24 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             try:
                 with contextlib.closing(found):
                     for one in found:
-                        rows.append(_row(one, device.name, told))
+                        rows.append(_row(one, device.name, software))
                         if time.monotonic() > written + _WRITTEN_EACH_S:
-                            write_database(merge([held, table_of(rows)]).table, output)
+                            write_database(merge([known, table_of(rows)]).table, output)
                             written = time.monotonic()
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
             except CaptureError as error:
                 if not rows:
                     raise
-                write_database(merge([held, table_of(rows)]).table, output)
+                write_database(merge([known, table_of(rows)]).table, output)
                 kept = f"what was measured until then, {len(rows)} rows, is in {output}"
                 raise CaptureError(f"{error}; {kept}", code=error.code) from error
-    table = merge([held, table_of(rows)]).table
+    table = merge([known, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
         output=str(output),
         gpu=device.name,
-        versions=told,
+        versions=software,
         rows=len(table),
         asked=account.asked,
         measured=account.done,
@@ -237,7 +237,9 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     print_json(done) if as_json else render_benched(done)
 
 
-def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
+def _calls_to_measure(
+    traces: Sequence[Path], grid: str | None
+) -> "tuple[list[Wanted], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
     from onerank.capture.bench.grids import power, training
@@ -267,7 +269,7 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
 
 
 def lacking(
-    wanted: "list[Wanted]", held: "polars.DataFrame", gpu: str, versions: dict[str, str]
+    wanted: "list[Wanted]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
 ) -> "list[Wanted]":
     """Return what is not in a database for this GPU and these versions."""
     import polars
@@ -277,7 +279,7 @@ def lacking(
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
     known: dict[tuple[Any, ...], set[str]] = {}
-    for row in rows_of(held.filter(same)):
+    for row in rows_of(database.filter(same)):
         key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
         known.setdefault(key, set()).update(row.kernels)
 

@@ -12,10 +12,10 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerfettoOptions:
-    """Where the timeline goes."""
+class FileOptions:
+    """The file that a command writes."""
 
-    output: Path = option("JSON; gzip if it ends in .gz.", "-o", "--output", type=OUTPUT)
+    output: Path = option("File to write.", "-o", "--output", type=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +25,15 @@ class ParquetOptions:
     output: Path = option("Directory of the tables.", "-o", "--output", type=DIRECTORY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DotOptions:
-    """Where the drawing goes."""
-
-    output: Path = option("Graphviz file.", "-o", "--output", type=OUTPUT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChakraJsonOptions:
-    """Where the JSON goes."""
-
-    output: Path = option("JSON file.", "-o", "--output", type=OUTPUT)
-
-
 @click.command()
 @click.argument("trace", type=TRACE)
-@with_options(PerfettoOptions)
+@with_options(FileOptions)
 @reports_errors
-def perfetto(trace: Path, options: PerfettoOptions) -> None:
-    """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory."""
+def perfetto(trace: Path, options: FileOptions) -> None:
+    """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory.
+
+    The file is JSON, with gzip if its name ends in .gz.
+    """
     import onerank
     from onerank.converters.targets.perfetto import timeline, write_timeline
 
@@ -70,9 +59,9 @@ def parquet(trace: Path, options: ParquetOptions) -> None:
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@with_options(DotOptions)
+@with_options(FileOptions)
 @reports_errors
-def dot(trace: Path, options: DotOptions) -> None:
+def dot(trace: Path, options: FileOptions) -> None:
     """Write a drawing of the graph for Graphviz."""
     import onerank
     from onerank.converters.targets.parquet_dot import to_dot
@@ -86,9 +75,9 @@ def dot(trace: Path, options: DotOptions) -> None:
 
 @click.command("chakra-json")
 @click.argument("trace", type=TRACE)
-@with_options(ChakraJsonOptions)
+@with_options(FileOptions)
 @reports_errors
-def chakra_json(trace: Path, options: ChakraJsonOptions) -> None:
+def chakra_json(trace: Path, options: FileOptions) -> None:
     """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
     from onerank.ir.atomic_write import replace_file
     from onerank.ir.chakra import to_json

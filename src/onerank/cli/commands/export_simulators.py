@@ -287,7 +287,7 @@ def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class CapturedJob:
-    """The graphs to export, with the replicas asked for, and notes on them."""
+    """The graphs to export, with the requested replicas, and notes on them."""
 
     graphs: "list[Graph]"
     notes: list[str]
