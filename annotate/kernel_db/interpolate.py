@@ -21,7 +21,7 @@ from onerank.annotate.kernel_db.call_features import Point, modelled_ns, point_o
 from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
 from onerank.annotate.kernel_db.database_set import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import HALF_WIDTH
@@ -190,7 +190,7 @@ class Between(NamedTuple):
 
 
 def between(
-    library: Library, keys: Sequence[CallKey], gpu: Gpu, alone: Alone
+    library: Library, keys: Sequence[CallKey], gpu: Gpu, from_description: PredictFromDescription
 ) -> list[Between | None]:
     """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
@@ -209,7 +209,7 @@ def between(
             measured.setdefault(point.group, []).append((key, point))
     for group, rows in measured.items():
         if len(rows) >= FEWEST:
-            told = _told(library, rows, [point for _, point in asked[group]], gpu, alone)
+            told = _told(library, rows, [point for _, point in asked[group]], gpu, from_description)
             for (position, _), one in zip(asked[group], told, strict=True):
                 made[position] = one
     return made
@@ -220,12 +220,12 @@ def _told(
     rows: list[tuple[CallKey, Point]],
     asked: list[Point],
     gpu: Gpu,
-    alone: Alone,
+    from_description: PredictFromDescription,
 ) -> list[Between | None]:
     matches = [library.match(key) for key, _ in rows]
     times = np.array([match.rest_ns if match else np.nan for match in matches])
-    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, alone))
-    modelled = modelled_ns([point.work for point in asked], gpu, alone)
+    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, from_description))
+    modelled = modelled_ns([point.work for point in asked], gpu, from_description)
     sizes, at = (np.array([point.sizes for point in some])
                  for some in ([point for _, point in rows], asked))  # fmt: skip
     found = interpolate(sizes, off, at)
@@ -266,14 +266,14 @@ class Basis(NamedTuple):
         library: rows of the kernel databases.
         source: GPU that measured the graph; None if it was not measured.
         target: GPU to predict.
-        alone: a model's prediction for calls that were not measured, see `model.Alone`.
+        from_description: a model's prediction for unmeasured calls, see `PredictFromDescription`.
         errors: of the model, and of look-ups.
     """
 
     library: Library
     source: Gpu | None
     target: Gpu
-    alone: Alone
+    from_description: PredictFromDescription
     errors: Coefficients
 
 
@@ -346,7 +346,7 @@ class _Nodes:
     @classmethod
     def of(cls, graph: Graph, found: OpCosts, rows: I64) -> Self:
         index, operator = found.index[rows], found.operator_ns[rows]
-        own = ~found.beside[rows] & (operator > 0)
+        own = ~found.auxiliary[rows] & (operator > 0)
         return cls(
             graph.job.device.runs_operators,
             graph.nodes.name[index],
@@ -405,7 +405,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Lookups:
     time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
     otherwise = np.zeros(len(keys), dtype=bool)
     missing = [position for position, key in enumerate(keys) if key not in library.target]
-    told = between(library, [keys[at] for at in missing], basis.target, basis.alone)
+    told = between(library, [keys[at] for at in missing], basis.target, basis.from_description)
     for at, one in zip(missing, told, strict=True):
         if one is not None:
             time[at], bound[at] = one.time_ns, one.bound

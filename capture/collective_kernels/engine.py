@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move
-from onerank.capture.collective_kernels.launch_plan import Plan, StandIn, plan
+from onerank.capture.collective_kernels.launch_plan import CollectiveEmulation, Plan, plan
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall
@@ -55,9 +55,9 @@ class Engine:
             Always off without a network.
     """
 
-    def __init__(self, standin: StandIn) -> None:
-        self._standin = standin
-        self._paced = standin.network is not None
+    def __init__(self, emulation: CollectiveEmulation) -> None:
+        self._standin = emulation
+        self._paced = emulation.network is not None
         self._kernels: dict[torch.device, CollectiveKernels] = {}
         self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
         self._streams = Streams()

@@ -40,7 +40,7 @@ _WAY = (
 """Modules between who asks for a call and its emulation."""
 
 
-class Values:
+class IntegerPayloads:
     """What the ranks' integer tensors hold, as far as the script itself asks for it."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -73,7 +73,7 @@ class Values:
     def send(self, to: Address, tensors: Sequence[Tensor], *, beside: bool = False) -> None:
         """Note what this rank sends, where a receiver would ask for it; `beside`: of any type."""
         messages = self._recorder.messages
-        if messages is None or not messages.heard or not (beside or _whole(tensors)):
+        if messages is None or not messages.collects_sends or not (beside or _whole(tensors)):
             return
         if _small(tensors) and _asked():
             messages.send(to, [_bytes(tensor) for tensor in tensors])

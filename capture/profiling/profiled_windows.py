@@ -295,7 +295,7 @@ class ProfiledWindows:
         """Wait until all ranks of a real job are ready to begin the profiled step."""
         # Profilers start at different times on different ranks, and a collective that waits for a
         # late rank slows the kernels that overlap it.
-        if self._others is not None and not self._others.meet():
+        if self._others is not None and not self._others.rendezvous():
             self._observed.notes.append(
                 "a profiled step began before all ranks were ready: kernels that overlap a "
                 "collective waiting for a late rank are slower than in other steps"

@@ -72,7 +72,7 @@ class Others(Protocol):
         """Number of communication calls so far; 0 if they are not counted."""
         ...
 
-    def meet(self) -> bool:
+    def rendezvous(self) -> bool:
         """Wait until every real rank has called this; return whether all did."""
         ...
 
