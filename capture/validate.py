@@ -9,7 +9,7 @@ from torch import nn
 from onerank.capture.fake_world.device_remap import ranks_per_node
 from onerank.capture.options import Options
 from onerank.capture.parallelize.tensor.plan_file import without_plan
-from onerank.capture.profiling.raw_traces import check_free
+from onerank.capture.profiling.raw_traces import check_raw_dir
 from onerank.ir.errors import CaptureError
 
 
@@ -62,7 +62,7 @@ def validate(script: Path, options: Options) -> bool:
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
             code="rank-out-of-range",
         )
-    check_free(options.raw_dir)
+    check_raw_dir(options.raw_dir)
     itself = uses_torch_distributed(script, options)
     if options.torchrun and not itself:
         raise CaptureError(
