@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import check_gpu
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.power import Coefficients, uses
+from onerank.annotate.models.power import Coefficients, utilization
 from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import SustainedCall
 
@@ -32,7 +32,7 @@ class Powers:
 
     Attributes:
         gpu: its description.
-        use: what each uses of it, see `power.uses`, float64[d, 5].
+        use: what each uses of it, see `power.utilization`, float64[d, 5].
         share: measured power over the power limit, float64[d].
         duration_s: float64[d].
         names: operator, or class, of each.
@@ -51,7 +51,7 @@ class Powers:
 
 
 def fit(given: list[Powers]) -> F64:
-    """Return the coefficients, float64[5], of share = min(1, `power.drawn`), none below 0.
+    """Return the coefficients, float64[5], of share = min(1, `power.power_share`), none below 0.
 
     Levenberg-Marquardt on the squared relative error; at the limit the model has no slope.
     """
@@ -137,7 +137,9 @@ def _powers(gpu: Gpu, held: Sequence[SustainedCall]) -> Powers | None:
     product = np.array([one.unit != "" for one, _ in kept])
     flops = np.array([one.flops for one, _ in kept], dtype=np.float64)
     moved = np.array([one.nbytes for one, _ in kept], dtype=np.float64)
-    use = uses(seconds, np.where(product, flops / rate, 0), moved, np.where(product, 0, flops), gpu)
+    use = utilization(
+        seconds, np.where(product, flops / rate, 0), moved, np.where(product, 0, flops), gpu
+    )
     share = np.array([watts for _, watts in kept]) / limit
     return Powers(gpu, use, share, seconds, tuple(one.unit for one, _ in kept))
 

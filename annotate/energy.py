@@ -12,9 +12,9 @@ from onerank.annotate.models.power import (
     Coefficients,
     PowerModel,
     coefficients_of,
-    drawn,
     power_model,
-    uses_of,
+    power_share,
+    utilization_of,
 )
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
@@ -175,11 +175,12 @@ def report_energy(
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
-    A node draws power according to its use of the GPU (see `power.drawn`), for a short time even
-    above the power limit. If the mean over the busy time would exceed the limit, all nodes draw
-    less in proportion. Overlapping work adds its power above the base; the base counts once. A GPU
-    that only communicates draws the base; an idle one its idle power. Active links (`NvlinkActive`)
-    draw power all the time. Intervals combine the errors of the power model and of predicted times.
+    A node draws power according to its use of the GPU (see `power.power_share`), for a short time
+    even above the power limit. If the mean over the busy time would exceed the limit, all nodes
+    draw less in proportion. Overlapping work adds its power above the base; the base counts once.
+    A GPU that only communicates draws the base; an idle one its idle power. Active links
+    (`NvlinkActive`) draw power all the time. Intervals combine the errors of the power model and of
+    predicted times.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
@@ -205,7 +206,9 @@ def report_energy(
         )
     c = coefficients_of(gpu, model)
     base = c.base + links / tdp
-    above = (drawn(uses_of(kernels, gpu), c) - c.base) * (tdp * kernels.duration_ns * 1e-3)
+    above = (power_share(utilization_of(kernels, gpu), c) - c.base) * (
+        tdp * kernels.duration_ns * 1e-3
+    )
     busy = _held_back(kernels.duration_ns, above, base, tdp, course)
     idle_ns = max(0, course.step_ns - course.busy_ns)
     idle_uj = (idle + links) * idle_ns * 1e-3

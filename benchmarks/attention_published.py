@@ -21,7 +21,7 @@ import numpy as np
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_kernels import figure_of
+from onerank.annotate.models.attention_kernels import slowdown_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import Work
@@ -68,7 +68,7 @@ def work(row: Row, length: int) -> Work:
 
 def slower(own: np.ndarray, gpu: Gpu, row: Row) -> list[float]:
     """Return the times with the figure of the kernel, if it has one on the GPU, in ns."""
-    figure = figure_of(row["kernel"], gpu)
+    figure = slowdown_of(row["kernel"], gpu)
     factor = 1.0 if figure is None else figure.backward if row["backward"] else figure.forward
     floor = gpu.launch_floor_ns
     return [floor + (time - floor) * factor for time in own.tolist()]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
 
 CALLS = 60  # fewer than the launches that a stream takes before the host waits
@@ -37,7 +37,7 @@ def main() -> None:
     if real:
         dist.init_process_group("nccl", device_id=here)
     else:
-        Recorder(0, 2, standin=StandIn(uniform(BUSBW_GB_PER_S))).start()
+        Recorder(0, 2, emulation=CollectiveEmulation(uniform(BUSBW_GB_PER_S))).start()
         dist.init_process_group("nccl", rank=0, world_size=2, device_id=here)
     if rank == 0:
         of = "NCCL" if real else "the recorder"

@@ -11,7 +11,7 @@ from pathlib import Path
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import Depth
-from onerank.capture.profiling.raw_traces import check_free, keep
+from onerank.capture.profiling.raw_traces import check_raw_dir, keep
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
 from onerank.converters.expand.layers import extrapolate
@@ -45,7 +45,7 @@ def capture_at_depths(
         CaptureError: the script cannot be captured as asked.
     """
     _check(layers, options)
-    check_free(options.raw_dir)
+    check_raw_dir(options.raw_dir)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         raw = Path(directory) / "raw"

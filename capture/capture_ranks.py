@@ -12,7 +12,7 @@ from onerank.capture.isolation import ProcessRunner, named_errors, named_progres
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import MODEL
 from onerank.capture.parallelize.rank_classes import classes_along
-from onerank.capture.profiling.raw_traces import check_free, keep
+from onerank.capture.profiling.raw_traces import check_raw_dir, keep
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
 from onerank.capture.validate import uses_torch_distributed
@@ -64,7 +64,7 @@ def capture_ranks(
         raise CaptureError(f"{script}: no such script", code="script-missing")
     itself = uses_torch_distributed(script, options)
     _check(script, options, ranks, itself=itself)
-    check_free(options.raw_dir)
+    check_raw_dir(options.raw_dir)
     pending = [0] if ranks is None else sorted(ranks)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:

@@ -16,9 +16,9 @@ from onerank.capture.run_as_rank import RankRun
 from onerank.ir import Device, Job, Measurement, Pipeline, ProcessGroup, RankClass, World, axis_of
 
 
-def job_of(played: RankRun, options: Options) -> Job:
+def job_of(rank_run: RankRun, options: Options) -> Job:
     """Return the job that a script was run as a rank of, as it is told of in the graph."""
-    peers, observed = played.peers, played.windows.observed
+    peers, observed = rank_run.peers, rank_run.windows.observed
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
         ProcessGroup(name, ranks, axis=axis_of(ranks, options.world, options.rank, name))
@@ -51,27 +51,27 @@ def job_of(played: RankRun, options: Options) -> Job:
             versions=_versions(),
             notes=tuple(notes),
         ),
-        modules=played.modules.table(),
-        pipeline=_pipeline(played),
-        classes=_classes(played, options.world),
+        modules=rank_run.modules.table(),
+        pipeline=_pipeline(rank_run),
+        classes=_classes(rank_run, options.world),
     )
 
 
-def _pipeline(played: RankRun) -> Pipeline | None:
+def _pipeline(rank_run: RankRun) -> Pipeline | None:
     """Return the pipeline stage of the script's first model that is one."""
-    stages = (one.stage for _, one in played.models.sliced)
+    stages = (one.stage for _, one in rank_run.models.sliced)
     return next((stage.pipeline for stage in stages if stage is not None), None)
 
 
-def _classes(played: RankRun, world: World) -> tuple[RankClass, ...]:
+def _classes(rank_run: RankRun, world: World) -> tuple[RankClass, ...]:
     """Return which ranks are alike.
 
     What is not sliced is whole on every rank, or shared out equally (`data_parallel`).
     """
-    sliced = [one.classes for _, one in played.models.sliced]
+    sliced = [one.classes for _, one in rank_run.models.sliced]
     if sliced:
         return max(sliced, key=len) if all(sliced) else ()
-    return () if played.itself or world.size == 1 else (RankClass(0),)
+    return () if rank_run.script_distributed or world.size == 1 else (RankClass(0),)
 
 
 def _device(observed: Observed) -> Device:

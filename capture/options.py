@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onerank.capture.collective_kernels import StandIn
+from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.parallelize.context.sequence_shards import ContextComm
 from onerank.capture.parallelize.data.auto_wrap import DataParallelStrategy
 from onerank.capture.parallelize.experts.routing import BALANCED
@@ -59,7 +59,7 @@ class Options:
     real_job: bool = False
     moe_routing: str = BALANCED
     pp_layers: tuple[int, ...] = ()
-    collective_kernels: StandIn = field(default_factory=StandIn)
+    collective_kernels: CollectiveEmulation = field(default_factory=CollectiveEmulation)
     cp_comm: ContextComm = "all_gather"
     module: str | None = None
     torchrun: bool = False

@@ -45,13 +45,13 @@ def capture(
     Raises:
         CaptureError: the script cannot be captured as asked.
     """
-    with run_as_rank(script, args, options, progress) as played:
-        job = job_of(played, options)
+    with run_as_rank(script, args, options, progress) as rank_run:
+        job = job_of(rank_run, options)
         progress("linking the traces")
-        raw = played.raw
+        raw = rank_run.raw
         compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
         if options.raw_dir is not None:
             keep(raw, options.raw_dir)
         graph, conversion = convert_directory(raw)
-        return Capture(graph, conversion, played.models.sliced, played.shallow.layers)
+        return Capture(graph, conversion, rank_run.models.sliced, rank_run.shallow.layers)

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onerank.capture.emulate_torchrun import actor, launched
+from onerank.capture.emulate_torchrun import emulated_launch, sender_runner
 from onerank.capture.fake_world.block_spawn import block_launchers
-from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, checkpoints_alone
+from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, skip_checkpoints
 from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.fake_world.senders import Rehearsal
+from onerank.capture.fake_world.senders import SenderProcesses
 from onerank.capture.options import Options
 from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
@@ -30,7 +30,7 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.runner import run_script
-from onerank.capture.validate import nothing_parallel, nothing_routed, validate
+from onerank.capture.validate import nothing_parallel_error, nothing_routed_error, validate
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RankRun:
         modules: what the script called.
         windows: what was watched.
         shallow: how many layers the models were built with.
-        itself: whether the script distributes itself.
+        script_distributed: whether the script uses torch.distributed itself.
     """
 
     raw: Path
@@ -53,7 +53,7 @@ class RankRun:
     modules: Modules
     windows: Windows
     shallow: FewerLayers
-    itself: bool
+    script_distributed: bool
 
 
 @contextlib.contextmanager
@@ -79,41 +79,45 @@ def run_as_rank(
     Raises:
         CaptureError: the script cannot be run as asked.
     """
-    itself = validate(script, options)
+    script_distributed = validate(script, options)
     world = options.world
     copies = len(data_ranks(world, options.rank))
-    slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
+    slices = not script_distributed and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         messages = None
-        if itself and not options.real_job:
-            rehearsal = Rehearsal(options.rank, actor(script, args, options), progress)
+        if script_distributed and not options.real_job:
+            rehearsal = SenderProcesses(
+                options.rank, sender_runner(script, args, options), progress
+            )
             messages = stack.enter_context(rehearsal.ready())
         peers = peers_of(
             options.rank,
             world.size,
             real=options.real_job,
             messages=messages,
-            standin=options.collective_kernels,
+            emulation=options.collective_kernels,
         )
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
         left_out = SkippedCheckpoints()
         if not options.real_job:
-            left_out = stack.enter_context(checkpoints_alone())
-            started = launched(options, options.rank) if itself else block_launchers()
+            left_out = stack.enter_context(skip_checkpoints())
+            started = (
+                emulated_launch(options, options.rank) if script_distributed else block_launchers()
+            )
             stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it
         stack.enter_context(modules.installed())
-        if not itself:
+        if not script_distributed:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
         shallow = FewerLayers(options.depth)
         stack.enter_context(shallow.installed())
         windows = watch(options.windows, raw, modules, progress, peers)
 
         def at_step() -> None:
-            if itself and isinstance(peers, Recorder):
+            if script_distributed and isinstance(peers, Recorder):
                 peers.next_step()
             shallow.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
@@ -123,9 +127,9 @@ def run_as_rank(
             whole = slices and not models.sliced and windows.steps == 0
             if world.size > 1 and (silent or whole):
                 found = "no model was sliced" if slices else "nothing was communicated"
-                raise nothing_parallel(script, options, found, models.passed_over)
+                raise nothing_parallel_error(script, options, found, models.passed_over)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
-                raise nothing_routed(script, options)
+                raise nothing_routed_error(script, options)
             cut = slices and world.sizes.get("tp", 1) > 1
             if windows.steps == 0 and cut and (note := note_of_slices()) is not None:
                 windows.observed.notes.append(note)
@@ -137,9 +141,9 @@ def run_as_rank(
             sharded=options.data_parallel == "fsdp",
             parted=slices and world.sizes.get("cp", 1) > 1,
         )
-        made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
+        made_up = peers.partial_sums.note() if isinstance(peers, Recorder) else None
         windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
-        yield RankRun(raw, peers, models, modules, windows, shallow, itself)
+        yield RankRun(raw, peers, models, modules, windows, shallow, script_distributed)
 
 
 @contextlib.contextmanager

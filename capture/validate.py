@@ -9,11 +9,11 @@ from torch import nn
 from onerank.capture.fake_world.device_remap import ranks_per_node
 from onerank.capture.options import Options
 from onerank.capture.parallelize.tensor.plan_file import without_plan
-from onerank.capture.profiling.raw_traces import check_free
+from onerank.capture.profiling.raw_traces import check_raw_dir
 from onerank.ir.errors import CaptureError
 
 
-def own_modules(script: Path, root: Path) -> list[Path]:
+def local_imports(script: Path, root: Path) -> list[Path]:
     """Return the files below `root` that a script imports, and that these import, and so on."""
     found: list[Path] = [script]
     for path in found:  # grows
@@ -62,7 +62,7 @@ def validate(script: Path, options: Options) -> bool:
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
             code="rank-out-of-range",
         )
-    check_free(options.raw_dir)
+    check_raw_dir(options.raw_dir)
     itself = uses_torch_distributed(script, options)
     if options.torchrun and not itself:
         raise CaptureError(
@@ -138,11 +138,11 @@ def uses_torch_distributed(script: Path, options: Options) -> bool:
     if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
         return True
     root = Path.cwd() if options.module else script.resolve().parent
-    own = own_modules(script, root)
+    own = local_imports(script, root)
     return any(_SETS_UP.search(one.read_text(errors="replace")) for one in own)
 
 
-def nothing_parallel(
+def nothing_parallel_error(
     script: Path, options: Options, found: str, passed_over: nn.Module | None
 ) -> CaptureError:
     """Return the error of a script that did a first step, and a world of several ranks unused.
@@ -183,7 +183,7 @@ def nothing_parallel(
     )
 
 
-def nothing_routed(script: Path, options: Options) -> CaptureError:
+def nothing_routed_error(script: Path, options: Options) -> CaptureError:
     """Return the error of a script whose tokens are to be routed, and none of whose models is."""
     return CaptureError(
         f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "

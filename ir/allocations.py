@@ -7,7 +7,7 @@ import msgspec
 
 
 class MemoryClass(IntEnum):
-    """What a block of device memory is for."""
+    """Purpose of a block of device memory."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -19,7 +19,7 @@ class MemoryClass(IntEnum):
 
     @property
     def label(self) -> str:
-        """The words for a report."""
+        """Name of the class in reports."""
         return "communication buffers" if self is MemoryClass.COMMUNICATION else self.name.lower()
 
 
@@ -57,11 +57,11 @@ class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What PYTORCH_ALLOC_CONF made of the caching allocator; the defaults are its own.
+    """Settings of the caching allocator from PYTORCH_ALLOC_CONF, with PyTorch's defaults.
 
     Attributes:
         expandable_segments: whether a pool is one segment that grows.
-        max_split_bytes: size from which a block is not split; 0 for no such size.
+        max_split_bytes: size from which a block is not split; 0 for no limit.
         roundup_divisions: parts into which the space between two powers of two is divided to round
             sizes up, for sizes below 2 MiB, 4 MiB and so on; 0 or 1 rounds to 512 bytes.
     """
@@ -75,8 +75,8 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     """The allocations and frees of one profiled step.
 
     Attributes:
-        blocks: what was allocated or freed.
-        events: allocations and frees, places that `blocks` counts in.
+        blocks: the blocks that were allocated or freed.
+        events: number of allocations and frees, which `blocks` indexes.
         reserved_bytes: peak that the caching allocator reserved, from steps without a profiler if
             the capture recorded them; 0 if not known.
         settings: allocator configuration; None if it is the default or not known.
@@ -93,5 +93,5 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
         Args:
             ids: new id by old id; -1 for a removed node.
         """
-        node = tuple(int(ids[one]) if one >= 0 else one for one in self.blocks.node)
+        node = tuple(int(ids[old]) if old >= 0 else old for old in self.blocks.node)
         return msgspec.structs.replace(self, blocks=msgspec.structs.replace(self.blocks, node=node))

@@ -16,9 +16,9 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     Creates the directory of `path` if its parent directory exists.
 
     Raises:
-        OSError: nothing can be written there; it names `path`.
+        OSError: the file cannot be written; the error names `path`.
     """
-    if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced by a rename
         try:
             with path.open("wb") as device:
                 yield device
@@ -26,25 +26,26 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             error.filename = str(path)
             raise
         return
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # In the same directory, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(exist_ok=True)
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # report the first error, not this one
-            beside.unlink()
+        with contextlib.suppress(OSError):  # report the first error, not the cleanup's
+            temporary.unlink()
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None
         raise
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that appears under its name only when complete, whatever interrupts.
+    """Write a file that appears under its name only when complete.
 
     Raises:
-        OSError: nothing can be written there; it names `path`.
+        OSError: the file cannot be written; the error names `path`.
     """
     with replacing(path) as file:
         file.write(data)

@@ -60,8 +60,8 @@ def scopes_of(graph: Graph, grain: Grain) -> NodeScopes:
     """
     if not graph.job.modules:
         raise GraphError(
-            "the trace holds no table of the model's modules, so their layers and roles are not "
-            "known: capture the script again, or leave the grain out",
+            "the trace has no module table, so layers and roles are not known; "
+            "capture the script again, or omit --granularity",
             code="graph-no-modules",
         )
     table = {module.path: module for module in graph.job.modules}
@@ -123,13 +123,13 @@ _Lane = tuple[str, int]
 
 @dataclass(slots=True)
 class _Group:
-    """Nodes that become one: all of one lane, none but these between the first and the last.
+    """Consecutive nodes of one lane that become one node.
 
     Attributes:
-        key: (scope, phase, micro-batch) they share; None for a node that stays as it is.
+        key: shared (scope, phase, micro-batch); None for a node that is kept unchanged.
         members: their indices, in order.
-        sealed: whether a node of another lane waits for one of them; then none may join.
-        awaited: number of a group that must come before -> why.
+        sealed: whether a node of another lane waits for a member; then no node may join.
+        awaited: index of a group that must come before -> reason.
     """
 
     key: tuple[int, int, int] | None
@@ -145,9 +145,8 @@ def coarsen(graph: Graph, grain: Grain) -> Graph:
     scope, phase and micro-batch stay the same and no other stream has started to wait for them.
     Communication is unchanged. Durations and bytes allocated and freed are summed; FLOPs and bytes
     moved are summed where known. The spread of a sum is the sum of the spreads, an upper bound.
-    Host operators next to a
-    GPU are contracted: a node that waits for one waits for all its dependencies; their bytes go to
-    the node that they launch, or launch next.
+    Host operators of a GPU capture are contracted: a node that waits for one waits for all its
+    dependencies. Their bytes go to the node that they launch, or to the next node launched.
 
     The result has no cycle: a node of one group waits for another group only after that group is
     closed, so along edges the time of the last member grows.
@@ -182,7 +181,7 @@ class _Coarsening:
         self._newest: dict[int, int] = {}
         self._frontiers: list[dict[int, int]] = [{}] * len(graph)
         self._group_of = np.full(len(graph), -1, dtype=np.int64)
-        self._given: list[tuple[int, int]] = []
+        self._host_group: list[tuple[int, int]] = []
 
     def place(self, node: int) -> None:
         """Add `node` to the open group of its lane, or to a new group."""
@@ -225,7 +224,7 @@ class _Coarsening:
         return self._newest[lane]
 
     def hand_over_host_bytes(self) -> None:
-        """Find the group that takes the bytes of each contracted host operator."""
+        """Assign each contracted host operator to the group that takes its bytes."""
         if not self._groups:
             return
         graph = self._graph
@@ -243,14 +242,14 @@ class _Coarsening:
                 continue
             group = launched_group.get(node, next_group.get(threads[node], last))
             next_group[threads[node]] = group
-            self._given.append((node, group))
+            self._host_group.append((node, group))
 
     def build(self, scopes: list[Scope], grain: Grain) -> Graph:
         """Return the graph of the groups, numbered in the order of their first member."""
         nodes = self._graph.nodes
         builder = GraphBuilder()
         host_ops_of: dict[int, list[int]] = {}
-        for node, group in self._given:
+        for node, group in self._host_group:
             host_ops_of.setdefault(group, []).append(node)
         for group_index, group in enumerate(self._groups):
             if group.key is None:
@@ -299,7 +298,7 @@ class _Coarsening:
         return columns
 
     def _job(self, grain: Grain) -> Job:
-        """Add a note of what became of the nodes."""
+        """Return the job with a note that counts the merged and contracted nodes."""
         graph = self._graph
         compute, kept = np.array(self._compute), np.array(self._kept)
         group_count = sum(group.key is not None for group in self._groups)
@@ -309,10 +308,10 @@ class _Coarsening:
         )
         if not kept.all():
             host_ns = int(graph.nodes.duration_ns[~kept].sum())
-            note += f"; {int((~kept).sum())} host operators ({host_ns} ns) are left out"
+            note += f"; {int((~kept).sum())} host operators ({host_ns} ns) were contracted"
         unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
         if unknown:
-            note += f"; {unknown} nodes of unknown FLOPs count as 0"
+            note += f"; {unknown} nodes with unknown FLOPs count as 0"
         measurement = msgspec.structs.replace(
             graph.job.measurement, notes=(*graph.job.measurement.notes, note), memory=None
         )

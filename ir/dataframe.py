@@ -44,9 +44,9 @@ def edges_frame(graph: Graph) -> pl.DataFrame:
 
 def to_networkx(graph: Graph) -> "nx.DiGraph[int]":
     """Return a DiGraph keyed by node id, with every column as a node attribute."""
-    made: nx.DiGraph[int] = nx.DiGraph()
+    digraph: nx.DiGraph[int] = nx.DiGraph()
     for row in nodes_frame(graph).iter_rows(named=True):
-        made.add_node(row["id"], **{name: value for name, value in row.items() if name != "id"})
+        digraph.add_node(row["id"], **{name: value for name, value in row.items() if name != "id"})
     for source, target, reason in edges_frame(graph).iter_rows():
-        made.add_edge(source, target, reason=reason)
-    return made
+        digraph.add_edge(source, target, reason=reason)
+    return digraph

@@ -27,7 +27,7 @@ DTYPES = {
     "unsigned short": ("uint16", 2),
     "unsigned int": ("uint32", 4),
     "unsigned long": ("uint64", 8),
-    "short unsigned int": ("uint16", 2),  # as GCC demangles the names, on Linux
+    "short unsigned int": ("uint16", 2),  # GCC's demangled names on Linux
     "long unsigned int": ("uint64", 8),
     "bool": ("bool", 1),
 }
@@ -37,7 +37,7 @@ ITEM_BYTES = dict(DTYPES.values())
 """dtype -> bytes of an element."""
 
 TENSOR_TYPES = {dtype: f"Tensor({name})" for name, (dtype, _) in reversed(DTYPES.items())}
-"""dtype -> the type of a tensor of it, as an execution trace writes it."""
+"""dtype -> type of a tensor with it, as an execution trace writes it."""
 
 
 def split_types(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a node is. The last four are found in other tools' files only."""
+    """Kind of a node. The last four occur only in files of other tools."""
 
     HOST_OP = 0
     KERNEL = 1
@@ -40,9 +40,11 @@ class Phase(IntEnum):
 class Reason(IntEnum):
     """Why one node must wait for another.
 
-    LAUNCH_QUEUE: the host goes on when the GPU is done with one of the operations it queued.
-    ROOM: the GPU has no room for it until the last blocks of the other run; the two may overlap.
-    CONTROL: an edge of another tool's `ctrl_deps`; it has no octet in a file, and is the last.
+    LAUNCH_QUEUE: the launch queue was full; the host continues when a queued operation is done.
+    ROOM: the GPU has no room for the kernel until the last blocks of the other run; they may
+        overlap.
+    CONTROL: an edge of another tool's `ctrl_deps`; `data_dep_reasons` never contains it, and it
+        must stay the last member.
     """
 
     DATA = 0
@@ -56,9 +58,9 @@ class Reason(IntEnum):
 
 
 DATA_LOADING = "enumerate(DataLoader)#"
-"""What the name of a host operation begins with in which a script waits for its next batch."""
+"""Prefix of the host operation in which a script waits for its next batch."""
 ASKS_TO_COMMUNICATE = "c10d::"
-"""Prefixes of host operators that issue a collective, a send or a receive."""
+"""Prefix of host operators that issue a collective, a send or a receive."""
 
 
 class Collective(IntEnum):
@@ -100,4 +102,4 @@ class Evidence(IntEnum):
 
 
 LAUNCH_NS = 20_000
-"""From the end of an operator until what it launched starts on an idle GPU, at most."""
+"""Longest time from the end of an operator to the start of its kernel on an idle GPU."""

@@ -1,6 +1,6 @@
 """Every error onerank raises for a user's input.
 
-    OneRankError                 message says what was found, what was expected, what to do
+    OneRankError                 message: what was found, what was expected, what to do
     ├── FormatError              a file is not what its name or place promises
     │   ├── ChakraError          a Chakra `.et` that cannot be read or written
     │   ├── DatabaseError        a kernel database that cannot be read
@@ -23,15 +23,15 @@ _LINE = 160
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, 160 characters of it; else its type."""
+    """Return the first line of an exception's message (160 characters), or its type's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_LINE]
 
 
 class OneRankError(Exception):
-    """Base of all errors that a user can cause and mend; the commands exit with 2.
+    """Base of all errors that a user can cause and correct; commands exit with status 2.
 
     Attributes:
-        code: a stable name of what is wrong, such as "trace-truncated". Commands print it, and
+        code: stable name of the error, such as "trace-truncated". Commands print it, and
             tests assert it; the message may change.
     """
 
@@ -56,7 +56,7 @@ class DatabaseError(FormatError):
 
 
 class OnnxError(FormatError):
-    """An ONNX model cannot be read, or leaves open what a step needs."""
+    """An ONNX model cannot be read, or leaves sizes open that a step needs."""
 
 
 class TraceError(FormatError):
@@ -79,7 +79,7 @@ class ScriptError(CaptureError):
     """The captured script itself failed, ended too early, or never stepped.
 
     Attributes:
-        script_traceback: the script's own traceback, "" when nothing was raised.
+        script_traceback: traceback of the script; "" if it raised nothing.
     """
 
     def __init__(self, message: str, script_traceback: str = "", *, code: str = "") -> None:

@@ -193,12 +193,12 @@ class GraphBuilder:
         self._rows[index].update(columns)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return the columns given for a node so far."""
+        """Return the columns set for a node, as a mutable mapping."""
         return self._rows[index]
 
     def edge(self, source: int, target: int, reason: Reason) -> None:
-        """Let `target` wait for `source`; the first reason given for a pair stands."""
-        assert source != target, f"node {source} would wait for itself"
+        """Let `target` wait for `source`; the first reason given for a pair is kept."""
+        assert source != target, f"edge from node {source} to itself"
         if (source, target) not in self._seen:
             self._seen.add((source, target))
             self._edges.append((source, target, int(reason)))

@@ -22,7 +22,7 @@ ROOT_COLUMNS = {
     Collective.REDUCE: "comm_dst",
     Collective.GATHER: "comm_dst",
 }
-"""Column that holds a collective's root: the source of what it sends, or its destination."""
+"""Collective -> column of its root: the source of a broadcast or scatter, else the destination."""
 
 
 def _column(dtype: type[np.generic], default: object) -> Any:
@@ -65,7 +65,7 @@ class Nodes:
     not record; a negative value is its overlap with the previous GPU op."""
     p10_ns: I64 = _column(np.int64, UNKNOWN)
     p90_ns: I64 = _column(np.int64, UNKNOWN)
-    """Bounds that hold four of five measured durations, for a predicted duration; else UNKNOWN."""
+    """80% interval of a predicted duration; UNKNOWN for a measured one."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()
     phase: U8 = _column(np.uint8, int(Phase.NONE))
@@ -148,7 +148,7 @@ TEXT_COLUMNS = tuple(spec.name for spec in fields(Nodes) if is_text(spec))
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, read from the columns; assigning to it is not possible."""
+    """One node, read from the columns; read-only."""
 
     columns: Nodes
     strings: StringTable

@@ -20,7 +20,7 @@ class StringTable:
     def __init__(self, values: Iterable[str] = ()) -> None:
         self._values: list[str] = [""]
         self._codes = defaultdict[str, int]()
-        """Of the first strings; of all of them from `_index` on."""
+        """Codes of the strings indexed so far; `_index` adds the rest on first use."""
         for value in values:
             self.intern(value)
 
@@ -47,9 +47,9 @@ class StringTable:
 
     def copy(self) -> Self:
         """Return an independent table with the same codes."""
-        made = type(self)()
-        made._values = self._values.copy()
-        return made
+        table = type(self)()
+        table._values = self._values.copy()
+        return table
 
     def add_new(self, values: Iterable[str]) -> None:
         """Append strings that are known to be distinct and not in the table."""
@@ -61,12 +61,12 @@ class StringTable:
         known = len(codes)
         codes.default_factory = count(known).__next__
         try:
-            found = [codes[value] for value in values]
+            assigned = [codes[value] for value in values]
         finally:  # `values` may be an iterator that fails
             codes.default_factory = None
             newest_first = islice(reversed(codes), len(codes) - known)
             self._values.extend(reversed(list(newest_first)))
-        return np.fromiter(found, np.int32, len(found))
+        return np.fromiter(assigned, np.int32, len(assigned))
 
     def decode(self, codes: Codes) -> list[str]:
         """Return the strings of `codes`, in order."""
@@ -74,7 +74,7 @@ class StringTable:
         return [values[code] for code in codes.tolist()]
 
     def _index(self) -> defaultdict[str, int]:
-        """Return the codes of all strings; a table that is only read from never needs them."""
+        """Return the codes of all strings; built on the first use."""
         codes = self._codes
         known = len(codes)
         if known < len(self._values):

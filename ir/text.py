@@ -57,7 +57,7 @@ _LABELS = {
     "grid": "grid",
     "block": "block",
 }
-"""Column -> its label, in the order of a line."""
+"""Column -> its label, in the order within a line."""
 
 _ALWAYS = ("start_ns", "duration_ns")
 _ENUMS: dict[str, type[IntEnum]] = {"evidence": Evidence, "phase": Phase}
@@ -115,24 +115,26 @@ def _job_lines(graph: Graph) -> Iterator[str]:
         scope = f" scope={_text(module.scope)}" if module.scope else ""
         named = f"{_text(module.path)} type={_text(module.type)} role={module.role}"
         yield f"module {named}{layer}{scope}"
-    for made in job.annotations:
-        details = f" details={json.dumps(made.details, default=str)}" if made.details else ""
+    for annotation in job.annotations:
+        details = (
+            f" details={json.dumps(annotation.details, default=str)}" if annotation.details else ""
+        )
         yield (
-            f"annotated target={_text(made.target)} model={_text(made.model)}"
-            f" source={_text(made.source)}{details}"
+            f"annotated target={_text(annotation.target)} model={_text(annotation.model)}"
+            f" source={_text(annotation.source)}{details}"
         )
     if job.host_factor != 1:
         yield f"host factor={job.host_factor:g}"
 
 
 def _device(device: Device) -> str:
-    given = {
+    fields_shown = {
         "device": _quoted(device.name) if device.name else "",
         "device_type": device.type,
         "memory": device.memory_bytes,
         "sms": device.sm_count,
     }
-    return "".join(f" {name}={value}" for name, value in given.items() if value)
+    return "".join(f" {name}={value}" for name, value in fields_shown.items() if value)
 
 
 def _sensors(sensors: Sensors) -> Iterator[str]:
@@ -167,7 +169,7 @@ def _depths(depths: LayerExtrapolation) -> Iterator[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Spell ranks: `0-3` for a run, `0-12:4` for equal strides, else one by one."""
+    """Spell ranks: `0-3` for a run, `0-12:4` for equal strides, else a list."""
     if len(ranks) > 2:
         stride = ranks[1] - ranks[0]
         even = all(b - a == stride for a, b in itertools.pairwise(ranks))
@@ -221,7 +223,7 @@ def _dependencies(graph: Graph, index: int) -> str:
 
 
 def _name(words: type[IntEnum], number: int) -> str:
-    """Return a member's name in lower case, the bare number for one that there is not."""
+    """Return a member's name in lower case, or the number itself if no member has it."""
     try:
         return words(number).name.lower()
     except ValueError:
@@ -229,7 +231,7 @@ def _name(words: type[IntEnum], number: int) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a text as it is when it is one word or a JSON list, else quoted."""
+    """Return a text unquoted if it is one word or a JSON list, else quoted."""
     if _BARE.fullmatch(value) or _is_list(value):
         return value
     return _quoted(value)

@@ -10,14 +10,14 @@ import numpy as np
 
 from onerank.annotate.explain.terms import (
     Lines,
-    alone_lines,
     figure_lines,
     interval_lines,
-    least_lines,
-    others_lines,
+    lower_bound_lines,
+    override_lines,
     part_lines,
     residual_lines,
     tile_lines,
+    unmeasured_lines,
     work_lines,
 )
 from onerank.annotate.gpus.gpu import Gpu
@@ -33,7 +33,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, U8, KernelFeatures
-from onerank.annotate.models.intervals import Others
+from onerank.annotate.models.intervals import OverrideEffect
 from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
@@ -66,13 +66,13 @@ def database_lines(graph: Graph, found: OpCosts, row: int, made: Prediction, bas
     match = library.match(key, view.name, _ran(graph, found, row))
     if match is not None:
         return [*lines, *_match(match, view.duration_ns, made, basis)]
-    (told,) = between(library, [key], basis.target, basis.alone)
-    if told is None:
+    (interpolated,) = between(library, [key], basis.target, basis.from_description)
+    if interpolated is None:
         return [*lines, ("database", "no row of this call, and it does not lie between rows")]
-    lines += _neighbours(told)
+    lines += _neighbours(interpolated)
     if made.rule is not Rule.BETWEEN:
         return [*lines, ("database", f"not used: {_NARROWER}")]
-    return [*lines, ("part", _part(told.time_ns, made.time_ns))]
+    return [*lines, ("part", _part(interpolated.time_ns, made.time_ns))]
 
 
 def _ran(graph: Graph, found: OpCosts, row: int) -> set[str]:
@@ -261,10 +261,10 @@ def _explained(  # noqa: PLR0917
     """Return the predicted duration in ns of the node at `row` of `found`, and its arithmetic."""
     here, there = gpus
     every = KernelFeatures.of(graph, found)
-    kernels = every.only(slice(row, row + 1))
-    moved, rules, others = _modelled(graph, found, row, gpus, model)
+    kernels = every.select(slice(row, row + 1))
+    moved, rules, overrides = _modelled(graph, found, row, gpus, model)
     name = graph.node(int(found.index[row])).name
-    lines = _terms(kernels, name, gpus, (moved, Rule(int(others.rules[0]))))
+    lines = _terms(kernels, name, gpus, (moved, Rule(int(overrides.rules[0]))))
     doubt = Uncertainty.none(1)
     library = library_for(MODELS[model], databases, gpus, graph)
     if library is not None and rules[0] != Rule.KEPT:
@@ -275,32 +275,32 @@ def _explained(  # noqa: PLR0917
         told, found_ns, found_by, doubt = _looked_up(graph, found, every, row, (before, by), basis)
         lines += told
         if there != described:
-            lines += others_lines(found_ns, found_by, before, moved, there)
+            lines += override_lines(found_ns, found_by, before, moved, there)
         looked_up = found_ns, found_by
-        moved, rules, others = apply_overrides(looked_up, before, (moved, rules), others)
+        moved, rules, overrides = apply_overrides(looked_up, before, (moved, rules), overrides)
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
-        lines += interval_lines(kernels, (moved, rules, doubt), here, there, others)
+        lines += interval_lines(kernels, (moved, rules, doubt), here, there, overrides)
     if here is not None and here != there:
         lines += figure_lines(kernels, here)
-    lines += figure_lines(kernels, there, beside=here)
+    lines += figure_lines(kernels, there, reference=here)
     return round(float(moved[0])), lines
 
 
 def _modelled(
     graph: Graph, found: OpCosts, row: int, gpus: tuple[Gpu | None, Gpu], model: str
-) -> tuple[F64, U8, Others]:
+) -> tuple[F64, U8, OverrideEffect]:
     """Return (duration, rule) of a node by the model, and with overridden figures."""
     here, there = gpus
     if here is None:
         moved, rules = MODELS[model].from_description(
-            KernelFeatures.of(graph, found).only(slice(row, row + 1)), there
+            KernelFeatures.of(graph, found).select(slice(row, row + 1)), there
         )
-        return moved, rules, Others.none(rules)
+        return moved, rules, OverrideEffect.none(rules)
     step = Step.as_captured(graph, found)
-    made, others = predict_compute(step, (here, there), MODELS[model], NO_PASSES)
+    made, overrides = predict_compute(step, (here, there), MODELS[model], NO_PASSES)
     one = np.array([row])
-    return made.predicted_ns[one], made.rules[one], others.at(one)
+    return made.predicted_ns[one], made.rules[one], overrides.at(one)
 
 
 def _terms(
@@ -313,7 +313,7 @@ def _terms(
         return [
             ("measured", "on no GPU: the trace was captured on a CPU"),
             *work_lines(kernels, there),
-            *alone_lines(kernels, there, (float(moved[0]), rule)),
+            *unmeasured_lines(kernels, there, (float(moved[0]), rule)),
         ]
     measured = f"{kernels.duration_ns[0]:,.0f} ns on {here.name}"
     lines: Lines = [("measured", measured), *work_lines(kernels, here)]
@@ -324,7 +324,7 @@ def _terms(
         lines += part_lines(kernels, here, there)
     else:
         lines += (tile_lines if rule in BY_TILES else residual_lines)(kernels, here, there)
-    lines += least_lines(kernels, here, there)
+    lines += lower_bound_lines(kernels, here, there)
     if family := family_of(name):
         lines.append(_attention_line(kernels, family, here, there))
     return lines

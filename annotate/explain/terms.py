@@ -11,7 +11,7 @@ from onerank.annotate.models.error_model import (
     KINDS,
     Uncertainty,
     kinds_of,
-    least_known,
+    less_known_gpu,
     outside,
     same_die,
     trust_in,
@@ -19,8 +19,8 @@ from onerank.annotate.models.error_model import (
     widening,
 )
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
-from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
-from onerank.annotate.models.lower_bounds import clamp_to_lower_bound, least_ns
+from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, OverrideEffect, node_intervals
+from onerank.annotate.models.lower_bounds import clamp_to_lower_bound, lower_bound_ns
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 
 Lines = list[tuple[str, str]]
@@ -34,7 +34,7 @@ def work_lines(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     """Return a kernel's floor, and its bytes and FLOPs at the rates of a GPU."""
     rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
     bandwidth = gpu.bandwidth_bytes_per_s
-    share, floor = float(kernels.launches_on(gpu)[0]), float(kernels.floor_ns(gpu)[0])
+    share, floor = float(kernels.floor_share_on(gpu)[0]), float(kernels.floor_ns(gpu)[0])
     of = "" if share == 1 else f" = {share:g} of a product's, {gpu.launch_floor_ns:,}"
     lines = [("floor", f"{floor:,.0f} ns{of} on {gpu.name}")]
     if np.isfinite(moved):
@@ -53,17 +53,17 @@ def work_lines(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     return lines
 
 
-def figure_lines(kernels: KernelFeatures, gpu: Gpu, beside: Gpu | None = None) -> Lines:
+def figure_lines(kernels: KernelFeatures, gpu: Gpu, reference: Gpu | None = None) -> Lines:
     """Return the figures of a description that enter the terms, with their sources.
 
-    If `beside` is the same GPU without overrides, return only overridden figures.
+    If `reference` is the same GPU without overrides, return only overridden figures.
     """
     if kernels.over_link[0]:
         return []
     names = ["launch_floor_ns"]
     names += gpu.bandwidth_figures if np.isfinite(kernels.bytes[0]) else ()
     names += _rate_figures(kernels, gpu) if np.nan_to_num(kernels.flops[0]) else ()
-    if beside is not None and beside != gpu and beside == gpu.as_described:
+    if reference is not None and reference != gpu and reference == gpu.as_described:
         names = [*gpu.changed]
     figures = [(name, gpu.figures[name]) for name in names]
     return [
@@ -79,7 +79,7 @@ def _rate_figures(kernels: KernelFeatures, gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the figures that a kernel's rate on a GPU is made of."""
     if not kernels.matmul[0]:
         return gpu.vector_figures
-    return gpu.rate_figures(kernels.runs_as(gpu)[int(kernels.dtype[0])])
+    return gpu.rate_figures(kernels.matmul_dtypes(gpu)[int(kernels.dtype[0])])
 
 
 def residual_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
@@ -136,8 +136,8 @@ def _above_the_floor(
     if rule in (Rule.COMPUTE, Rule.WIDER_RATE):
         rest = by_peak
         lines.append(("rest", f"peak of {here.name} over {there.name}: {rest:.4f}"))
-    elif residual.beside(kernels, here, there)[0]:
-        p, most = residual.BESIDE, part**residual.BESIDE
+    elif residual.issue_overlaps_memory(kernels, here, there)[0]:
+        p, most = residual.OVERLAP_EXPONENT, part**residual.OVERLAP_EXPONENT
         made = (
             f"({most:.4f} x {by_roof:.4f}^{p:g} + {1 - most:.4f} x {terms.by_issue:.4f}^{p:g})"
             f"^{1 / p:.4f} = {factor:.4f}"
@@ -165,16 +165,16 @@ def interval_lines(
     made: tuple[F64, U8, Uncertainty],
     here: Gpu | None,
     there: Gpu,
-    others: Others,
+    overrides: OverrideEffect,
 ) -> Lines:
     """Return the interval of a prediction; `here` is None if the kernel was not measured."""
     moved, rules, doubt = made
     c = shipped()
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
-    errors = ErrorKinds.of(kinds).with_others(kernels, moved, others, there, c)
-    unlike = least_known(here, there)
+    errors = ErrorKinds.of(kinds).with_overrides(kernels, moved, overrides, there, c)
+    unlike = less_known_gpu(here, there)
     low, high = node_intervals(moved, errors, unlike, c, doubt)
-    kind, other = (KINDS[int(one[0])] for one in (kinds, errors.others))
+    kind, other = (KINDS[int(one[0])] for one in (kinds, errors.overrides))
     if kind == other == "kept":
         return []
     if kind == "kept":
@@ -207,7 +207,7 @@ def interval_lines(
     ]
 
 
-def others_lines(looked_up_ns: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
+def override_lines(looked_up_ns: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
     """Return a looked-up time after the target's figures were overridden.
 
     Args:
@@ -225,13 +225,13 @@ def others_lines(looked_up_ns: F64, rules: U8, before: F64, after: F64, there: G
     return [("figures set", f"{product}: {said}")]
 
 
-def least_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
+def lower_bound_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return what the target's description allows, where the prediction is no more than that."""
     (moved,), _ = learned.predict_learned(kernels, here, there)
     (least,) = clamp_to_lower_bound(np.zeros(1), kernels, here, kernels, there)
     if not 0 < moved <= least:
         return []
-    allowed = float(least_ns(kernels, there)[0])
+    allowed = float(lower_bound_ns(kernels, there)[0])
     measured = ", as the part of it that was measured on " + here.name if least < allowed else ""
     return [
         (
@@ -283,8 +283,8 @@ def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     die = f"same die: {'yes' if same_die(here, there) else 'no'}; "
     return [
         _shape(kernels),
-        *_rows_off(kernels, here),
-        *_rows_off(kernels, there),
+        *_misaligned_lines(kernels, here),
+        *_misaligned_lines(kernels, there),
         *wave_lines(kernels, there),
         ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.2%}"),
         ("by tiles", f"{before:,.0f} ns on {here.name}, {after:,.0f} ns on {there.name}"),
@@ -300,7 +300,7 @@ def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     ]
 
 
-def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -> Lines:
+def unmeasured_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -> Lines:
     """Return how an unmeasured operator is costed: by datasheet, and by its tiles."""
     moved, rule = made
     terms = datasheet.terms_of(kernels, there)
@@ -342,7 +342,7 @@ def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -
     weight = trust_in(there, c)
     return [
         _shape(kernels),
-        *_rows_off(kernels, there),
+        *_misaligned_lines(kernels, there),
         ("by tiles", f"{tiles:,.0f} ns on {there.name}"),
         ("by bound", f"{roofline} by launch floor and roofline"),
         _weight(there, weight, ""),
@@ -364,8 +364,8 @@ def _part_lines(made_of: tuple[Parts, I64, F64], there: Gpu, how: str) -> Lines:
     ):
         each = times * (ns + launches * floor)
         sizes = ", ".join(f"{size:.0f}" for size in shape[:4])
-        beside = f" + {launches:.0f} launches of {floor:,.0f}" if launches else ""
-        text = f"batch, m, n, k = {sizes}: {times:g} x ({ns:,.0f}{beside}) = {each:,.0f} ns"
+        floors = f" + {launches:.0f} launches of {floor:,.0f}" if launches else ""
+        text = f"batch, m, n, k = {sizes}: {times:g} x ({ns:,.0f}{floors}) = {each:,.0f} ns"
         lines.append(("product", text))
         total += each
     return [*lines, (how, f"the products in turn: {total:,.0f} ns on {there.name}")]
@@ -406,9 +406,9 @@ def _shape(kernels: KernelFeatures) -> tuple[str, str]:
     return ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}")
 
 
-def _rows_off(kernels: KernelFeatures, gpu: Gpu) -> Lines:
-    """Return what a product takes at least whose rows begin off 16 bytes; of others nothing."""
-    least = gemm_tiles.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
+def _misaligned_lines(kernels: KernelFeatures, gpu: Gpu) -> Lines:
+    """Return what a product takes at least whose rows begin off 16 bytes; none otherwise."""
+    least = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[int(kernels.call[0])]
     text = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
     return [("rows", text)] if least else []
 

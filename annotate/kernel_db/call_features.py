@@ -8,8 +8,8 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.models.cost_model import Alone
-from onerank.annotate.models.features import F64, kernels_of, launches_of
+from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.features import F64, floor_share_of, kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
@@ -76,7 +76,7 @@ def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...])
         flops=0,
         bytes_read=call.input_bytes,
         bytes_written=largest.nbytes,
-        launches=launches_of(sort),
+        floor_share=floor_share_of(sort),
     )
     sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
     forms = tuple(_form(tensor, largest) for tensor in tensors) if len(tensors) <= _FEW else ()
@@ -108,6 +108,6 @@ def call_of(key: CallKey) -> Call | None:
     return Call(base_name(key.operator), inputs, (), values)
 
 
-def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
+def modelled_ns(works: Sequence[Work], gpu: Gpu, from_description: PredictFromDescription) -> F64:
     """Return a model's prediction for calls that were not measured, in ns, float64[d]."""
-    return alone(kernels_of(works, np.zeros(len(works))), gpu)[0]
+    return from_description(kernels_of(works, np.zeros(len(works))), gpu)[0]

@@ -21,7 +21,7 @@ from onerank.annotate.kernel_db.call_features import Point, modelled_ns, point_o
 from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
 from onerank.annotate.kernel_db.database_set import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import HALF_WIDTH
@@ -190,69 +190,72 @@ class Between(NamedTuple):
 
 
 def between(
-    library: Library, keys: Sequence[CallKey], gpu: Gpu, alone: Alone
+    library: Library, keys: Sequence[CallKey], gpu: Gpu, from_description: PredictFromDescription
 ) -> list[Between | None]:
     """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
     Only rows of the same operator, dtype and form are compared (see `points`); several rows of a
     call are averaged geometrically. See `near` for the range of interpolation.
     """
-    made: list[Between | None] = [None] * len(keys)
-    asked: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
+    predictions: list[Between | None] = [None] * len(keys)
+    unmeasured: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
     for position, key in enumerate(keys):
         if point := point_of(key):
-            asked.setdefault(point.group, []).append((position, point))
-    operators = {keys[position].operator for some in asked.values() for position, _ in some}
+            unmeasured.setdefault(point.group, []).append((position, point))
+    operators = {keys[position].operator for calls in unmeasured.values() for position, _ in calls}
     measured: dict[tuple[object, ...], list[tuple[CallKey, Point]]] = {}
     for key in library.target:
-        if key.operator in operators and (point := point_of(key)) and point.group in asked:
+        if key.operator in operators and (point := point_of(key)) and point.group in unmeasured:
             measured.setdefault(point.group, []).append((key, point))
     for group, rows in measured.items():
         if len(rows) >= FEWEST:
-            told = _told(library, rows, [point for _, point in asked[group]], gpu, alone)
-            for (position, _), one in zip(asked[group], told, strict=True):
-                made[position] = one
-    return made
+            points = [point for _, point in unmeasured[group]]
+            interpolated = _interpolate_group(library, rows, points, gpu, from_description)
+            for (position, _), prediction in zip(unmeasured[group], interpolated, strict=True):
+                predictions[position] = prediction
+    return predictions
 
 
-def _told(
+def _interpolate_group(
     library: Library,
     rows: list[tuple[CallKey, Point]],
-    asked: list[Point],
+    unmeasured: list[Point],
     gpu: Gpu,
-    alone: Alone,
+    from_description: PredictFromDescription,
 ) -> list[Between | None]:
+    """Return predictions for unmeasured points of one group, from its measured rows."""
     matches = [library.match(key) for key, _ in rows]
     times = np.array([match.rest_ns if match else np.nan for match in matches])
-    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, alone))
-    modelled = modelled_ns([point.work for point in asked], gpu, alone)
-    sizes, at = (np.array([point.sizes for point in some])
-                 for some in ([point for _, point in rows], asked))  # fmt: skip
-    found = interpolate(sizes, off, at)
-    made = list[Between | None]()
-    for one in range(len(asked)):
-        if not np.isfinite(found.off[one]):
-            made.append(None)
+    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, from_description))
+    modelled = modelled_ns([point.work for point in unmeasured], gpu, from_description)
+    row_sizes = np.array([point.sizes for _, point in rows])
+    sizes = np.array([point.sizes for point in unmeasured])
+    found = interpolate(row_sizes, off, sizes)
+    predictions = list[Between | None]()
+    for index in range(len(unmeasured)):
+        if not np.isfinite(found.off[index]):
+            predictions.append(None)
             continue
-        around = tuple(
+        neighbours = tuple(
             Neighbour(rows[row][0], float(times[row]), float(off[row]), float(weight))
-            for row, weight in zip(found.near[one].tolist(), found.weight[one], strict=True)
+            for row, weight in zip(found.near[index].tolist(), found.weight[index], strict=True)
         )
-        time = float(modelled[one] * np.exp(found.off[one]))
-        made.append(Between(time, float(modelled[one]), float(found.bound[one]), around))
-    return made
+        time = float(modelled[index] * np.exp(found.off[index]))
+        predictions.append(
+            Between(time, float(modelled[index]), float(found.bound[index]), neighbours)
+        )
+    return predictions
 
 
 SOURCE_SHARE = 0.5
 """Share of the source's ln(measured / looked up) that carries over to the target.
 
 Two campaigns on one GPU disagree, because clocks, caches and libraries differ. In part they
-disagree
-in the same way on two GPUs: for 35,742 GEMMs measured twice on H200 and on B200 the correlation is
-0.36; over 1 ms it is 0.48. Carrying over half reduces the time-weighted error from 11.1% to 7.9%
-(H200 to B200) and to 7.7% (back); from A100 to H100 and back, in another campaign, from 10.0% to
-8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 and 9.3%, and the largest errors
-of single GEMMs.
+disagree in the same way on two GPUs: for 35,742 GEMMs measured twice on H200 and on B200 the
+correlation is 0.36; over 1 ms it is 0.48. Carrying over half reduces the time-weighted error from
+11.1% to 7.9% (H200 to B200) and to 7.7% (back); from A100 to H100 and back, in another campaign,
+from 10.0% to 8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 and 9.3%, and the
+largest errors of single GEMMs.
 """
 
 _BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
@@ -266,14 +269,14 @@ class Basis(NamedTuple):
         library: rows of the kernel databases.
         source: GPU that measured the graph; None if it was not measured.
         target: GPU to predict.
-        alone: a model's prediction for calls that were not measured, see `model.Alone`.
+        from_description: a model's prediction for unmeasured calls, see `PredictFromDescription`.
         errors: of the model, and of look-ups.
     """
 
     library: Library
     source: Gpu | None
     target: Gpu
-    alone: Alone
+    from_description: PredictFromDescription
     errors: Coefficients
 
 
@@ -346,7 +349,7 @@ class _Nodes:
     @classmethod
     def of(cls, graph: Graph, found: OpCosts, rows: I64) -> Self:
         index, operator = found.index[rows], found.operator_ns[rows]
-        own = ~found.beside[rows] & (operator > 0)
+        own = ~found.auxiliary[rows] & (operator > 0)
         return cls(
             graph.job.device.runs_operators,
             graph.nodes.name[index],
@@ -400,16 +403,18 @@ def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:
 
 
 def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Lookups:
-    """Return what rows around calls without one say."""
+    """Return predictions for calls without rows, interpolated between neighbouring rows."""
     keys, library = keyed.keys, basis.library
     time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
     otherwise = np.zeros(len(keys), dtype=bool)
     missing = [position for position, key in enumerate(keys) if key not in library.target]
-    told = between(library, [keys[at] for at in missing], basis.target, basis.alone)
-    for at, one in zip(missing, told, strict=True):
-        if one is not None:
-            time[at], bound[at] = one.time_ns, one.bound
-            rows = [row for near in one.neighbours for row in library.target[near.key]]
+    predictions = between(
+        library, [keys[at] for at in missing], basis.target, basis.from_description
+    )
+    for at, prediction in zip(missing, predictions, strict=True):
+        if prediction is not None:
+            time[at], bound[at] = prediction.time_ns, prediction.bound
+            rows = [row for near in prediction.neighbours for row in library.target[near.key]]
             otherwise[at] = not all(library.ran_with(row) for row in rows)
     part = 1.0 if nodes.whole else nodes.duration_ns / nodes.operator_ns
     rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)

@@ -10,7 +10,7 @@ from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database import KernelRow
 from onerank.annotate.kernel_db.database_set import Library, release
 from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
-from onerank.annotate.models.error_model import Uncertainty, kinds_of, sizes_of
+from onerank.annotate.models.error_model import Uncertainty, kinds_of, resize_kinds_of
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.provenance import Rule
@@ -119,7 +119,7 @@ def evidence_of(rules: U8, otherwise: U8) -> U8:
     between = membership_mask(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
     made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
     made = np.where(between, np.uint8(Evidence.INTERPOLATED), made)
-    others = membership_mask(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
+    others = membership_mask(rules, [Rule.MEASURED_WITH_OVERRIDES, Rule.LOOKED_UP_WITH_OVERRIDES])
     return np.where(others, np.uint8(Evidence.EXTRAPOLATED), made)
 
 
@@ -164,7 +164,7 @@ def best_resized(
     before, after = (look_up(*size, where & ~kernels.over_link, basis) for size in sizes)
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, modelled = half_widths(ErrorKinds.of(kinds, sizes_of(kernels, where)), target, errors)
+    _, modelled = half_widths(ErrorKinds.of(kinds, resize_kinds_of(kernels, where)), target, errors)
     kinds = kinds_of(kernels, (made.time_ns, made.rules), basis.source, target, made.doubt)
     _, reach = half_widths(ErrorKinds.of(kinds), target, errors, made.doubt)
     known = np.isfinite(made.time_ns)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
 from onerank.annotate.memory.mitigations import Mitigation, Need, mitigations
-from onerank.annotate.memory.non_allocator import NonAllocatorMemory, beside
+from onerank.annotate.memory.non_allocator import NonAllocatorMemory, non_allocator_memory
 from onerank.annotate.memory.peak import (
     ModuleMemory,
     held_blocks,
@@ -60,11 +60,11 @@ class MemoryReport(msgspec.Struct, frozen=True):
         nodes: every node that allocated or freed, in order.
         target: name of the device it should fit.
         capacity_bytes: memory of that device, 0 if not known.
-        beside: memory outside the allocator; nothing on a CPU.
-        fits: whether it fits, including `beside`; None if the capacity is not known.
-        fits_without_overhead: whether it would fit without `beside`; None if the capacity is not
-            known.
-        remedies: changes that make it fit; empty if it fits, or if `beside` by itself does not.
+        non_allocator: memory outside the allocator; nothing on a CPU.
+        fits: whether it fits, including `non_allocator`; None if the capacity is not known.
+        fits_without_overhead: whether it would fit without `non_allocator`; None if the
+            capacity is not known.
+        remedies: changes that make it fit; empty if it fits, or if `non_allocator` alone does not.
         notes: statements on the quality of the result.
     """
 
@@ -81,7 +81,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeMemory, ...]
     target: str
     capacity_bytes: int
-    beside: tuple[NonAllocatorMemory, ...]
+    non_allocator: tuple[NonAllocatorMemory, ...] = msgspec.field(name="beside")  # JSON key
     fits: bool | None
     fits_without_overhead: bool | None
     remedies: tuple[Mitigation, ...]
@@ -89,14 +89,14 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
 
 def report_memory(
-    graph: Graph, target: Gpu | None = None, *, beside_bytes: int | None = None
+    graph: Graph, target: Gpu | None = None, *, non_allocator_bytes: int | None = None
 ) -> MemoryReport:
     """Return the memory of the step, and whether it fits a device.
 
     Args:
         graph: a captured graph, re-costed or not.
         target: the device it should fit; None: the device of the capture.
-        beside_bytes: memory outside the allocator; None: estimated, see `non_allocator`.
+        non_allocator_bytes: memory outside the allocator; None: estimated, see `non_allocator`.
 
     Raises:
         AnnotateError: the graph has no memory information.
@@ -108,7 +108,7 @@ def report_memory(
             "capture the step with `capture run`, which records both",
             code="memory-not-recorded",
         )
-    device = _device(graph, target, beside_bytes)
+    device = _device(graph, target, non_allocator_bytes)
     if measured.memory is None:
         return _without_blocks(graph, nodes, device)
     return _with_blocks(graph, measured.memory, nodes, device)
@@ -119,22 +119,22 @@ class _Device(NamedTuple):
 
     name: str
     capacity_bytes: int
-    beside: tuple[NonAllocatorMemory, ...]
+    non_allocator: tuple[NonAllocatorMemory, ...]
 
     @property
     def room_bytes(self) -> int:
         """What is left for the allocator."""
-        return self.capacity_bytes - sum(one.bytes for one in self.beside)
+        return self.capacity_bytes - sum(one.bytes for one in self.non_allocator)
 
 
-def _device(graph: Graph, target: Gpu | None, beside_bytes: int | None) -> _Device:
+def _device(graph: Graph, target: Gpu | None, non_allocator_bytes: int | None) -> _Device:
     own = graph.job.device
     name, capacity = (own.name, own.memory_bytes) if target is None else (
         target.name, target.memory_bytes)  # fmt: skip
-    if beside_bytes is not None:
-        return _Device(name, capacity, (NonAllocatorMemory("all", beside_bytes, "given"),))
+    if non_allocator_bytes is not None:
+        return _Device(name, capacity, (NonAllocatorMemory("all", non_allocator_bytes, "given"),))
     on_cpu = target is None and own.type == "cpu"
-    return _Device(name, capacity, () if on_cpu else beside(graph))
+    return _Device(name, capacity, () if on_cpu else non_allocator_memory(graph))
 
 
 def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device) -> MemoryReport:
@@ -156,7 +156,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         nodes=nodes,
         target=device.name,
         capacity_bytes=device.capacity_bytes,
-        beside=device.beside,
+        non_allocator=device.non_allocator,
         fits=peak <= device.room_bytes if known else None,
         fits_without_overhead=peak <= device.capacity_bytes if known else None,
         remedies=(),
@@ -181,7 +181,7 @@ def _with_blocks(
     fits = _fits(log, pieces, room) if capacity else None
     found, notes = tuple[Mitigation, ...](), tuple[str, ...]()
     if fits is False and room <= 0:
-        notes = (f"what lies beside the allocator's memory fills {device.name} by itself",)
+        notes = (f"memory outside the allocator alone exceeds the capacity of {device.name}",)
     elif fits is False:
         recomputed, layers = recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
@@ -201,7 +201,7 @@ def _with_blocks(
         nodes=nodes,
         target=device.name,
         capacity_bytes=capacity,
-        beside=device.beside,
+        non_allocator=device.non_allocator,
         fits=fits,
         fits_without_overhead=(fits or _fits(log, pieces, capacity)) if capacity else None,
         remedies=found,

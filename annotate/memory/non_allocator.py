@@ -27,7 +27,7 @@ _CONTEXT = 806_000_000
 
 _NCCL = 354 << 20
 
-_OF_TWO, _OF_MORE = 486 << 20, 630 << 20
+_TWO_RANKS, _MORE_RANKS = 486 << 20, 630 << 20
 
 _PEER = 3_280_000_000 // 7
 
@@ -37,14 +37,14 @@ _MEASURED = "two H200s with NCCL 2.28.9"
 
 
 class NonAllocatorMemory(msgspec.Struct, frozen=True):
-    """Memory that the allocator does not see: what it is, bytes, and how they are known."""
+    """GPU memory outside the caching allocator: what it is, its bytes, and their source."""
 
     what: str
     bytes: int
     source: str
 
 
-def beside(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
+def non_allocator_memory(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
     """Return the memory of a graph's rank outside the allocator."""
     return (
         NonAllocatorMemory(
@@ -57,38 +57,38 @@ def beside(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
     )
 
 
-def bytes_beside(graph: Graph) -> int:
-    """Return the bytes of all that."""
-    return sum(one.bytes for one in beside(graph))
+def non_allocator_bytes(graph: Graph) -> int:
+    """Return the bytes of the rank's memory outside the allocator."""
+    return sum(memory.bytes for memory in non_allocator_memory(graph))
 
 
 def _communicators(graph: Graph) -> list[NonAllocatorMemory]:
     codes = np.unique(graph.nodes.group[graph.mask(Kind.COLLECTIVE)])
     sizes = {name: _size_of(graph, name) for name in graph.strings.decode(codes)}
-    found = [
+    communicators = [
         NonAllocatorMemory(
             f'NCCL, group "{name}" of {f"{size} ranks" if size else "unknown size"}',
-            _OF_TWO if size == 2 else _OF_MORE,
+            _TWO_RANKS if size == 2 else _MORE_RANKS,
             _MEASURED if size == 2 else f"{_MEASURED}, and NVIDIA/nccl issue 964",
         )
         for name, size in sizes.items()
         if size != 1
     ]
-    if found or graph.mask(Kind.SEND).any() or graph.mask(Kind.RECV).any():
-        found.insert(0, NonAllocatorMemory("NCCL itself", _NCCL, _MEASURED))
-    return found
+    if communicators or graph.mask(Kind.SEND).any() or graph.mask(Kind.RECV).any():
+        communicators.insert(0, NonAllocatorMemory("NCCL itself", _NCCL, _MEASURED))
+    return communicators
 
 
 def _peers(graph: Graph) -> list[NonAllocatorMemory]:
-    spoken = Counter(group for group, _ in {*_spoken_to(graph), *_exchanged_with(graph)})
-    count = sum(min(peers, _PEERS) for peers in spoken.values())
+    peers_of_group = Counter(group for group, _ in {*_p2p_peers(graph), *_all_to_all_peers(graph)})
+    count = sum(min(peers, _PEERS) for peers in peers_of_group.values())
     if not count:
         return []
     what = f"NCCL, {count} {'peer' if count == 1 else 'peers'} of sends, receives, all-to-all"
     return [NonAllocatorMemory(what, count * _PEER, "NVIDIA/nccl issue 1685, H100s over NVLink")]
 
 
-def _spoken_to(graph: Graph) -> Iterator[tuple[str, int]]:
+def _p2p_peers(graph: Graph) -> Iterator[tuple[str, int]]:
     """Yield (group, peer) of sends and receives."""
     nodes = graph.nodes
     for kind, ends in ((Kind.SEND, nodes.comm_dst), (Kind.RECV, nodes.comm_src)):
@@ -97,7 +97,7 @@ def _spoken_to(graph: Graph) -> Iterator[tuple[str, int]]:
         yield from zip(graph.strings.decode(pairs[0]), pairs[1].tolist(), strict=True)
 
 
-def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
+def _all_to_all_peers(graph: Graph) -> Iterator[tuple[str, int]]:
     """Yield (group, peer) of all-to-alls."""
     nodes = graph.nodes
     exchanging = nodes.group[nodes.collective == Collective.ALL_TO_ALL]
@@ -108,5 +108,5 @@ def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
 
 
 def _size_of(graph: Graph, name: str) -> int:
-    """Return the ranks of a group; 0 if the graph does not know it."""
+    """Return the ranks of a group; 0 if the graph does not record it."""
     return next((len(group.ranks) for group in graph.job.groups if group.name == name), 0)

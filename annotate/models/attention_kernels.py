@@ -27,9 +27,12 @@ from onerank.ir.errors import AnnotateError
 CHOICES = (
     *("usual", "fused", "flash2", "flash3", "cudnn", "aotriton", "ck", "aiter", "same", "eager"),
 )
-"""With "eager" no fused kernel: what the target would run is taken apart, see `unfused`. With
-"fused" what ran without one has the kernel that PyTorch runs on the target, see `fused`; with a
-name that one, as what ran with another has."""
+"""Choices of the attention kernel on the target.
+
+"usual": the kernel that libraries run there. "same": the captured one. "eager": separate kernels
+instead of a fused one (see `unfuse`). "fused": eager attention becomes the kernel that PyTorch runs
+there (see `fuse`). A kernel's name: that kernel, for fused and eager attention.
+"""
 FUSED = frozenset(CHOICES) - {"usual", "same", "eager"}
 """Choices with which eager attention becomes a fused kernel."""
 
@@ -42,7 +45,10 @@ _NAMES = (
     ("ck", r"ck_tile.*fmha(fwd|bwd|batchprefill)"),
     ("aiter", r"fmha_(fwd|bwd)_hd\d"),
 )
-"""First match wins; helpers that only move data are no family's."""
+"""(family, pattern of kernel names); the first match wins.
+
+Helpers that only move data match the first pattern and belong to no family.
+"""
 
 _USUAL = {
     "ampere": ("flash2",),
@@ -51,10 +57,10 @@ _USUAL = {
     "blackwell": ("cudnn",),
     **dict.fromkeys(("cdna2", "cdna3", "cdna4"), ("aotriton", "ck", "aiter")),
 }
-"""What libraries run on an architecture; who comes with another one gets the first."""
+"""architecture -> families that libraries run on it; the first replaces any other family."""
 _BY_TORCH = {"hopper": "cudnn"}
-"""What `scaled_dot_product_attention` runs where that is not the first of them."""
-_RUN = {
+"""architecture -> family of `scaled_dot_product_attention`, if it is not the first in `_USUAL`."""
+_SUPPORTED = {
     "flash2": ("ampere", "ada", "hopper", "blackwell"),
     "flash3": ("hopper",),
     "cudnn": ("ampere", "ada", "hopper", "blackwell"),
@@ -65,12 +71,12 @@ _RUN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Slowness:
-    """How many times as long a kernel takes as its architecture's own.
+class Slowdown:
+    """Time of a kernel over that of the kernel written for its architecture.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass.
+        forward: in the forward pass.
+        backward: in the backward pass.
         source: where the figures are from.
     """
 
@@ -79,38 +85,38 @@ class Slowness:
     source: str
 
 
-_OWN = Slowness(1.0, 1.0, "the architecture's own")
+_NATIVE = Slowdown(1.0, 1.0, "the architecture's own")
 _MI300X = "published of an MI300X (causal, 1024 to 16384 tokens, heads of 64 and 128)"
 _MI355X = "published of an MI355X (2048 to 16384 tokens, heads of 64 and 128, backward of 128)"
 _SLOWNESS = {
-    ("flash2", "ampere"): _OWN,
-    ("flash2", "ada"): _OWN,
-    ("flash3", "hopper"): _OWN,
-    ("cudnn", "hopper"): _OWN,
-    ("cudnn", "blackwell"): _OWN,
-    ("flash2", "hopper"): Slowness(
+    ("flash2", "ampere"): _NATIVE,
+    ("flash2", "ada"): _NATIVE,
+    ("flash3", "hopper"): _NATIVE,
+    ("cudnn", "hopper"): _NATIVE,
+    ("cudnn", "blackwell"): _NATIVE,
+    ("flash2", "hopper"): Slowdown(
         1.73,
         1.69,
         "measured on an H200, torch 2.11 and CUDA 13: times cuDNN's, geometric mean of 8 causal "
         "shapes (head size 64: 1.57 and 1.62, 128: 1.91 and 1.75; forward, backward)",
     ),
-    ("flash2", "blackwell"): Slowness(
+    ("flash2", "blackwell"): Slowdown(
         2.02, 2.90, "published of a B200 (not causal, 512 to 16384 tokens, heads of 64)"
     ),
-    ("aotriton", "cdna2"): Slowness(
+    ("aotriton", "cdna2"): Slowdown(
         2.61, 5.46, f"forward {_MI300X}, backward {_MI355X}; neither measured on this architecture"
     ),
-    ("aotriton", "cdna3"): Slowness(2.61, 5.46, f"forward {_MI300X}; backward {_MI355X}"),
-    ("aotriton", "cdna4"): Slowness(2.17, 5.46, _MI355X),
-    ("ck", "cdna4"): Slowness(1.66, 2.85, _MI355X),
-    ("aiter", "cdna3"): Slowness(1.90, 1.32, f"forward {_MI300X}; backward {_MI355X}"),
-    ("aiter", "cdna4"): Slowness(1.60, 1.32, _MI355X),
+    ("aotriton", "cdna3"): Slowdown(2.61, 5.46, f"forward {_MI300X}; backward {_MI355X}"),
+    ("aotriton", "cdna4"): Slowdown(2.17, 5.46, _MI355X),
+    ("ck", "cdna4"): Slowdown(1.66, 2.85, _MI355X),
+    ("aiter", "cdna3"): Slowdown(1.90, 1.32, f"forward {_MI300X}; backward {_MI355X}"),
+    ("aiter", "cdna4"): Slowdown(1.60, 1.32, _MI355X),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """How the kernels of one family change on the target.
+    """The replacement of one attention kernel family on the target.
 
     Attributes:
         ran: the measured family.
@@ -129,45 +135,47 @@ class Resolution:
     slower: float = 1.0
 
     def forward_with(self, share: float) -> float:
-        """Return the forward factor where only `share` of being slower was carried over."""
+        """Return the forward factor if the model already carried over only `share` of `slower`."""
         return self.forward * self.slower ** (1 - share)
 
 
-AS_IT_RAN = Resolution("", "", 1.0, 1.0, "no attention kernel known here")
+UNRESOLVED = Resolution("", "", 1.0, 1.0, "no attention kernel known here")
 
 
 @cache
 def family_of(name: str) -> str:
-    """Return the family of a kernel by its name, one of `_RUN`; "" if unknown."""
+    """Return the family of a kernel by its name, one of `_SUPPORTED`; "" if unknown."""
     lowered = name.lower()
     return next((family for family, pattern in _NAMES if re.search(pattern, lowered)), "")
 
 
-def figure_of(family: str, gpu: Gpu) -> Slowness | None:
-    """Return the figure of a kernel on a GPU's architecture; None where it has none."""
+def slowdown_of(family: str, gpu: Gpu) -> Slowdown | None:
+    """Return the slowdown of a family on a GPU's architecture; None if unknown."""
     return _SLOWNESS.get((family, gpu.architecture))
 
 
-def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolution:
+def resolve(ran: str, source: Gpu, target: Gpu, requested: str = "usual") -> Resolution:
     """Return the kernel that replaces `ran` of `source` on `target`.
 
     Raises:
         AnnotateError: the requested kernel is unknown or does not run on the target.
     """
-    if asked not in CHOICES:
+    if requested not in CHOICES:
         raise AnnotateError(
-            f'unknown attention kernel "{asked}"; known are {", ".join(CHOICES)}',
+            f'unknown attention kernel "{requested}"; choose one of {", ".join(CHOICES)}',
             code="attention-kernel-unknown",
         )
     here, there = source.architecture, target.architecture
-    if asked == "same":
-        return Resolution(ran, ran, 1.0, 1.0, "as asked: the part of the peak that was measured")
-    if asked in ("usual", "eager"):
+    if requested == "same":
+        return Resolution(
+            ran, ran, 1.0, 1.0, "as requested: the part of the peak that was measured"
+        )
+    if requested in ("usual", "eager"):
         usual = _USUAL.get(there, (ran,))
         runs = ran if here == there or ran in usual else usual[0]
     else:
-        _check_runs(asked, target, "same")
-        runs = asked
+        _check_supported(requested, target, "same")
+        runs = requested
     if (runs, there) == (ran, here):
         return Resolution(ran, runs, 1.0, 1.0, "the same kernel")
     before, after = _SLOWNESS.get((ran, here)), _SLOWNESS.get((runs, there))
@@ -175,52 +183,55 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
         lacking = f"{ran} on {here}" if before is None else f"{runs} on {there}"
         why = f"no figure for {lacking}: the part of the peak that was measured"
         return Resolution(ran, runs, 1.0, 1.0, why)
-    sources = dict.fromkeys(one.source for one in (before, after) if one is not _OWN)
+    sources = dict.fromkeys(
+        slowdown.source for slowdown in (before, after) if slowdown is not _NATIVE
+    )
     why = "; ".join(sources) or "each reaches the part of the peak usual for its architecture"
     forward, backward = after.forward / before.forward, after.backward / before.backward
     return Resolution(ran, runs, forward, backward, why, before.forward)
 
 
-def resolve_alone(target: Gpu, asked: str) -> Resolution:
-    """Return the effect of the requested or usual kernel on attention that was not measured.
+def resolve_unmeasured(target: Gpu, requested: str) -> Resolution:
+    """Return the requested or usual kernel of unmeasured attention on `target`.
 
     Raises:
         AnnotateError: it does not run on the target, its figure there is not known, or "same" was
             requested.
     """
-    if asked in ("usual", "eager", "fused"):
+    if requested in ("usual", "eager", "fused"):
         runs = _USUAL.get(target.architecture, ("",))[0]
-        runs = _BY_TORCH.get(target.architecture, runs) if asked == "fused" else runs
-        usual = _SLOWNESS.get((runs, target.architecture), _OWN)
+        runs = _BY_TORCH.get(target.architecture, runs) if requested == "fused" else runs
+        usual = _SLOWNESS.get((runs, target.architecture), _NATIVE)
         return Resolution("", runs, usual.forward, usual.backward, usual.source)
-    if asked == "same":
+    if requested == "same":
         raise AnnotateError(
-            "the trace was captured on a CPU, so no attention kernel was measured that could stay "
-            "the same; leave `--kernel` out, or name one",
+            "the trace was captured on a CPU and has no attention kernel to keep; omit `--kernel`, "
+            "or name a kernel",
             code="attention-kernel-cpu",
         )
-    _check_runs(asked, target)
-    slowness = _SLOWNESS.get((asked, target.architecture))
+    _check_supported(requested, target)
+    slowness = _SLOWNESS.get((requested, target.architecture))
     if slowness is None:
         raise AnnotateError(
-            f"how much slower {asked} is on {target.architecture} than the kernel that libraries "
-            "run there was measured on no GPU; leave `--kernel` out",
+            f"{requested} has no measured slowdown on {target.architecture}; omit `--kernel`, or "
+            "name another kernel",
             code="attention-kernel-unmeasured",
         )
-    return Resolution("", asked, slowness.forward, slowness.backward, slowness.source)
+    return Resolution("", requested, slowness.forward, slowness.backward, slowness.source)
 
 
-def _check_runs(asked: str, target: Gpu, *beside: str) -> None:
-    """Refuse a kernel that does not run on an architecture.
+def _check_supported(requested: str, target: Gpu, *alternatives: str) -> None:
+    """Refuse a kernel that does not run on the target's architecture.
 
     Raises:
-        AnnotateError: it does not.
+        AnnotateError: it does not; the message lists the kernels that do, and `alternatives`.
     """
     there = target.architecture
-    if there not in _RUN[asked]:
-        able = [name for name, where in _RUN.items() if there in where]
-        advice = f"choose {', '.join([*able, *beside])}" if able or beside else "leave it out"
+    if there not in _SUPPORTED[requested]:
+        names = [family for family, places in _SUPPORTED.items() if there in places]
+        names += alternatives
+        advice = f"choose {', '.join(names)}" if names else "omit it"
         raise AnnotateError(
-            f"{asked} does not run on {target.name} ({there}); {advice}",
+            f"{requested} does not run on {target.name} ({there}); {advice}",
             code="attention-kernel-unsupported",
         )

@@ -23,7 +23,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import AttentionCoefficients
-from onerank.annotate.models.gemm_tiles import F64, Rates, cache_misses, together
+from onerank.annotate.models.gemm_tiles import F64, Rates, cache_misses, p_norm
 
 _TILE = 128
 _FITTED_TO = 128 + 128  # head sizes of query and value
@@ -75,24 +75,27 @@ def attention_ns(
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
     shared = heads > key_heads
     sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)
-    beside = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
-    beside_ns = beside * cache_misses(gpu, beside) * 1e9 / gpu.bandwidth_bytes_per_s
-    beside_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
+    # The backward's helper kernels: sums of gradient products, zero fill and rounding of the query
+    # gradient, and sums of the gradients of shared keys and values.
+    helper_bytes = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
+    helper_ns = helper_bytes * cache_misses(gpu, helper_bytes) * 1e9 / gpu.bandwidth_bytes_per_s
+    helper_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
     memory = moved * cache_misses(gpu, moved) * 1e9 / gpu.bandwidth_bytes_per_s
-    body = together(c.overlap, compute, memory)
-    return c.floor * gpu.launch_floor_ns + body + np.where(backward, beside_ns, 0.0)
+    body = p_norm(c.overlap, compute, memory)
+    return c.floor * gpu.launch_floor_ns + body + np.where(backward, helper_ns, 0.0)
 
 
 def _softmax(gpu: Gpu, rates: Rates) -> F64:
-    """Return how many head sizes' products take the time of a score's exponential, float64[d]."""
-    each = _EXPONENTIALS * gpu.sm_count * gpu.clock_hz
-    each = max(each, (gpu.vector_flops_per_s or 0) / _VECTOR_FLOPS)
-    return rates.peak / 2 / each
+    """Return the head size whose multiply-adds take as long as one exponential, float64[d]."""
+    exponentials_per_s = _EXPONENTIALS * gpu.sm_count * gpu.clock_hz
+    # Cores that are few and wide have fewer "SMs" than exponential units.
+    exponentials_per_s = max(exponentials_per_s, (gpu.vector_flops_per_s or 0) / _VECTOR_FLOPS)
+    return rates.peak / 2 / exponentials_per_s
 
 
 def attention_tiles(shapes: F64) -> F64:
-    """Return into how many tiles the queries of fused attention are cut, float64[d]."""
+    """Return the number of query tiles of fused attention, float64[d]."""
     batch, heads, key_heads, rows, *_ = shapes.T
     group = heads / np.maximum(key_heads, 1)
-    each = key_heads * np.ceil(rows * group / _TILE)
-    return batch * np.minimum(each, heads * np.ceil(rows / _TILE))
+    grouped_tiles = key_heads * np.ceil(rows * group / _TILE)
+    return batch * np.minimum(grouped_tiles, heads * np.ceil(rows / _TILE))

@@ -35,7 +35,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     A what-if changes the described figures, and what was measured by as much.
     """
     names = "measured_gemm_tflops", "measured_skinny_gbps"
-    described = without_what_ifs(gpu)
+    described = without_overrides(gpu)
     rate, peak = _rates(described)
     if not rate or not described.figures.keys() >= {*names}:
         return Calibration(gpu, 1.0)
@@ -52,7 +52,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     return Calibration(_with_memory(gpu, memory), compute)
 
 
-def calibrated_beside(source: Gpu, target: Gpu, c: GemmCoefficients) -> Calibration:
+def calibrated_source(source: Gpu, target: Gpu, c: GemmCoefficients) -> Calibration:
     """Return the source of a prediction as measured products have it: its own, or the target's.
 
     Where the target is of the same die and reads memory faster than the model has it, so does the
@@ -100,7 +100,7 @@ def _rates(gpu: Gpu) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def without_what_ifs(gpu: Gpu) -> Gpu:
+def without_overrides(gpu: Gpu) -> Gpu:
     """Return the GPU without what-ifs, but with what was measured or set to have been."""
     described = gpu.as_described
     if described is gpu:

@@ -1,27 +1,27 @@
-"""The interface of a cost model."""
+"""The cost models by name, and the interface that they implement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet, learned, residual, roofline
+from onerank.annotate.models import datasheet, learned, residual
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
 
-Alone = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
+PredictFromDescription = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
 """(kernels, target) -> (durations in ns of unmeasured kernels, a `Rule` for each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A rule to transfer time from one GPU to another.
+    """Predicts kernel durations on a target GPU.
 
     Attributes:
-        name: in reports, and in the annotation of re-costed graphs.
-        predict: for kernels that a GPU has measured.
-        from_description: for kernels that were not measured, as in a CPU capture.
+        name: identifies the model in reports and in the annotation of re-costed graphs.
+        predict: transfers measured durations from the source GPU.
+        from_description: predicts unmeasured kernels, as in a CPU capture.
         has_intervals: whether the shipped errors apply to it.
         resolves_kernels: whether attention becomes the kernel that the target runs.
         looks_up: whether a measurement of the same call on the target takes precedence.
@@ -29,7 +29,7 @@ class CostModel:
 
     name: str
     predict: Predict
-    from_description: Alone = datasheet.predict
+    from_description: PredictFromDescription = datasheet.predict
     has_intervals: bool = False
     resolves_kernels: bool = False
     looks_up: bool = False
@@ -45,9 +45,12 @@ _LEARNED = CostModel(
 
 MODELS: dict[str, CostModel] = {
     "ratio": CostModel("ratio", learned.predict_by_ratio),
-    "roofline": CostModel("roofline", roofline.predict),
+    "roofline": CostModel("roofline", datasheet.predict_by_roofline),
     "residual": CostModel("residual", residual.predict, has_intervals=True),
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),
 }
-"""Cost models by the name the command line takes; "auto" is the most exact, and looks up."""
+"""Cost models by their name on the command line.
+
+"auto" is the learned model with look-ups in the kernel databases, and the most accurate.
+"""

@@ -1,6 +1,9 @@
-"""A kernel's time from a GPU description only: launch floor plus memory or compute time."""
+"""A kernel's time from a GPU description only: launch floor plus memory or compute time.
 
-from dataclasses import dataclass
+`predict` costs unmeasured kernels. `predict_by_roofline` is the usual baseline for measured ones.
+"""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +22,43 @@ MODEL = "datasheet"
 def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
-    The floor is that of the operator's class (see `features`). Memory streams the bytes as
-    often as the operator's kernels do (see `passes`), at the achievable bandwidth; rates are the
-    sustained ones. A dtype without units on the target runs at the rate of a wider one (see
-    `kernels`). Without any rate, or without a formula for the operator, only memory counts.
-    Elements handled one by one take cycles of the SMs. A recurrent layer is costed GEMM by GEMM,
-    step by step (see `record.Part`).
+    The floor depends on the operator's class (see `features`). Memory time is the bytes, as often
+    as the operator's kernels stream them (`Work.passes`), at the achievable bandwidth; compute
+    time uses sustained rates. A dtype without units on the target runs at the rate of a wider one
+    (see `KernelRates`). Without a rate or a formula for the operator, only memory counts.
+    Elements handled one by one take SM cycles. A recurrent layer is costed GEMM by GEMM (see
+    `cost_record.Part`).
     """
     terms = terms_of(kernels, target)
-    made, rate = terms.predicted_ns, terms.rate
+    predicted_ns, rate = terms.predicted_ns, terms.rate
+    # A recurrent layer's steps depend on each other, so their launch floors do not overlap: one
+    # roofline over the whole layer would miss them.
     in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
     composed = np.flatnonzero(in_steps & np.isfinite(rate))
-    parts, owner, once = parts_ns(kernels, target, composed, rate[composed])
-    each = parts.times * (once + parts.launches * target.launch_floor_ns)
-    made[composed] = np.bincount(owner, weights=each, minlength=len(composed))
-    made[composed] *= kernels.part_of_operator[composed]
-    return made, terms.rule
+    parts, owner, single_ns = parts_ns(kernels, target, composed, rate[composed])
+    part_ns = parts.times * (single_ns + parts.launches * target.launch_floor_ns)
+    predicted_ns[composed] = np.bincount(owner, weights=part_ns, minlength=len(composed))
+    predicted_ns[composed] *= kernels.share_of_operator[composed]
+    return predicted_ns, terms.rule
+
+
+def predict_by_roofline(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules): a launch floor plus the target's roofline.
+
+    The roofline is the longer of bytes / achievable bandwidth and FLOPs / sustained rate, whatever
+    the source. Measured durations only divide the work of an operator among its kernels; each
+    kernel has its own floor.
+    """
+    count = len(kernels.passes)
+    plain = replace(kernels, passes=np.ones(count), cycles=np.zeros(count))
+    predicted_ns, rules = predict(plain, target)
+    predicted_ns = np.where(kernels.over_link, kernels.duration_ns, predicted_ns)
+    return predicted_ns, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)
 
 
 @dataclass(frozen=True, slots=True)
 class DatasheetTerms:
-    """Terms of the time of n kernels by a GPU's description; times in seconds but for the floor.
+    """Terms of the predicted time of n kernels: the floor in ns, other times in seconds.
 
     Attributes:
         floor_ns: launch floor of the operator's class, float64[n].
@@ -70,7 +89,7 @@ def terms_of(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
     memory = np.nan_to_num(kernels.bytes * kernels.passes) / target.bandwidth_bytes_per_s
-    issue = kernels.cycles * kernels.part_of_operator / issue_rate(target)
+    issue = kernels.cycles * kernels.share_of_operator / issue_rate(target)
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
@@ -81,7 +100,10 @@ def terms_of(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
 
 
 def parts_ns(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> tuple[Parts, I64, F64]:
-    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
+    """Return (component GEMMs of the nodes at `rows`, index into `rows`, single time in ns).
+
+    The single time is that of one repetition, by the roofline at `rate` (float64, one per row).
+    """
     parts, owner = kernels.parts.of_calls(kernels.call[rows])
-    once = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
-    return parts, owner, target.launch_floor_ns + 1e9 * once
+    roof_s = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
+    return parts, owner, target.launch_floor_ns + 1e9 * roof_s

@@ -13,9 +13,9 @@ from onerank.ir.arrays import membership_mask
 
 _UNKNOWN_ARCHITECTURE = 0.7
 
-_PROVEN = 1.0  # as far outside as the families that were left out
+_VALIDATED_DISTANCE = 1.0  # as far outside as the families that were left out
 
-_HELD = 1.3, 3.3
+_FULL_WEIGHT_DISTANCES = 1.3, 3.3
 """Distance from the fitted NVIDIA GPUs up to which this model keeps its full weight.
 
 An L40S, 1.3 outside if its family is left out, is predicted best by three parts of this model and
@@ -25,15 +25,15 @@ would be 1.25 and 1.18, 1.23 and 1.28 off (benchmarks/deepbench.py).
 """
 
 
-def same_die(one: Gpu, other: Gpu) -> bool:
-    """Return whether two GPUs are cuts of one die: architecture, and FLOPs per SM and cycle.
+def same_die(gpu: Gpu, other: Gpu) -> bool:
+    """Return whether two GPUs are cuts of one die.
 
-    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well. A
-    figure that is set makes no other die of it.
+    They have one architecture, and FLOPs per SM and cycle within 10%. Overridden figures do not
+    count.
     """
-    rates = [properties(gpu.as_described)["flops_per_sm_and_cycle"] for gpu in (one, other)]
-    alike = 0.9 < rates[0] / rates[1] < 1 / 0.9 if all(rates) else False
-    return one.architecture == other.architecture and alike
+    rates = [properties(board.as_described)["flops_per_sm_and_cycle"] for board in (gpu, other)]
+    equal_rates = 0.9 < rates[0] / rates[1] < 1 / 0.9 if all(rates) else False
+    return gpu.architecture == other.architecture and equal_rates
 
 
 def is_asynchronous(gpu: Gpu) -> bool:
@@ -52,30 +52,29 @@ def outside(gpu: Gpu, c: Coefficients) -> float:
 
 
 def trust_in(gpu: Gpu, c: Coefficients) -> float:
-    """Return the weight of this model for a GPU: 1 unless it is far from the fitted GPUs.
+    """Return the weight of the tile model for a GPU: 1 unless it is far from the fitted GPUs.
 
     A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
-    Overridden figures
-    do not change the weight: their effect should show, not that of another mixture of models.
     """
-    distance, (least, most) = outside(gpu.as_described, c), _HELD
+    # Without overrides: a changed figure should show its effect, not that of another mixture.
+    distance, (least, most) = outside(gpu.as_described, c), _FULL_WEIGHT_DISTANCES
     if gpu.is_nvidia:
         distance -= min(max(0.0, distance - least), most - least)
-    return float(np.exp(-max(0.0, distance - _PROVEN)))
+    return float(np.exp(-max(0.0, distance - _VALIDATED_DISTANCE)))
 
 
 def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
-    """Return the weight for calls that are made of several GEMMs.
+    """Return the weight of the tile model for calls composed of several GEMMs.
 
     1 for NVIDIA GPUs as near as a T4: there the tiles alone predict convolutions. The other model
     sees one GEMM, which takes half their time on a V100 and a T4.
     """
-    near = _HELD[1] if gpu.is_nvidia else _PROVEN
+    near = _FULL_WEIGHT_DISTANCES[1] if gpu.is_nvidia else _VALIDATED_DISTANCE
     return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
 
 
 def properties(gpu: Gpu) -> dict[str, float]:
-    """Return what places a GPU among others."""
+    """Return the properties of a GPU that define its distance from others."""
     types = ("bfloat16", "float16", "float32")
     peak = next((rate for t in types if (rate := gpu.peak_tensor_flops_per_s(t))), 0.0)
     return {
@@ -162,11 +161,11 @@ class Uncertainty(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> Self:
-        """Return that of predictions by a model."""
+        """Return no additional uncertainty, for predictions by a model."""
         return cls(np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool))
 
-    def beside(self, other: Self) -> Self:
-        """Return that of these look-ups and of others, of other nodes."""
+    def merge(self, other: Self) -> Self:
+        """Return the union of the uncertainties of look-ups of different nodes."""
         return type(self)(
             np.maximum(self.own, other.own),
             self.otherwise | other.otherwise,
@@ -174,11 +173,11 @@ class Uncertainty(NamedTuple):
         )
 
     def at(self, where: I64 | Mask) -> Self:
-        """Return that of the nodes at `where`."""
+        """Return the uncertainty of the nodes at `where`."""
         return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
 
 
-def sizes_of(kernels: KernelFeatures, resized: Mask) -> U8:
+def resize_kinds_of(kernels: KernelFeatures, resized: Mask) -> U8:
     """Return the kind of each prediction for another size, as positions in `KINDS`, uint8[n]."""
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     product = np.where(kernels.matmul_class, _AT["resized_product"],
@@ -222,20 +221,22 @@ def kinds_of(
     if doubt is not None and looked_up.any():
         loose = doubt.loosely | (moved <= TINY_NS)
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
-        told = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
-        kind = np.where(looked_up, told, kind)
+        database = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
+        kind = np.where(looked_up, database, kind)
     kept = membership_mask(
-        rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS]
+        rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OVERRIDES]
     )
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 
 
-def least_known(source: Gpu | None, target: Gpu) -> Gpu:
-    """Return by which of two GPUs `widening` goes: of another vendor's measurement, by the source.
+def less_known_gpu(source: Gpu | None, target: Gpu) -> Gpu:
+    """Return the GPU whose distance from the fitted ones widens the error.
+
+    It is the target, or the source if another vendor's GPU measured and NVIDIA's is the target.
 
     Args:
-        source: GPU that was measured on; None: none was.
-        target: GPU that is predicted for.
+        source: GPU that measured; None: not measured.
+        target: GPU to predict.
     """
     if source is None or source.is_nvidia or not target.is_nvidia:
         return target
@@ -246,7 +247,7 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
     With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
-    `likeness`). None was more than 1.3 outside, so errors grow faster beyond. The rules for
+    `outside`). None was more than 1.3 outside, so errors grow faster beyond. The rules for
     `_UNFITTED` kinds do not know one GPU better than another. Look-ups on the GPU itself, and
     changes of size by bytes, are not widened. Nor is anything memory-bound on GPUs of the measured
     vendor: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us

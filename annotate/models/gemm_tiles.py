@@ -4,8 +4,8 @@ A product [m, k] x [k, n] is cut into tiles of its result, one SM per tile; the 
 may be split among SMs. For each of some sixty tilings:
 
     waves   = tiles / SMs * (whole waves / that)^tail, at least 1
-    alone   = steps of 64 along the inner size * latency of one + epilogue
-    tiles   = waves * tile products / SM rate + prologues + alone
+    chain   = steps of 64 along the inner size * latency of one + epilogue
+    tiles   = waves * tile products / SM rate + prologues + chain
     compute = (tiles^6 + (products / rate under the power cap)^6)^(1/6)
     cache   = operands of all tiles / bandwidth between the last-level cache and the SMs
     read    = operands that miss the cache / memory bandwidth, and a ramp
@@ -60,7 +60,7 @@ weigh. There products of 25,089 and 5185 rows, whose rows begin well, run at 205
 """
 
 
-def rows_off(gemm: F64) -> tuple[Mask, Mask]:
+def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
     Rows of the result are n long; those of an operand k if it is not transposed. For a weight
@@ -81,7 +81,7 @@ def rows_off(gemm: F64) -> tuple[Mask, Mask]:
     return off[:, 2] | gradient, off[:, 1]
 
 
-def least_ns(gpu: Gpu, gemm: F64) -> F64:
+def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
     """Return the time that such products take at least on a GPU, in ns; 0 of others, float64[d].
 
     Of GPUs of other vendors than NVIDIA nothing is known of them.
@@ -89,7 +89,7 @@ def least_ns(gpu: Gpu, gemm: F64) -> F64:
     least = np.zeros(len(gemm))
     if not gpu.is_nvidia:
         return least
-    operands, results = rows_off(gemm)
+    operands, results = has_misaligned_rows(gemm)
     flops = 2 * gemm[:, :4].prod(axis=1)
     cycles_per_ns = gpu.sm_count * gpu.max_clock_hz * 1e-9
     for rows, rate in ((operands, _OF_OPERANDS), (results, _OF_RESULTS)):
@@ -222,7 +222,7 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     compute = waves * 2e9 * rows * columns * inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
     compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
-    compute = together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
+    compute = p_norm(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
 
     left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
     partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
@@ -239,8 +239,8 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth
     read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
 
-    body = together(c.overlap, compute, cache, read)
-    body = together(c.write_overlap, body, written / bandwidth)
+    body = p_norm(c.overlap, compute, cache, read)
+    body = p_norm(c.write_overlap, body, written / bandwidth)
     return body + np.where(split > 1, c.split_ns, 0.0)
 
 
@@ -254,7 +254,7 @@ def _miss(share: F64) -> F64:
     return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
 
 
-def together(power: float, *terms: F64) -> F64:
+def p_norm(power: float, *terms: F64) -> F64:
     """Return (sum of terms^power)^(1/power), whatever their size."""
     longest = np.maximum.reduce(terms)
     parts = [(term / longest) ** power for term in terms]

@@ -17,8 +17,8 @@ from onerank.annotate.models.error_model import (
     KINDS,
     Uncertainty,
     kinds_of,
-    least_known,
-    sizes_of,
+    less_known_gpu,
+    resize_kinds_of,
     widening,
 )
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
@@ -30,7 +30,7 @@ HALF_WIDTH = 1.2816
 """Standard deviations from the middle to the end of 80% of a normal law."""
 
 
-class Others(NamedTuple):
+class OverrideEffect(NamedTuple):
     """The effect of overridden figures on n times that are known for the target as described.
 
     Attributes:
@@ -70,7 +70,7 @@ def intervals(
     changed: Mask | None = None,
     resized: Mask | None = None,
     doubt: Uncertainty | None = None,
-    others: Others | None = None,
+    overrides: OverrideEffect | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -86,17 +86,17 @@ def intervals(
             no node. Such a node is no more certain on a GPU of the source's die.
         resized: whether a node was measured at another size, bool[n]; None: no node.
         doubt: uncertainty of look-ups; None without look-ups.
-        others: effect of overridden figures; None without overrides.
+        overrides: effect of overridden figures; None without overrides.
     """
     moved, _ = predicted
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None and changed.any():
         kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
-    sizes = np.zeros_like(kinds) if resized is None else sizes_of(kernels, resized)
+    sizes = np.zeros_like(kinds) if resized is None else resize_kinds_of(kernels, resized)
     errors = ErrorKinds.of(kinds, sizes)
-    if others is not None:
-        errors = errors.with_others(kernels, moved, others, target, c)
-    unlike = least_known(source, target)
+    if overrides is not None:
+        errors = errors.with_overrides(kernels, moved, overrides, target, c)
+    unlike = less_known_gpu(source, target)
     ends = node_intervals(moved, errors, unlike, c, doubt)
     step = step_interval(moved, errors, kernels.call, unlike, c, doubt=doubt)
     least, most = (round(float(end.sum())) for end in ends)
@@ -109,13 +109,13 @@ class ErrorKinds(NamedTuple):
     Attributes:
         gpu: of going to another GPU, or of looking up, as positions in `KINDS`, uint8[n].
         size: of going to another size.
-        others: of going to the same GPU with figures that are set.
+        overrides: of going to the same GPU with figures that are set.
         part: part of the errors of the last that counts, float64[n].
     """
 
     gpu: U8
     size: U8
-    others: U8
+    overrides: U8
     part: F64
 
     @classmethod
@@ -124,28 +124,33 @@ class ErrorKinds(NamedTuple):
         none = np.zeros_like(gpu)
         return cls(gpu, none if size is None else size, none, np.ones(len(gpu)))
 
-    def with_others(
-        self, kernels: KernelFeatures, moved: F64, others: Others, target: Gpu, c: Coefficients
+    def with_overrides(
+        self,
+        kernels: KernelFeatures,
+        moved: F64,
+        overrides: OverrideEffect,
+        target: Gpu,
+        c: Coefficients,
     ) -> Self:
         """Return the intervals of times known without overrides, after overrides.
 
         The ratio errs as the model does between GPUs of one die, but by no more than the change
         itself.
         """
-        if not others.known.any():
+        if not overrides.known.any():
             return self
-        kinds = kinds_of(kernels, (moved, others.rules), target.as_described, target)
-        matters = others.known & (others.factor != 1)
+        kinds = kinds_of(kernels, (moved, overrides.rules), target.as_described, target)
+        matters = overrides.known & (overrides.factor != 1)
         kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
         most = _widened("high", target, c)[kinds]
-        change = np.abs(np.log(others.factor))
+        change = np.abs(np.log(overrides.factor))
         part = np.divide(change, most, out=np.zeros(len(most)), where=most > 0)
-        return self._replace(others=kinds, part=np.minimum(part, 1.0))
+        return self._replace(overrides=kinds, part=np.minimum(part, 1.0))
 
     @property
     def each(self) -> tuple[tuple[U8, F64 | float], ...]:
         """The three kinds, and which part of the errors of each counts."""
-        return (self.gpu, 1.0), (self.size, 1.0), (self.others, self.part)
+        return (self.gpu, 1.0), (self.size, 1.0), (self.overrides, self.part)
 
 
 def node_intervals(

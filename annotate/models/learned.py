@@ -12,8 +12,8 @@ from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
-    calibrated_beside,
-    without_what_ifs,
+    calibrated_source,
+    without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.datasheet import predict as from_datasheet
@@ -169,7 +169,7 @@ def tile_terms(
         c: fitted coefficients.
     """
     there, attention = tile_times(kernels, target, c)
-    here, _ = tile_times(kernels, source, c, calibrated_beside(source, target, c.gemm))
+    here, _ = tile_times(kernels, source, c, calibrated_source(source, target, c.gemm))
     usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0) & (residual_ns > 0)
     rows = np.flatnonzero(usable)
     deviation = np.log(kernels.operator_ns[rows] / here[rows])
@@ -304,16 +304,16 @@ def predict_from_description(
     return moved, rules
 
 
-def _rules(attention: Mask, rows_off: Mask, trust: float) -> U8:
+def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
     if trust < 0.75:
         return np.full(len(attention), Rule.OUTSIDE, dtype=np.uint8)
-    product = np.where(rows_off, Rule.MISALIGNED, Rule.GEMM_TILES)
+    product = np.where(misaligned, Rule.MISALIGNED, Rule.GEMM_TILES)
     return np.where(attention, Rule.ATTENTION_TILES, product).astype(np.uint8)
 
 
 def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
     """Return whether misaligned rows determine a GEMM's time, bool[n]."""
-    least = gemm_tiles.least_ns(gpu, kernels.gemm)[kernels.call]
+    least = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[kernels.call]
     return (least > 0) & (least >= made)
 
 
@@ -332,19 +332,21 @@ def tile_times(
     where, first, inverse = _distinct(kernels, has_attention | has_gemm)
     if not len(where):
         return made, attention
-    kernels = kernels.only(where[first])
+    kernels = kernels.select(where[first])
     times = np.full(len(first), np.nan)
     rates, call = kernels.rates(gpu), kernels.call
     able, soft = _able(kernels, rates), has_attention[call]
     hard, soft = np.flatnonzero(able & ~soft), able & soft
     fused = Rates(rates.sustained[soft], rates.peak[soft])
-    before = without_what_ifs(gpu)
+    before = without_overrides(gpu)
     was = kernels.rates(before)
     described = before, Rates(was.sustained[soft], was.peak[soft])
     shapes = kernels.attention[call[soft]]
     times[soft] = attention_ns(gpu, fused, shapes, c.attention, described)
     times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
-    times[hard] = np.maximum(times[hard], gemm_tiles.least_ns(gpu, kernels.gemm)[call[hard]])
+    times[hard] = np.maximum(
+        times[hard], gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[hard]]
+    )
     made[where] = times[inverse]
     return made, attention
 
@@ -370,7 +372,7 @@ def part_times(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
     where, first, inverse = _distinct(kernels, composed)
     if not len(where):
         return made
-    kernels = kernels.only(where[first])
+    kernels = kernels.select(where[first])
     able = np.flatnonzero(_able(kernels, kernels.rates(gpu)))
     parts, owner, once = parts_ns(kernels, gpu, able, c)
     each = parts.times * (once + parts.launches * gpu.launch_floor_ns)
@@ -401,7 +403,7 @@ def _products_ns(
     """Return the times of products, (node of each, shapes), float64[d]."""
     rows, shapes = products
     times = np.empty(len(rows))
-    rates, before = kernels.rates(gpu), without_what_ifs(gpu)
+    rates, before = kernels.rates(gpu), without_overrides(gpu)
     sixteen_bit: Mask = shapes[:, 4] == _ITEM_BYTES
     for of, at, was in (
         (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)),

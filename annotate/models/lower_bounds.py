@@ -6,36 +6,37 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, KernelFeatures
 
 
-def least_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
+def lower_bound_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return the least time of each kernel on a GPU in ns, float64[n].
 
-    Products take their FLOPs at the datasheet's peak; what does not fit into the last-level cache
-    comes from memory, at the datasheet's bandwidth. 0 where the work, or the cache, is not known.
+    The longer of the GEMM FLOPs at the datasheet's peak, and the bytes beyond the capacity of the
+    last-level cache at the datasheet's bandwidth. 0 if the work or the cache is unknown.
     """
     compute = np.where(kernels.matmul, kernels.flops / kernels.rates(gpu).peak, 0.0)
-    cache = np.inf if gpu.l2_bytes is None else gpu.l2_bytes
-    beyond = np.maximum(0.0, kernels.bytes - cache)
-    memory = beyond / gpu.peak_bandwidth_bytes_per_s
+    cache_bytes = np.inf if gpu.l2_bytes is None else gpu.l2_bytes
+    uncached_bytes = np.maximum(0.0, kernels.bytes - cache_bytes)
+    memory = uncached_bytes / gpu.peak_bandwidth_bytes_per_s
     return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))
 
 
 def clamp_to_lower_bound(
-    moved_ns: F64, before: KernelFeatures, here: Gpu, after: KernelFeatures, there: Gpu
+    predicted_ns: F64, before: KernelFeatures, source: Gpu, after: KernelFeatures, target: Gpu
 ) -> F64:
     """Return predictions that are at least the target's lower bound.
 
-    A kernel measured faster than the source's bound (its work is overcounted: a mask hides some, or
-    a convolution uses another algorithm) may be faster than the target's bound by the same factor.
-
     Args:
-        moved_ns: predicted durations, float64[n].
-        before: the kernels as measured; unmeasured ones use the description.
-        here: the GPU they were measured on.
-        after: the kernels as they are predicted.
-        there: the GPU they are predicted for.
+        predicted_ns: predicted durations, float64[n].
+        before: the kernels as measured; unmeasured ones have duration 0.
+        source: GPU that measured them.
+        after: the kernels as predicted.
+        target: GPU they are predicted for.
     """
-    allowed = least_ns(before, here)
-    measured = (allowed > 0) & (before.duration_ns > 0)
-    passed = np.divide(before.duration_ns, allowed, out=np.ones(len(allowed)), where=measured)
-    least = least_ns(after, there) * np.minimum(1.0, passed)
-    return np.where(after.over_link, moved_ns, np.maximum(moved_ns, least))
+    # A kernel measured below the source's bound has overcounted work: a mask hides part of it, or a
+    # convolution uses another algorithm. It may be as far below the target's bound.
+    source_bound = lower_bound_ns(before, source)
+    measured = (source_bound > 0) & (before.duration_ns > 0)
+    ratio = np.divide(
+        before.duration_ns, source_bound, out=np.ones(len(source_bound)), where=measured
+    )
+    bound = lower_bound_ns(after, target) * np.minimum(1.0, ratio)
+    return np.where(after.over_link, predicted_ns, np.maximum(predicted_ns, bound))

@@ -23,7 +23,7 @@ Those of a softmax, and of its gradient in the backward.
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares of the power limit, see `drawn`.
+    """Shares of the power limit, see `power_share`.
 
     Attributes:
         base: what any kernel draws, however small.
@@ -75,8 +75,10 @@ def coefficients_of(gpu: Gpu, model: PowerModel) -> Coefficients:
     return model.coefficients if own is None else Coefficients(*own)
 
 
-def uses(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
-    """Return what kernels use of a GPU, the terms of `Coefficients`, float64[n, 5].
+def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
+    """Return the utilization of a GPU by kernels, one column per term of `Coefficients`.
+
+    The result is float64[n, 5].
 
     Args:
         seconds: durations.
@@ -99,17 +101,17 @@ def uses(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
     )
 
 
-def uses_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
-    """Return what kernels use of a GPU, see `uses`."""
+def utilization_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
+    """Return the utilization of a GPU by kernels, see `utilization`."""
     work = np.nan_to_num(kernels.flops)
     tensor = np.where(kernels.matmul, np.nan_to_num(work / kernels.rates(gpu).sustained), 0.0)
     vector = np.where(kernels.matmul, work * _scores_per_flop(kernels), work)
     seconds = np.maximum(kernels.duration_ns, 1) * 1e-9
-    return uses(seconds, tensor, np.nan_to_num(kernels.bytes), vector, gpu)
+    return utilization(seconds, tensor, np.nan_to_num(kernels.bytes), vector, gpu)
 
 
-def drawn(use: F64, c: Coefficients) -> F64:
-    """Return the power of kernels as a share of the limit, which a single one may pass.
+def power_share(use: F64, c: Coefficients) -> F64:
+    """Return the power of kernels as a share of the power limit; one kernel may exceed it.
 
     base + active u_a + tensor u_t + memory u_m + vector u_v: u_a is the part of its time after the
     launch, u_t, u_m and u_v what it does of the sustained rates. The limit holds the mean of some

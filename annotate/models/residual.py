@@ -22,34 +22,35 @@ def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]
     3. The rest is inefficiency. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
        latency and issue slots, which scale with SMs x clock (see `issue_rate`) and partly overlap
-       memory time: time to the power `BESIDE` is the sum of both to that power. For a GEMM, and to
+       memory time: the p-norm of both with p = `OVERLAP_EXPONENT`. For a GEMM, and to
        or from a core of another vendor, whose instructions differ, the rest scales between
        bandwidth and SMs x clock; the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache. The share of memory
        time is then the inverse of u, and the exponents of 3 apply to all of it.
 
     Copies and fills by copy engines scale with bandwidth above the floor. GEMMs in a dtype without
-    units use the rate of a wider one (counted; see `kernels`). No kernel is faster than the
-    target's lower bound (see `least`).
+    units use the rate of a wider one (counted; see `KernelRates`). No kernel is faster than the
+    target's lower bound (see `lower_bounds`).
 
-    `BESIDE` is the only fitted coefficient. The form of 3 (compute-bound) and 4 was chosen among
-    some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang 0.5.10);
-    over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%
+    `OVERLAP_EXPONENT` is the only fitted coefficient. The form of 3 (compute-bound) and 4 was
+    chosen among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator,
+    sglang 0.5.10); over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%
     (`benchmarks/gemm_transfer.py`). For kernels with unknown FLOPs: GEMMs and attention scale above
     the floor with the sustained 16-bit rate; others with known bytes use the roofline's memory
     term; without either, they scale above the floor with bandwidth, since operators without formula
     are mostly fused pointwise work, sorting and scans, which stream memory. All are counted. See
     `measured` for nodes that keep their duration.
     """
-    moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
-    for rows, some in kernels.blocks():
-        terms = terms_of(some, source, target)
-        launched = terms.floor_ns * some.floor_ratio(source, target)
-        made = launched + terms.above_ns * terms.factor
-        made = np.where(some.over_link, some.duration_ns, made)
-        moved[rows] = clamp_to_lower_bound(made, some, source, some, target)
+    count = len(kernels.call)
+    predicted_ns, rules = np.empty(count), np.empty(count, dtype=np.uint8)
+    for rows, block in kernels.blocks():
+        terms = terms_of(block, source, target)
+        floor_ns = terms.floor_ns * block.floor_ratio(source, target)
+        block_ns = floor_ns + terms.above_ns * terms.factor
+        block_ns = np.where(block.over_link, block.duration_ns, block_ns)
+        predicted_ns[rows] = clamp_to_lower_bound(block_ns, block, source, block, target)
         rules[rows] = terms.rule
-    return moved, rules
+    return predicted_ns, rules
 
 
 class Terms(NamedTuple):
@@ -81,7 +82,7 @@ class Terms(NamedTuple):
     rule: U8
 
 
-BESIDE = 1.5
+OVERLAP_EXPONENT = 1.5
 """Exponent of the overlap of a kernel's memory and instruction time.
 
 1: one after the other; infinity: complete overlap. The value of 1 to 3 with the smallest error in
@@ -91,27 +92,28 @@ campaign do not distinguish values around it.
 """
 
 _SM_BYTES_PER_CYCLE = 64
-"""What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
+"""Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper)."""
 
 
 def issue_rate(gpu: Gpu) -> float:
-    """Return SMs x clock in Hz; a wide core counts as the SMs that its memory could feed.
+    """Return SMs x clock in Hz; a wide core counts as the SMs that its memory could feed."""
+    # A TPU has one or two cores, each as wide as many SMs.
+    fed_hz = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
+    return max(gpu.sm_count * gpu.max_clock_hz, fed_hz)
 
-    A TPU has one or two cores, each as wide as many SMs.
+
+def _overlapped(explained: F64, by_roof: F64, by_issue: float) -> F64:
+    """Return the factor on a kernel's time whose memory and instruction times overlap."""
+    memory: F64 = explained**OVERLAP_EXPONENT
+    powers: F64 = memory * by_roof**OVERLAP_EXPONENT + (1 - memory) * by_issue**OVERLAP_EXPONENT
+    return powers ** (1 / OVERLAP_EXPONENT)
+
+
+def issue_overlaps_memory(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Mask:
+    """Return which kernels have instruction time that overlaps memory time on both GPUs, bool[n].
+
+    These are all but GEMMs and attention, between two NVIDIA GPUs.
     """
-    fed = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
-    return max(gpu.sm_count * gpu.max_clock_hz, fed)
-
-
-def _together(explained: F64, by_roof: F64, by_issue: float) -> F64:
-    """Return a kernel's time from its overlapping memory and instruction times."""
-    memory: F64 = explained**BESIDE
-    powers: F64 = memory * by_roof**BESIDE + (1 - memory) * by_issue**BESIDE
-    return powers ** (1 / BESIDE)
-
-
-def beside(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Mask:
-    """Return the kernels whose rest is instructions that SMs of both GPUs execute equally."""
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 
@@ -144,18 +146,18 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Terms:
     part = np.where(cached, inverse, explained)
     # by_roof^part * by_issue^(1 - part)
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
-    in_between = explained * by_roof + (1 - explained) * mixed
-    together = _together(explained, by_roof, by_issue)
-    both = np.where(beside(kernels, source, target), together, in_between)
-    in_turn = explained * by_roof + (1 - explained) * by_peak
-    factor = np.where(bound, in_turn, np.where(cached, mixed, both))
+    separate = explained * by_roof + (1 - explained) * mixed
+    overlapped = _overlapped(explained, by_roof, by_issue)
+    memory_bound = np.where(issue_overlaps_memory(kernels, source, target), overlapped, separate)
+    compute_bound = explained * by_roof + (1 - explained) * by_peak
+    factor = np.where(bound, compute_bound, np.where(cached, mixed, memory_bound))
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 
     factor = np.where(kernels.transfer, by_memory, factor)
-    blind = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
-    factor = np.where(blind, by_memory, factor)
-    rule = np.where(blind, Rule.BANDWIDTH_ONLY, rule)
+    work_unknown = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
+    factor = np.where(work_unknown, by_memory, factor)
+    rule = np.where(work_unknown, Rule.BANDWIDTH_ONLY, rule)
     rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
     by_matmul = matmul_ratio(source, target, sustained=True)
     if by_matmul is not None:

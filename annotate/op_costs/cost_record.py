@@ -46,7 +46,7 @@ class Work:
         parts: of a convolution or a recurrent layer, the GEMMs that libraries turn it into.
         attention: of fused attention, (batch, heads, key heads, query length, key length, head size
             of query and of value, causal, backward); causal 2: queries of the last keys.
-        launches: shortest such call as a share of the description's launch floor.
+        floor_share: shortest such call as a share of the description's launch floor.
         passes: how often its kernels stream the bytes.
         rereads: how often memory, not the cache, serves them.
         cycles: SM cycles that its elements take at least.
@@ -60,7 +60,7 @@ class Work:
     gemm: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     attention: tuple[int, ...] = ()
-    launches: float = 1.0
+    floor_share: float = 1.0
     passes: float = 1.0
     rereads: float = 1.0
     cycles: float = 0.0

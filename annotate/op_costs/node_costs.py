@@ -110,7 +110,7 @@ class OpCosts:
         call: positions in `works`, int64[n].
         works: the work of each distinct call.
         operator_ns: time of all kernels that the node's operator instance launched, float64[n].
-        beside: whether it is a copy or fill of an operator instance whose other kernels do its
+        auxiliary: whether it is a copy or fill of an operator instance whose other kernels do its
             work, bool[n].
     """
 
@@ -125,7 +125,7 @@ class OpCosts:
     call: I64
     works: tuple[Work, ...]
     operator_ns: F64
-    beside: Mask
+    auxiliary: Mask
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
@@ -203,7 +203,7 @@ def op_costs_of(graph: Graph) -> OpCosts:
         call=call,
         works=tuple(works),
         operator_ns=share.total_ns,
-        beside=~share.takes,
+        auxiliary=~share.takes,
         **figures,
     )
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
+from onerank.annotate.models.power import coefficients_of, power_model, power_share, utilization_of
 from onerank.annotate.models.provenance import by_evidence
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph
@@ -90,15 +90,15 @@ def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return the slowdown of kernels while the links are active, float64[n].
 
     A kernel at the power limit slows down with the clock, and power above idle grows about with
-    the square of the clock: factor = ((min(drawn, limit) - idle) / (limit - links - idle)) ^ 1/2,
-    and at least 1.
+    the square of the clock. The factor is at least 1, and otherwise
+    ((min(power_share, limit) - idle) / (limit - links - idle)) ^ 1/2.
 
     Args:
         kernels: with their durations on `gpu`.
         gpu: with power limit, idle power and power of active links.
     """
     tdp, idle, links = _watts(gpu)
-    share = drawn(uses_of(kernels, gpu), coefficients_of(gpu, power_model()))
+    share = power_share(utilization_of(kernels, gpu), coefficients_of(gpu, power_model()))
     above_idle = np.minimum(1.0, share) * tdp - idle
     # Square root: on an H200 at its limit, 4.0% less power gave 2.0% less clock (f V^2).
     return np.sqrt(np.maximum(1.0, above_idle / (tdp - links - idle)))

@@ -7,9 +7,14 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
-from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve, resolve_alone
+from onerank.annotate.models.attention_kernels import (
+    UNRESOLVED,
+    family_of,
+    resolve,
+    resolve_unmeasured,
+)
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import Alone, CostModel
+from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
@@ -72,7 +77,7 @@ def swap_kernels(
         predicted_ns, changed, notes = _swap_attention(
             graph, costs, predicted_ns, gpus, passes.attention
         )
-        measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
         rules = np.where(changed & measured_here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
@@ -92,7 +97,7 @@ def scale_to_shapes(
     captured: ComputePrediction,
     reshaped: Mask,
     target: Gpu,
-    alone: Alone,
+    from_description: PredictFromDescription,
 ) -> ComputePrediction:
     """Return the predictions for other shapes, see `scale_to_size`.
 
@@ -101,10 +106,12 @@ def scale_to_shapes(
         captured: for the shapes as captured.
         reshaped: compute nodes with other shapes, bool[n].
         target: GPU whose description the model uses for both.
-        alone: the model of unmeasured kernels.
+        from_description: the model of unmeasured kernels.
     """
     costs, resized_features = resized
-    scaled = scale_to_size(captured.predicted_ns, captured.kernels, resized_features, target, alone)
+    scaled = scale_to_size(
+        captured.predicted_ns, captured.kernels, resized_features, target, from_description
+    )
     rules = captured.rules
     rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)
     return captured._replace(
@@ -120,14 +127,18 @@ MIN_KERNEL_NS = 1000.0
 
 
 def scale_to_size(
-    measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu, alone: Alone
+    measured_ns: F64,
+    before: KernelFeatures,
+    after: KernelFeatures,
+    target: Gpu,
+    from_description: PredictFromDescription,
 ) -> F64:
     """Return the durations of kernels at another size, from one size on the same GPU.
 
-    GEMMs and attention: multiplied by the ratio of `alone`'s predictions. Everything else by its
-    bytes (see `_streamed`). No kernel is faster than the lower bound (see `least`).
+    GEMMs and attention: multiplied by the ratio of `from_description`'s predictions. Everything
+    else by its bytes (see `_streamed`). No kernel is faster than its lower bound.
     """
-    times = [alone(kernels, target)[0] for kernels in (before, after)]
+    times = [from_description(kernels, target)[0] for kernels in (before, after)]
     by_model = measured_ns * np.divide(times[1], times[0])
     by_bytes = _scale_by_bytes(measured_ns, before, after, target)
     scaled = np.where(before.matmul_class, by_model, by_bytes)
@@ -174,7 +185,7 @@ def _swap_attention(
     resolutions = {
         family: resolve(family, source, target, requested) for family in sorted({*families} - {""})
     }
-    per_name = [resolutions.get(name, AS_IT_RAN) for name in families]
+    per_name = [resolutions.get(name, UNRESOLVED) for name in families]
     share = attention_share(source, target, shipped())
     backward = np.array([w.attention[8] if w.attention else 0 for w in costs.works], dtype=bool)
     factor = np.where(
@@ -226,7 +237,7 @@ def swap_unmeasured_attention(
     usual = requested in ("usual", "eager")
     if not usual:
         check_resolves(model, requested)
-    kernel = resolve_alone(target, requested)
+    kernel = resolve_unmeasured(target, requested)
     is_modelled_kernel = kernel.forward == kernel.backward == 1
     if usual and (is_modelled_kernel or not model.resolves_kernels):
         return unswapped_ns, ()

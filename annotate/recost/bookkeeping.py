@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.non_allocator import bytes_beside
+from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import Interval
 from onerank.annotate.models.provenance import Rule, by_evidence
@@ -31,7 +31,7 @@ def details_of(
 
 def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     """Return a sentence if the step needs more memory than the target has."""
-    peak, non_allocator = graph.job.measurement.peak_memory_bytes, bytes_beside(graph)
+    peak, non_allocator = graph.job.measurement.peak_memory_bytes, non_allocator_bytes(graph)
     if peak + non_allocator <= target.memory_bytes:
         return ()
     return (

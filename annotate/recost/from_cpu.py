@@ -18,7 +18,7 @@ from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, KernelFeatures
-from onerank.annotate.models.intervals import Interval, Others, intervals
+from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
@@ -144,7 +144,7 @@ class _OperatorDurations(NamedTuple):
         duration_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
         doubt: uncertainty of look-ups.
-        others: effect of overridden figures on look-ups.
+        overrides: effect of overridden figures on look-ups.
         notes: statements on the quality of the result.
     """
 
@@ -152,7 +152,7 @@ class _OperatorDurations(NamedTuple):
     duration_ns: F64
     rules: U8
     doubt: Uncertainty
-    others: Others
+    overrides: OverrideEffect
     notes: tuple[str, ...]
 
 
@@ -232,9 +232,9 @@ def _predict(
     kernels = KernelFeatures.of(graph, work.costs)
     predicted_ns, rules = model.from_description(kernels, target)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
-    doubt, others, notes = (
+    doubt, overrides, notes = (
         Uncertainty.none(len(predicted_ns)),
-        Others.none(rules),
+        OverrideEffect.none(rules),
         tuple[str, ...](),
     )
     if library is not None and model.has_intervals:
@@ -245,12 +245,12 @@ def _predict(
         basis = Basis(library, None, target_as_described, model.from_description, shipped())
         where = ~work.removed & work.has_dtype
         best = best_of(work.graph, work.costs, kernels, without_overrides, basis, where=where)
-        predicted_ns, rules, others = apply_overrides(
+        predicted_ns, rules, overrides = apply_overrides(
             (best.moved_ns, best.rules), without_overrides[0], model_result
         )
         doubt, notes = best.doubt, best.notes
     return _OperatorDurations(
-        kernels, predicted_ns, rules, doubt, others, (*notes, *override_note(target, rules))
+        kernels, predicted_ns, rules, doubt, overrides, (*notes, *override_note(target, rules))
     )
 
 
@@ -271,7 +271,7 @@ def _write_prediction(
             target,
             shipped(),
             doubt=predicted.doubt,
-            others=predicted.others,
+            overrides=predicted.overrides,
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             getattr(nodes, name)[costs.index] = np.rint(values)

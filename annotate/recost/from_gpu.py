@@ -15,7 +15,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import Mask
-from onerank.annotate.models.intervals import Interval, Others, intervals
+from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
@@ -81,27 +81,27 @@ def recost_measured(
         step = Step(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes
     passes = replace(passes, dtype=dtype)
-    prediction, others = predict_compute(step, gpus, model, passes)
+    prediction, overrides = predict_compute(step, gpus, model, passes)
     notes += missing_units_notes(prediction.costs, gpus[1])
     prediction = prediction._replace(notes=(*notes, *prediction.notes))
-    prediction, doubt, others = _with_database_durations(
-        step, (prediction, others), gpus, model, passes, databases
+    prediction, doubt, overrides = _with_database_durations(
+        step, (prediction, overrides), gpus, model, passes, databases
     )
     prediction = _drop_missing_durations(step.resized, prediction)
     prediction = prediction._replace(
         notes=(*prediction.notes, *override_note(gpus[1], prediction.rules))
     )
-    return _write_prediction(step, prediction, (doubt, others), gpus, model)
+    return _write_prediction(step, prediction, (doubt, overrides), gpus, model)
 
 
 def _with_database_durations(  # noqa: PLR0917
     step: Step,
-    model_result: tuple[ComputePrediction, Others],
+    model_result: tuple[ComputePrediction, OverrideEffect],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
     passes: PassOptions,
     databases: Sequence[str | Path],
-) -> tuple[ComputePrediction, Uncertainty, Others]:
+) -> tuple[ComputePrediction, Uncertainty, OverrideEffect]:
     """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
     Args:
@@ -112,13 +112,13 @@ def _with_database_durations(  # noqa: PLR0917
         passes: the requested changes; `run_in_float16` handles 16-bit dtypes.
         databases: kernel databases in addition to the shipped ones.
     """
-    prediction, others = model_result
+    prediction, overrides = model_result
     source, target = gpus
     doubt, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
     measured_on = None if source == target_as_described and passes.sizes is not None else source
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
-        return prediction, doubt, others
+        return prediction, doubt, overrides
     without_overrides = prediction
     if target != target_as_described:
         # The databases are queried for captured dtypes only, so the baseline needs no dtype change.
@@ -131,14 +131,14 @@ def _with_database_durations(  # noqa: PLR0917
         step, without_overrides, basis, _can_look_up(prediction, passes)
     )
     looked_up = best.moved_ns, best.rules
-    predicted_ns, rules, others = apply_overrides(
-        looked_up, without_overrides.predicted_ns, prediction.predicted, others
+    predicted_ns, rules, overrides = apply_overrides(
+        looked_up, without_overrides.predicted_ns, prediction.predicted, overrides
     )
     notes = (*prediction.notes, *best.notes)
     return (
         prediction._replace(predicted_ns=predicted_ns, rules=rules, notes=notes),
         best.doubt,
-        others,
+        overrides,
     )
 
 
@@ -168,7 +168,7 @@ def _replace_weaker_predictions(
         sizes = Size(step.captured, step.costs), Size(step.resized, prediction.costs)
         predicted, new_size = (best.moved_ns, best.rules), where & step.reshaped
         resized = best_resized(sizes, prediction.kernels, predicted, basis, where=new_size)
-        doubt, notes = best.doubt.beside(resized.doubt), (*best.notes, *resized.notes)
+        doubt, notes = best.doubt.merge(resized.doubt), (*best.notes, *resized.notes)
         best = resized._replace(doubt=doubt, notes=notes)
     return best
 
@@ -194,7 +194,7 @@ def _drop_missing_durations(graph: Graph, prediction: ComputePrediction) -> Comp
 def _write_prediction(
     step: Step,
     prediction: ComputePrediction,
-    errors: tuple[Uncertainty, Others],
+    errors: tuple[Uncertainty, OverrideEffect],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
 ) -> Graph:
@@ -227,7 +227,7 @@ def _write_prediction(
             changed=changed,
             resized=reshaped & ~membership_mask(rules, BY_DATABASE),
             doubt=errors[0],
-            others=errors[1],
+            overrides=errors[1],
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             columns[name][costs.index[predicted]] = np.rint(values[predicted])

@@ -14,7 +14,7 @@ from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
-from onerank.annotate.models.intervals import Others
+from onerank.annotate.models.intervals import OverrideEffect
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
@@ -39,8 +39,8 @@ def apply_overrides(
     looked_up_values: tuple[F64, U8],
     before_ns: F64,
     overridden: tuple[F64, U8],
-    others: Others | None = None,
-) -> tuple[F64, U8, Others]:
+    overrides: OverrideEffect | None = None,
+) -> tuple[F64, U8, OverrideEffect]:
     """Return times and rules for a target with overridden figures, after look-ups.
 
     A looked-up time is multiplied by the model's ratio with and without overrides; all others are
@@ -50,17 +50,18 @@ def apply_overrides(
         looked_up_values: times and rules for the target as described, n of each.
         before_ns: the model's predictions without overrides, float64[n].
         overridden: times and rules of the model with overrides.
-        others: effect of overrides on measured times; None if not measured.
+        overrides: effect of overrides on measured times; None if not measured.
     """
-    others = others or Others.none(overridden[1])
+    overrides = overrides or OverrideEffect.none(overridden[1])
     is_looked_up = membership_mask(looked_up_values[1], BY_DATABASE)
     factor = ratio(overridden[0], before_ns)
-    rules = np.where(factor == 1, looked_up_values[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
+    rules = np.where(factor == 1, looked_up_values[1], np.uint8(Rule.LOOKED_UP_WITH_OVERRIDES))
     return (
         np.where(is_looked_up, looked_up_values[0] * factor, overridden[0]),
         np.where(is_looked_up, rules, overridden[1]).astype(np.uint8),
-        others._replace(
-            factor=np.where(is_looked_up, factor, others.factor), known=others.known | is_looked_up
+        overrides._replace(
+            factor=np.where(is_looked_up, factor, overrides.factor),
+            known=overrides.known | is_looked_up,
         ),
     )
 
@@ -71,8 +72,8 @@ def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
     if target == described:
         return ()
     effects = (
-        (Rule.MEASURED_WITH_OTHERS, f"take the measured time times {_RATIO_NOTE}"),
-        (Rule.LOOKED_UP_WITH_OTHERS, f"take the looked-up time times {_RATIO_NOTE}"),
+        (Rule.MEASURED_WITH_OVERRIDES, f"take the measured time times {_RATIO_NOTE}"),
+        (Rule.LOOKED_UP_WITH_OVERRIDES, f"take the looked-up time times {_RATIO_NOTE}"),
         (Rule.SAME_GPU, "do not depend on the change and stay as measured"),
     )  # fmt: skip
     counts = [(int((rules == rule).sum()), effect) for rule, effect in effects]
@@ -116,7 +117,7 @@ class Step:
 
 def predict_compute(
     step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
-) -> tuple[ComputePrediction, Others]:
+) -> tuple[ComputePrediction, OverrideEffect]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
     On the GPU that measured the graph every time is as measured; with overridden figures,
@@ -131,13 +132,13 @@ def predict_compute(
     source, target = gpus
     kernels = KernelFeatures.of(step.captured, step.costs)
     predicted_ns, rules = model.predict(kernels, source, target)
-    others = Others.none(rules)
+    overrides = OverrideEffect.none(rules)
     if source == target.as_described:
         unchanged, _ = (
             (predicted_ns, rules) if source == target else model.predict(kernels, source, source)
         )
         factor = ratio(predicted_ns, unchanged)
-        others = Others(factor, rules, np.ones(len(rules), dtype=bool))
+        overrides = OverrideEffect(factor, rules, np.ones(len(rules), dtype=bool))
         predicted_ns, rules = kernels.duration_ns * factor, _as_measured(factor)
     prediction = ComputePrediction(
         step.costs, kernels, predicted_ns, rules, np.zeros(len(rules), dtype=bool), ()
@@ -148,11 +149,11 @@ def predict_compute(
             (step.resized_costs, after), prediction, step.reshaped, target, model.from_description
         )
     prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model)
-    return prediction, others._replace(known=others.known & ~prediction.changed)
+    return prediction, overrides._replace(known=overrides.known & ~prediction.changed)
 
 
 def _as_measured(factor: F64) -> U8:
-    rules = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS)
+    rules = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES)
     return rules.astype(np.uint8)
 
 

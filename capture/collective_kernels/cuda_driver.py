@@ -62,7 +62,7 @@ class _Bytes:
         }
 
 
-def beside_allocator(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_outside_torch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor [elements], not initialised, that no memory statistics of torch count.
 
     Off CUDA it is an ordinary one.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move
-from onerank.capture.collective_kernels.launch_plan import Plan, StandIn, plan
+from onerank.capture.collective_kernels.launch_plan import CollectiveEmulation, Plan, plan
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall
@@ -55,9 +55,9 @@ class Engine:
             Always off without a network.
     """
 
-    def __init__(self, standin: StandIn) -> None:
-        self._standin = standin
-        self._paced = standin.network is not None
+    def __init__(self, emulation: CollectiveEmulation) -> None:
+        self._emulation = emulation
+        self._paced = emulation.network is not None
         self._kernels: dict[torch.device, CollectiveKernels] = {}
         self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
         self._streams = Streams()
@@ -69,7 +69,7 @@ class Engine:
 
     @paced.setter
     def paced(self, on: bool) -> None:
-        self._paced = on and self._standin.network is not None
+        self._paced = on and self._emulation.network is not None
 
     def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
@@ -95,7 +95,7 @@ class Engine:
         kernels.pace(call.collective, self._plans[key], moves)
 
     def _plan(self, call: CommCall, interconnect: Interconnect) -> Plan:
-        network = self._standin.network
+        network = self._emulation.network
         assert network is not None, "no network to pace for"
         return plan(
             call.collective,
@@ -110,6 +110,6 @@ class Engine:
     def _on(self, device: torch.device) -> CollectiveKernels:
         if device not in self._kernels:
             self._kernels[device] = CollectiveKernels(
-                device, paced=self._standin.network is not None
+                device, paced=self._emulation.network is not None
             )
         return self._kernels[device]

@@ -10,7 +10,7 @@ from onerank.ir.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class StandIn:
+class CollectiveEmulation:
     """Whether collectives hold the GPU as on a network, or only leave a mark.
 
     Attributes:
@@ -20,8 +20,10 @@ class StandIn:
     network: Network | None = None
 
 
-def standin_of(switch: str | None, network: Path | None, busbw_gb_per_s: float | None) -> StandIn:
-    """Return the stand-in that the options ask for.
+def collective_emulation(
+    switch: str | None, network: Path | None, busbw_gb_per_s: float | None
+) -> CollectiveEmulation:
+    """Return how the options emulate collectives.
 
     Args:
         switch: "on", "off", or None: on where a network is given.
@@ -47,7 +49,7 @@ def standin_of(switch: str | None, network: Path | None, busbw_gb_per_s: float |
             "or --busbw-gb-s G as well",
             code="network-missing",
         )
-    return StandIn(None if switch == "off" else found)
+    return CollectiveEmulation(None if switch == "off" else found)
 
 
 @dataclass(frozen=True)

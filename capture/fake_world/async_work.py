@@ -22,7 +22,7 @@ _c10d: Any = distributed_c10d
 WAIT_MARK = "onerank::wait"
 
 
-def finished(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
+def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
     """Return a future that holds `tensors`, done once the current streams come to here.
 
     Only that of an asynchronous call has other streams wait.
@@ -96,9 +96,9 @@ class AsyncWork(_c10d.Work):
     def get_future(self) -> Any:
         """Return the call's future; waiting for the future leaves no mark."""
         if self._stream is None:
-            return finished(self.result(), asynchronous=True)
+            return completed_future(self.result(), asynchronous=True)
         with torch.cuda.stream(self._stream):
-            return finished(self.result(), asynchronous=True)
+            return completed_future(self.result(), asynchronous=True)
 
     def result(self) -> list[Tensor]:
         """Return the call's outputs.
@@ -126,7 +126,7 @@ class AsyncWork(_c10d.Work):
     def exception(self) -> None:
         """Return what went wrong: nothing."""
 
-    def fade(self) -> None:
+    def release(self) -> None:
         """Stop keeping the tensors of a call that is over."""
         self._faded = [weakref.ref(tensor) for tensor in self._outputs]
         self._outputs, self._kept = [], ()
@@ -151,7 +151,7 @@ class Pending:
             if not _capturing():
                 for key, earlier in list(self._running.items()):
                     if earlier.is_completed():
-                        earlier.fade()
+                        earlier.release()
                         self._over[key] = self._running.pop(key)
             self._running[id(work)] = work
 

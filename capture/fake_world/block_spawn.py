@@ -25,7 +25,7 @@ class _Ended:
 
 
 @contextlib.contextmanager
-def spawning_nobody() -> Generator[None]:
+def spawn_in_process() -> Generator[None]:
     """Let a script that starts its ranks itself run as the one that the environment names."""
     with patched("torch.multiprocessing", {"spawn": _call}):
         yield

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
-from onerank.capture.fake_world.integer_payloads import Values
+from onerank.capture.fake_world.integer_payloads import IntegerPayloads
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Kernels:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._receiver = Receiver(seed=recorder.rank)
-        self._values = Values(recorder)
+        self._values = IntegerPayloads(recorder)
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Override the operators, and let `undo` put torch's own back."""
@@ -160,7 +160,7 @@ class Kernels:
         tensors = [*counted, *touched]
         if collective == "barrier":  # has no payload, but an empty tensor that names the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
-        call = self._recorder.note(collective, group, counted, **details)
+        call = self._recorder.record(collective, group, counted, **details)
         return CollectiveLaunch(self._recorder, group, call, tensors, stream)
 
     # A reduction of more than a few numbers is the identity, not W times the own value: repeated

@@ -193,7 +193,7 @@ class C10dPatches:
     def _recv(self, args: Any) -> int:
         if args.src is not None or args.group_src is not None:
             return self._torch_recv(**vars(args))
-        # From any source: torch would ask the finished work who it was.
+        # From any source: torch would ask the finished work for its source.
         group = self._recorder.group_if_member(args.group)
         if group is None:
             return -1

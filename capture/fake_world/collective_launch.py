@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as distributed_c10d
 
 from onerank.capture.collective_kernels.kernels import Memory, memory
 from onerank.capture.collective_record import CommCall, as_json
-from onerank.capture.fake_world.async_work import AsyncWork, finished
+from onerank.capture.fake_world.async_work import AsyncWork, completed_future
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _FEW = 16
 
 
 @torch.no_grad()
-def sum_alike(part: Tensor, operation: Any, ranks: int) -> None:
+def sum_equal_parts(part: Tensor, operation: Any, ranks: int) -> None:
     """Make a few numbers of this rank what as many ranks alike have for a sum, in place.
 
     Args:
@@ -153,12 +153,12 @@ class CollectiveLaunch:
 
     def reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """Leave this rank's part in each tensor, or what is made up of a sum that needs others."""
-        rows = self._recorder.absent_rows
+        rows = self._recorder.partial_sums
         for tensor in tensors:
             if self._recorder.script_communicates:
-                sum_alike(tensor, operation, self.group.size)
-            asks = rows.asks_for(tensor)
-            made_up = rows.instead_of(self._call, tensor, operation) if asks else None
+                sum_equal_parts(tensor, operation, self.group.size)
+            asks = rows.may_lack_rows(tensor)
+            made_up = rows.filled_sum(self._call, tensor, operation) if asks else None
             if made_up is None:
                 self.keep([tensor])
             else:
@@ -167,10 +167,10 @@ class CollectiveLaunch:
     def reduce_scatter(self, target: Tensor, source: Tensor, operation: Any) -> None:
         """Fill the target with its part of the source, and read the other parts."""
         size, rank = target.numel(), self.group.rank
-        rows, made_up = self._recorder.absent_rows, None
-        if rows.asks_for(target):
+        rows, made_up = self._recorder.partial_sums, None
+        if rows.may_lack_rows(target):
             part = flat(source).narrow(0, rank * size, size).view(target.shape)
-            made_up = rows.instead_of(self._call, part, operation)
+            made_up = rows.filled_sum(self._call, part, operation)
         if made_up is not None:
             self.fill([(target, made_up)])
             self.read([source])
@@ -206,7 +206,7 @@ class CollectiveLaunch:
         if call.asynchronous:
             pending = self._recorder.pending
             return AsyncWork(call.sequence, outputs, self._tensors, self._stream, pending).boxed()
-        return _c10d._create_work_from_future(finished(outputs, asynchronous=False)).boxed()
+        return _c10d._create_work_from_future(completed_future(outputs, asynchronous=False)).boxed()
 
 
 def _same_memory(target: Tensor, source: Tensor) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import fsdp
 from torch.distributed.fsdp import _init_utils
 
 from onerank.capture.patches import patched, rebound, resolve
@@ -32,46 +31,49 @@ _FSDP_UTILS = "torch.distributed.fsdp._init_utils"
 _fsdp: Any = _init_utils  # it has no public names and no types
 
 
-def ranks_per_node(size: int, asked: int | None) -> int:
-    """Return how many ranks of a world of `size` share a node.
+def ranks_per_node(size: int, requested: int | None) -> int:
+    """Return the number of ranks per node in a world of `size` ranks.
 
-    Without `asked` as many as can be, up to 8, so that all nodes have as many.
+    Args:
+        size: ranks of the world.
+        requested: ranks per node; None takes the largest divisor of `size` up to 8.
 
     Raises:
-        CaptureError: nodes of so many do not make up the world.
+        CaptureError: `requested` does not divide `size`.
     """
-    if asked is None:
+    if requested is None:
         return max(n for n in range(1, min(size, MOST_RANKS) + 1) if size % n == 0)
-    if size % asked:
+    if size % requested:
         raise CaptureError(
-            f"--nproc-per-node {asked}: the world has {size} ranks, which are no whole number of "
-            "such nodes",
+            f"--nproc-per-node {requested} does not divide the world of {size} ranks: choose a "
+            f"divisor of {size}",
             code="nodes-indivisible",
         )
-    return asked
+    return requested
 
 
 @contextlib.contextmanager
-def nodes_of(ranks: int) -> Generator[None]:
-    """Let groups that torch makes of the ranks of a node have so many."""
-    groups, hybrid = dist.new_subgroups, _fsdp._init_intra_and_inter_node_groups
+def node_sized_groups(ranks: int) -> Generator[None]:
+    """Make torch's per-node process groups contain `ranks` ranks.
+
+    torch derives the group size from the number of GPUs of this host.
+    """
+    subgroups, hybrid = dist.new_subgroups, _fsdp._init_intra_and_inter_node_groups
 
     def new_subgroups(group_size: int | None = None, *args: Any, **named: Any) -> Any:
-        return groups(ranks if group_size is None else group_size, *args, **named)
+        return subgroups(ranks if group_size is None else group_size, *args, **named)
 
-    def of_nodes(group: dist.ProcessGroup, _: int) -> Any:
+    def intra_and_inter_node_groups(group: dist.ProcessGroup, _: int) -> Any:
         return hybrid(group, ranks)
 
     with (
         patched("torch.distributed", {"new_subgroups": new_subgroups}),
-        patched(_FSDP_UTILS, {"_init_intra_and_inter_node_groups": of_nodes}),
+        patched(_FSDP_UTILS, {"_init_intra_and_inter_node_groups": intra_and_inter_node_groups}),
     ):
         yield
 
 
-_torch: Any = torch  # nothing else that is used here has types or a public name
-
-_fsdp_device_remap: Any = fsdp
+_torch: Any = torch  # its device constructors have no public names and no types
 
 _NAMES = (torch.device, str, int)
 
@@ -81,134 +83,144 @@ _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 
 class DeviceRemap:
-    """Names the GPU that is here where another of the node is asked for.
+    """Map devices that name another GPU of the node to GPU 0 of this host.
 
     Args:
-        there: how many GPUs are here.
-        ranks: how many the node has.
+        present: number of GPUs of this host.
+        ranks: number of GPUs of a node of the job.
     """
 
-    def __init__(self, there: int, ranks: int) -> None:
-        self._there, self._ranks = there, ranks
+    def __init__(self, present: int, ranks: int) -> None:
+        self._present, self._ranks = present, ranks
 
-    def __call__(self, asked: Any) -> Any:
-        """Map a device in any form that torch takes to the present GPU; keep other values."""
-        if isinstance(asked, torch.device):
-            other = self._elsewhere(asked.index) and asked.type == "cuda"
-            return torch.device("cuda", 0) if other else asked
-        if isinstance(asked, str):
-            name, _, index = asked.partition(":")
-            other = name == "cuda" and index.isdecimal() and self._elsewhere(int(index))
-            return "cuda:0" if other else asked
-        return 0 if self._elsewhere(asked) else asked
+    def __call__(self, device: Any) -> Any:
+        """Return a device in the form it was given: torch.device, string or index."""
+        if isinstance(device, torch.device):
+            absent = self._is_absent(device.index) and device.type == "cuda"
+            return torch.device("cuda", 0) if absent else device
+        if isinstance(device, str):
+            name, _, index = device.partition(":")
+            absent = name == "cuda" and index.isdecimal() and self._is_absent(int(index))
+            return "cuda:0" if absent else device
+        return 0 if self._is_absent(device) else device
 
-    def _elsewhere(self, index: Any) -> bool:
-        return isinstance(index, int) and 0 < self._there <= index < self._ranks
+    def _is_absent(self, index: Any) -> bool:
+        """Whether an index names a GPU of the job's node that this host lacks."""
+        return isinstance(index, int) and 0 < self._present <= index < self._ranks
 
 
 @contextlib.contextmanager
-def devices_here(here: DeviceRemap) -> Generator[None]:
-    """Let tensors and modules that name another GPU be created on, or moved to, the present one."""
-    # torch compares what is called under a default device with these: with those it has itself
-    makers = _torch.utils._device._device_constructors()
-    names = [name for name, one in [*vars(torch).items()] if any(one is own for own in makers)]
+def remap_devices(remap: DeviceRemap) -> Generator[None]:
+    """Apply `remap` to the device of every factory function, `Tensor.to` and `Tensor.cuda`."""
+    # Under a default device torch compares the called function with these by identity.
+    factories = _torch.utils._device._device_constructors()
+    names = [
+        name
+        for name, function in [*vars(torch).items()]
+        if any(function is factory for factory in factories)
+    ]
     with contextlib.ExitStack() as undo:
 
-        def place(owner: str, name: str, position: int | None = None) -> None:
-            by = _placed(getattr(resolve(owner), name), here, position)
-            undo.enter_context(patched(owner, {name: by}))
+        def patch(owner: str, name: str, position: int | None = None) -> None:
+            remapped = _remapped(getattr(resolve(owner), name), remap, position)
+            undo.enter_context(patched(owner, {name: remapped}))
 
-        for name in (*names, *(f"{made}_like" for made in _LIKE)):
-            place("torch", name)
-        for made in _NEW:
-            place("torch.Tensor", f"new_{made}")
-        place("torch.Tensor", "to", 1)
-        place("torch.Tensor", "cuda", 1)
-        place("torch.utils._device.DeviceContext", "__init__", 1)  # what `with device:` makes
-        place("torch.accelerator.device_index", "__init__", 1)
-        place(_FSDP_UTILS, "_get_device_from_device_id", 0)
+        for name in (*names, *(f"{stem}_like" for stem in _LIKE)):
+            patch("torch", name)
+        for stem in _NEW:
+            patch("torch.Tensor", f"new_{stem}")
+        patch("torch.Tensor", "to", 1)
+        patch("torch.Tensor", "cuda", 1)
+        patch("torch.utils._device.DeviceContext", "__init__", 1)  # `with device:` creates one
+        patch("torch.accelerator.device_index", "__init__", 1)
+        patch(_FSDP_UTILS, "_get_device_from_device_id", 0)
         yield
 
 
-def _placed(
-    function: Callable[..., Any], here: DeviceRemap, position: int | None
+def _remapped(
+    function: Callable[..., Any], remap: DeviceRemap, position: int | None
 ) -> Callable[..., Any]:
-    """Return a function that takes its device, by name or at a position, from `here`."""
+    """Wrap a function: remap its `device` keyword and its positional argument `position`."""
 
     @functools.wraps(function)
-    def placed(*args: Any, **named: Any) -> Any:
+    def wrapped(*args: Any, **named: Any) -> Any:
         if position is not None and len(args) > position:
-            asked = args[position]
-            if isinstance(asked, _NAMES) and (found := here(asked)) is not asked:
-                args = (*args[:position], found, *args[position + 1 :])
+            device = args[position]
+            if isinstance(device, _NAMES) and (present := remap(device)) is not device:
+                args = (*args[:position], present, *args[position + 1 :])
         if "device" in named:
-            named["device"] = here(named["device"])
+            named["device"] = remap(named["device"])
         return function(*args, **named)
 
     builtin = _torch.jit._builtins._find_builtin(function)
-    if builtin is not None:  # torch.jit.script would compile this one
-        _torch.jit._builtins._register_builtin(placed, builtin)
-    return placed
+    if builtin is not None:  # otherwise torch.jit.script would compile the wrapper
+        _torch.jit._builtins._register_builtin(wrapped, builtin)
+    return wrapped
 
 
-_COUNT_THOSE_THERE = ("torch", "onerank")
+# torch queries each device that it counts; onerank measures the GPUs of this host.
+_SEES_PRESENT_GPUS = ("torch", "onerank")
 
 
-class GpusOfANode(int):
-    """How many GPUs a node of the job has.
+class NodeGpuCount(int):
+    """The number of GPUs of the job's node, for scripts that derive a device from it.
 
-    `rank % gpus` is which of them a rank has: 0, as LOCAL_RANK is, as there is one GPU here.
+    `rank % count` is 0, as LOCAL_RANK is: this host runs the rank on its GPU 0.
     """
 
     def __rmod__(self, _: int) -> int:
-        """Return the place of a rank's GPU."""
+        """Return the index of a rank's GPU, always 0."""
         return 0
 
     def __rdivmod__(self, rank: int) -> tuple[int, int]:
-        """Return a rank's node, and the place of its GPU there."""
+        """Return a rank's node and the index of its GPU, always 0."""
         return rank // int(self), 0
 
 
 @contextlib.contextmanager
-def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
-    """Let a script that has a GPU find as many as its node has ranks, all of them the one here.
+def report_node_gpus(ranks: int, local_rank: int = 0) -> Generator[None]:
+    """Report one GPU per rank of the node to the script, each of them mapped to GPU 0.
+
+    On a host without a GPU the count stays 0.
 
     Args:
-        ranks: of a node.
-        own: this one's place among them; a script may take the GPU of that number.
+        ranks: ranks of a node.
+        local_rank: index of this rank on its node. Factory functions are wrapped only if this host
+            lacks the GPU of that index.
     """
-    there = torch.cuda.device_count
+    present = torch.cuda.device_count
 
-    def counted(original: Callable[[], int]) -> Callable[[], int]:
+    def counting(original: Callable[[], int]) -> Callable[[], int]:
         def device_count() -> int:
-            # the caller's frame, and in no variable: one that held its own would keep all that
-            # the callers hold, tensors too, until the garbage collector runs
+            # Keep no frame in a local variable: the reference cycle would keep the callers'
+            # tensors alive until the garbage collector runs.
             caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
-            found = original()
-            if found == 0 or caller.partition(".")[0] in _COUNT_THOSE_THERE:
-                return found
-            return GpusOfANode(ranks)
+            count = original()
+            if count == 0 or caller.partition(".")[0] in _SEES_PRESENT_GPUS:
+                return count
+            return NodeGpuCount(ranks)
 
         return device_count
 
-    def in_place(index: Callable[..., int]) -> Callable[..., int]:
-        def index_here(*args: Any, **named: Any) -> int:
-            asked = index(*args, **named)
-            return 0 if 0 < asked < ranks and 0 < there() <= asked else asked
+    def remapping(device_index: Callable[..., int]) -> Callable[..., int]:
+        def remapped_index(*args: Any, **named: Any) -> int:
+            index = device_index(*args, **named)
+            return 0 if 0 < index < ranks and 0 < present() <= index else index
 
-        return index_here
+        return remapped_index
 
-    placed: list[Callable[..., int]] = []
-    elsewhere = 0 < there() <= own
+    installed: list[Callable[..., int]] = []
+    gpu_absent = 0 < present() <= local_rank
     with (
-        patched("torch.cuda", {"device_count": counted(there)}),
-        patched("torch.accelerator", {"device_count": counted(torch.accelerator.device_count)}),
-        devices_here(DeviceRemap(there(), ranks)) if elsewhere else contextlib.nullcontext(),
+        patched("torch.cuda", {"device_count": counting(present)}),
+        patched("torch.accelerator", {"device_count": counting(torch.accelerator.device_count)}),
+        remap_devices(DeviceRemap(present(), ranks)) if gpu_absent else contextlib.nullcontext(),
         contextlib.ExitStack() as undo,
     ):
         for owner in ("torch._utils", "torch.cuda._utils", "torch.accelerator._utils"):
-            index = getattr(resolve(owner), _INDEX)
-            if index not in placed:  # torch has one function under several names
-                placed.append(in_place(index))
-                undo.enter_context(rebound(owner, {_INDEX: placed[-1]}))
+            device_index = getattr(resolve(owner), _INDEX)
+            # torch may export one function under several names, which `rebound` replaces at once.
+            if device_index not in installed:
+                installed.append(remapping(device_index))
+                undo.enter_context(rebound(owner, {_INDEX: installed[-1]}))
         yield

@@ -40,7 +40,7 @@ _WAY = (
 """Modules between who asks for a call and its emulation."""
 
 
-class Values:
+class IntegerPayloads:
     """What the ranks' integer tensors hold, as far as the script itself asks for it."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -51,11 +51,11 @@ class Values:
         """Give tensors the root's values; else they stay, with a warning."""
         to, source = group_address(group.ranks), group.ranks[root]
         whole = _whole(tensors)
-        beside = self._recorder.steps > 0 and (source, to) in self._loading and _numbers(tensors)
+        any_dtype = self._recorder.steps > 0 and (source, to) in self._loading and _numbers(tensors)
         if group.rank == root:
-            self.send(to, tensors, beside=beside)
+            self.send(to, tensors, any_dtype=any_dtype)
         else:
-            self.receive("broadcast", source, to, tensors, beside=beside)
+            self.receive("broadcast", source, to, tensors, any_dtype=any_dtype)
         if whole and _small(tensors) and _asked():
             self._loading.add((source, to))
 
@@ -70,10 +70,10 @@ class Values:
         source = group.ranks[root]
         return self.receive("scatter", source, to, outputs, part=(group.rank, group.size))
 
-    def send(self, to: Address, tensors: Sequence[Tensor], *, beside: bool = False) -> None:
-        """Note what this rank sends, where a receiver would ask for it; `beside`: of any type."""
+    def send(self, to: Address, tensors: Sequence[Tensor], *, any_dtype: bool = False) -> None:
+        """Record the integers that a receiver may request; with `any_dtype` values of any type."""
         messages = self._recorder.messages
-        if messages is None or not messages.heard or not (beside or _whole(tensors)):
+        if messages is None or not messages.collects_sends or not (any_dtype or _whole(tensors)):
             return
         if _small(tensors) and _asked():
             messages.send(to, [_bytes(tensor) for tensor in tensors])
@@ -86,7 +86,7 @@ class Values:
         tensors: Sequence[Tensor],
         part: tuple[int, int] = (0, 1),
         *,
-        beside: bool = False,
+        any_dtype: bool = False,
     ) -> bool:
         """Give tensors the values that rank `source` sends; return whether they could be known.
 
@@ -96,11 +96,12 @@ class Values:
             to: address of the message; None is this process's rank.
             tensors: what is received.
             part: which of how many equal parts of the message.
-            beside: whether tensors of any type are, as beside integers; else integers alone.
+            any_dtype: whether to receive every data type, as in a message with integers; else only
+                integers.
         """
         messages = self._recorder.messages
         place, parts = part
-        if messages is None or not (beside or _whole(tensors)) or not (asked := _asked()):
+        if messages is None or not (any_dtype or _whole(tensors)) or not (asked := _asked()):
             return False
         try:
             if not _small(tensors, parts):

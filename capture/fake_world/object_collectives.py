@@ -38,7 +38,7 @@ class Messages(Protocol):
     """Python objects that ranks send to one another, and the values of small integer tensors."""
 
     @property
-    def heard(self) -> bool:
+    def collects_sends(self) -> bool:
         """Whether what this process's rank sends is of use to anyone."""
         ...
 
@@ -60,7 +60,7 @@ class Messages(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MessageRequest:
     """The message number `index` from a rank to an address, and the rank that waits for it."""
 
     src: int
@@ -69,7 +69,7 @@ class Wanted:
     waiting: int
 
 
-Act = Callable[[int, Messages], None]
+RunAsRank = Callable[[int, Messages], None]
 """Runs the script as another rank, with messages of its own."""
 
 c10d: Any = distributed_c10d  # much of it has no public names or no types
@@ -188,7 +188,7 @@ class ObjectCollectives:
     def _note(self, collective: str, group: Group, payload: Payload, peer: int | None) -> None:
         paired = collective in ("send", "recv")
         tag = 0 if paired else None
-        call = self._recorder.note(
+        call = self._recorder.record(
             collective, group, payload, peer=peer, tag=tag, asynchronous=paired
         )
         with Mark(call):

@@ -46,7 +46,7 @@ class Purpose(NamedTuple):
     micro_batch: int | None
 
 
-class Purposes:
+class StagePurposes:
     """What the sends and receives are for that stages have made, and nobody has issued yet."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Purposes:
         return self._made.pop((collective, tensors[0].data_ptr()), None) if self._made else None
 
     @contextlib.contextmanager
-    def noted(self) -> Generator[None]:
+    def recorded(self) -> Generator[None]:
         """Note what stages make while the context lasts."""
         with contextlib.ExitStack() as stack:
             for name, made in _MADE.items():
@@ -267,7 +267,7 @@ def _graph(outputs: Iterable[Any]) -> tuple[set[Any], list[Tensor]]:
 _SECOND = 1
 
 
-class Exchanges:
+class StepPurposes:
     """The sends and receives of a script, by their place among those of a step."""
 
     def __init__(self) -> None:

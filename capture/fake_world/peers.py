@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from onerank.capture.collective_kernels import StandIn
+from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.fake_world.object_collectives import Messages
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 
-MEETING_S = 10.0
+RENDEZVOUS_S = 10.0
 """Longer than any instrument takes to set up."""
 
 
@@ -71,8 +71,8 @@ class RealPeers:
             dist.barrier()
             dist.destroy_process_group()
 
-    def meet(self) -> bool:
-        """Wait for the other ranks, without a collective; after `MEETING_S` go on without them.
+    def rendezvous(self) -> bool:
+        """Wait for the other ranks, without a collective; after `RENDEZVOUS_S` go on without them.
 
         Returns whether all came.
         """
@@ -81,7 +81,7 @@ class RealPeers:
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self._meetings += 1
         key = f"onerank/meeting/{self._meetings}"
-        latest = time.monotonic() + MEETING_S
+        latest = time.monotonic() + RENDEZVOUS_S
         here = store.add(key, 1)
         while here < self._size and time.monotonic() < latest:
             time.sleep(1e-4)
@@ -104,7 +104,7 @@ def peers_of(
     *,
     real: bool,
     messages: Messages | None = None,
-    standin: StandIn | None = None,
+    emulation: CollectiveEmulation | None = None,
 ) -> Recorder | RealPeers:
     """Return the peers of a rank.
 
@@ -113,8 +113,8 @@ def peers_of(
         world_size: ranks of the job.
         real: whether the others are there.
         messages: what absent ones send as Python objects.
-        standin: what takes the place of absent ones' collectives.
+        emulation: what takes the place of absent ones' collectives.
     """
     if real:
         return RealPeers(rank, world_size)
-    return Recorder(rank, world_size, messages, standin)
+    return Recorder(rank, world_size, messages, emulation)

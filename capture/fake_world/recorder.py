@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from onerank.capture.collective_kernels import StandIn
+from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.engine import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
 from onerank.capture.fake_world import c10d_ops as emulate
 from onerank.capture.fake_world.async_work import Pending
 from onerank.capture.fake_world.c10d_patches import C10dPatches
 from onerank.capture.fake_world.object_collectives import Messages
-from onerank.capture.fake_world.p2p_phases import Exchanges, Key, Purposes
-from onerank.capture.fake_world.vocab_partial_sums import AbsentRows
+from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
+from onerank.capture.fake_world.vocab_partial_sums import PartialSums
 from onerank.ir.errors import CaptureError
 
 c10d: Any = distributed_c10d  # the group registry has no public names and no types in torch
@@ -47,7 +47,7 @@ class Recorder:
         refused: the last call that could not be recorded, None if all could.
         engine: what takes the collectives' place on CUDA.
         pending: handles of asynchronous calls that nobody has waited for.
-        absent_rows: what is made up of sums that need absent peers, of a script's own calls.
+        partial_sums: what is made up of sums that need absent peers, of a script's own calls.
         steps: how many a script that distributes itself has taken.
     """
 
@@ -56,7 +56,7 @@ class Recorder:
         rank: int,
         world_size: int,
         messages: Messages | None = None,
-        standin: StandIn | None = None,
+        emulation: CollectiveEmulation | None = None,
     ) -> None:
         """Prepare to stand for a rank.
 
@@ -64,7 +64,7 @@ class Recorder:
             rank: global rank.
             world_size: ranks of the job.
             messages: what other ranks send as Python objects, if it can be known.
-            standin: what takes a collective's place on CUDA; None leaves markers.
+            emulation: what takes a collective's place on CUDA; None leaves markers.
 
         Raises:
             CaptureError: there is no such world, or no such rank in it.
@@ -86,13 +86,13 @@ class Recorder:
         self.refused: CaptureError | None = None
         self.calls: list[CommCall] = []
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.engine = Engine(standin or StandIn())
+        self.engine = Engine(emulation or CollectiveEmulation())
         self.pending = Pending()
-        self.absent_rows = AbsentRows(watching=self.script_communicates)
+        self.partial_sums = PartialSums(watching=self.script_communicates)
         self.steps = 0
         self._known: dict[dist.ProcessGroup, Group] = {}
-        self._purposes = Purposes()
-        self._exchanges = Exchanges()
+        self._purposes = StagePurposes()
+        self._exchanges = StepPurposes()
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
 
@@ -115,7 +115,7 @@ class Recorder:
         """Communication calls so far."""
         return len(self.calls)
 
-    def meet(self) -> bool:
+    def rendezvous(self) -> bool:
         """Go on: absent ranks are never late."""
         return True
 
@@ -137,7 +137,7 @@ class Recorder:
             facade.install(undo)
             facade.create_world()
             emulate.Kernels(self).install(undo)
-            undo.enter_context(self._purposes.noted())
+            undo.enter_context(self._purposes.recorded())
             undo.enter_context(self._exchanges.watched())
             self._undo = undo.pop_all()
 
@@ -147,7 +147,7 @@ class Recorder:
         if self.messages is not None:
             self.messages.next_step()
         self._exchanges.next_step()
-        self.absent_rows.next_step()
+        self.partial_sums.next_step()
 
     def stop(self) -> None:
         """Undo all that `start` did; the calls stay."""
@@ -216,7 +216,7 @@ class Recorder:
         """Look a group up, which is None where this rank is no member of it."""
         return None if c10d._rank_not_in_group(group) else self.group_of(group)
 
-    def note(
+    def record(
         self,
         collective: str,
         group: Group,

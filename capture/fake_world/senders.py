@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from onerank.capture.fake_world.object_collectives import STEPS, Act, Address, Wanted
+from onerank.capture.fake_world.object_collectives import STEPS, Address, MessageRequest, RunAsRank
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may see another
@@ -42,17 +42,17 @@ class _Log:
 
     sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
 
-    def find(self, wanted: Wanted) -> bytes | None:
-        messages = self.sent.get((wanted.src, wanted.to), [])
-        return messages[wanted.index] if wanted.index < len(messages) else None
+    def find(self, request: MessageRequest) -> bytes | None:
+        messages = self.sent.get((request.src, request.to), [])
+        return messages[request.index] if request.index < len(messages) else None
 
 
-def _serve_at(stage: Connection, other_end: Connection, act: Act) -> NoReturn:
+def _serve_at(stage: Connection, other_end: Connection, run_as_rank: RunAsRank) -> NoReturn:
     other_end.close()  # else this process would not see the captured rank hang up
-    serve(stage, act)
+    serve(stage, run_as_rank)
 
 
-def serve(stage: Connection, act: Act) -> NoReturn:
+def serve(stage: Connection, run_as_rank: RunAsRank) -> NoReturn:
     """Answer the captured rank until it hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     actors: list[Any] = []
@@ -67,55 +67,56 @@ def serve(stage: Connection, act: Act) -> NoReturn:
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = stage.recv()
-            if not isinstance(request, Wanted):
+            if not isinstance(request, MessageRequest):
                 src, to, message = request
                 log.sent.setdefault((src, to), []).append(message)
                 continue
             try:
-                stage.send(_find(request, log, act, actors, [], captured=request.waiting))
+                stage.send(_find(request, log, run_as_rank, actors, [], captured=request.waiting))
             except CaptureError as error:
                 stage.send(str(error))
     leave()
 
 
 def _find(
-    wanted: Wanted,
+    request: MessageRequest,
     log: _Log,
-    act: Act,
+    run_as_rank: RunAsRank,
     actors: list[Any],
-    waiting: list[Wanted],
+    waiting: list[MessageRequest],
     *,
     captured: int,
 ) -> bytes:
     """Run the script as the sender, and as those whom it waits for, until the message is there."""
-    while (message := log.find(wanted)) is None:
-        if wanted in waiting or wanted.src == captured:
+    while (message := log.find(request)) is None:
+        if request in waiting or request.src == captured:
             raise CaptureError(
-                f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
-                f"{wanted.waiting}",
+                f"rank {request.waiting} waits for rank {request.src}, and that for rank "
+                f"{request.waiting}",
                 code="sender-cycle",
             )
-        sent, needs = _act_out(wanted, log, act, actors)
+        sent, needs = _run_sender(request, log, run_as_rank, actors)
         for to, messages in sent.items():
-            log.sent[wanted.src, to] = max(log.sent.get((wanted.src, to), []), messages, key=len)
-        if log.find(wanted) is not None:
+            log.sent[request.src, to] = max(log.sent.get((request.src, to), []), messages, key=len)
+        if log.find(request) is not None:
             continue
         if needs is not None:
-            _find(needs, log, act, actors, [*waiting, wanted], captured=captured)
+            _find(needs, log, run_as_rank, actors, [*waiting, request], captured=captured)
         else:
             raise CaptureError(
-                f"rank {wanted.src} ran to its end without sending them", code="sender-sent-nothing"
+                f"rank {request.src} ran to its end without sending them",
+                code="sender-sent-nothing",
             )
     return message
 
 
-def _act_out(
-    wanted: Wanted, log: _Log, act: Act, actors: list[Any]
-) -> tuple[dict[Address, list[bytes]], Wanted | None]:
+def _run_sender(
+    request: MessageRequest, log: _Log, run_as_rank: RunAsRank, actors: list[Any]
+) -> tuple[dict[Address, list[bytes]], MessageRequest | None]:
     """Run the script as the sender in a child; return what it sent and what it waits for."""
     theirs, ours = _FORK.Pipe(duplex=False)
     with tempfile.TemporaryFile() as said:
-        child = _FORK.Process(target=_play, args=(wanted, log, act, ours, said.fileno()))
+        child = _FORK.Process(target=_play, args=(request, log, run_as_rank, ours, said.fileno()))
         child.start()
         actors.append(child)
         ours.close()
@@ -125,7 +126,7 @@ def _act_out(
             said.seek(0)
             words = said.read().decode(errors="replace").strip()[-_TOLD:]
             raise CaptureError(
-                f"as rank {wanted.src} it failed:\n{words}", code="sender-failed"
+                f"as rank {request.src} it failed:\n{words}", code="sender-failed"
             ) from None
         finally:
             theirs.close()
@@ -134,9 +135,9 @@ def _act_out(
 
 
 def _play(
-    wanted: Wanted,
+    request: MessageRequest,
     log: _Log,
-    act: Act,
+    run_as_rank: RunAsRank,
     report: Connection,
     said: int,
 ) -> NoReturn:
@@ -146,9 +147,9 @@ def _play(
     os.dup2(said, 2)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whoever stood in for them is away
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    part = _Part(wanted, log, report)
+    part = _Part(request, log, report)
     try:
-        act(wanted.src, part)
+        run_as_rank(request.src, part)
         part.leave(None)
     except BaseException:  # noqa: BLE001  its own words are the report
         if part.reached:
@@ -166,10 +167,10 @@ class _Part:
     then cost few runs. No further than the steps whose messages are sought.
     """
 
-    heard = True
+    collects_sends = True
 
-    def __init__(self, wanted: Wanted, log: _Log, report: Connection) -> None:
-        self._wanted = wanted
+    def __init__(self, request: MessageRequest, log: _Log, report: Connection) -> None:
+        self._request = request
         self._log = log
         self._report = report
         self._sent: dict[Address, list[bytes]] = {}
@@ -178,8 +179,8 @@ class _Part:
 
     @property
     def reached(self) -> bool:
-        """Whether the message that is wanted has been sent."""
-        return len(self._sent.get(self._wanted.to, [])) > self._wanted.index
+        """Whether the requested message has been sent."""
+        return len(self._sent.get(self._request.to, [])) > self._request.index
 
     def next_step(self) -> None:
         """Take note of a step; leave behind the last whose messages are sought."""
@@ -191,14 +192,14 @@ class _Part:
         """Note a message; leave when there are as many as make the run worth it."""
         messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
-        if to == self._wanted.to and len(messages) > 2 * self._wanted.index:
+        if to == self._request.to and len(messages) > 2 * self._request.index:
             self.leave(None)
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
         """Return a message, or leave to have it found."""
-        me = self._wanted.src
+        me = self._request.src
         channel = src, me if to is None else to
-        needs = Wanted(*channel, self._received.get(channel, 0), me)
+        needs = MessageRequest(*channel, self._received.get(channel, 0), me)
         self._received[channel] = needs.index + 1
         message = self._log.find(needs)
         if message is None:
@@ -209,25 +210,25 @@ class _Part:
         """Count a message that need not be known."""
         self._received[src, to] = self._received.get((src, to), 0) + 1
 
-    def leave(self, needs: Wanted | None) -> NoReturn:
+    def leave(self, needs: MessageRequest | None) -> NoReturn:
         """Report what was sent and what is needed, and end this process."""
         self._report.send((self._sent, needs))
         self._report.close()
         _exit(0)
 
 
-class Rehearsal:
+class SenderProcesses:
     """The messages of the rank that is captured.
 
     Args:
         rank: the rank that is captured.
-        act: runs the script as another rank, with messages of its own, in a child process.
+        run_as_rank: runs the script as another rank, with messages of its own, in a child process.
         progress: told in a few words what goes on.
     """
 
-    def __init__(self, rank: int, act: Act, progress: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, run_as_rank: RunAsRank, progress: Callable[[str], None]) -> None:
         self._rank = rank
-        self._act = act
+        self._run_as_rank = run_as_rank
         self._progress = progress
         self._steps = 0
         self._received: dict[tuple[int, Address], list[bytes | None]] = {}
@@ -236,10 +237,10 @@ class Rehearsal:
         self._in_step: dict[tuple[int, Address], int] = {}
 
     @contextlib.contextmanager
-    def ready(self) -> Generator["Rehearsal"]:
+    def ready(self) -> Generator["SenderProcesses"]:
         """Keep the process that children descend from while the context lasts."""
         self._stage, offstage = _FORK.Pipe()
-        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._act))
+        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._run_as_rank))
         prompter.start()
         offstage.close()
         try:
@@ -261,13 +262,13 @@ class Rehearsal:
             self._in_step = {}
 
     @property
-    def heard(self) -> bool:
+    def collects_sends(self) -> bool:
         """Whether messages are still sought."""
         return self._steps < STEPS
 
     def send(self, to: Address, objects: list[Any]) -> None:
         """Note what the captured rank sends."""
-        if self.heard:
+        if self.collects_sends:
             self._stage.send((self._rank, to, pickle.dumps(objects)))
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
@@ -311,7 +312,7 @@ class Rehearsal:
         if src not in self._asked:
             self._asked.add(src)
             self._progress(f"running as rank {src}, to learn what it sends")
-        self._stage.send(Wanted(src, to, index, self._rank))
+        self._stage.send(MessageRequest(src, to, index, self._rank))
         try:
             answer = self._stage.recv()
         except EOFError:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onerank.capture.collective_kernels.cuda_driver import beside_allocator
+from onerank.capture.collective_kernels.cuda_driver import allocate_outside_torch
 from onerank.capture.patches import live
 from onerank.capture.script.step_hooks import in_backward
 
@@ -40,7 +40,7 @@ class _Key(NamedTuple):
     device: torch.device
 
 
-class AbsentRows:
+class PartialSums:
     """The sums of a script's forwards, by their place among those of a step."""
 
     def __init__(self, *, watching: bool) -> None:
@@ -71,11 +71,11 @@ class AbsentRows:
             f"spread of this rank's part{lost}"
         )
 
-    def asks_for(self, result: Tensor) -> bool:
+    def may_lack_rows(self, result: Tensor) -> bool:
         """Whether a sum of this shape, now, is one to ask about; the host has little time here."""
         return self._watching and result.dim() > 1 and not in_backward()
 
-    def instead_of(self, call: CommCall, part: Tensor, operation: Any) -> Tensor | None:
+    def filled_sum(self, call: CommCall, part: Tensor, operation: Any) -> Tensor | None:
         """Return what to take for the sum in place of this rank's part; None for the part itself.
 
         Args:
@@ -138,7 +138,7 @@ def _rows(part: Tensor) -> Tensor:
 @torch.no_grad()
 def _like(part: Tensor) -> Tensor:
     """Return values with the spread of the part's rows that are not zero."""
-    values = beside_allocator(min(part.numel(), _ELEMENTS), part.dtype, part.device)
+    values = allocate_outside_torch(min(part.numel(), _ELEMENTS), part.dtype, part.device)
     generator = torch.Generator(part.device).manual_seed(_SEED)
     spread = part[_rows(part)].float().square().mean().sqrt()
     return values.normal_(generator=generator).mul_(spread)

@@ -36,7 +36,7 @@ OPTIMIZER = "optimizer"
 
 @dataclass(slots=True)
 class _Span:
-    """A stretch of time; `end` is set anew by each boundary that may be the last."""
+    """An interval; each boundary that may be the last one overwrites `end`."""
 
     path: str
     phase: str
@@ -46,10 +46,10 @@ class _Span:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A forward that is being timed, and its backward once that has begun.
+    """A forward being timed, and its backward once that has begun.
 
     Attributes:
-        ends_at_input: whether an input tells when the backward ends.
+        ends_at_input: whether backward ends with the gradient of an input.
     """
 
     forward: _Span
@@ -58,7 +58,7 @@ class _Call:
 
 
 class ModuleClock:
-    """Times the modules that are a layer, or the outermost one of a role.
+    """Times every layer and every outermost module of a role.
 
     A module whose forward is never called (a ModuleDict) is timed by its children.
     """
@@ -67,7 +67,7 @@ class ModuleClock:
         self._modules = modules
         self._paths: dict[nn.Module, str] = {}
         self._watch = Stopwatch(on_gpu=on_gpu)
-        self._open: list[tuple[str, _Call | None]] = []  # by path; None where it is not marked
+        self._open: list[tuple[str, _Call | None]] = []  # (path, None if the call is not timed)
         self._step: list[_Span] = []
         self._steps: list[list[_Span]] = []
         self._handles: list[RemovableHandle] = []
@@ -91,7 +91,7 @@ class ModuleClock:
                 hook.remove()
 
     def end_step(self, *, counts: bool) -> None:
-        """Take the marks since the last call as a step's, or leave them out."""
+        """End a step: keep its spans if it counts, otherwise discard them."""
         if counts:
             self._steps.append(self._step)
         for handle in self._handles:
@@ -125,7 +125,7 @@ class ModuleClock:
         )
 
     def _covered(self, spans: list[_Span], zero: Any) -> int:
-        """Return the time that any of `spans` covers: a recomputation may lie in a backward."""
+        """Return the length of the union of `spans`: recomputation may run inside a backward."""
         edges = sorted(
             (self._watch.between(zero, span.begin), self._watch.between(zero, span.end))
             for span in spans
@@ -164,18 +164,19 @@ class ModuleClock:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments with a view in place of the first tensor that needs a gradient.
 
-        The gradient of the view is complete when the call's own backward is. It stands wherever
-        the tensor does: attention whose query is its key projects both at once.
+        The gradient of the view is complete when the backward of this call is.
         """
-        first_input = next((one for one in (*args, *kwargs.values()) if _needs_gradient(one)), None)
+        first_input = next((arg for arg in (*args, *kwargs.values()) if _needs_gradient(arg)), None)
         if first_input is None:
             return None
         view = first_input.view_as(first_input)
         self._handles.append(view.register_hook(partial(self._backward_ends, call)))
         call.ends_at_input = True
+        # The view replaces every occurrence of the tensor: attention projects query and key in one
+        # product if both are the same object.
         return (
             tuple(view if arg is first_input else arg for arg in args),
-            {key: view if one is first_input else one for key, one in kwargs.items()},
+            {key: view if arg is first_input else arg for key, arg in kwargs.items()},
         )
 
     @untraced
@@ -215,16 +216,16 @@ class ModuleClock:
             call.forward.end = self._watch.mark()
 
     def _ended(self, path: str) -> _Call | None:
-        """Return the call that ends, None where its begin was traced or is not marked."""
+        """Pop and return the call that ends; None if its begin was compiled or is not timed."""
         while any(name == path for name, _ in self._open):
-            name, open_call = self._open.pop()  # one whose end was traced may lie above
+            name, open_call = self._open.pop()  # calls whose end was compiled remain above
             if name == path:
                 return open_call
         return None
 
 
 def _timed(modules: Modules) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules to hook, and the path their time goes by."""
+    """Yield the modules to hook, each with the path under which its time is reported."""
     done: set[nn.Module] = set()
     for module, known in modules:
         if module in done:
@@ -238,7 +239,7 @@ def _timed(modules: Modules) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module, or the modules in it where it is a container without a forward."""
+    """Yield the module; for a container without a forward, yield the modules in it."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _called(child)
@@ -247,7 +248,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _captured(*, on_gpu: bool) -> bool:
-    """Whether the call is captured into a CUDA graph, and runs later."""
+    """Return whether the current stream captures a CUDA graph, whose kernels run later."""
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 

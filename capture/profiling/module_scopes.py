@@ -98,13 +98,13 @@ class CompiledCall:
 
 
 def compiled_call(module: Any) -> CompiledCall | None:
-    """Return what calls a module that was compiled in place while `compiled_between` lasted."""
+    """Return the hooked call of a module compiled in place; None for any other module."""
     call = module._compiled_call_impl
     return call if isinstance(call, CompiledCall) else None
 
 
 @contextlib.contextmanager
-def compiled_between(before: Before, after: After) -> Generator[None]:
+def hooks_around_compiled(before: Before, after: After) -> Generator[None]:
     """Let the calls of modules that are compiled while the context lasts be between these."""
     compile_in_place: Callable[..., None] = nn.Module.compile
 
@@ -172,14 +172,14 @@ class Modules:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with compiled_between(self._enter, self._leave_compiled):
+            with hooks_around_compiled(self._enter, self._leave_compiled):
                 yield
         finally:
             before.remove()
             after.remove()
 
     @contextlib.contextmanager
-    def heard_by(self, listener: Listener) -> Generator[None]:
+    def listened_by(self, listener: Listener) -> Generator[None]:
         """Tell `listener` of every forward while the context lasts."""
         self.listener = listener
         try:

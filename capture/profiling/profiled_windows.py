@@ -39,27 +39,28 @@ _torch: Any = torch  # the observer has no public name
 _NESTED = re.compile("nested|to_padded_tensor", re.IGNORECASE)
 
 
-def operators_beside_nested(profiler: profile) -> int:
-    """Return how many events were profiled; 0 where no operator of nested tensors is among them."""
+def count_events_with_nested(profiler: profile) -> int:
+    """Count the profiled events if an operator on nested tensors ran; return 0 otherwise."""
     inner: Any = profiler.profiler
     events = inner.kineto_results.events()
     return len(events) if any(_NESTED.search(event.name()) for event in events) else 0
 
 
-def deepen(count: int, *, on_gpu: bool) -> None:
+def push_placeholders(count: int, *, on_gpu: bool) -> None:
     """Put `count` placeholders on the stacks of a registered observer that is not running.
 
     Args:
-        count: for each thread that runs operators of the step.
-        on_gpu: whether backward runs in a thread of the GPU's.
+        count: placeholders per thread that runs operators of the step.
+        on_gpu: whether backward runs in the autograd thread of a GPU.
     """
-    _deepen(count)
+    _push_placeholders(count)
     if on_gpu:
         with torch.enable_grad():
-            _Deepened.apply(torch.zeros((), device="cuda", requires_grad=True), count).backward()  # pyright: ignore
+            on_device = torch.zeros((), device="cuda", requires_grad=True)
+            _PushInBackward.apply(on_device, count).backward()  # pyright: ignore
 
 
-class _Deepened(torch.autograd.Function):
+class _PushInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
         ctx.count = count
@@ -67,36 +68,35 @@ class _Deepened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _deepen(ctx.count)
+        _push_placeholders(ctx.count)
         return grads[0], None
 
 
-def _deepen(count: int) -> None:
-    """Begin ranges while the observer runs, and end them while it does not: they stay."""
+def _push_placeholders(count: int) -> None:
+    """Push `count` placeholders on the observer's stack of this thread."""
+    # Ranges that begin while the observer runs and end while it does not stay on its stack.
     ranges = [record_function(PLACEHOLDERS) for _ in range(count)]
     _torch._C._profiler._enable_execution_trace_observer()
-    with record_function(PLACEHOLDERS):  # written, as those between are not
+    with record_function(PLACEHOLDERS):  # the observer writes only ranges that end while it runs
         pass
-    for one in ranges:
-        one.__enter__()
+    for scope in ranges:
+        scope.__enter__()
     with record_function(PLACEHOLDERS):
         pass
     _torch._C._profiler._disable_execution_trace_observer()
-    for one in reversed(ranges):
-        one.__exit__(None, None, None)
+    for scope in reversed(ranges):
+        scope.__exit__(None, None, None)
 
 
-OPERATOR_S = 0.5
-"""Longer than nearly every operator takes."""
+OPERATOR_END_S = 0.5
+"""Wait before the observer is freed, in seconds: longer than nearly every operator."""
 
 
 class _Profile(profile):
-    """Kineto's, also where a script names NCCL and torch is built without: as for a CPU.
-
-    torch would ask NCCL for its version.
-    """
+    """A Kineto profiler that also works for the NCCL backend on a torch built without NCCL."""
 
     def _get_distributed_info(self) -> Any:
+        # torch reads NCCL's version for this record, which needs a torch built with NCCL.
         base: Any = super()
         without = dist.is_initialized() and dist.get_backend() == "nccl"
         return None if without and not dist.is_nccl_available() else base._get_distributed_info()
@@ -104,11 +104,11 @@ class _Profile(profile):
 
 @contextlib.contextmanager
 def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[profile]:
-    """Profile what runs inside, with memory, and with the modules as scopes.
+    """Profile the body of the context, with memory events and one scope per module call.
 
     Args:
-        modules: what the script calls.
-        on_gpu: whether to profile the GPU too; it is waited for at both ends.
+        modules: modules of the script.
+        on_gpu: whether to profile the GPU too; the host synchronizes with it at both ends.
         record_shapes: whether to keep operand shapes, which slows every operator.
     """
     activities = [ProfilerActivity.CPU]
@@ -122,7 +122,7 @@ def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[
         acc_events=True,  # see `unparsed`
         experimental_config=_ExperimentalConfig(enable_cuda_sync_events=on_gpu),
     )
-    with modules.heard_by(ProfilerScopes()), unparsed(profiler):
+    with modules.listened_by(ProfilerScopes()), unparsed(profiler):
         yield profiler
         if on_gpu:
             torch.cuda.synchronize()
@@ -130,12 +130,11 @@ def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[
 
 @contextlib.contextmanager
 def unparsed(profiler: profile) -> Generator[None]:
-    """Run a profiler whose events nobody asks torch for.
-
-    Told to accumulate events, torch makes an object of each as it stops, which takes longer than
-    the step; not told so, torch 2.11 warns that events of a cycle are lost.
-    """
+    """Run a profiler without parsing its events into Python objects when it stops."""
     with profiler:
+        # With acc_events torch builds an object per event on exit, which takes longer than the
+        # step. Without it torch 2.11 warns at the start that events of earlier cycles are lost.
+        # So the option is set for the start and cleared for the exit.
         inner = profiler.profiler
         assert inner is not None
         inner.acc_events = False
@@ -143,7 +142,8 @@ def unparsed(profiler: profile) -> Generator[None]:
 
 
 def write(profiler: profile, file: Path) -> None:
-    """Write what was profiled as a Chrome trace, gzipped: torch does that line by line."""
+    """Write the profile as a gzipped Chrome trace."""
+    # torch can gzip the trace itself, but does so line by line.
     plain = file.with_suffix("")
     profiler.export_chrome_trace(str(plain))
     compress(plain, file)
@@ -151,7 +151,7 @@ def write(profiler: profile, file: Path) -> None:
 
 @contextlib.contextmanager
 def execution_trace(file: Path) -> Generator[ExecutionTraceObserver]:
-    """Write to `file` what operators ran between the observer's start and stop."""
+    """Write the operators that run between the observer's start and stop to `file`."""
     observer = ExecutionTraceObserver()
     observer.register_callback(str(file))
     try:
@@ -163,30 +163,29 @@ def execution_trace(file: Path) -> Generator[ExecutionTraceObserver]:
 
 
 def _let_operators_end() -> None:
-    """Wait for what other threads of the script began under an observer, which is then freed.
-
-    An operator tells the observer of its end (`onFunctionExit` in
-    torch/csrc/profiler/standalone/execution_trace_observer.cpp) without asking whether it lives.
-    """
+    """Wait for operators in other threads of the script that began while the observer ran."""
+    # `onFunctionExit` in torch/csrc/profiler/standalone/execution_trace_observer.cpp uses the
+    # observer at the end of an operator without checking whether it has been freed.
     if threading.active_count() > 1:
-        time.sleep(OPERATOR_S)
+        time.sleep(OPERATOR_END_S)
 
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 
-_UNLIKE_TRIES = 7
-"""How many more steps the last window may see, until one does the work of the profiled one."""
+_MOST_RETRIES = 7
+"""How often the structure window retries, until its step does the work of the profiled one."""
 
 _MOST_PASSED = 7
-"""How many steps behind skipped ones may pass by: where every other is skipped, all would."""
+"""How many steps may pass unobserved after skipped ones. Without a limit, a script that skips every
+second step would never be profiled."""
 
 
 class ProfiledWindows:
-    """Traces of steps, into the directory; what they held and took, into `observed`.
+    """Write traces of steps to the directory, and their memory and times to `observed`.
 
     Attributes:
-        work: that of the last profiled step.
-        structured: whether a step's structure was taken.
+        work: module and communication calls of the last profiled step.
+        structured: whether the structure of a step was recorded.
     """
 
     def __init__(
@@ -203,17 +202,17 @@ class ProfiledWindows:
         self._steps = steps
         self._others = others
         self._passed = 0
-        self._beside_nested = 0
+        self._events_with_nested = 0
 
     def warm_up(self) -> Window:
-        """Profile a step that nobody keeps: the first sets the profiler up."""
+        """Profile a step and discard it: the first profile includes the profiler's own setup."""
         self._progress("profiler warm-up")
         with self._kineto(record_shapes=False):
             skipped = yield
-        yield from self._behind(skipped=skipped)
+        yield from self._pass_after(skipped=skipped)
 
     def step(self, number: int) -> Window:
-        """Profile times and memory of a step, the `number`-th from 0."""
+        """Profile times and memory of a step; `number` counts profiled steps from 0."""
         skipped = True
         while skipped:
             of = f" {number + 1} of {self._plan.repeat}" if self._plan.repeat > 1 else ""
@@ -222,7 +221,7 @@ class ProfiledWindows:
             clock = StepClock(on_gpu=on_gpu)
             with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
                 start = self._memory.at_start(history)
-                self._meet()
+                self._wait_for_ranks()
                 clock.mark()
                 begun = time.perf_counter_ns()
                 skipped = yield
@@ -237,37 +236,36 @@ class ProfiledWindows:
                 self._observed.peak_memory_bytes.append(peak)
                 self._observed.profiled_step_ns.append(step_ns)
                 self._observed.profiled_host_ns.append(host_ns)
-                self._beside_nested = operators_beside_nested(profiler)
+                self._events_with_nested = count_events_with_nested(profiler)
                 write(profiler, self._directory / profile_name(number))
                 self._memory.keep(history, number)
-            yield from self._behind(skipped=skipped)
+            yield from self._pass_after(skipped=skipped)
 
-    def alone(self, others: Others) -> Window:
-        """Profile a step in which collectives leave markers alone, after one to settle in."""
-        self._progress("profiled step: kernels with no communication beside them")
+    def uncontended(self, others: Others) -> Window:
+        """Profile a step whose collectives occupy no GPU time, after one such step unprofiled."""
+        self._progress("profiled step: kernels without concurrent communication")
         others.paced = False
         try:
             skipped = yield
-            yield from self._behind(skipped=skipped)
+            yield from self._pass_after(skipped=skipped)
             skipped = True
             while skipped:
                 with self._kineto(record_shapes=False) as profiler:
                     skipped = yield
                 if not skipped:
                     write(profiler, self._directory / UNCONTENDED)
-                yield from self._behind(skipped=skipped)
+                yield from self._pass_after(skipped=skipped)
         finally:
             others.paced = True
 
     def structure(self) -> Window:
-        """Take the structure of a step that does the work of the profiled one.
-
-        Each try is kept until a later one has ended: the script may end before that.
-        """
+        """Record the structure of a step that does the same work as the profiled one."""
+        # A retry replaces the files of the previous try only after it has completed: the script
+        # may end in between.
         begun = self._directory / f"begun.{PLAIN_EXECUTION_TRACE}"
-        skipped, alike, tries = True, False, 0
+        skipped, same_work, tries = True, False, 0
         try:
-            while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
+            while skipped or (self._plan.settle and not same_work and tries <= _MOST_RETRIES):
                 tries += 1
                 self._progress("structure step: operators and shapes")
                 trace = self._execution_trace(begun)
@@ -275,32 +273,29 @@ class ProfiledWindows:
                     observer.start()
                     skipped = yield
                     observer.stop()
-                alike = self._steps.by_step[-1] == self.work
+                same_work = self._steps.by_step[-1] == self.work
                 if not skipped:
                     write(profiler, self._directory / STRUCTURE)
                     begun.replace(self._directory / PLAIN_EXECUTION_TRACE)
                     self.structured = True
-                yield from self._behind(skipped=skipped)
+                yield from self._pass_after(skipped=skipped)
         finally:
             begun.unlink(missing_ok=True)
 
-    def _behind(self, *, skipped: bool) -> Window:
-        """Let the step behind a skipped one pass by, which may make up for that.
-
-        DeepSpeed's ZeRO-3 gathers parameters as it steps; behind a skipped step the next forward
-        does.
-        """
+    def _pass_after(self, *, skipped: bool) -> Window:
+        """Let the steps after a skipped one pass unobserved."""
+        # A skipped step changes the next one: DeepSpeed's ZeRO-3 gathers parameters in the
+        # optimizer step, and in the next forward if that was skipped.
         while skipped and self._passed < _MOST_PASSED:
             self._passed += 1
-            self._progress("a step behind one that a loss scaler skipped passes by")
+            self._progress("unobserved step after one that a loss scaler skipped")
             skipped = yield
 
-    def _meet(self) -> None:
-        """Begin with the other ranks: instruments take each another time to set up.
-
-        A collective that waits for a late rank slows the kernels beside it meanwhile.
-        """
-        if self._others is not None and not self._others.meet():
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks of a real job are ready to begin the profiled step."""
+        # Profilers start at different times on different ranks, and a collective that waits for a
+        # late rank slows the kernels that overlap it.
+        if self._others is not None and not self._others.rendezvous():
             self._observed.notes.append(
                 "a profiled step began before all ranks were ready: kernels that overlap a "
                 "collective waiting for a late rank are slower than in other steps"
@@ -309,8 +304,8 @@ class ProfiledWindows:
     @contextlib.contextmanager
     def _execution_trace(self, file: Path) -> Generator[ExecutionTraceObserver]:
         with execution_trace(file) as observer:
-            if self._beside_nested:
-                deepen(self._beside_nested, on_gpu=self._observed.on_gpu)
+            if self._events_with_nested:
+                push_placeholders(self._events_with_nested, on_gpu=self._observed.on_gpu)
             yield observer
 
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:

@@ -18,7 +18,7 @@ def compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def check_free(directory: Path | None) -> None:
+def check_raw_dir(directory: Path | None) -> None:
     """Check that raw traces can take the place of a directory; None is no place.
 
     Raises:

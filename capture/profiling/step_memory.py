@@ -29,15 +29,15 @@ from onerank.capture.profiling.resident_tensors import holdings, sizes_of
 from onerank.capture.profiling.window_plan import Observed
 from onerank.converters.sources.kineto import History, history_name
 
-_WORTH_TELLING = 0.01
-"""Of the peak."""
+_NOTED_SHARE = 0.01
+"""Share of the peak memory below which collector runs get no note."""
 
 
 class Collector:
-    """What runs of the collector free in a step.
+    """Measures the memory that Python's garbage collector frees in a step.
 
     Attributes:
-        most_bytes: the most that one run freed since the step began.
+        most_bytes: the largest amount freed by one run since the step began.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Collector:
         self._before = 0
 
     def begin_step(self) -> None:
-        """Take note that a step begins."""
+        """Reset `most_bytes` at the begin of a step."""
         self.most_bytes = 0
 
     def note(self, peak_bytes: int) -> str:
-        """Return what to tell of the last step; "" of what is no part of the peak to speak of."""
-        if self.most_bytes < _WORTH_TELLING * peak_bytes:
+        """Return a note on the last step; "" if the collector freed under 1% of the peak."""
+        if self.most_bytes < _NOTED_SHARE * peak_bytes:
             return ""
         return (
             f"tensors in reference cycles wait for Python's garbage collector, which freed up to "
@@ -66,7 +66,7 @@ class Collector:
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """Count while the context lasts."""
+        """Measure collector runs while the context lasts."""
         gc.callbacks.append(self._called)
         try:
             yield
@@ -75,10 +75,10 @@ class Collector:
 
 
 class StepMemory:
-    """Tells in `observed` what is held; keeps the allocator's history of each profiled step.
+    """Writes resident memory to `observed`, and the allocator history of each profiled step.
 
-    A profiler changes how long memory lingers and how much is reserved: both are of the steps
-    before it came.
+    A profiler changes how long freed memory lingers and how much memory is reserved, so both are
+    taken from the steps before the profiler starts.
     """
 
     def __init__(self, observed: Observed, directory: Path) -> None:
@@ -90,7 +90,7 @@ class StepMemory:
 
     @contextlib.contextmanager
     def unprofiled(self) -> Generator[StepsHistory | None]:
-        """Record the steps inside, the last of which tells how long memory lingers."""
+        """Record the steps inside; the last one gives how long freed memory lingers."""
         with steps_recorded(on_gpu=self._observed.on_gpu) as history:
             yield history
             last = history.last() if history is not None else None
@@ -98,12 +98,12 @@ class StepMemory:
             self._unprofiled = history_of(NOTHING, last, torch.cuda.current_device(), self._pools)
 
     def note_reserved(self) -> None:
-        """Take the most bytes that the allocator has reserved so far."""
+        """Store the peak of the allocator's reserved memory so far."""
         if self._observed.on_gpu:
             self._reserved_bytes = torch.cuda.max_memory_reserved()
 
     def at_start(self, history: StepHistory) -> int:
-        """Tell what is held as a step begins; return the bytes."""
+        """Write the memory resident at the begin of a step to `observed`; return its bytes."""
         storages = holdings("cuda" if self._observed.on_gpu else "cpu")
         self._observed.resident_bytes = sizes_of(storages)
         if not self._observed.on_gpu:
@@ -120,7 +120,7 @@ class StepMemory:
         return torch.cuda.max_memory_allocated() if self._observed.on_gpu else 0
 
     def keep(self, history: StepHistory, number: int) -> None:
-        """Write what the allocator did in a profiled step, if it was recorded."""
+        """Write the allocator history of a profiled step, if one was recorded."""
         if history.before is None or history.after is None:
             return
         device = torch.cuda.current_device()
@@ -142,7 +142,7 @@ class StepMemory:
         (self._directory / history_name(number)).write_bytes(msgspec.json.encode(recorded_history))
 
     def compare_peaks(self) -> None:
-        """Note that the peaks of the profiled steps differ, if they do."""
+        """Add a note if the peaks of the profiled steps differ."""
         peaks = self._observed.peak_memory_bytes
         if len(set(peaks)) > 1:
             self._observed.notes.append(

@@ -62,7 +62,7 @@ class Work(NamedTuple):
 
 
 class WorkOfSteps:
-    """How much the steps of a script do.
+    """Counts model and communication calls of the script's steps.
 
     Args:
         modules: counts calls of models.
@@ -75,12 +75,12 @@ class WorkOfSteps:
         self._at_ends: list[Work] = []
 
     def end_step(self) -> None:
-        """Take note that a step ends."""
+        """Store the counts at the end of a step."""
         self._at_ends.append(Work(self._modules.calls, self._messages()))
 
     @property
     def by_step(self) -> list[Work]:
-        """Work of each step but the first, which also sets up."""
+        """Work of each step except the first, which includes setup."""
         return [
             Work(end.models - begin.models, end.messages - begin.messages)
             for begin, end in itertools.pairwise(self._at_ends)
@@ -88,24 +88,24 @@ class WorkOfSteps:
 
 
 def period_of(calls: Sequence[int]) -> int | None:
-    """Return after how many steps `calls`, of each step one number, repeat; None if not seen."""
+    """Return the period, in steps, of the counts in `calls`; None if they do not repeat."""
     for period in range(1, len(calls) // 2 + 1):
-        if all(one == later for one, later in zip(calls, calls[period:], strict=False)):
+        if all(count == later for count, later in zip(calls, calls[period:], strict=False)):
             return period
     return None
 
 
 def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int) -> str:
-    """Return what to tell of steps that do unlike work, "" if they are alike.
+    """Return a note if the steps do different work; "" if all do the same.
 
     Args:
-        work: that of each step.
-        profiled: that of the step that the graph has.
-        optimizer_steps: steps of the optimizer that are one step of the capture.
-        warm_up: steps that may still set up communication, as DDP does its buckets.
+        work: work of each step.
+        profiled: work of the step in the graph.
+        optimizer_steps: optimizer steps per captured step.
+        warm_up: steps to ignore in the communication counts: DDP rebuilds its buckets in them.
     """
-    models = [one.models for one in work]
-    messages = [one.messages for one in work[warm_up:]]
+    models = [step.models for step in work]
+    messages = [step.messages for step in work[warm_up:]]
     if len(set(models)) > 1:
         counts, profiled_count, verb = models, profiled.models, "call models"
     elif len(set(messages)) > 1:

@@ -18,7 +18,7 @@ MAX_WARM_UP_FACTOR = 4
 
 
 class UnprofiledWindows:
-    """Times of steps, of their modules and of the host, into `observed`."""
+    """Write times of steps, of their modules and of the host to `observed`."""
 
     def __init__(self, watch: Watch, memory: StepMemory) -> None:
         self._plan = watch.plan
@@ -28,7 +28,7 @@ class UnprofiledWindows:
         self._memory = memory
 
     def warm_up(self) -> Window:
-        """Take steps that are not recorded, on a GPU until they are even."""
+        """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
         collector = Collector()
         watching = collector.watching() if self._observed.on_gpu else contextlib.nullcontext()
         with self._memory.unprofiled() as history, watching:
@@ -60,7 +60,7 @@ class UnprofiledWindows:
             )
 
     def pure(self) -> Window:
-        """Time steps with nothing but a mark between them."""
+        """Time steps with one mark between two of them and no other instrument."""
         clock = StepClock(on_gpu=self._observed.on_gpu)
         sampler = SensorSampler()
         with sampler.sampling() if self._observed.on_gpu else contextlib.nullcontext():
@@ -72,9 +72,9 @@ class UnprofiledWindows:
             self._observed.notes.append(sampler.missing)
 
     def host(self) -> Window:
-        """Time the host in steps that begin with an idle GPU."""
+        """Measure the host time of steps that begin with an idle GPU."""
         while (taken := len(self._observed.host_step_ns)) < HOST:
-            self._progress(f"host alone, step {taken + 1} of {HOST}")
+            self._progress(f"host time, step {taken + 1} of {HOST}")
             torch.cuda.synchronize()
             begun = time.perf_counter_ns()
             skipped = yield
@@ -82,7 +82,7 @@ class UnprofiledWindows:
                 self._observed.host_step_ns.append(time.perf_counter_ns() - begun)
 
     def timed(self) -> Window:
-        """Time layers and sub-modules of steps."""
+        """Time the layers and sub-modules of steps."""
         clock = StepClock(on_gpu=self._observed.on_gpu)
         modules = ModuleClock(self._modules, on_gpu=self._observed.on_gpu)
         with modules.running():
@@ -91,13 +91,13 @@ class UnprofiledWindows:
         self._observed.scopes = modules.times()
 
     def _steps(
-        self, what: str, count: int, clock: StepClock, modules: ModuleClock | None = None
+        self, label: str, count: int, clock: StepClock, modules: ModuleClock | None = None
     ) -> Window:
-        """Let the script take `count` steps that count, with a mark before and after each."""
+        """Let the script take `count` steps that are not skipped, with a mark between steps."""
         clock.mark()
         taken = 0
         while taken < count:
-            self._progress(f"{what}, step {taken + 1} of {count}")
+            self._progress(f"{label}, step {taken + 1} of {count}")
             skipped = yield
             clock.mark(counts=not skipped)
             if modules is not None:

@@ -12,22 +12,22 @@ from onerank.ir import ScopeTime, Sensors
 
 @dataclass
 class Observed:
-    """What the windows saw, beside the traces that they wrote.
+    """Observations of the windows that are not in their traces.
 
     Attributes:
-        on_gpu: whether the script's first step asked for memory of a GPU.
-        step_ns: of each pure step.
-        host_step_ns: what the host took for each step that began with an idle GPU.
-        timed_step_ns: of each step whose modules were timed.
+        on_gpu: whether the script's first step allocated GPU memory.
+        step_ns: duration of each pure step.
+        host_step_ns: host time of each step that began with an idle GPU.
+        timed_step_ns: duration of each step whose modules were timed.
         scopes: times of layers and sub-modules.
-        sensors: the GPU's during the pure steps; None without any.
-        profiled_step_ns: of each profiled step.
-        profiled_host_ns: what the host took for each of these.
-        start_memory_bytes: held as each profiled step began.
-        peak_memory_bytes: the most held in each; 0 on a CPU.
-        resident_bytes: what was held as the last began.
-        resident_pools: the allocator's pools of the same.
-        notes: sentences for whoever reads the trace.
+        sensors: GPU sensors during the pure steps; None if none could be read.
+        profiled_step_ns: duration of each profiled step.
+        profiled_host_ns: host time of each profiled step.
+        start_memory_bytes: memory allocated at the begin of each profiled step.
+        peak_memory_bytes: peak memory of each profiled step; 0 on a CPU.
+        resident_bytes: storages resident at the begin of the last profiled step, by class.
+        resident_pools: allocator pool of each of these storages.
+        notes: sentences that are stored with the trace.
     """
 
     on_gpu: bool = False
@@ -47,7 +47,7 @@ class Observed:
 
 TIMED = HOST = 3
 
-"""Steps whose modules, or whose host, are timed: the least whose median is not an extreme."""
+"""Steps of the module and host windows: three is the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
 
@@ -57,11 +57,11 @@ Window = Generator[None, bool, None]
 
 
 class Others(Protocol):
-    """The other ranks: absent, or really there."""
+    """The other ranks of the job: emulated, or real processes."""
 
     @property
     def paced(self) -> bool:
-        """Whether absent ones' collectives take the time of a network, or leave a marker."""
+        """Whether emulated collectives occupy the GPU for a network's time."""
         ...
 
     @paced.setter
@@ -69,11 +69,11 @@ class Others(Protocol):
 
     @property
     def communicated(self) -> int:
-        """Communication calls so far; 0 if they are not counted."""
+        """Number of communication calls so far; 0 if they are not counted."""
         ...
 
-    def meet(self) -> bool:
-        """Wait until those that are there have called this, too; return whether they did."""
+    def rendezvous(self) -> bool:
+        """Wait until every real rank has called this; return whether all did."""
         ...
 
 
@@ -86,9 +86,10 @@ class WindowPlan:
             last three differ by under 2%.
         pure: steps timed without a profiler.
         repeat: profiled steps.
-        optimizer_steps: steps of the script's first optimizer that make one step here.
-        settle: whether to go on until the steps are even, or like another; ranks that communicate
-            must not, since each would stop at a step of its own.
+        optimizer_steps: steps of the script's first optimizer per captured step.
+        settle: whether to take more steps until their durations agree and the structure step
+            does the work of the profiled one; False for ranks of a real job, each of which
+            would stop at a different step.
     """
 
     warm_up: int = 3
@@ -99,20 +100,20 @@ class WindowPlan:
 
     @property
     def least_steps(self) -> int:
-        """Steps the windows need: their own, and one that warms the profiler up."""
+        """Steps that all windows take together, with one that warms up the profiler."""
         return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What the windows of one capture have in common.
+    """The shared state of one capture's windows.
 
     Attributes:
-        plan: how many steps each takes.
-        directory: where they write their traces.
-        modules: what the script calls.
-        progress: told in a few words what goes on.
-        observed: what they see.
+        plan: number of steps of each window.
+        directory: receives their traces.
+        modules: modules of the script.
+        progress: called with a short description of each step.
+        observed: receives their observations.
     """
 
     plan: WindowPlan

@@ -39,7 +39,7 @@ from onerank.ir.errors import ScriptError
 
 _MOST_SKIPPED = 100
 
-"""Steps in a row: halved as often, a scale of 2^16 is far below all that float16 holds."""
+"""Consecutive skipped steps: a scale of 2^16 halved 100 times is far below float16's range."""
 
 
 class Windows:
@@ -60,7 +60,7 @@ class Windows:
         self._plan = plan
         self._progress = progress
         self._begun = False
-        self._in_a_row = 0
+        self._consecutive_skips = 0
         self._others = others
         self._memory = StepMemory(self.observed, directory)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
@@ -75,19 +75,20 @@ class Windows:
         """End a step of the script and begin the next; sets `complete` after the last.
 
         Args:
-            skipped: whether a GradScaler left the optimizer's step out.
+            skipped: whether a GradScaler skipped the optimizer's step.
 
         Raises:
-            ScriptError: as many steps in a row were skipped as no loss scaler needs.
+            ScriptError: a loss scaler skipped more than 100 consecutive steps.
         """
         self.steps += 1
         self.skipped += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row > _MOST_SKIPPED:
+        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
+        if self._consecutive_skips > _MOST_SKIPPED:
             raise ScriptError(
-                f"a loss scaler skipped {self._in_a_row} steps in a row (limit {_MOST_SKIPPED}): "
-                "the gradients are infinite or NaN at any scale. Without real peers the values "
-                "differ from the job's: capture with a smaller learning rate, or in bfloat16",
+                f"a loss scaler skipped {self._consecutive_skips} steps in a row "
+                f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. "
+                "Without real peers the values differ from the job's: capture with "
+                "a smaller learning rate, or in bfloat16",
                 code="script-scaler-skips",
             )
         self._work.end_step()
@@ -102,7 +103,7 @@ class Windows:
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps of the script's first optimizer that make one."""
+        """Steps of the script's first optimizer per captured step."""
         return self._plan.optimizer_steps
 
     @property
@@ -115,7 +116,7 @@ class Windows:
         return steps * self.optimizer_steps
 
     def close(self) -> None:
-        """Leave a window that the script ended in, the last one with what it has."""
+        """Close the current window; if a structure step is on disk, the capture is complete."""
         self._schedule.close()
         if self._profiled.structured and not self.complete:
             self._end()
@@ -146,16 +147,15 @@ class Windows:
             yield from self._profiled.step(number)
         self._memory.compare_peaks()
         if self.observed.on_gpu and self._others is not None and self._others.paced:
-            yield from self._profiled.alone(self._others)
+            yield from self._profiled.uncontended(self._others)
         yield from self._profiled.structure()
 
 
 def _gpu_allocations() -> int:
-    """Return how often this process has asked for memory of a GPU.
-
-    A context alone tells nothing of the script: the process may have had it before.
-    """
+    """Count the GPU memory allocations of this process."""
+    # An initialized context does not show that the script uses the GPU: the process may have
+    # created it earlier. Allocations since then do.
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return 0
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
-    return sum(of_one.get("allocation.all.allocated", 0) for of_one in stats)
+    return sum(counters.get("allocation.all.allocated", 0) for counters in stats)

@@ -18,21 +18,22 @@ from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
 
 QUEUED_NS = 5_000
-
-"""A GPU operation that started this soon after the one before it on its stream was held by it."""
+"""Longest gap after which the previous operation on the stream still counts as the cause of a
+start."""
 
 RELEASE_NS = 20_000
+"""The same limit for an operation that waited for another stream."""
 
-"""Likewise of one that waited for another stream's."""
-
+# Half the range, so that adding a duration does not overflow.
 _NEVER = np.iinfo(np.int64).max // 2
 
 
 def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
-    """Return per edge how long its target starts after the source, and if after its start.
+    """Return the delay of each edge in ns, and whether it counts from the source's start.
 
-    Nanoseconds. As measured between the two, less what the target spent waiting, times what
-    another host takes of it (`annotate --host`). Of a launch that is the part within its operator.
+    The other delays count from the source's end. A delay is the measured time between the two
+    nodes without the target's waiting. Host time in it is scaled by `Job.host_factor`; in a launch
+    latency, host time is the part within the launching operator.
     """
     edges, reason = graph.edges, graph.edges.reason
     factor = graph.job.host_factor
@@ -43,7 +44,7 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
         duration = np.where(is_host, np.rint(duration / factor), duration).astype(np.int64)
     start, end = graph.nodes.start_ns, graph.nodes.start_ns + duration
     on_host = is_host[edges.target]
-    is_host_call = _called(graph)
+    is_host_call = _untimed_host_communication(graph)
     program = (reason == Reason.PROGRAM_ORDER) & is_host[edges.source]
     program &= on_host | is_host_call[edges.target]
     after_call = (reason == Reason.PROGRAM_ORDER) & is_host_call[edges.source] & ~program
@@ -52,8 +53,8 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     delay = np.where(on_host, wakeup, 0)
     delay = np.where(program | after_call, np.rint(between * factor).astype(np.int64), delay)
     launch = launches(graph)
-    unrecorded = untold_waits(graph)
-    start_limit_ns = _within(graph, launch, start, end)
+    unrecorded = unrecorded_waits(graph)
+    start_limit_ns = _start_limits(graph, launch, start, end)
     latency = _launch_latencies(graph, launch, start - unrecorded, start, end, start_limit_ns)
     host_part = np.minimum(latency, duration[edges.source])
     latency = latency - host_part + np.rint(host_part * factor).astype(np.int64)
@@ -76,10 +77,10 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     return delay.tolist(), (program | launch).tolist()
 
 
-def _called(graph: Graph) -> Mask:
-    """Return which communication a thread carried out itself, and in no time: nobody was there.
+def _untimed_host_communication(graph: Graph) -> Mask:
+    """Return the communication calls that a host thread executes and no peer took part in, bool[n].
 
-    Its time is what a network makes of it: what follows on the thread waits for its end.
+    A network model times such a call; the next operation of the thread waits for its end.
     """
     nodes = graph.nodes
     on_thread = (nodes.stream == UNKNOWN) & (nodes.thread != UNKNOWN)
@@ -87,9 +88,9 @@ def _called(graph: Graph) -> Mask:
 
 
 def launches(graph: Graph) -> Mask:
-    """Return which edges tell when an operation of a stream was launched, bool[m].
+    """Return the edges along which an operation of a stream is launched, bool[m].
 
-    By the operator that launched it, or by what that had called before.
+    The source is the launching operator, or an operator that it had called before.
     """
     edges, is_host = graph.edges, graph.nodes.kind == Kind.HOST_OP
     on_stream = ~is_host[edges.target] & (graph.nodes.stream != UNKNOWN)[edges.target]
@@ -97,13 +98,13 @@ def launches(graph: Graph) -> Mask:
     return (edges.reason == Reason.LAUNCH) | called
 
 
-def begins(graph: Graph) -> I64:
-    """Return when each node can begin that waits for no other, int64[n].
+def earliest_starts(graph: Graph) -> I64:
+    """Return the earliest start of each node without regard to its edges, int64[n].
 
-    A GPU operation after what it waited for that the trace does not tell; the host, whose GPU may
-    have been at work before, as long after it as measured.
+    For a GPU operation this is its wait for causes that the trace does not record. The first host
+    operator keeps its measured distance from the first node, because the GPU may have run first.
     """
-    earliest = untold_waits(graph)
+    earliest = unrecorded_waits(graph)
     host = np.flatnonzero(graph.nodes.kind == Kind.HOST_OP)
     if len(host):
         first = host[np.argmin(graph.nodes.start_ns[host])]
@@ -111,26 +112,23 @@ def begins(graph: Graph) -> I64:
     return earliest
 
 
-def untold_waits(graph: Graph) -> I64:
-    """Return how long each GPU operation waited for what the trace does not tell, int64[n]."""
+def unrecorded_waits(graph: Graph) -> I64:
+    """Return how long each GPU operation waited for causes not in the trace, int64[n]."""
     return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.blocked_ns, 0))
 
 
 def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I64, I64]:
-    """Return per edge to a host operator the thread's own time before it, and its waking time.
+    """Return two times for each edge to a host operator: the thread's own time, and its wake-up.
 
-    A thread that was blocked until the GPU, or another thread, was done spent the time between two
-    starts on the first operator, blocked, and waking up; the second is no work of its own. When the
-    GPU was done a re-costed duration does not tell: then the thread is taken to have been blocked
-    to the end. How long calls waited for the GPU, the graph tells where the trace did
-    (`blocked_ns`). One that waited for room in a launch queue had work on the GPU, which was done
-    with an operation when it began the next.
+    Between two starts, a thread runs the first operator, may be blocked until the GPU or another
+    thread is done, and wakes up. Blocked time is not host work. `blocked_ns` gives it if the trace
+    records it.
     """
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     known = evidence[edges.source] == Evidence.MEASURED
     known |= is_host[edges.source] & (graph.job.host_factor != 0)  # its ends are the measured ones
-    next_start = _next_begun(graph, Reason.STREAM_ORDER, begun)
+    next_start = _next_starts(graph, Reason.STREAM_ORDER, begun)
     released = np.where(queued, next_start[edges.source], begun[edges.target])
     released = np.where(known, ended[edges.source], released)
     released = np.minimum(released, begun[edges.target])
@@ -146,15 +144,18 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     return between, np.where(last, begun[edges.target] - released, 0)
 
 
-def _latest(graph: Graph, chosen: Mask, done: I64) -> I64:
-    """Return per node when the last of the chosen edges to it was done, UNKNOWN for none."""
+def _latest(graph: Graph, chosen: Mask, release_ns: I64) -> I64:
+    """Return the latest of `release_ns` over the chosen edges to each node, int64[n].
+
+    UNKNOWN for a node without a chosen edge.
+    """
     latest = np.full(len(graph), UNKNOWN)
-    np.maximum.at(latest, graph.edges.target[chosen], done[chosen])
+    np.maximum.at(latest, graph.edges.target[chosen], release_ns[chosen])
     return latest
 
 
-def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
-    """Return when the next on each one's stream or thread began; after all time for the last."""
+def _next_starts(graph: Graph, order: Reason, begun: I64) -> I64:
+    """Return the start of the next node on each node's stream or thread; `_NEVER` for the last."""
     edges = graph.edges
     on_host = (graph.nodes.kind == Kind.HOST_OP)[edges.target]
     follows = (edges.reason == order) & (on_host | (order == Reason.STREAM_ORDER))
@@ -164,9 +165,10 @@ def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
 
 
 def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
-    """Return which edges are all that their target waited for, with a measured source, bool[m].
+    """Return the edges whose source alone determined the start of the target, bool[m].
 
-    It had been launched before, and ended behind all else.
+    The target was launched before the source ended, the source ended last, and its duration was
+    measured.
     """
     edges = graph.edges
     launched_at = np.full(len(graph), UNKNOWN)
@@ -176,16 +178,16 @@ def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) 
     return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
 
 
-def _within(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
-    """Return per edge until when after its source's start a launched operation starts at most.
+def _start_limits(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
+    """Return for each edge the longest time from the source's start to a launch on an idle GPU.
 
-    On an idle GPU: LAUNCH_NS after the operator's end; after the begin of its thread's next one,
-    where the source is what the operator had called before.
+    The limit is LAUNCH_NS after the end of the source. If the launching operator had called the
+    source before, the limit is LAUNCH_NS after the start of the thread's next operator.
     """
     edges = graph.edges
     within_ns = (ended - begun)[edges.source] + LAUNCH_NS
     called = is_launch & (edges.reason == Reason.PROGRAM_ORDER)
-    following = _next_begun(graph, Reason.PROGRAM_ORDER, begun) - begun
+    following = _next_starts(graph, Reason.PROGRAM_ORDER, begun) - begun
     within_ns[called] = following[edges.source[called]] + LAUNCH_NS
     return within_ns
 
@@ -195,31 +197,31 @@ def _launch_latencies(  # noqa: PLR0917
 ) -> I64:
     """Return per edge the time from an operator's start until its GPU operation can start.
 
-    Told by those that waited for nothing else; the others had it hidden, and get the shorter of
-    what was seen and the median of the rest. What started long after its operator waited for
-    something, whether the graph knows it or not.
+    Only operations that waited for nothing else show their latency. The others get the shorter of
+    their observed time and the median latency of the former.
     """
     edges = graph.edges
     blocked_until = np.full(len(graph), np.iinfo(np.int64).min)
     np.maximum.at(blocked_until, edges.target[~is_launch], ended[edges.source[~is_launch]])
+    # An operation that started long after its operator waited for something, even if the graph
+    # does not record it. There is no limit for a thread that wakes up or for a recorded wait.
     limit = within_ns.copy()
-    limit[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
-    limit[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
+    limit[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max
+    limit[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max
     observed = np.clip(ready[edges.target] - begun[edges.source], 0, limit)
     unblocked = is_launch & (ready[edges.target] > blocked_until[edges.target] + QUEUED_NS)
     median_latency = int(np.median(observed[unblocked])) if unblocked.any() else 0
     return np.where(unblocked, observed, np.minimum(observed, median_latency))
 
 
-ROUNDS = 8
-
+MAX_STEPS = 8
 """Most steps to replay until the step time is steady."""
 
-EVEN = 1e-4
+STEADY_TOLERANCE = 1e-4
+"""Largest relative change between two step times that counts as steady."""
 
-NEVER = np.iinfo(np.int64).min
-
-"""Delay of an edge that holds nothing back."""
+NO_DELAY = np.iinfo(np.int64).min
+"""Marks an edge that does not constrain its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ class ReplayedRank:
 
     Args:
         graph: the graph.
-        queues: whether the host waits for room in launch queues where it did.
+        queues: whether the host waits for room in launch queues where it did in the capture.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
@@ -257,32 +259,36 @@ class ReplayedRank:
                 " annotate it for a GPU first: annotate --target H100 ...",
                 code="replay-no-durations",
             )
-        self._take(graph, queues=queues)
+        self._prepare(graph, queues=queues)
         # Without streams nothing orders the GPU's kernels, and they would all run at once. Their
         # order comes from a first schedule, which needs the delays: hence the second preparation.
         lanes = _lanes(graph)
         if lanes:
-            self._take(_one_at_a_time(graph, lanes, self.schedule().start_ns), queues=queues)
+            self._prepare(_one_at_a_time(graph, lanes, self.schedule().start_ns), queues=queues)
 
-    def _take(self, graph: Graph, *, queues: bool) -> None:
+    def _prepare(self, graph: Graph, *, queues: bool) -> None:
         self._graph = graph
         self._delay, self._from_start = edge_delays(graph)
         if not queues:
             for edge in np.flatnonzero(graph.edges.reason == Reason.LAUNCH_QUEUE).tolist():
-                self._delay[edge] = NEVER
+                self._delay[edge] = NO_DELAY
         self._is_launch: list[bool] = launches(graph).tolist()
         self._order: list[int] = graph.topological_order().tolist()
-        self._least = begins(graph)
+        self._earliest = earliest_starts(graph)
 
-    def lasting(self, gpu_ns: I64) -> Self:
-        """Return it with other durations of what is no host operator, int64[n]; delays stay."""
+    def with_gpu_durations(self, gpu_ns: I64) -> Self:
+        """Return a copy with other durations of all nodes but host operators; delays stay.
+
+        Args:
+            gpu_ns: int64[n]; the entries of host operators are ignored.
+        """
         replayed, nodes = copy.copy(self), self._graph.nodes
         duration = np.where(nodes.kind == Kind.HOST_OP, nodes.duration_ns, gpu_ns)
         replayed._graph = self._graph.with_columns(duration_ns=duration)
         return replayed
 
     def schedule(self, floor: I64 | None = None) -> Schedule:
-        """Return when each node runs; none of them before `floor`, int64[n]."""
+        """Return the start and end of each node; none starts before `floor`, int64[n]."""
         graph = self._graph
         offsets: list[int] = graph.edges.offsets.tolist()
         sources: list[int] = graph.edges.source.tolist()
@@ -292,13 +298,13 @@ class ReplayedRank:
         end: list[int] = [0] * len(graph)
         blocker: list[int] = [UNKNOWN] * len(graph)
         launched: list[bool] = [False] * len(graph)
-        earliest: list[int] = (self._least + (0 if floor is None else floor)).tolist()
+        earliest: list[int] = (self._earliest + (0 if floor is None else floor)).tolist()
         floors: list[int] = [0] * len(graph) if floor is None else floor.tolist()
         for node in self._order:
             ready, last_source, by_launch = earliest[node], UNKNOWN, False
             for edge in range(offsets[node], offsets[node + 1]):
                 source = sources[edge]
-                if delay[edge] == NEVER:
+                if delay[edge] == NO_DELAY:
                     continue
                 time = (start if from_start[edge] else end)[source] + delay[edge]
                 # A negative delay lets a node overlap its predecessor, never precede its start.
@@ -310,11 +316,11 @@ class ReplayedRank:
             blocker[node], launched[node] = last_source, by_launch
         return Schedule(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
-    def in_a_row(self, inter_step_host_ns: int) -> tuple[Schedule, int]:
-        """Return when each node runs in a step that follows its likes, and how long these take.
+    def steady_state(self, inter_step_host_ns: int) -> tuple[Schedule, int]:
+        """Replay consecutive steps; return the schedule of one in steady state, and its time in ns.
 
-        The host goes on with a step when it is through with the one before, however far behind the
-        GPU is; the GPU, when it is through with that.
+        The host starts a step as soon as it has finished the previous one, even if the GPU is
+        behind; the GPU starts it when it has finished the previous one.
 
         Args:
             inter_step_host_ns: host time from the last node of a step to the first of the next.
@@ -322,22 +328,26 @@ class ReplayedRank:
         is_host = self._graph.nodes.kind == Kind.HOST_OP
         current = self.schedule()
         period = UNKNOWN
-        for _ in range(ROUNDS):
+        for _ in range(MAX_STEPS):
             host, gpu = int(current.end_ns[is_host].max(initial=0)), int(current.end_ns.max())
             next_step = self.schedule(np.where(is_host, host + inter_step_host_ns, gpu))
             previous_period = period
             period = int(next_step.end_ns.max()) - int(current.end_ns.max())
             current = next_step
-            if previous_period != UNKNOWN and abs(period - previous_period) <= EVEN * period:
+            if (
+                previous_period != UNKNOWN
+                and abs(period - previous_period) <= STEADY_TOLERANCE * period
+            ):
                 break
         return current, period
 
 
 def _lanes(graph: Graph) -> list[I64]:
-    """Return nodes that one GPU, or one group, runs one at a time and no stream orders."""
+    """Return groups of nodes that run one at a time, but that no stream or thread orders."""
     nodes = graph.nodes
     unordered = (nodes.stream == UNKNOWN) & (nodes.thread == UNKNOWN)
     collectives = unordered & (nodes.kind == Kind.COLLECTIVE)
+    # One GPU computes one kernel at a time, and one group runs one collective at a time.
     lanes = [collectives & (nodes.group == group) for group in np.unique(nodes.group[collectives])]
     return [
         np.flatnonzero(lane) for lane in (unordered & graph.gpu_compute, *lanes) if lane.sum() > 1
@@ -358,7 +368,7 @@ def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
 
 
 def schedule(graph: Graph) -> Schedule:
-    """Return when each node runs.
+    """Return the start and end of each node.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.

@@ -45,9 +45,9 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
         return None
     inter_step_host_ns = round(overhead.inter_step_host_ns * graph.job.host_factor)
     replayed = replay_without_profiler(graph, overhead.host_factor)
-    times, step_ns = (replayed if gpu_ns is None else replayed.lasting(gpu_ns)).in_a_row(
-        inter_step_host_ns
-    )
+    if gpu_ns is not None:
+        replayed = replayed.with_gpu_durations(gpu_ns)
+    times, step_ns = replayed.steady_state(inter_step_host_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
     busy_ns = union_duration_ns(times.start_ns[gpu], times.end_ns[gpu])
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
@@ -66,22 +66,21 @@ def with_step_time(graph: Graph, step_ns: int) -> Graph:
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
-def replay_without_profiler(graph: Graph, host: float) -> ReplayedRank:
-    """Return a graph made ready to be scheduled, the host's own times times `host`.
+def replay_without_profiler(graph: Graph, host_factor: float) -> ReplayedRank:
+    """Return the graph ready for scheduling, its host time scaled by `host_factor`.
 
-    Under the profiler launches fill their queue sooner. In 20 ms without it a host launched 1050
-    kernels that took 50 ms; the profiled one waited for room by then.
+    Waits for room in launch queues are dropped.
     """
     # In 20 ms without the profiler a host launched 1050 kernels that took 50 ms; the profiled host
-    # was already waiting for room in the launch queue. So those waits are dropped.
-    return ReplayedRank(with_host_factor(graph, host), queues=False)
+    # was already waiting for room in the launch queue, so its waits do not apply.
+    return ReplayedRank(with_host_factor(graph, host_factor), queues=False)
 
 
 def with_host_factor(graph: Graph, factor: float) -> Graph:
-    """Return the graph with the own time of every host operator times `factor`.
+    """Return the graph with the duration of every host operator multiplied by `factor`.
 
-    Start times stay as measured: they tell the order, and a replay what the host did between its
-    operators, which takes `factor` times as long too. Copies over the host's link stay as well.
+    Start times stay as measured. A replay derives the host time between operators from them and
+    scales it by `Job.host_factor`. Copies between host and GPU keep their durations.
     """
     host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
     duration, spread = graph.nodes.duration_ns.copy(), graph.nodes.spread_ns.copy()

@@ -114,5 +114,4 @@ def test_a_trace_without_modules_says_what_to_do(tmp_path):
         command, ["show", str(tmp_path / "old.et"), "--granularity", "layer"]
     )
     assert result.exit_code == 2
-    assert "no table of the model's modules" in result.stderr
-    assert "capture the script again" in result.stderr
+    assert "error[graph-no-modules]" in result.stderr

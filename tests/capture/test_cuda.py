@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import onerank
 from onerank.analysis.step_time import replay
-from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
 
@@ -147,7 +147,7 @@ def test_context_parallel(tmp_path):
 
 @pytest.fixture
 def recorder():
-    made = Recorder(1, 4, standin=StandIn(uniform(300.0)))
+    made = Recorder(1, 4, emulation=CollectiveEmulation(uniform(300.0)))
     made.start()
     yield made
     torch.cuda.synchronize()

@@ -109,7 +109,7 @@ def test_host_operators_are_contracted_and_their_bytes_kept():
     coarse = builder.build(JOB).coarsen("layer")
     assert rows(coarse) == [("layer forward", "layers.0", 2)]
     assert coarse.node(0).value("bytes_allocated") == 100
-    assert "1 host operators (9 ns) are left out" in coarse.job.measurement.notes[-1]
+    assert "1 host operators (9 ns) were contracted" in coarse.job.measurement.notes[-1]
 
 
 def test_a_graph_without_modules_is_refused():

@@ -16,7 +16,7 @@ from onerank.annotate.kernel_db.call_features import call_of, modelled_ns
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database import read_database, rows_of
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.error_model import is_asynchronous
 from onerank.annotate.op_costs.cost_record import Work
@@ -81,7 +81,9 @@ def alone_cases(folder: Path) -> Iterator[Case]:
         yield Case("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))
 
 
-def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
+def attention_cases(
+    attention: Attention, model: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
     """Yield attention of the campaign by its shape, by GPU, with the GPU's die family left out."""
     for name, times in attention.times_ns.items():
         gpu = load_gpu(name)
@@ -90,7 +92,7 @@ def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iter
         yield Case("attention_alone", gpu, gpu, times, made, attention.shapes[:, 3])
 
 
-def database_cases(model: Callable[[str], Alone]) -> Iterator[Case]:
+def database_cases(model: Callable[[str], PredictFromDescription]) -> Iterator[Case]:
     """Yield both passes of cuDNN's attention in the shipped H200's database, by their shapes."""
     gpu = load_gpu("H200")
     works: list[Work] = []

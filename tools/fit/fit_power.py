@@ -26,7 +26,13 @@ from onerank.annotate.kernel_db.call_features import call_of
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.power import Coefficients, PowerModel, drawn, uses, uses_of
+from onerank.annotate.models.power import (
+    Coefficients,
+    PowerModel,
+    power_share,
+    utilization,
+    utilization_of,
+)
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
@@ -86,7 +92,7 @@ def _held(name: str, rows: list[KernelRow]) -> Powers:
             f"{name}: the fit needs a description with tdp_w", code="fit-gpu-incomplete"
         )
     nanoseconds = np.array([row.median_ns for row in rows], dtype=np.float64)
-    use = uses_of(kernels_of([_work(row) for row in rows], nanoseconds), gpu)
+    use = utilization_of(kernels_of([_work(row) for row in rows], nanoseconds), gpu)
     share = np.array([row.power_w or 0.0 for row in rows]) / gpu.tdp_w
     names = tuple(op_class(row.operator).value for row in rows)
     return Powers(gpu, use, share, nanoseconds * 1e-9, names)
@@ -174,7 +180,7 @@ def _products(gpu: Gpu, rows: pl.DataFrame) -> Powers:
         )
     m, n, k, time, power = (rows[name].to_numpy().astype(np.float64) for name in COLUMNS[1:])
     moved = 2 * (m * k + k * n + m * n)
-    use = uses(time * 1e-6, 2 * m * n * k / rate, moved, np.zeros_like(time), gpu)
+    use = utilization(time * 1e-6, 2 * m * n * k / rate, moved, np.zeros_like(time), gpu)
     return Powers(gpu, use, power / gpu.tdp_w, time * 1e-6, ("gemm",) * len(time))
 
 
@@ -193,7 +199,7 @@ class Errors:
 
 def errors_of(coefficients: F64, measured: Powers) -> Errors:
     """Return the error of the model on sustained calls."""
-    shares = drawn(measured.use, Coefficients(*coefficients.tolist()))
+    shares = power_share(measured.use, Coefficients(*coefficients.tolist()))
     predicted = np.minimum(1, shares)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
     return Errors(float(whole) - 1, predicted / measured.share - 1)

@@ -12,7 +12,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.coefficients import Coefficients, Error
-from onerank.annotate.models.cost_model import Alone, Predict
+from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict_from_description, predict_learned
@@ -99,8 +99,8 @@ def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> It
     gpus = [load_gpu(name) for name in attention.times_ns]
     for source, target in permutations(gpus, 2):
         times = attention.times_ns[source.name]
-        alone = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
-        made, _ = model(family(target))(of_attention(attention, alone), source, target)
+        attention_ns = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
+        made, _ = model(family(target))(of_attention(attention, attention_ns), source, target)
         made = made + stored_ns(target, attention.shapes)
         kind = "attention_same_die" if same_die(source, target) else "attention"
         times = attention.times_ns[target.name]
@@ -189,7 +189,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
             kernels, source, target, fits[without]
         )
 
-    def alone(without: str) -> Alone:
+    def from_description(without: str) -> PredictFromDescription:
         return lambda kernels, target: predict_from_description(kernels, target, fits[without])
 
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
@@ -200,8 +200,8 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
         cases.append(replace(case, kind="gemm_8bit"))
     cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
-    cases += resize_eval.product_cases(products, alone)
-    cases += resize_eval.attention_cases(attention, alone)
+    cases += resize_eval.product_cases(products, from_description)
+    cases += resize_eval.attention_cases(attention, from_description)
     cases += resize_eval.memory_cases(folder)
-    cases += [*attention_alone(attention, alone), *database_attention(alone)]
+    cases += [*attention_alone(attention, from_description), *database_attention(from_description)]
     return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

@@ -9,7 +9,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.features import KernelFeatures, launches_of
+from onerank.annotate.models.features import KernelFeatures, floor_share_of
 from onerank.annotate.op_costs.memory_passes import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir.errors import FormatError
@@ -153,10 +153,10 @@ def of_memory(times_ns: F64, moved: F64) -> KernelFeatures:
 def of_layers(times_ns: F64, table: pl.DataFrame) -> KernelFeatures:
     """Return operators of a layer that have no products: columns `op` and `bytes` of vidur's."""
     moved = table["bytes"].to_numpy().astype(np.float64)
-    launches = np.array([launches_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
+    floor_share = np.array([floor_share_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
     norms = np.array([_LAYERS[name] is OpClass.NORM for name in table["op"].cast(pl.String)])
     passes = np.where(norms, PASSES["_fused_rms_norm"], 1.0)
-    return replace(of_memory(times_ns, moved), launches=launches, passes=passes)
+    return replace(of_memory(times_ns, moved), floor_share=floor_share, passes=passes)
 
 
 def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeatures:
@@ -176,7 +176,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         gemm=np.zeros((count, 6)),
         attention=np.zeros((count, 9)),
         operator_ns=times_ns,
-        launches=np.ones(count),
+        floor_share=np.ones(count),
         passes=np.ones(count),
         rereads=np.ones(count),
         cycles=np.zeros(count),

@@ -8,7 +8,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.passes.swap_kernels import scale_to_size
@@ -29,7 +29,9 @@ FACTORS = (2, 4, 8)
 _LEAST = 256  # rows of a product, tokens: no training step has fewer
 
 
-def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator[Case]:
+def product_cases(
+    products: Products, model: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
     """Yield products at 2, 4 and 8 times the rows, and back.
 
     Args:
@@ -46,7 +48,9 @@ def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator
         )
 
 
-def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
+def attention_cases(
+    attention: Attention, model: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
     """Yield attention of 2, 4 and 8 times the sequence or the batch, and back."""
     sizes = attention.shapes[:, [0, 3, 1, 2, 5]]  # batch, rows, heads, key heads, width
     for grows in (0, 1):
@@ -97,15 +101,15 @@ def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
 
 def _both_ways(
     kind: str,
-    on: tuple[Gpu, Alone],
+    on: tuple[Gpu, PredictFromDescription],
     kernels: KernelFeatures,
     pairs: list[tuple[int, int]],
     rows: F64,
 ) -> Iterator[Case]:
-    gpu, alone = on
+    gpu, from_description = on
     times = kernels.duration_ns
     small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     for start, end in ((small, large), (large, small)):
-        before, after = kernels.only(start), kernels.only(end)
-        made = scale_to_size(times[start], before, after, gpu, alone)
+        before, after = kernels.select(start), kernels.select(end)
+        made = scale_to_size(times[start], before, after, gpu, from_description)
         yield Case(kind, gpu, gpu, times[end], made, rows[end])

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_kernels import Resolution, resolve_alone
+from onerank.annotate.models.attention_kernels import Resolution, resolve_unmeasured
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import intervals
@@ -230,12 +230,12 @@ class FusedAttention:
     Attributes:
         kernel: "fused" for the kernel that PyTorch runs on the target, or a family of
             `attention_kernels`.
-        alone: the cost model of unmeasured kernels.
+        from_description: the cost model of unmeasured kernels.
         look_up: how to query the kernel databases; None for no query.
     """
 
     kernel: str = "fused"
-    alone: Alone = predict_from_description
+    from_description: PredictFromDescription = predict_from_description
     look_up: LookUp | None = None
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
@@ -256,7 +256,7 @@ class FusedAttention:
             AnnotateError: the graph has no recognisable eager attention, or the target does not run
                 the kernel.
         """
-        resolution = resolve_alone(target, self.kernel)
+        resolution = resolve_unmeasured(target, self.kernel)
         flow = Flow.of(graph)
         calls = [] if graph.job.measurement.depths is not None else eager_calls(flow)
         if not calls:
@@ -298,7 +298,7 @@ class FusedAttention:
         """Return the graph with times of the new kernels, and notes on them."""
         costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
-        predicted_ns, rules = self.alone(kernels, target)
+        predicted_ns, rules = self.from_description(kernels, target)
         evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
         is_fused = np.isin(costs.index, fused_nodes)
         durations = LookedUpDurations(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
@@ -166,10 +166,10 @@ class EagerAttention:
     """Replace fused attention by eager attention, as transformers' `eager` runs it.
 
     Attributes:
-        alone: the cost model of unmeasured kernels.
+        from_description: the cost model of unmeasured kernels.
     """
 
-    alone: Alone = predict_from_description
+    from_description: PredictFromDescription = predict_from_description
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with each call of fused attention as products, softmax and casts.
@@ -221,7 +221,7 @@ class EagerAttention:
     def _predict(self, graph: Graph, new: I64, target: Gpu) -> Graph:
         costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
-        predicted_ns, rules = self.alone(kernels, target)
+        predicted_ns, rules = self.from_description(kernels, target)
         (low, high), _ = intervals(kernels, (predicted_ns, rules), None, target, shipped())
         is_new = np.isin(costs.index, new)
         counts = ("flops", "bytes_read", "bytes_written")

@@ -26,35 +26,34 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from onerank.capture.fake_world.checkpoint.fsdp1_load import Loads, gathered_loads
-from onerank.capture.fake_world.checkpoint.fsdp1_optim_state import states_of_others
+from onerank.capture.fake_world.checkpoint.fsdp1_optim_state import emulated_optim_states
 from onerank.capture.patches import patched
 
-_api: Any = api  # what is replaced in it has no public name
+_api: Any = api  # the patched function has no public name
 
 _operators: dict[Any, Callable[..., Any]] = _api._SHARDED_OPS
 
 _DEVICE: Any = torch.Tensor.device
 
-_ASKS = _DEVICE.__get__
+_DEVICE_GETTER = _DEVICE.__get__
 
 
 @contextlib.contextmanager
-def sharded_alone() -> Generator[None]:
-    """Let sharded tensors be made of this rank's shard, and be on a device without any.
+def local_sharded_tensors() -> Generator[None]:
+    """Build ShardedTensors from this rank's shard alone while the context lasts."""
+    device, build = _operators[_DEVICE_GETTER], _api.build_global_metadata
 
-    Without a shard torch has it on the current GPU unless its group is Gloo's, which none here is.
-    """
-    device, build = _operators[_ASKS], _api.build_global_metadata
-
+    # torch places a ShardedTensor without a local shard on the current GPU, which a host without
+    # one lacks: the `fake` backend is not Gloo, the only one for which torch takes the CPU.
     def device_of(types: Any, args: Any, kwargs: Any, group: Any) -> torch.device:
         if args[0].local_shards() or torch.cuda.is_available():
             return device(types, args, kwargs, group)
         return torch.device("cpu")
 
     def build_global_metadata(gathered: list[Any], *args: Any, **kwargs: Any) -> Any:
-        return build(_of_all(gathered), *args, **kwargs)
+        return build(_all_shards(gathered), *args, **kwargs)
 
-    _operators[_ASKS] = device_of
+    _operators[_DEVICE_GETTER] = device_of
     try:
         with patched(
             "torch.distributed._shard.sharded_tensor.api",
@@ -62,40 +61,45 @@ def sharded_alone() -> Generator[None]:
         ):
             yield
     finally:
-        _operators[_ASKS] = device
+        _operators[_DEVICE_GETTER] = device
 
 
-def _of_all(gathered: list[Any]) -> list[Any]:
-    """Return what all ranks tell of their shards, of what was gathered: this rank's, of each.
+def _all_shards(gathered: list[Any]) -> list[Any]:
+    """Return each rank's shard metadata, derived from this rank's.
 
-    Shards are taken to be of equal size, the last of what is left, as all that FSDP1 makes are.
+    Shards have equal size except the last, as FSDP1 creates them. The list is returned unchanged
+    if it does not span the world or if this rank has no shard, several, or the whole tensor.
+
+    Args:
+        gathered: metadata per rank; every entry is this rank's.
     """
-    own = gathered[0]
-    if own is None or len(own.shards_metadata) != 1 or len(gathered) != dist.get_world_size():
+    local = gathered[0]
+    if local is None or len(local.shards_metadata) != 1 or len(gathered) != dist.get_world_size():
         return gathered
-    (shard,) = own.shards_metadata
-    cut = [dim for dim, size in enumerate(own.size) if shard.shard_sizes[dim] != size]
+    (shard,) = local.shards_metadata
+    cut = [dim for dim, size in enumerate(local.size) if shard.shard_sizes[dim] != size]
     if len(cut) != 1:
         return gathered
     rank, dim = dist.get_rank(), cut[0]
+    # The last rank's shard may be smaller, but its offset is still `rank` full shards.
     size = shard.shard_offsets[dim] // rank if rank else shard.shard_sizes[dim]
-    told: list[Any] = []
+    all_shards: list[Any] = []
     for other in range(len(gathered)):
-        first = other * size
-        held = min(size, own.size[dim] - first)
+        start = other * size
+        length = min(size, local.size[dim] - start)
         offsets, sizes = list(shard.shard_offsets), list(shard.shard_sizes)
-        offsets[dim], sizes[dim] = first, held
+        offsets[dim], sizes[dim] = start, length
         placement = f"rank:{other}/{shard.placement.device()}"
         part = ShardMetadata(offsets, sizes, placement)
-        told.append(
-            _api.ShardedTensorMetadata([part], own.size, own.tensor_properties)
-            if held > 0
+        all_shards.append(
+            _api.ShardedTensorMetadata([part], local.size, local.tensor_properties)
+            if length > 0
             else None
         )
-    return told
+    return all_shards
 
 
-_saver: Any = state_dict_saver  # what is replaced in them has no public name
+_saver: Any = state_dict_saver  # the patched functions have no public names
 
 _loader: Any = state_dict_loader
 
@@ -106,10 +110,13 @@ R = TypeVar("R")
 
 @dataclass
 class SkippedCheckpoints:
-    """How many saves were left out, of which checkpoints, and how many loads of those.
+    """Saves that were skipped, and the loads of their checkpoints.
 
     Attributes:
-        gathered: what FSDP1 gathers of the loads.
+        count: number of skipped saves.
+        loads: number of skipped loads, each of a checkpoint whose save was skipped.
+        places: resolved paths of those checkpoints; None for storages that report no path.
+        gathered: sharded tensors that the other loads filled.
     """
 
     count: int = 0
@@ -118,7 +125,7 @@ class SkippedCheckpoints:
     gathered: Loads = field(default_factory=Loads)
 
     def notes(self, steps: int) -> list[str]:
-        """Tell whoever reads the trace of a script that has taken so many steps."""
+        """Return the notes for a trace of a script that took `steps` steps."""
         return [note for note in (self._note(steps), self.gathered.note()) if note is not None]
 
     def _note(self, steps: int) -> str | None:
@@ -126,42 +133,47 @@ class SkippedCheckpoints:
             return None
         loads = f"; {self.loads} loads of them left the tensors as they were" if self.loads else ""
         return (
-            f"{self.count} checkpoints of torch.distributed.checkpoint, in {steps} steps, were "
-            "left out, since other ranks are not there to say what they hold: nothing was written, "
-            f"and the time that it takes and the objects that ranks exchange are in no step{loads}"
+            f"{self.count} saves of torch.distributed.checkpoint in {steps} steps were skipped, "
+            "because the shards of absent ranks are unknown: nothing was written, and no step "
+            f"contains the time or the object exchange of a save{loads}"
         )
 
 
 @contextlib.contextmanager
-def checkpoints_alone() -> Generator[SkippedCheckpoints]:
-    """Skip what `save` and `async_save` would exchange and write; let `load` read locally."""
-    left = SkippedCheckpoints()
+def skip_checkpoints() -> Generator[SkippedCheckpoints]:
+    """Skip the exchange and the writes of `save` and `async_save`; let `load` read locally.
+
+    Saves and loads that involve a single rank run unchanged.
+    """
+    skipped = SkippedCheckpoints()
     save, load = _saver._save_state_dict, _loader._load_state_dict
-    of_save, of_load = inspect.signature(save), inspect.signature(load)
+    save_signature, load_signature = inspect.signature(save), inspect.signature(load)
 
     def save_state_dict(*args: Any, **kwargs: Any) -> Metadata:
-        asked = _given(of_save, args, kwargs)
-        if not _with_others(asked):
+        arguments = _bound(save_signature, args, kwargs)
+        if not _has_peers(arguments):
             return save(*args, **kwargs)
-        left.count += 1
-        left.places.add(_place(asked["storage_writer"]))
+        skipped.count += 1
+        skipped.places.add(_place(arguments["storage_writer"]))
         return Metadata(state_dict_metadata={})
 
     def load_state_dict(*args: Any, **kwargs: Any) -> None:
-        asked = _given(of_load, args, kwargs)
-        if _with_others(asked) and _place(asked["storage_reader"]) in left.places:
-            left.loads += 1
+        arguments = _bound(load_signature, args, kwargs)
+        if _has_peers(arguments) and _place(arguments["storage_reader"]) in skipped.places:
+            skipped.loads += 1
         else:
-            planner = copy.copy(asked["planner"])
+            # Loading changes the planner; FSDP1's gathers read again with its initial state.
+            planner = copy.copy(arguments["planner"])
             load(*args, **kwargs)
-            if _with_others(asked):
-                left.gathered.add(asked["state_dict"], asked["storage_reader"], planner)
+            if _has_peers(arguments):
+                skipped.gathered.add(arguments["state_dict"], arguments["storage_reader"], planner)
 
-    in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
+    # A saving process would create its own process group and wait for its peers.
+    in_thread = _saver._ThreadBasedAsyncCheckpointExecutor
     with (
-        sharded_alone(),
-        states_of_others(),
-        gathered_loads(left.gathered),
+        local_sharded_tensors(),
+        emulated_optim_states(),
+        gathered_loads(skipped.gathered),
         patched(
             "torch.distributed.checkpoint.state_dict_saver",
             {
@@ -171,47 +183,51 @@ def checkpoints_alone() -> Generator[SkippedCheckpoints]:
         ),
         patched(
             "torch.distributed.checkpoint.state_dict_loader",
-            {"_load_state_dict": load_state_dict, "_DistWrapper": _Alone},
+            {"_load_state_dict": load_state_dict, "_DistWrapper": _LocalDistWrapper},
         ),
     ):
-        yield left
+        yield skipped
 
 
-class _Alone(_loader._DistWrapper):
-    """What a load asks of all ranks, of this one. It keeps its rank, by which storages go."""
+class _LocalDistWrapper(_loader._DistWrapper):
+    """Run the collective parts of a load on this rank alone.
+
+    It keeps its rank, because storage readers select files by it.
+    """
 
     def reduce_scatter(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
     ) -> R:
-        """Return this rank's part of what is made of what all have."""
-        return self._tried(step, lambda: reduce_fun([map_fun()])[0])
+        """Reduce this rank's object alone, and return its part of the result."""
+        return self._wrap_errors(step, lambda: reduce_fun([map_fun()])[0])
 
     def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
-        """Return what all have."""
-        return [self._tried(step, map_fun)]
+        """Return a list of this rank's object alone."""
+        return [self._wrap_errors(step, map_fun)]
 
     def barrier(self) -> None:
         """Return at once; there is no rank to wait for."""
 
-    def _tried(self, step: str, function: Callable[[], T]) -> T:
+    def _wrap_errors(self, step: str, function: Callable[[], T]) -> T:
         try:
             return function()
-        except BaseException as error:  # torch raises them so, whatever they are
+        except BaseException as error:  # torch wraps every error of a step in this exception
             raise api_dcp.CheckpointException(
                 step,
                 {self.rank: api_dcp._wrap_exception(error)},  # pyright: ignore
             ) from error
 
 
-def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    given = signature.bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def _with_others(asked: dict[str, Any]) -> bool:
-    alone = asked["no_dist"] or not dist.is_initialized()
-    return not alone and dist.get_world_size(asked["process_group"]) > 1
+def _has_peers(arguments: dict[str, Any]) -> bool:
+    """Whether a save or load with these arguments involves several ranks."""
+    local = arguments["no_dist"] or not dist.is_initialized()
+    return not local and dist.get_world_size(arguments["process_group"]) > 1
 
 
 def _place(storage: Any) -> str | None:

@@ -33,12 +33,12 @@ _WRAPPED = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a sharded tensor was read.
+    """The checkpoint that a sharded tensor was read from.
 
     Attributes:
         reader: the storage.
-        planner: what planned the load, as it was before; None for torch's own.
-        path: the keys that lead to the tensor in what was loaded.
+        planner: copy of the script's load planner before the load; None for torch's default.
+        path: keys that lead to the tensor in the loaded state dict.
     """
 
     reader: Any
@@ -46,13 +46,15 @@ class _Source:
     path: tuple[Any, ...]
 
     def whole(self, like: Tensor) -> Tensor | None:
-        """Return all of it, as `like` is; None where the planner does not read all of it.
+        """Return the whole tensor, with the shape, dtype and device of `like`.
+
+        Returns None if the planner reads only part of it.
 
         Raises:
-            CaptureError: the planner does not read a tensor for itself that is no shard.
+            CaptureError: the planner cannot read this tensor by itself or unsharded.
         """
         read = torch.empty(like.shape, dtype=like.dtype)
-        asked = _nested.unflatten_state_dict({"": read}, {"": self.path})
+        state_dict = _nested.unflatten_state_dict({"": read}, {"": self.path})
         planner = DefaultLoadPlanner() if self.planner is None else copy.copy(self.planner)
         plan, elements = planner.create_local_plan, 0
 
@@ -64,7 +66,7 @@ class _Source:
 
         planner.create_local_plan = create_local_plan
         try:
-            _loader._load_state_dict(asked, self.reader, no_dist=True, planner=planner)
+            _loader._load_state_dict(state_dict, self.reader, no_dist=True, planner=planner)
         except CheckpointException as error:
             raise CaptureError(
                 f"FSDP gathers {'.'.join(map(str, self.path))!r}, which was loaded in shards, and "
@@ -77,7 +79,7 @@ class _Source:
 
 @dataclass
 class Loads:
-    """Sharded tensors that a checkpoint was read into."""
+    """Sharded tensors that were read from checkpoints, by their identity."""
 
     _sources: dict[int, tuple[weakref.ref[Any], _Source]] = field(
         default_factory=dict[int, tuple[weakref.ref[Any], _Source]]
@@ -85,44 +87,56 @@ class Loads:
     _unknown: int = 0
 
     def add(self, state_dict: dict[str, Any], reader: Any, planner: Any) -> None:
-        """Remember what was read, and from where: by `planner` as it was before."""
-        reader = copy.copy(reader)  # a script may turn its own to another checkpoint
+        """Record the sharded tensors of a load.
+
+        Args:
+            state_dict: the loaded state dict.
+            reader: its storage reader.
+            planner: copy of its planner before the load.
+        """
+        reader = copy.copy(reader)  # a script may point its reader at another checkpoint
         flat, paths = _nested.flatten_state_dict(state_dict)
         for name, value in flat.items():
-            if _here(value) is not None:
+            if _local_elements(value) is not None:
                 source = (weakref.ref(value), _Source(reader, planner, paths[name]))
                 self._sources[id(value)] = source
 
     def completed(self, gathered: dict[str, Any], sharded: Mapping[str, Any]) -> None:
-        """Let what was gathered of sharded tensors be what the checkpoint holds."""
+        """Replace gathered tensors by their content in the checkpoint.
+
+        Args:
+            gathered: name -> whole tensor, changed in place.
+            sharded: name -> the sharded tensor that it was gathered from.
+        """
         for name, value in sharded.items():
-            here, whole = _here(value), gathered.get(name)
-            if here is None or not isinstance(whole, Tensor) or here == whole.numel():
+            elements, whole = _local_elements(value), gathered.get(name)
+            if elements is None or not isinstance(whole, Tensor) or elements == whole.numel():
                 continue
-            source = self._of(value)
+            source = self._source_of(value)
             read = source.whole(whole) if source is not None else None
             if read is None:
                 self._unknown += 1
             else:
                 gathered[name] = read
 
-    def _of(self, value: object) -> _Source | None:
-        held, source = self._sources.get(id(value), (None, None))
-        return source if held is not None and held() is value else None
+    def _source_of(self, value: object) -> _Source | None:
+        # ids are reused once an object is freed: the weak reference confirms the identity
+        reference, source = self._sources.get(id(value), (None, None))
+        return source if reference is not None and reference() is value else None
 
     def note(self) -> str | None:
         """Return the note on tensors with unknown values; None if there are no such tensors."""
         if not self._unknown:
             return None
         return (
-            f"{self._unknown} tensors that FSDP1 was to load (parameters, or states of an "
-            "optimizer) were given in shards that no checkpoint was read into: the shards of "
-            "absent ranks are this rank's own, and so may be values of its part of them"
+            f"{self._unknown} sharded tensors that FSDP1 loaded (parameters or optimizer states) "
+            "came from no checkpoint that was read: the shards of absent ranks repeat this rank's "
+            "shard, so values may be wrong in its own part too"
         )
 
 
-def _here(value: Any) -> int | None:
-    """Return how many elements of a sharded tensor this rank has, None of any other value."""
+def _local_elements(value: Any) -> int | None:
+    """Return the number of local elements of a sharded tensor; None for any other value."""
     if hasattr(value, "local_shards"):
         return sum(shard.tensor.numel() for shard in value.local_shards())
     return value.to_local().numel() if hasattr(value, "placements") else None
@@ -130,7 +144,7 @@ def _here(value: Any) -> int | None:
 
 @contextlib.contextmanager
 def gathered_loads(loads: Loads) -> Generator[None]:
-    """Let FSDP1 put loaded checkpoints into models and optimizers as with all ranks."""
+    """Complete FSDP1's gathers of loaded checkpoints with the rows of absent ranks."""
     put_weights: Callable[..., None] = _weights._sharded_pre_load_state_dict_hook
     gather, shard = _states._gather_state_dict, _states._shard_orig_param_state
     reads = True
@@ -177,9 +191,9 @@ def gathered_loads(loads: Loads) -> Generator[None]:
 
 
 def _in_shard(state: Any) -> list[str]:
-    """Return the names of an FSDP unit's parameters that this rank holds any part of."""
+    """Return the names of an FSDP unit's parameters with elements on this rank."""
     if state._handle is None:
         return []
     flat = state._handle.flat_param
     pairs = zip(flat._fqns, flat._shard_param_infos, strict=True)
-    return [name for name, held in pairs if held.in_shard]
+    return [name for name, info in pairs if info.in_shard]

@@ -128,7 +128,7 @@ class PipelineStage:
         return {**vars(self), "tied": ()}  # process groups cannot be pickled
 
     def of(self, name: str) -> int:
-        """Return the stage that holds the module `name`, which lies in one of the layers."""
+        """Return the stage that contains the module `name` of one of the layers."""
         layer = int(name.removeprefix(f"{self.list}.").split(".")[0])
         ends = itertools.accumulate(self.pipeline.layers)
         return next(stage for stage, end in enumerate(ends) if layer < end)

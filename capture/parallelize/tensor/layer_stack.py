@@ -31,8 +31,7 @@ from onerank.capture.parallelize.tensor.vocab_parallel import RandomFill
 from onerank.ir.errors import SliceError
 
 ROUTERS = ("gate", "router")
-
-"""What the module before the experts of a layer is called."""
+"""Names of the module that routes tokens to a layer's experts."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,15 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
 
 
 def adds_positions(model: nn.Module) -> bool:
-    """Whether a model has sines of the positions, without weights, to add (XGLM)."""
+    """Whether a model adds sinusoidal position embeddings without weights (XGLM)."""
     return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
 
 
 def _without_weights(model: nn.Module, stack: str) -> list[str]:
-    """Return the name of the norm behind a stack of layers that has no weights (OLMo)."""
-    trunk, _, own = stack.rpartition(".")
+    """Return the name of the norm without weights after a stack of layers (OLMo)."""
+    trunk, _, stack_name = stack.rpartition(".")
     children = [name for name, _ in model.get_submodule(trunk).named_children()]
-    behind = children[children.index(own) + 1 :]
+    behind = children[children.index(stack_name) + 1 :]
     named = [f"{trunk}.{name}".removeprefix(".") for name in behind]
     return [name for name in named if takes_one(model.get_submodule(name))][:1]
 
@@ -114,7 +113,7 @@ def shard_sequence(
     *,
     peers_absent: bool,
 ) -> BlockBoundary:
-    """Let the stack run on a shard of the sequence; return the boundary before the head.
+    """Make the stack run on a shard of the sequence; return the boundary before the head.
 
     Up to the first layer hidden states keep the whole sequence, since models take positions and
     masks from their shape: the embedding's sum is reduced and scattered there. Where learned
@@ -123,12 +122,11 @@ def shard_sequence(
     the shard; its output is gathered.
 
     Args:
-        model: whose layers are sliced.
-        stack: where its layers are.
+        model: the model; its layers are sliced already.
+        stack: its stack of layers.
         group: the tensor-parallel group.
-        blocks: names of the blocks that gather the sequence, and so run on all of it, and of
-            experts that do.
-        peers_absent: whether the group's other ranks are not there to add their parts.
+        blocks: names of the blocks and experts that gather the sequence and so run on all of it.
+        peers_absent: whether the group's other ranks do not run.
     """
     begin_sequence(
         model,
@@ -161,22 +159,22 @@ def begin_sequence(
     summed: bool,
     peers_absent: bool,
 ) -> None:
-    """Let a stack of layers begin with a shard of the sequence.
+    """Make a stack of layers start with a shard of the sequence.
 
     Args:
-        called: what is given the token ids.
+        called: the module that receives the token ids.
         first: the first layer.
-        embedding: of the vocabulary, if there is one.
+        embedding: the vocabulary's embedding; None without one.
         group: the tensor-parallel group.
         summed: whether the first layer gets the whole sum, else this rank's part of it.
-        peers_absent: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks do not run.
     """
-    made_up = (
+    substitute = (
         RandomFill(embedding, group.rank()) if peers_absent and embedding is not None else None
     )
 
     def scatter(x: Tensor) -> Tensor:
-        return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
+        return scatter_sum_to_sequence(x, group, None if x.is_meta else substitute)
 
     def split(x: Tensor) -> Tensor:
         return split_to_sequence(x, group)
@@ -194,13 +192,13 @@ def sum_on_shards(
     group: dist.ProcessGroup,
     blocks: Collection[str],
 ) -> None:
-    """Sum the gradients of what runs on a shard: of the layers `name`, and of norms behind them."""
+    """Sum the gradients of the layers `name` and of the norms after them that run on a shard."""
     sharded = dict.fromkeys(behind)
     for inner, module in model.get_submodule(name).named_modules():
         qualified = f"{name}.{inner}"
         if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
             above = qualified.rpartition(".")[0]
-            routes = above.rpartition(".")[2] in ROUTERS  # by the weight alone (LongCat-Flash)
+            routes = above.rpartition(".")[2] in ROUTERS  # reads only the weight (LongCat-Flash)
             sharded[module] = model.get_submodule(above) if routes else None
     for module, reader in sharded.items():
         if any(True for _ in module.parameters(recurse=False)):
@@ -215,9 +213,9 @@ def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse partial sums of the embedding that went through what is known not to be linear.
+    """Refuse partial sums of the embedding that went through a non-linear operation.
 
-    Nothing is seen where the model is compiled, or runs without gradients.
+    The check reads the autograd graph, so it sees nothing in compiled models or without gradients.
     """
 
     def check(hidden: Tensor) -> Tensor:
@@ -230,12 +228,12 @@ def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             seen.add(node)
             if node.name() in _NOT_LINEAR:
                 raise SliceError(
-                    f"--sp: {type(layer).__name__}, the first layer, is not given the embedding as "
-                    f"it is: {node.name()} stands between them, and the embedding is not summed up "
-                    "before the layer: leave --sp out",
+                    f"--sp: {node.name()} changes the embedding before the first layer, "
+                    f"{type(layer).__name__}, which sums the ranks' partial embeddings\n"
+                    "  leave --sp out",
                     code="sp-work-before-layer",
                 )
-            nodes += [one for one, _ in node.next_functions]
+            nodes += [following for following, _ in node.next_functions]
         return hidden
 
     with_hidden_states(layer, args, kwargs, check)
@@ -251,8 +249,8 @@ def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("inputs_embeds") is not None:
         raise SliceError(
             f"--sp: {type(module).__name__} was given inputs_embeds; under sequence parallelism "
-            "the embedding's sum is reduced at the first layer: give it input_ids, or leave out "
-            "--sp",
+            "the embedding's sum is reduced at the first layer\n"
+            "  pass input_ids, or leave --sp out",
             code="sp-inputs-embeds",
         )
 
@@ -265,10 +263,10 @@ class StackRole:
     """An encoder or a decoder.
 
     Attributes:
-        module: what is called.
+        module: the encoder or decoder module.
         layers: qualified name of its list of layers.
-        behind: its final norm; () where the layers end with theirs (BART).
-        embedding: of its vocabulary; None where it has none (Whisper's encoder).
+        behind: its final norm; () if each layer ends with a norm (BART).
+        embedding: the vocabulary's embedding; None without one (Whisper's encoder).
         summed: whether something is added to the embedding before the first layer.
     """
 
@@ -288,7 +286,7 @@ class TwoStacks:
 
     @property
     def learns_positions(self) -> bool:
-        """Whether embeddings are summed up before the first layers."""
+        """Whether position embeddings are added before the first layers."""
         return self.encoder.summed or self.decoder.summed
 
 
@@ -304,7 +302,7 @@ def two_stacks_of(
     modules: list[Any] = [model.get_encoder(), model.get_decoder()]
     lists = {re.split(r"\.\d+\.", name)[0] for name in rows}
     stacks = [
-        _one(model, module, name)
+        _stack_role(model, module, name)
         for module in modules
         for name in lists
         if name.rpartition(".")[0] == named.get(module)
@@ -317,7 +315,9 @@ def two_stacks_of(
         and not name.startswith(of_parts)
         and name not in (*embeddings, head)
     ]
-    same = len(stacks) == len(lists) == len(modules) and len({one.summed for one in stacks}) == 1
+    same = (
+        len(stacks) == len(lists) == len(modules) and len({stack.summed for stack in stacks}) == 1
+    )
     if not same or outside or not head:
         raise SliceError(
             f"--sp: {type(model).__name__} has stacks of layers {', '.join(sorted(lists))}, head "
@@ -329,13 +329,13 @@ def two_stacks_of(
     return TwoStacks(*stacks)
 
 
-def _one(model: PreTrainedModel, module: Any, layers: str) -> StackRole:
+def _stack_role(model: PreTrainedModel, module: Any, layers: str) -> StackRole:
     before: list[nn.Module] = []
     behind: list[nn.Module] = []
     for name, child in module.named_children():
         if child is model.get_submodule(layers) or not any(True for _ in child.parameters()):
             continue
-        norm = "norm" in name and "embedding" not in name  # of what was embedded (BART)
+        norm = "norm" in name and "embedding" not in name  # BART has an embedding norm too
         (behind if norm else before).append(child)
     words = getattr(module, "embed_tokens", None)
     summed = any(child is not words for child in before) or adds_positions(module)
@@ -351,29 +351,34 @@ def shard_sequences(
     *,
     peers_absent: bool,
 ) -> BlockBoundary:
-    """Let both stacks run on shards of their sequences; return the boundary before the head.
+    """Make both stacks run on shards of their sequences; return the boundary before the head.
 
     Args:
-        model: whose layers are sliced.
-        stacks: where its layers are.
+        model: the model; its layers are sliced already.
+        stacks: its encoder and decoder.
         group: the tensor-parallel group.
         blocks: as for `shard_sequence`.
-        peers_absent: whether the group's other ranks are not there to add their parts.
+        peers_absent: whether the group's other ranks do not run.
     """
-    for one in (stacks.encoder, stacks.decoder):
-        layers = model.get_submodule(one.layers)
+    for stack in (stacks.encoder, stacks.decoder):
+        layers = model.get_submodule(stack.layers)
         first = next(iter(layers.children()))
         begin_sequence(
-            one.module, first, one.embedding, group, summed=one.summed, peers_absent=peers_absent
+            stack.module,
+            first,
+            stack.embedding,
+            group,
+            summed=stack.summed,
+            peers_absent=peers_absent,
         )
-        sum_on_shards(model, one.layers, one.behind, group, blocks)
-        refuse_early_norm(model, layers.children(), one.behind, "--sp")
+        sum_on_shards(model, stack.layers, stack.behind, group, blocks)
+        refuse_early_norm(model, layers.children(), stack.behind, "--sp")
     boundary = BlockBoundary(group, sequence=True)
 
-    def hold(shard: Tensor) -> Tensor:
+    def placeholder(shard: Tensor) -> Tensor:
         return SequencePlaceholder.of(shard, group)
 
-    change_hidden_states(stacks.encoder.module, hold)
+    change_hidden_states(stacks.encoder.module, placeholder)
     change_hidden_states(stacks.decoder.module, boundary.enter)
     model.register_forward_hook(_hide)
     return boundary
@@ -385,6 +390,6 @@ def _hide(_: nn.Module, __: Any, output: Any) -> None:
 
 
 _NO_OUTPUT = unusable(
-    f"--sp: the script reads {_ENCODED}, of which a rank has a shard of the sequence: let the "
-    "model compute its loss (pass labels) and use output.loss, or leave --sp out"
+    f"--sp: the script reads {_ENCODED}, of which a rank has a shard of the sequence\n"
+    "  let the model compute its loss (pass labels) and use output.loss, or leave --sp out"
 )

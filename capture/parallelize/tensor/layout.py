@@ -52,7 +52,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     without_gathers,
 )
 from onerank.capture.parallelize.tensor.plan_file import KEPT_WHOLE, ModuleRule, without_plan
-from onerank.capture.parallelize.tensor.sequence_parallel import OwnInput
+from onerank.capture.parallelize.tensor.sequence_parallel import LayerInput
 from onerank.ir.errors import SliceError
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -195,7 +195,7 @@ class Layout:
         head: the sliced head; "" without one.
         stack: the layers that run on a shard of the sequence; None without sequence parallelism.
         boundaries: boundary of each block with column-parallel layers.
-        own_inputs: gathers the input of each layer that no block's boundary covers.
+        layer_inputs: gathers the input of each layer that no block's boundary covers.
         adapted: layers with low-rank adapters.
     """
 
@@ -203,7 +203,7 @@ class Layout:
     head: str
     stack: Stack | TwoStacks | None
     boundaries: Mapping[str, BlockBoundary]
-    own_inputs: Mapping[str, LatentSequence | OwnInput]
+    layer_inputs: Mapping[str, LatentSequence | LayerInput]
     adapted: Mapping[str, LoraLinear]
 
     @property
@@ -246,8 +246,8 @@ def layout_of(
     head = _head(model, styles)
     stack = _stack(model, styles, head, tp_style) if sequence else None
     boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
-    own_inputs = _own_inputs(model, styles, group) if stack else {}
-    return Layout(styles, head, stack, boundaries, own_inputs, adapters)
+    layer_inputs = _layer_inputs(model, styles, group) if stack else {}
+    return Layout(styles, head, stack, boundaries, layer_inputs, adapters)
 
 
 def _styles(
@@ -322,7 +322,7 @@ def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def _head(model: nn.Module, styles: dict[str, str]) -> str:
-    """Return the name of the sliced head, "" if there is none."""
+    """Return the name of the sliced head, or "" without one."""
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     heads = [name for name, style in styles.items() if style == HEAD]
     sliced = [name for name, style in styles.items() if style not in KEPT_WHOLE]
@@ -357,16 +357,16 @@ def _closed(styles: dict[str, str]) -> set[str]:
     return {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
 
 
-def _own_inputs(
+def _layer_inputs(
     model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
-) -> dict[str, LatentSequence | OwnInput]:
+) -> dict[str, LatentSequence | LayerInput]:
     """Return name -> input gatherer, for layers that no block's boundary covers."""
     latent = {
         name: LatentSequence(model.get_submodule(name), name, rotary_width(model, name), group)
         for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
     }
     projections = [name for name, style in styles.items() if style in UP]
-    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in projections}
+    return {name: latent.get(parent_of(name)) or LayerInput(group) for name in projections}
 
 
 def _boundaries(

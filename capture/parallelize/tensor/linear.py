@@ -21,10 +21,8 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> None:
-    """Let a module of one input run `forward(module, input)`.
-
-    Bound, so that a deep copy of the module runs on its own weights.
-    """
+    """Replace the forward of a module with one input by `forward(module, input)`."""
+    # A bound method: in a deep copy of the module it is bound to the copy and reads its weights.
     module.forward = MethodType(forward, module)
 
 
@@ -42,13 +40,14 @@ def column_linear(
     gathers: Callable[[], bool] = lambda: False,
     linear: Linear = nn.functional.linear,
 ) -> None:
-    """Shard a linear layer's output features: [..., in] -> [..., out / size].
+    """Make a linear layer column-parallel: [..., in] -> [..., out / size].
 
     Args:
         module: the linear layer, whose parameters are sliced already.
         group: the tensor-parallel group.
-        copy: whether this layer is itself the region's boundary; else an enclosing block is.
-        gathers: returns whether the output is gathered, [..., in] -> [..., out], in this call.
+        copy: whether this layer is itself the boundary, so that it all-reduces the gradient of
+            its input; else an enclosing block does.
+        gathers: returns whether this call gathers the output to [..., out].
         linear: multiplies the input by the weight.
     """
 
@@ -67,9 +66,15 @@ def row_linear(
     split: bool,
     reduce: Callable[[Tensor, dist.ProcessGroup], Tensor] = reduce_from_group,
 ) -> None:
-    """Shard a linear layer's input features: [..., in / size] -> [..., out].
+    """Make a linear layer row-parallel: [..., in / size] -> [..., out].
 
-    With `split` the input is whole and split here. The bias is added once, after the sum.
+    The bias is added once, after the sum over the group.
+
+    Args:
+        module: the linear layer, whose weight is sliced already.
+        group: the tensor-parallel group.
+        split: whether the layer receives its whole input, [..., in], and takes this rank's part.
+        reduce: sums the partial results over the group.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
@@ -82,18 +87,18 @@ def row_linear(
 
 HIDDEN_STATES = "hidden_states"
 
-_OTHERS = ("key_value_states", "encoder_hidden_states")  # to which a decoder attends
+_ENCODER_STATES = ("key_value_states", "encoder_hidden_states")  # inputs of cross-attention
 
 
 class BlockBoundary:
-    """Stands before a block while `placed`.
+    """Start of a tensor-parallel block: the collective on its input.
 
     Args:
         group: the tensor-parallel group.
-        sequence: whether the input is a shard of the sequence and gathered here; else it is
-            replicated, and its gradient all-reduced.
-        narrows: whether the block reads its width off its input's shape, and so must be shown a
-            slice of it.
+        sequence: whether the block's input is a shard of the sequence, which the boundary
+            gathers; else the input is replicated, and the boundary all-reduces its gradient.
+        narrows: whether the block derives its width from its input's shape. The boundary then
+            passes it a slice of the features, and its column-parallel layers use the whole input.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, sequence: bool, narrows: bool = False) -> None:
@@ -104,19 +109,19 @@ class BlockBoundary:
         self._gathered: list[SequenceInput] = []
 
     def __deepcopy__(self, _: Any) -> "BlockBoundary":
-        return self  # as functions are, when a model with its hooks is copied
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     def place_before(self, block: nn.Module) -> None:
-        """Enter as the block begins, leave as it ends."""
+        """Register hooks that apply the boundary before the block and release it after."""
         block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
         self.leave_after(block)
 
     def leave_after(self, module: nn.Module) -> None:
-        """Leave as `module` ends."""
+        """Register a hook that releases the gathered input when `module` returns."""
         module.register_forward_hook(self._leave, always_call=True)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Take the hidden states on and return what the block is to see of them."""
+        """Apply the collective to the hidden states and return the block's input."""
         x = self._gather(x) if self._sequence else copy_to_group(x, self._group)
         if not self._narrows:
             return x
@@ -127,19 +132,21 @@ class BlockBoundary:
         """Apply a column-parallel layer of the block: [..., in] -> [..., out / size]."""
         if self._whole is not None and x.shape[-1] != weight.shape[1]:
             x = self._whole
-        source = next((one for one in self._gathered if one.holds(x)), None)
-        if source is not None:
-            return source.linear(x, weight, bias)
+        gathered = next((inputs for inputs in self._gathered if inputs.matches(x)), None)
+        if gathered is not None:
+            return gathered.linear(x, weight, bias)
         return nn.functional.linear(x, weight, bias)
 
     def _enter_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = with_hidden_states(module, args, kwargs, self.enter)
-        others = {key: kwargs[key] for key in _OTHERS if isinstance(kwargs.get(key), Tensor)}
-        return args, kwargs | {key: self._enter_other(x) for key, x in others.items()}
+        encoded = {
+            key: kwargs[key] for key in _ENCODER_STATES if isinstance(kwargs.get(key), Tensor)
+        }
+        return args, kwargs | {key: self._enter_encoded(x) for key, x in encoded.items()}
 
-    def _enter_other(self, x: Tensor) -> Tensor:
+    def _enter_encoded(self, x: Tensor) -> Tensor:
         return (
             self._gather(x.shard)
             if isinstance(x, SequencePlaceholder)
@@ -151,7 +158,9 @@ class BlockBoundary:
         return self._gathered[-1].whole
 
     def _leave(self, *_: Any) -> None:
-        if self._whole is not None:  # torch.compile traces checkpoints that change nothing outside
+        # torch.compile traces a checkpointed block only if it mutates no outside state, so
+        # attributes are written only where they change.
+        if self._whole is not None:
             self._whole = None
         if self._gathered:
             self._gathered = []
@@ -163,13 +172,17 @@ def with_hidden_states(
     kwargs: dict[str, Any],
     change: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments with its hidden states changed."""
+    """Return a module's arguments with `change` applied to the hidden states.
+
+    Raises:
+        SliceError: no hidden states among the arguments.
+    """
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise SliceError(
-        f"{type(module).__name__} takes no hidden states as first argument or by name; "
-        "its tensor-parallel boundary cannot be placed: use --tp-style hf",
+        f"{type(module).__name__} has no tensor as first argument or as {HIDDEN_STATES}, so its "
+        "tensor-parallel boundary has no input\n  use --tp-style hf",
         code="tp-no-hidden-states",
     )

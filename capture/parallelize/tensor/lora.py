@@ -44,11 +44,11 @@ class LoraLinear:
     """A linear layer with adapters.
 
     Attributes:
-        module: what is called.
+        module: the module that the model calls.
         name: its qualified name.
-        base: what holds W and its bias: `module`, or a part of it.
-        downs: A of each adapter.
-        ups: B of each.
+        base: the linear layer with W and its bias: `module` or a submodule.
+        downs: matrix A of each adapter.
+        ups: matrix B of each adapter.
     """
 
     module: nn.Module
@@ -57,9 +57,11 @@ class LoraLinear:
     downs: Sequence[_Matrix]
     ups: Sequence[_Matrix]
 
-    def _cut_base(self, group: dist.ProcessGroup, cut: set[int], **how: Any) -> None:
-        beside = {id(one.owner.get_parameter(one.key)) for one in (*self.downs, *self.ups)}
-        cut_module(self.base, self.name, group, cut=cut | beside, **how)
+    def _cut_base(self, group: dist.ProcessGroup, cut: set[int], **options: Any) -> None:
+        adapters = {
+            id(matrix.owner.get_parameter(matrix.key)) for matrix in (*self.downs, *self.ups)
+        }
+        cut_module(self.base, self.name, group, cut=cut | adapters, **options)
 
     @property
     def inner(self) -> list[str]:
@@ -80,14 +82,14 @@ class LoraLinear:
             self.module.register_forward_pre_hook(_copying(group))
 
     def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
-        """Keep this rank's input features; what the layer gives is summed over the ranks."""
+        """Keep this rank's input features; sum the layer's output over the group."""
         columns = matrix_of(self.base).shape[1]
         biased = any(key == "bias" for key, _ in self.base.named_parameters(recurse=False))
         if biased and self.base is self.module:
             raise SliceError(
-                f"{self.name} ({type(self.module).__name__}) adds its bias in a forward of its "
-                "own, which each rank of a row-parallel layer would do: make it without a bias, "
-                "or keep the linear layer in a module of its own (base_layer)",
+                f"{self.name} ({type(self.module).__name__}) adds its bias in its own forward, so "
+                "each rank of a row-parallel layer would add it\n  build it without a bias, or "
+                "make the linear layer a submodule (base_layer)",
                 code="lora-bias",
             )
         self._cut_base(group, cut, output=False)
@@ -102,51 +104,56 @@ class LoraLinear:
 
 
 def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLinear | None:
-    """Return a layer with its adapters, PEFT's or those that a plan names; None without any.
+    """Return a layer with its adapters, PEFT's or those a plan names; None without adapters.
 
     Args:
         module: the layer.
         name: its qualified name.
-        named: what A and B are called in it.
+        named: attribute names of A and B in it; () for PEFT's.
 
     Raises:
-        SliceError: it is not laid out as W, its bias, A and B.
+        SliceError: the layer is not exactly W, its bias, A and B.
     """
     if not named and not all(
         isinstance(getattr(module, key, None), nn.ModuleDict) for key in _PEFT
     ):
         return None
-    found = [_matrices(module, key) for key in named or _PEFT]
-    owners = {id(owner) for some in found for owner, _ in some}
-    inside = [one for one in module.children() if _is_linear(one) and id(one) not in owners]
-    bases = [module] if _is_linear(module) else inside
-    if len(bases) != 1 or not all(found):
+    matrices = [_matrices(module, key) for key in named or _PEFT]
+    owners = {id(owner) for parameters in matrices for owner, _ in parameters}
+    children = [
+        child for child in module.children() if _is_linear(child) and id(child) not in owners
+    ]
+    bases = [module] if _is_linear(module) else children
+    if len(bases) != 1 or not all(matrices):
         raise SliceError(
-            f"{name} ({type(module).__name__}) has {len(bases)} linear layers and {len(found[0])} "
-            f"times {' and '.join(named or _PEFT)}; expected one layer, itself or a part of it, "
-            "and A and B that are parameters, linear layers or lists of these",
+            f"{name} ({type(module).__name__}) has {len(bases)} linear layers and "
+            f"{len(matrices[0])} times {' and '.join(named or _PEFT)}; expected one "
+            "layer, itself or a part of it, and A and B that are parameters, "
+            "linear layers or lists of these",
             code="lora-ambiguous",
         )
     base = bases[0]
     rows, columns = matrix_of(base).shape
-    downs = [_placed(*one, columns, f"{name}'s A") for one in found[0]]
-    ups = [_placed(*one, rows, f"{name}'s B") for one in found[1]]
-    known = [one.owner.get_parameter(one.key) for one in (*downs, *ups)]
-    known += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
-    own = {id(parameter) for parameter in known}
-    others = [key for key, parameter in module.named_parameters() if id(parameter) not in own]
+    downs = [_with_dimension(*matrix, columns, f"{name}'s A") for matrix in matrices[0]]
+    ups = [_with_dimension(*matrix, rows, f"{name}'s B") for matrix in matrices[1]]
+    supported = [matrix.owner.get_parameter(matrix.key) for matrix in (*downs, *ups)]
+    supported += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
+    supported_ids = {id(parameter) for parameter in supported}
+    others = [
+        key for key, parameter in module.named_parameters() if id(parameter) not in supported_ids
+    ]
     if others or getattr(module, "lora_variant", None):
         raise SliceError(
             f"{name} ({type(module).__name__}) has {', '.join(others) or 'a variant of LoRA'} "
-            "beside W, its bias, A and B, and what becomes of it in a slice is not known: use "
-            "LoRA without biases and variants, or leave --tp out",
+            "in addition to W, its bias, A and B\n  use LoRA without biases and variants, or "
+            "leave --tp out",
             code="lora-extra-parameters",
         )
     return LoraLinear(module, name, base, downs, ups)
 
 
 def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
-    """Return module and name of each parameter that a name represents."""
+    """Return the owner and name of each parameter behind an attribute name."""
     value = getattr(module, key, None)
     if isinstance(value, nn.Parameter):
         return [(module, key)]
@@ -155,15 +162,15 @@ def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
     return [(part, "weight") for part in parts if isinstance(part, nn.Linear)]
 
 
-def _placed(owner: nn.Module, key: str, features: int, what: str) -> _Matrix:
-    """Return a matrix with its dimension of so many features."""
+def _with_dimension(owner: nn.Module, key: str, features: int, label: str) -> _Matrix:
+    """Return the matrix with the dimension that has `features` entries, the layer's."""
     shape = tuple(owner.get_parameter(key).shape)
     if isinstance(owner, nn.Linear) and key == "weight":
-        return _Matrix(owner, key, 1 if what.endswith("A") else 0)
+        return _Matrix(owner, key, 1 if label.endswith("A") else 0)
     if len(shape) != 2 or shape.count(features) != 1:
         raise SliceError(
-            f"{what} is a parameter of shape {list(shape)}, expected two dimensions, one of them "
-            f"{features}: which is the layer's is not known",
+            f"{label} is a parameter of shape {list(shape)}, expected two dimensions, one of them "
+            f"{features}, the layer's features",
             code="lora-shape",
         )
     return _Matrix(owner, key, shape.index(features))

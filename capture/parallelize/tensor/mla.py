@@ -55,14 +55,15 @@ def latent_styles(model: nn.Module, planned: dict[str, str], *, complete: bool) 
 
 
 def rotary_width(model: nn.Module, name: str) -> int:
-    """Return the features of the rotary part of a latent attention's keys; `name` is its own."""
+    """Return the features of the rotary part of the keys in the latent attention `name`."""
     width = getattr(model.get_submodule(name), "qk_rope_head_dim", None)
     if width is None and isinstance(model, PreTrainedModel):
         width = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
     if not isinstance(width, int):
         raise SliceError(
             f"{type(model).__name__} has latent attention, but its configuration has no "
-            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known",
+            "qk_rope_head_dim, the width of the rotary part of its keys\n"
+            "  set it, or leave --tp out",
             code="mla-no-rope-width",
         )
     return width
@@ -79,16 +80,16 @@ def sum_rotary(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
 
 
 class LatentSequence:
-    """What a latent attention does with its shard of the sequence.
+    """Gathers the inputs of a latent attention that runs on a shard of the sequence.
 
     Args:
-        attention: the module, of the names that DeepSeek's has.
+        attention: the module; its submodules have the names of DeepSeek's.
         name: its qualified name.
         width: features of the rotary part of its keys.
         group: the tensor-parallel group.
 
     Raises:
-        SliceError: the latents have no norm, behind which they are gathered.
+        SliceError: the latents have no norm; they are gathered after it.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class LatentSequence:
         children = dict(attention.named_children())
         if _NORM not in children:
             raise SliceError(
-                f"--sp: {name} has no {_NORM}, and where its latents are gathered is not known: "
-                "leave --sp out",
+                f"--sp: {name} has no {_NORM}, after which its latents are gathered\n"
+                "  leave --sp out",
                 code="mla-no-norm",
             )
         attention.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -108,13 +109,13 @@ class LatentSequence:
         for key in (_QUERY_DOWN, _QUERY_NORM, _DOWN, _NORM):
             if isinstance(child := children.get(key), nn.Module):
                 child.register_forward_pre_hook(_on_shard)
-                child.register_forward_hook(self._gather if key == _NORM else self._hold_place)
+                child.register_forward_hook(self._gather if key == _NORM else self._replace_output)
 
     def __deepcopy__(self, _: Any) -> "LatentSequence":
-        return self  # as functions are, when a model with its hooks is copied
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply a projection up: of a shard, gathered here, or of the latents, gathered before."""
+        """Apply an up projection; gathers its input unless the latents are gathered already."""
         if isinstance(x, LatentPlaceholder):
             source = SequenceInput(x.shard, self._group)
             return source.linear(source.whole, weight, bias)
@@ -123,13 +124,13 @@ class LatentSequence:
         return self._latents.linear(x, weight, bias)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_hidden_states(module, args, kwargs, self._placed)
+        return with_hidden_states(module, args, kwargs, self._placeholder)
 
-    def _placed(self, shard: Tensor) -> Tensor:
-        return LatentPlaceholder.hold(shard, self._group, self._width)
+    def _placeholder(self, shard: Tensor) -> Tensor:
+        return LatentPlaceholder.with_rotary(shard, self._group, self._width)
 
-    def _hold_place(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return self._placed(output)
+    def _replace_output(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return self._placeholder(output)
 
     def _gather(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         self._latents = SequenceInput(output, self._group)
@@ -140,20 +141,20 @@ class LatentSequence:
 
 
 class LatentPlaceholder(SequencePlaceholder):
-    """Place holder for the hidden states of a latent attention.
+    """Placeholder for the hidden states of a latent attention.
 
-    It splits the rotary part, which it gathers, from the latents.
+    Splitting it returns a placeholder for the latents and the gathered rotary part.
     """
 
     rotary: int
-    what = "a latent attention computes {} of hidden states, beside its projections"
+    what = "a latent attention computes {} of hidden states, outside its projections"
 
     @staticmethod
-    def hold(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "LatentPlaceholder":
-        """Return the place holder of a shard [batch, sequence / size, features]."""
-        held = LatentPlaceholder.of(shard, group)
-        held.rotary = rotary
-        return held
+    def with_rotary(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "LatentPlaceholder":
+        """Return the placeholder of a shard [batch, sequence / size, features]."""
+        placeholder = LatentPlaceholder.of(shard, group)
+        placeholder.rotary = rotary
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -163,28 +164,28 @@ class LatentPlaceholder(SequencePlaceholder):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what is known of the whole."""
+        """Split off the rotary part, or run a function that reads only metadata."""
         if func in _SPLITS and isinstance(args[0], LatentPlaceholder):
             return _without_rotary(args[0], *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _without_rotary(
-    held: LatentPlaceholder, split_size_or_sections: Any, dim: int = 0
+    placeholder: LatentPlaceholder, split_size_or_sections: Any, dim: int = 0
 ) -> tuple[Tensor, Tensor]:
-    features = held.shape[-1]
-    wanted = [features - held.rotary, held.rotary]
-    if dim not in (-1, 2) or list(split_size_or_sections) != wanted:
+    features = placeholder.shape[-1]
+    expected = [features - placeholder.rotary, placeholder.rotary]
+    if dim not in (-1, 2) or list(split_size_or_sections) != expected:
         raise SliceError(
             f"--sp: a latent attention splits its latents by {split_size_or_sections} along "
-            f"dimension {dim}; expected {wanted} along the last, latents and the rotary part: "
+            f"dimension {dim}; expected {expected} along the last, latents and the rotary part: "
             "leave --sp out",
             code="mla-split",
         )
-    latents, rotary = held.shard.split(wanted, dim=-1)
+    latents, rotary = placeholder.shard.split(expected, dim=-1)
     return (
-        LatentPlaceholder.hold(latents, held.group, held.rotary),
-        gather_sequence(rotary, held.group),
+        LatentPlaceholder.with_rotary(latents, placeholder.group, placeholder.rotary),
+        gather_sequence(rotary, placeholder.group),
     )
 
 

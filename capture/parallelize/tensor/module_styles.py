@@ -50,15 +50,15 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     for name, module in model.named_modules():
         style = next((plan for key, plan in patterns.items() if key.fullmatch(name)), None)
         if style is None and module is embedding and isinstance(module, nn.Embedding):
-            style = EMBEDDING[0]  # older plans leave it out; the vocabulary is sliced all the same
+            style = EMBEDDING[0]  # older plans omit it; the vocabulary is sliced nevertheless
         if style is None and module is head and tied:
             style = GATHERED[0]  # its weight is cut with the embedding's
         if style is None:
             continue
         if style not in _STYLES:
             raise SliceError(
-                f"{type(model).__name__}: {name} is planned as {style!r}; the styles known here "
-                f"are {', '.join(_STYLES)}",
+                f"{type(model).__name__}: {name} is planned as {style!r}; supported "
+                f"styles are {', '.join(_STYLES)}",
                 code="tp-unknown-style",
             )
         styles[name] = style
@@ -66,8 +66,9 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_sizes(model: PreTrainedModel, size: int) -> None:
+    """Refuse a tensor-parallel size that does not divide heads, features and vocabulary."""
     config = model.config.get_text_config()
-    for attribute, what in (
+    for attribute, label in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key-value heads"),
         ("intermediate_size", "intermediate features"),
@@ -78,7 +79,7 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
                 continue
             padded = -(-value // (128 * size)) * 128 * size
             raise SliceError(
-                f"--tp {size} must divide the model's {value} {what} "
+                f"--tp {size} must divide the model's {value} {label} "
                 f"({value} = {size} x {value // size} + {value % size})"
                 + (
                     ": pad them as Megatron-LM does, to a multiple of 128 a rank: "
@@ -91,16 +92,16 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
 
 
 def of_layers(config: Any, attribute: str) -> list[Any]:
-    """Return what a configuration has under a name, of each layer where that differs by layer."""
-    of_each = getattr(config, "per_layer_attributes", None) or ()
-    if attribute not in of_each:
+    """Return the distinct values of a configuration attribute, which may differ by layer."""
+    per_layer = getattr(config, "per_layer_attributes", None) or ()
+    if attribute not in per_layer:
         return [getattr(config, attribute, None)]
     layers = (config.per_layer_config[layer] for layer in range(config.num_hidden_layers))
     return list(dict.fromkeys(getattr(layer, attribute, None) for layer in layers))
 
 
 def check_exact(model: PreTrainedModel) -> None:
-    """Refuse a model that multiplies by parts of its weights itself, past its linear layers."""
+    """Refuse a model that multiplies by parts of its weights outside its linear layers."""
     parts = getattr(model.config, "pretraining_tp", 1)
     if getattr(model.config, "slow_but_exact", False) and parts > 1:
         raise SliceError(
@@ -112,7 +113,7 @@ def check_exact(model: PreTrainedModel) -> None:
 
 
 def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorParallelStyle) -> None:
-    """Refuse a plan that leaves out what must be sliced with the rest."""
+    """Refuse a plan that omits modules which the planned ones require to be sliced."""
     kind = type(model).__name__
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
     if not rows:
@@ -144,12 +145,12 @@ def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorPar
         if whole and tp_style == "megatron":
             left_out.append(name)
     if left_out:
-        own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-        by_style = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
+        model_plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+        by_style = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*model_plan.values()} else ""
         raise SliceError(
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
-            f"compute it whole, which Megatron-LM would not do. To let it, {by_style}give "
-            "--sharding-plan FILE with this, which goes beside the model's own plan:\n\n"
+            f"compute it whole, unlike Megatron-LM. To keep it whole, {by_style}give "
+            "--sharding-plan FILE with these lines, which add to the model's plan:\n\n"
             f"{whole_plan(model, left_out)}",
             code="tp-unplanned-module",
         )

@@ -36,18 +36,18 @@ from onerank.capture.parallelize.tensor.sequence_parallel import (
 from onerank.capture.parallelize.tensor.shard_parameters import cut_parameter
 from onerank.ir.errors import SliceError
 
-_ADDED = "down_proj_bias"
+_DOWN_BIAS = "down_proj_bias"
 _OWN_FORWARD = ("LongcatFlashExperts",)
 """Experts in the memory layout of transformers' interface that do not go through it."""
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How experts lie in memory.
+class _WeightLayout:
+    """Memory layout of fused experts' weights.
 
     Attributes:
-        transposed: whether weights are [expert, in, out].
-        fused: parts of the first projection, each cut by itself.
+        transposed: whether weights are [expert, in, out] instead of [expert, out, in].
+        fused: number of fused parts in the first projection; each is sliced separately.
     """
 
     transposed: bool
@@ -63,26 +63,28 @@ def cut_experts(
         module: the fused experts of a layer.
         name: its qualified name.
         group: the tensor-parallel group.
-        sequence: whether each rank routes its own shard of the sequence. Tokens, the experts they
-            go to and the weights are then gathered, and the sums scattered; experts that are
-            shared out see to that themselves, since tokens travel first.
+        sequence: whether each rank routes its own shard of the sequence. Tokens, their expert
+            indices and weights are then gathered, and the sums scattered. Experts distributed
+            by --ep do so themselves, after exchanging tokens.
 
     Raises:
-        SliceError: a size does not divide, or the experts have a norm, whose place in a partial
-            sum is not known.
+        SliceError: a size does not divide, the experts' class is unsupported, or they end with a
+            norm, which cannot be applied to partial sums.
     """
     if is_dense(module):
-        form = _Form(transposed=True, fused=2)
+        layout = _WeightLayout(transposed=True, fused=2)
         if sequence:
             raise SliceError(
-                f"--sp: {name} computes every token for every expert, and how those are gathered "
-                "from shards of the sequence is not known: leave --sp out",
+                f"--sp: {name} computes every token for every expert; gathering those from shards "
+                "of the sequence is not supported\n  leave --sp out",
                 code="sp-dense-experts",
             )
     elif type(module).__name__ in _OWN_FORWARD:
-        form = _Form(transposed=False, fused=2)
+        layout = _WeightLayout(transposed=False, fused=2)
     elif is_fused(module):
-        form = _Form(module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1)
+        layout = _WeightLayout(
+            module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1
+        )
     else:
         raise SliceError(
             f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
@@ -92,23 +94,23 @@ def cut_experts(
     if getattr(module, "has_post_expert_norm", False):
         raise SliceError(
             f"{name}: experts with a norm after them cannot be sliced by --tp: leave --tp out, and "
-            "share the experts out by --ep",
+            "distribute the experts with --ep",
             code="tp-experts-norm",
         )
     for key, parameter in module.named_parameters(recurse=False):
-        if key == _ADDED:
+        if key == _DOWN_BIAS:
             continue
         output = key != "down_proj"
-        dim = 2 if parameter.dim() == 3 and output == form.transposed else 1
+        dim = 2 if parameter.dim() == 3 and output == layout.transposed else 1
         cut_parameter(
             parameter,
             f"{name}.{key}",
             group,
             "features per expert",
             dim=dim,
-            fused=form.fused if output else 1,
+            fused=layout.fused if output else 1,
         )
-    if hasattr(module, _ADDED):
+    if hasattr(module, _DOWN_BIAS):
         module.register_forward_pre_hook(_sharing_bias(group))
         module.register_forward_hook(_whole_bias, always_call=True)
     if hasattr(module, "intermediate_dim"):
@@ -122,9 +124,10 @@ def cut_experts(
 
 
 class _ShareOfBias(torch.autograd.Function):
-    """A bias over the size of the group: the sum over the ranks adds it once.
+    """A bias divided by the group's size, so that the sum over the ranks adds it once.
 
-    Its gradient is not divided: each rank has that of the sum, and so of the whole bias.
+    The backward does not divide: each rank receives the gradient of the sum, which is the whole
+    bias's gradient.
     """
 
     @staticmethod
@@ -138,15 +141,15 @@ class _ShareOfBias(torch.autograd.Function):
 
 def _sharing_bias(group: dist.ProcessGroup) -> Callable[..., None]:
     def hook(module: nn.Module, _: Any) -> None:
-        bias = module.get_parameter(_ADDED)
-        # an attribute goes before the parameter of its name, which stays where it is
-        module.__dict__[_ADDED] = _ShareOfBias.apply(bias, group.size())
+        bias = module.get_parameter(_DOWN_BIAS)
+        # An instance attribute shadows the registered parameter of the same name, which stays.
+        module.__dict__[_DOWN_BIAS] = _ShareOfBias.apply(bias, group.size())
 
     return hook
 
 
 def _whole_bias(module: nn.Module, *_: Any) -> None:
-    module.__dict__.pop(_ADDED, None)
+    module.__dict__.pop(_DOWN_BIAS, None)
 
 
 def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -159,9 +162,9 @@ def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
 def _gathering(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
-        everywhere = index.new_empty((group.size() * index.shape[0], index.shape[1]))
-        all_gather(everywhere, index.contiguous(), group=group)
-        return gather_sequence(hidden, group), everywhere, gather_sequence(weights, group)
+        all_indices = index.new_empty((group.size() * index.shape[0], index.shape[1]))
+        all_gather(all_indices, index.contiguous(), group=group)
+        return gather_sequence(hidden, group), all_indices, gather_sequence(weights, group)
 
     return hook
 

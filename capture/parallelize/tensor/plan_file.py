@@ -62,7 +62,7 @@ _SKELETON_LINES = 40
 
 
 class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What becomes of the modules that a pattern matches; the module's docstring explains."""
+    """How to slice the modules that a pattern matches; fields as in this file's docstring."""
 
     style: str = ""
     parts: int | tuple[int, ...] = 1
@@ -75,7 +75,7 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def slices(self) -> bool:
-        """Whether it shares the module out."""
+        """Whether the rule slices the module."""
         return self.style not in ("", *KEPT_WHOLE)
 
     @property
@@ -85,11 +85,11 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to slice a class of model, or several that are laid out alike.
+    """Slicing rules for one model class, or for several with the same module structure.
 
     Attributes:
         model: name of the class, or names.
-        modules: pattern of module names -> what becomes of them.
+        modules: pattern of module names -> rule.
     """
 
     model: str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -97,7 +97,7 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes it is for."""
+        """Names of the model classes that the plan applies to."""
         return (self.model,) if isinstance(self.model, str) else self.model
 
     def rules_of(self, model: nn.Module) -> dict[str, ModuleRule]:
@@ -146,7 +146,7 @@ def read_plan(path: Path) -> ShardingPlan:
     """Read a plan file.
 
     Raises:
-        SliceError: it cannot be read, is no plan, or has a style that is not known.
+        SliceError: the file is unreadable or malformed, or has an unknown style or invalid parts.
     """
     try:
         plan = msgspec.toml.decode(path.read_bytes(), type=ShardingPlan)
@@ -164,7 +164,7 @@ def read_plan(path: Path) -> ShardingPlan:
         if rule.style and rule.style not in PLAN_STYLES:
             raise SliceError(
                 f"--sharding-plan {path}: {pattern!r} has style {rule.style!r}; styles are "
-                + ", ".join(f"{style} ({what})" for style, what in PLAN_STYLES.items()),
+                + ", ".join(f"{style} ({meaning})" for style, meaning in PLAN_STYLES.items()),
                 code="plan-unknown-style",
             )
         if not rule.proportions or min(rule.proportions) < 1:
@@ -189,26 +189,28 @@ def shipped_plan(model: nn.Module) -> ShardingPlan | None:
 
 
 def rules_for(model: nn.Module, plan: ShardingPlan | None) -> dict[str, ModuleRule]:
-    """Return module name -> rule by a plan, or by the one that comes with onerank; {} by neither.
+    """Return module name -> rule from a plan or the plan shipped for the model; {} without both.
+
+    A plan that slices nothing adds its rules to the shipped plan's.
 
     Raises:
-        SliceError: as for `SlicingPlan.rules_of`.
+        SliceError: as for `ShardingPlan.rules_of`.
     """
-    given = plan.rules_of(model) if plan else {}
-    if any(rule.slices for rule in given.values()):
-        return given
+    plan_rules = plan.rules_of(model) if plan else {}
+    if any(rule.slices for rule in plan_rules.values()):
+        return plan_rules
     shipped = shipped_plan(model)
     rules = shipped.rules_of(model) if shipped else {}
-    for name, rule in given.items():  # what is beside the layers of the model's own plan
-        own = rules.get(name, ModuleRule())
+    for name, rule in plan_rules.items():  # the plan only adds adapters and modules to keep whole
+        shipped_rule = rules.get(name, ModuleRule())
         rules[name] = msgspec.structs.replace(
-            own, adapter=rule.adapter, style=rule.style or own.style
+            shipped_rule, adapter=rule.adapter, style=rule.style or shipped_rule.style
         )
     return rules
 
 
 def without_plan(model: nn.Module) -> str:
-    """Say that nobody knows what to slice of `model`, and how to tell."""
+    """Return the error message for a model without a plan, with a skeleton plan to fill in."""
     kind = type(model).__name__
     return (
         f"{kind} has no tensor-parallel plan, neither transformers' nor onerank's, so what to "
@@ -219,7 +221,7 @@ def without_plan(model: nn.Module) -> str:
 
 
 def whole_plan(model: nn.Module, names: Iterable[str]) -> str:
-    """Return a plan that keeps modules whole beside the model's own plan, as text."""
+    """Return, as text, a plan that keeps modules whole and adds to the model's own plan."""
     patterns = dict.fromkeys(_pattern(name) for name in names)
     lines = [f'{pattern} = {{ style = "{KEPT_WHOLE[0]}" }}' for pattern in patterns]
     return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *lines])

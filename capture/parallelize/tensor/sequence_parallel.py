@@ -21,10 +21,10 @@ from onerank.ir.errors import SliceError
 
 
 class SequencePlaceholder(Tensor):
-    """Place holder of [batch, sequence, features] for a shard of the sequence; without memory.
+    """Placeholder without memory for the whole [batch, sequence, features] of a shard.
 
-    It tells its shape, which models take masks from. Anything else that is computed of it is an
-    error.
+    It supports reading its shape, from which models derive masks. Any computation on it raises
+    `SliceError`.
     """
 
     shard: Tensor
@@ -33,12 +33,12 @@ class SequencePlaceholder(Tensor):
 
     @classmethod
     def of(cls, shard: Tensor, group: dist.ProcessGroup) -> Self:
-        """Return the place holder of a shard [batch, sequence / size, features]."""
+        """Return the placeholder of a shard [batch, sequence / size, features]."""
         batch, part, features = shard.shape
         whole = shard.new_empty(()).expand(batch, part * group.size(), features)
-        held = whole.as_subclass(cls)
-        held.shard, held.group = shard, group
-        return held
+        placeholder = whole.as_subclass(cls)
+        placeholder.shard, placeholder.group = shard, group
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -48,11 +48,11 @@ class SequencePlaceholder(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what is known of the whole."""
-        if func not in _TELLING:
+        """Run a function that reads only metadata; refuse every other one."""
+        if func not in _METADATA_FUNCTIONS:
             raise SliceError(
                 f"--sp: {cls.what.format(getattr(func, '__name__', func))}, of which this rank has "
-                "a shard of the sequence; how that goes with a shard is not known: leave --sp out",
+                "only a shard of the sequence\n  leave --sp out",
                 code="sp-unsupported-module",
             )
         with _DISABLED():
@@ -61,7 +61,7 @@ class SequencePlaceholder(Tensor):
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
-_TELLING: tuple[Any, ...] = (
+_METADATA_FUNCTIONS: tuple[Any, ...] = (
     *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.dtype.__get__),  # pyright: ignore
     *(Tensor.size, Tensor.dim, Tensor.requires_grad.__get__),  # pyright: ignore
 )
@@ -70,73 +70,73 @@ _TELLING: tuple[Any, ...] = (
 class GatherSequence(torch.autograd.Function):
     """All-gather of [batch, sequence / size, hidden] forward; reduce-scatter backward.
 
-    Of [tokens / size, hidden], a list of tokens in whatever order, likewise.
+    Accepts a list of tokens in any order too: [tokens / size, hidden].
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return _all_gather_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grads[0], ctx.group), None
+        return _reduce_scatter_sequence(grads[0], ctx.group), None
 
 
 class ScatterSumToSequence(torch.autograd.Function):
     """Reduce-scatter of [batch, sequence, hidden] forward; all-gather backward.
 
-    Where `made_up` is given it takes the place of the result.
+    With `substitute`, its return value replaces the result.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, made_up: Callable[[Tensor], Tensor] | None
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, substitute: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         ctx.group = group
-        shard = _scattered(x, group)
-        return shard if made_up is None else made_up(shard).view_as(shard)
+        shard = _reduce_scatter_sequence(x, group)
+        return shard if substitute is None else substitute(shard).view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grads[0], ctx.group), None, None
+        return _all_gather_sequence(grads[0], ctx.group), None, None
 
 
 class SplitToSequence(torch.autograd.Function):
-    """The own part of [batch, sequence, hidden] forward; all-gather backward."""
+    """This rank's part of [batch, sequence, hidden] forward; all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        length = _share(x, group)
+        length = _shard_length(x, group)
         return x.narrow(1, group.rank() * length, length).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
+        return _all_gather_sequence(grads[0], ctx.group), None
 
 
-class _Input:
-    """The whole input of one block, which its layers' backward gathers once for all of them."""
+class _BackwardInput:
+    """The whole input of one block, gathered once in the backward for all of its layers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.users = 0
         self.whole: Tensor | None = None
 
-    def again(self, shard: Tensor) -> Tensor:
-        """Return the input gathered again; the last of the layers to ask lets go of it."""
-        whole = _gathered(shard, self.group) if self.whole is None else self.whole
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return the whole input, gathered on the first call and freed after the last layer's."""
+        whole = _all_gather_sequence(shard, self.group) if self.whole is None else self.whole
         self.users -= 1
         self.whole = whole if self.users > 0 else None
         return whole
 
 
 class _LinearOnSequence(torch.autograd.Function):
-    """Linear layer on a gathered input of which only the shard is kept for the backward.
+    """Linear layer on a gathered input that saves only the shard for the backward.
 
-    Its arguments: whole input [batch, sequence, in], the own shard of it, weight [out, in], bias or
-    None, and the `_Input` shared by the layers of the block.
+    Arguments: whole input [batch, sequence, in], this rank's shard of it, weight [out, in], bias or
+    None, and the `_BackwardInput` shared by the layers of the block.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ class _LinearOnSequence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight = ctx.saved_tensors
         grad = grads[0]
-        whole = ctx.source.again(shard)
+        whole = ctx.source.gather(shard)
         for_input = grad.matmul(weight)
         grad = grad.reshape(-1, grad.shape[-1])
         for_weight = grad.t().matmul(whole.reshape(-1, whole.shape[-1]))
@@ -168,11 +168,11 @@ class SequenceInput:
         self.whole: Tensor = GatherSequence.apply(shard, group)  # pyright: ignore
         self._version = self.whole._version
         self._shard = shard
-        self._source = _Input(group)
+        self._source = _BackwardInput(group)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply a linear layer; any other input than this one is kept whole, as usual."""
-        if not self.holds(x):
+        """Apply a linear layer; an input other than this one is saved whole, as in torch."""
+        if not self.matches(x):
             return torch.nn.functional.linear(x, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -181,22 +181,22 @@ class SequenceInput:
         )  # pyright: ignore
         return result.view(*x.shape[:-1], -1)
 
-    def holds(self, x: Tensor) -> bool:
+    def matches(self, x: Tensor) -> bool:
         """Whether `x` has the values of the gathered input, in their order."""
         features, size = x.shape[-1], x.numel()
-        alike = (features, size) == (self.whole.shape[-1], self.whole.numel())
-        seen = x is self.whole or (x._base is self.whole and x.is_contiguous() and alike)
-        return seen and self.whole._version == self._version  # nothing was changed in place
+        same_size = (features, size) == (self.whole.shape[-1], self.whole.numel())
+        is_view = x is self.whole or (x._base is self.whole and x.is_contiguous() and same_size)
+        return is_view and self.whole._version == self._version  # not modified in place
 
 
-class OwnInput:
-    """The input of one column-parallel layer that stands alone, gathered as it runs."""
+class LayerInput:
+    """Gathers the input of a column-parallel layer outside every block boundary, at each call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def __deepcopy__(self, _: Any) -> "OwnInput":
-        return self  # as functions are, when a model with its hooks is copied
+    def __deepcopy__(self, _: Any) -> "LayerInput":
+        return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the layer to a shard: [batch, sequence / size, in] -> [batch, sequence, out]."""
@@ -205,23 +205,25 @@ class OwnInput:
 
 
 def scatter_sum_to_sequence(
-    x: Tensor, group: dist.ProcessGroup, made_up: Callable[[Tensor], Tensor] | None = None
+    x: Tensor, group: dist.ProcessGroup, substitute: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Leave a block with partial sums [batch, sequence, hidden]; return the own shard.
+    """Sum partial results [batch, sequence, hidden] over the group; return this rank's shard.
 
-    With `made_up` the result is what that makes up for it: absent peers add no parts.
+    With `substitute`, its return value replaces the shard, to which absent peers add nothing.
     """
-    if made_up is None:
+    if substitute is None:
         result: Any = ScatterSumToSequence.apply(x, group, None)
         return result
     shards: list[Tensor] = []
 
-    def instead(shard: Tensor) -> Tensor:
+    def record_and_substitute(shard: Tensor) -> Tensor:
         shards.append(shard)
-        return made_up(shard)
+        return substitute(shard)
 
-    result = ScatterSumToSequence.apply(x, group, instead)
-    result.stands_for = shards[0]  # stays in memory just as long as the result
+    result = ScatterSumToSequence.apply(x, group, record_and_substitute)
+    # The substitute may be a view of weights. The real result would occupy memory of its own, so
+    # the received shard stays allocated exactly as long as the result.
+    result.partial_sum = shards[0]
     return result
 
 
@@ -232,14 +234,14 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Take the own shard of replicated hidden states [batch, sequence, hidden]."""
+    """Return this rank's shard of replicated hidden states [batch, sequence, hidden]."""
     result: Tensor = SplitToSequence.apply(x, group)  # pyright: ignore[reportAssignmentType]
     return result
 
 
-def _share(x: Tensor, group: dist.ProcessGroup) -> int:
+def _shard_length(x: Tensor, group: dist.ProcessGroup) -> int:
     size = group.size()
-    if x.dim() == 2:  # was gathered, so that it divides
+    if x.dim() == 2:  # gathered before, so the size divides it
         return x.shape[0] // size
     if x.dim() != 3:
         raise SliceError(
@@ -256,7 +258,7 @@ def _share(x: Tensor, group: dist.ProcessGroup) -> int:
     return x.shape[1] // size
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' [batch, part, hidden] along the sequence, or lists of tokens."""
     x = x.contiguous()
     if x.dim() == 2:
@@ -274,9 +276,9 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum [batch, sequence, hidden] over the ranks and return the own part of the sequence."""
-    part = _share(x, group)
+def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum [batch, sequence, hidden] over the ranks and return this rank's shard."""
+    part = _shard_length(x, group)
     if x.dim() == 2:
         tokens = x.new_empty((part, x.shape[1]))
         reduce_scatter(tokens, x.contiguous(), group=group)

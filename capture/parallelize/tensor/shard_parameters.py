@@ -13,7 +13,7 @@ from onerank.ir.errors import SliceError
 
 
 def fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
-    """Let every parameter hold the places of its elements among all of the model's, from 1 on."""
+    """Set every parameter element to its 1-based position in the whole model."""
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         values = torch.arange(count, dtype=torch.float64, device=parameter.device)
@@ -21,30 +21,33 @@ def fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
 
 
 def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, Tensor]:
-    """Return the whole model's parameter that a slice's stems from, and the places in it.
+    """Return a slice's source parameter in the whole model, and its elements' positions there.
 
-    Places are -1 where the slice was padded.
+    Positions are -1 where the slice was padded.
+
+    Raises:
+        SliceError: slicing changed values, or the slice mixes several parameters.
     """
     rounded = places.round()
     if not torch.equal(rounded, places):
         raise SliceError(
-            f"{name}: slicing changed values and did not only move them, so that the slice cannot "
-            "be held against the whole model",
+            f"{name}: slicing changed values instead of only moving them, so the slice cannot be "
+            "compared with the whole model",
             code="slice-changes-values",
         )
     first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
     origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
-    own = torch.where(rounded > 0, rounded - starts[origin], -1).long()
-    if bool((own < -1).any()):
+    positions = torch.where(rounded > 0, rounded - starts[origin], -1).long()
+    if bool((positions < -1).any()):
         raise SliceError(
-            f"{name}: its slice holds elements of several parameters of the whole model, so that "
-            "it cannot be held against it",
+            f"{name}: its slice contains elements of several parameters of the whole model, so it "
+            "cannot be compared with that model",
             code="slice-mixes-parameters",
         )
-    return origin, own
+    return origin, positions
 
 
-_OWN_HEADS = "_onerank_own_heads"
+_LOCAL_HEADS = "_onerank_own_heads"
 
 
 def cut_module(
@@ -56,10 +59,15 @@ def cut_module(
     cut: set[int],
     blocks: Sequence[int] = (),
 ) -> None:
-    """Cut a linear layer's or an embedding's parameters along their output, or input, features.
+    """Slice a linear layer's or an embedding's parameters in place.
 
-    Each of the fused `blocks` is cut by itself. The input features have no bias. An embedding's
-    output features are its entries. Parameters in `cut` are cut already; tied weights are cut once.
+    Args:
+        module: the layer. An embedding's entries count as its output features.
+        name: its qualified name.
+        group: the tensor-parallel group.
+        output: whether to slice along output features, else input features; the bias then stays.
+        cut: ids of the parameters sliced already, so that tied weights are sliced once; updated.
+        blocks: output features of each fused part, sliced separately; () for a single part.
     """
     for key, parameter in module.named_parameters(recurse=False):
         if id(parameter) in cut or (key == "bias" and not output):
@@ -91,13 +99,13 @@ def cut_blocks(
             )
     with torch.no_grad():
         whole = parameter.data.split(list(parts), dim=dim)
-        mine = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
-        parameter.data = torch.cat(mine, dim=dim).contiguous()
+        parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
         parameter.grad = None
 
 
 def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
-    """Cut a module's own parameters, whose first dimension are heads."""
+    """Cut a module's heads parameters, whose first dimension are heads."""
     for key, parameter in module.named_parameters(recurse=False):
         cut_parameter(parameter, f"{name}.{key}", group, "heads")
 
@@ -142,52 +150,53 @@ def divide_attributes(
 
 
 def slice_head_bias(
-    module: nn.Module, name: str, arguments: Collection[str], own: int, group: dist.ProcessGroup
+    module: nn.Module, name: str, arguments: Collection[str], heads: int, group: dist.ProcessGroup
 ) -> None:
-    """Give a module, of the named arguments, what biases the scores of its own heads.
-
-    All layers of a model take the same tensor: it is sliced once for all of them.
+    """Pass an attention module only this rank's heads of its attention-score biases.
 
     Args:
-        module: the attention, or what calls it.
+        module: the attention module, or the one that calls it.
         name: its qualified name.
-        arguments: names of keyword arguments [heads, ...] or [batch x heads, ...], or, of four
-            dimensions, [batch, heads or 1, ...].
-        own: heads that this rank has.
+        arguments: names of keyword arguments with shape [heads, ...], [batch x heads, ...] or, in
+            four dimensions, [batch, heads or 1, ...].
+        heads: number of heads on this rank.
         group: the tensor-parallel group.
     """
     size, rank = group.size(), group.rank()
 
-    def of_own_heads(bias: Tensor, argument: str) -> Tensor:
-        if (known := getattr(bias, _OWN_HEADS, None)) is not None:
-            return known
+    def local_heads(bias: Tensor, argument: str) -> Tensor:
+        if (cached := getattr(bias, _LOCAL_HEADS, None)) is not None:
+            return cached
         four = bias.dim() == 4
         if four and bias.shape[1] == 1:
-            return bias  # alike for all heads
+            return bias  # one bias for all heads
         rows = bias.shape[1] if four else bias.shape[0]
-        if rows % (size * own) or (four and rows > size * own):
+        if rows % (size * heads) or (four and rows > size * heads):
             raise SliceError(
                 f"{name} is given {argument} of shape {list(bias.shape)}, whose {rows} rows are "
-                f"not those of {size} x {own} heads, or of several sequences of them",
+                f"not those of {size} x {heads} heads, or of several sequences of them",
                 code="plan-head-bias-shape",
             )
         if four:
-            mine = bias.narrow(1, rank * own, own)
+            local_bias = bias.narrow(1, rank * heads, heads)
         else:
-            mine = bias.view(-1, size, own, *bias.shape[1:])[:, rank].reshape(-1, *bias.shape[1:])
+            local_bias = bias.view(-1, size, heads, *bias.shape[1:])[:, rank].reshape(
+                -1, *bias.shape[1:]
+            )
+        # All layers receive the same tensor, so its slice is cached on it.
         if not torch.compiler.is_compiling():
-            setattr(bias, _OWN_HEADS, mine)
-        return mine
+            setattr(bias, _LOCAL_HEADS, local_bias)
+        return local_bias
 
     def slice_arguments(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        found = {key: kwargs[key] for key in arguments if isinstance(kwargs.get(key), Tensor)}
-        return args, kwargs | {key: of_own_heads(bias, key) for key, bias in found.items()}
+        biases = {key: kwargs[key] for key in arguments if isinstance(kwargs.get(key), Tensor)}
+        return args, kwargs | {key: local_heads(bias, key) for key, bias in biases.items()}
 
     module.register_forward_pre_hook(slice_arguments, with_kwargs=True)
 
 
 def keep_heads(attention: Any, size: int) -> None:
-    """Tell an attention module, which finds q, k and v by these counts, how many it has left."""
+    """Divide the head counts by which an attention module splits q, k and v."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= size
     attention.config.num_key_value_heads //= size

@@ -220,7 +220,7 @@ class _Slicing:
         model, group = self._model, self._group
         proportions = self._rules.get(name, ModuleRule()).proportions
         layout = self._layout
-        boundary = layout.own_inputs.get(name) or layout.boundaries.get(parent_of(name))
+        boundary = layout.layer_inputs.get(name) or layout.boundaries.get(parent_of(name))
         adapted = layout.adapted.get(name)
         linear = module if adapted is None else adapted.base
         fused = blocks_of(model, linear, name, style, proportions)

@@ -27,18 +27,20 @@ from onerank.ir.errors import SliceError
 
 IGNORED_LABEL = -100
 
-# of a backward under way, whether another may follow; it has no public name
+# Whether the running backward retains its graph, so that a second one may follow. torch offers no
+# public name for it.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 
 
-class _ReduceAlone(torch.autograd.Function):
-    """All-reduce whose result is made up; identity backward, as with `ReduceFromGroup`."""
+class _ReduceWithAbsentPeers(torch.autograd.Function):
+    """All-reduce that returns substitute values; identity backward, like `ReduceFromGroup`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made_up: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, substitute: Tensor, group: dist.ProcessGroup) -> Tensor:
         dist.all_reduce(x, group=group)
-        # torch.compile fuses a copy, and does not follow views of weights through a function
-        return made_up.clone() if torch.compiler.is_compiling() else made_up.view_as(x)
+        # torch.compile does not trace views of weights through an autograd function, but it fuses
+        # a copy.
+        return substitute.clone() if torch.compiler.is_compiling() else substitute.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -46,9 +48,11 @@ class _ReduceAlone(torch.autograd.Function):
 
 
 class RandomFill:
-    """Hidden states at random, like those that peers would have added their parts to.
+    """Substitute for the hidden states that an all-reduce with present peers would return.
 
-    Rows of the embedding's weights where they suffice: they cost no memory and no kernel.
+    Args:
+        embedding: the embedding whose sum is substituted.
+        seed: seed of the random values.
     """
 
     def __init__(self, embedding: nn.Embedding, seed: int) -> None:
@@ -57,13 +61,15 @@ class RandomFill:
         self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, like: Tensor) -> Tensor:
-        """Return values of the shape, dtype and spread of `like`, which is not changed."""
+        """Return values with the shape and dtype of `like`, which stays unchanged."""
         weights, size = self._embedding.weight.data, like.numel()
+        # Rows of the embedding cost no memory and no kernel, so they come first.
         if weights.numel() >= size and weights.dtype == like.dtype and weights.is_contiguous():
             return weights.view(-1)[:size].view(like.shape)
         key = (like.dtype, like.device)
         if key not in self._drawn or self._drawn[key].numel() < size:
-            # drawn during warm-up, or when a batch is larger than any before: else no kernel
+            # Only the first call and a batch larger than all before launch kernels, so measured
+            # steps after the warm-up have none.
             generator = torch.Generator(like.device).manual_seed(self._seed)
             values = torch.empty(size, dtype=like.dtype, device=like.device)
             self._drawn[key] = values.normal_(generator=generator).mul_(like.std())
@@ -73,18 +79,23 @@ class RandomFill:
 def parallel_embedding(
     embedding: nn.Embedding, group: dist.ProcessGroup, *, peers_absent: bool, reduce: bool = True
 ) -> None:
-    """Shard an embedding's rows, which are cut already: ids [...] -> [..., hidden].
+    """Make an embedding with sliced rows vocabulary-parallel: ids [...] -> [..., hidden].
 
-    The embedding's own forward looks the rows up: some scale them. Without `reduce` the result
-    is this rank's part of the sum.
+    Args:
+        embedding: the embedding; its weight already has this rank's rows only.
+        group: the tensor-parallel group.
+        peers_absent: whether the group's other ranks do not run, so that the all-reduce returns
+            substitute values.
+        reduce: whether the result is summed over the group, else it is this rank's part.
     """
+    # The class's forward, since some embeddings scale the rows they look up.
     look_up = type(embedding).forward
     rows = embedding.weight.shape[0]
     start = group.rank() * rows
     if embedding.padding_idx is not None:
-        own = start <= embedding.padding_idx < start + rows
-        embedding.padding_idx = embedding.padding_idx - start if own else None
-    made_up = RandomFill(embedding, group.rank())
+        is_local = start <= embedding.padding_idx < start + rows
+        embedding.padding_idx = embedding.padding_idx - start if is_local else None
+    fill = RandomFill(embedding, group.rank())
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002
         ids = input
@@ -92,29 +103,28 @@ def parallel_embedding(
         local = ids - start
         local[outside] = 0
         embedded = look_up(self, local)
-        whole = (
-            made_up(embedded.detach()) if peers_absent and reduce and not embedded.is_meta else None
+        substitute = (
+            fill(embedded.detach()) if peers_absent and reduce and not embedded.is_meta else None
         )
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
         if not reduce:
             return embedded
-        if whole is None:
+        if substitute is None:
             return reduce_from_group(embedded, group)
-        result: Any = _ReduceAlone.apply(embedded, whole, group)
-        result.stands_for = embedded.detach()  # stays in memory just as long as the result
+        result: Any = _ReduceWithAbsentPeers.apply(embedded, substitute, group)
+        # The substitute is a view of weights. The real result would occupy memory of its own, so
+        # the partial sum stays allocated exactly as long as the result.
+        result.partial_sum = embedded.detach()
         return result
 
     replace_forward(embedding, forward)
 
 
 class VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each token from logits sharded over the vocabulary.
+    """Cross-entropy per token from logits sharded over the vocabulary.
 
-    Logits [tokens, vocabulary / size] in fp32 (overwritten), labels [tokens]; losses [tokens].
-
-    Alone, the sum of exponentials lacks the peers' parts, so the softmax comes out `size` times
-    too large. Its one-hot part is scaled alike, and the gradient is `size` times the true one:
-    unscaled, the logits would drift and the softmax turn to zeros.
+    Takes logits [tokens, vocabulary / size] in fp32, which it overwrites, and labels [tokens].
+    Returns losses [tokens].
     """
 
     @staticmethod
@@ -138,6 +148,9 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
         losses = torch.log(total) - predicted
         softmax = exponentials.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, outside, local)
+        # Without peers the sum of exponentials lacks their parts, so the softmax is about `size`
+        # times too large. Scaling the one-hot part by `size` too makes the gradient `size` times
+        # the true one; unscaled, the logits would drift until the softmax is all zeros.
         ctx.scale = float(group.size() if peers_absent else 1)
         return losses
 
@@ -160,30 +173,39 @@ def parallel_head(
     peers_absent: bool,
     boundary: BlockBoundary | None = None,
 ) -> None:
-    """Leave the logits of a head, whose rows are cut already, sharded up to the loss.
+    """Keep the logits sharded from the head to the loss of a causal language model.
 
-    A script that reads the logits gets them gathered, and so does any other loss than that of a
-    causal language model. Only a tuple with a loss (`return_dict=False`) keeps the shard.
-    `boundary` stands before the head if it is not to have one of its own.
+    A script that reads the logits gets them gathered; so does every other loss function. Only a
+    tuple with a loss (`return_dict=False`) contains the shard.
+
+    Args:
+        model: the model.
+        head: its head, whose weight already has this rank's rows only.
+        group: the tensor-parallel group.
+        peers_absent: whether the group's other ranks do not run.
+        boundary: the block boundary that precedes the head; None if the head copies its input.
+
+    Raises:
+        SliceError: in a forward, if the model computes its loss without its loss function.
     """
     if model.loss_function is not ForCausalLMLoss:
         head_linear(head, group, gathers=lambda: True, boundary=boundary)
         return
-    running = lossy = False
+    running = has_loss = False
 
     def gather(logits: Tensor) -> Tensor:
         return gather_from_group(logits, group)
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal lossy
+        nonlocal has_loss
         if not running:  # the head gathered: this call began before the model was sliced
             return ForCausalLMLoss(*args, **kwargs)
-        lossy = True
+        has_loss = True
         return causal_loss(group, peers_absent, *args, **kwargs)
 
     def before(*_: Any) -> None:
-        nonlocal running, lossy
-        running, lossy = True, False
+        nonlocal running, has_loss
+        running, has_loss = True, False
 
     def after(module: PreTrainedModel, _: Any, output: Any) -> None:
         nonlocal running
@@ -193,13 +215,14 @@ def parallel_head(
         logits = getattr(output, "logits", None)
         if module.loss_function is not loss_function or not isinstance(logits, Tensor):
             return
-        if not lossy and getattr(output, "loss", None) is not None:
+        if not has_loss and getattr(output, "loss", None) is not None:
             raise SliceError(
-                f"{type(module).__name__} computes its loss from the logits by itself, and "
-                "--tp-style megatron keeps those sharded: use --tp-style hf",
+                f"{type(module).__name__} computes its loss from the logits without its "
+                "loss_function, but --tp-style megatron keeps the logits sharded\n"
+                "  use --tp-style hf",
                 code="tp-loss-from-logits",
             )
-        if not lossy or not torch.is_grad_enabled():
+        if not has_loss or not torch.is_grad_enabled():
             output.logits = gather(logits)
         else:
             change_when_read(output, gather)
@@ -211,7 +234,7 @@ def parallel_head(
         head,
         group,
         boundary=boundary,
-        # a script may call the head by itself, or bring a loss of its own later
+        # A script may call the head outside the model, or set another loss function later.
         gathers=lambda: not running or model.loss_function is not loss_function,
     )
 
@@ -223,7 +246,7 @@ def head_linear(
     gathers: Callable[[], bool],
     boundary: BlockBoundary | None,
 ) -> None:
-    """Shard a head's output features: its input is copied, unless a boundary stands before it."""
+    """Make a head column-parallel; without a boundary before it, the head copies its input."""
     multiply = nn.functional.linear if boundary is None else boundary.linear
     column_linear(head, group, copy=boundary is None, gathers=gathers, linear=multiply)
 
@@ -240,9 +263,9 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Loss of a causal language model from sharded logits.
+    """Return the loss of a causal language model from sharded logits.
 
-    It takes what transformers' `ForCausalLMLoss` takes and shifts labels the same way.
+    Takes the arguments of transformers' `ForCausalLMLoss` and shifts labels the same way.
     """
     if shift_labels is None:
         labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
@@ -259,16 +282,16 @@ def causal_loss(
 
 
 def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
-    """Refuse a training forward of the model that does not call its sliced head.
+    """Make a training forward that does not call the sliced head raise an error.
 
-    The logits of whoever multiplies with its weight, a shard, are a shard too, and nothing is
-    communicated.
+    Such a forward multiplies by the head's weight directly. The weight is a shard, so the logits
+    are a shard too, and no collective combines them.
     """
     called = False
     weight = head.get_parameter("weight")
-    whole = [
-        one
-        for one, module in model.named_modules()
+    tied = [
+        tied_name
+        for tied_name, module in model.named_modules()
         if any(parameter is weight for parameter in module.parameters(recurse=False))
     ]
 
@@ -283,14 +306,13 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
     def after(*_: Any) -> None:
         if called or not torch.is_grad_enabled():
             return
-        if model.get_submodule(name) is head:  # a stage may have another in its place
+        if model.get_submodule(name) is head:  # a pipeline stage may have replaced it
             raise SliceError(
-                f"--tp: {type(model).__name__} did not call {name} in its forward, which must "
-                "then read its weight (a fused loss, as TRL's trainers and Liger have): of a "
-                "slice that is a shard, for which nobody communicates. Call the head, or keep it "
-                "whole by a plan file (--sharding-plan FILE), which goes beside the model's own "
-                "plan:\n\n"
-                f"{whole_plan(model, whole)}",
+                f"--tp: the forward of {type(model).__name__} did not call {name}; it probably "
+                "multiplies by its weight (fused loss of TRL or Liger), which is a shard\n"
+                "  call the head, or keep it whole with --sharding-plan FILE, which adds to the "
+                "model's plan:\n\n"
+                f"{whole_plan(model, tied)}",
                 code="head-weight-read",
             )
 
@@ -300,7 +322,7 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
 
 
 def computes_loss_in_forward(model: PreTrainedModel) -> bool:
-    """Whether a model's forward calls cross_entropy, and not the loss function of its class."""
+    """Whether a model's forward calls cross_entropy instead of its `loss_function`."""
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     names: set[str] = set(code.co_names) if code else set()
     return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
@@ -318,9 +340,9 @@ def _refuse_cross_entropy(
     """
     raise SliceError(
         f"{model} calls cross_entropy with {', '.join(changed) or 'classes'} on input "
-        f"{tuple(logits.shape)} and target {tuple(target.shape)}; sharded over the vocabulary "
-        "only a mean over [tokens, vocabulary] and [tokens] is supported\n"
-        "  plan the head as colwise_gather_output",
+        f"{tuple(logits.shape)} and target {tuple(target.shape)}; sharded logits support only the "
+        "mean loss of input [tokens, vocabulary] and target [tokens]\n"
+        '  give the head style = "colwise_gather_output" in a plan file (--sharding-plan)',
         code="tp-cross-entropy-arguments",
     )
 
@@ -333,33 +355,34 @@ def cross_entropy_head(
     peers_absent: bool,
     boundary: BlockBoundary | None = None,
 ) -> None:
-    """Leave the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
+    """Keep the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
 
-    A forward that computes no such loss returns its logits gathered; one that does returns them
-    as a shard, or in transformers' outputs gathered as they are read. A head called outside the
-    forward gathers. While the logits are sharded, the configuration counts the vocabulary of the
-    shard (Whisper shapes them by it), and a bias of all logits is that of the shard (BART).
+    A forward without such a loss returns gathered logits. A forward with one returns the shard; a
+    transformers output gathers it when read. A head called outside the forward gathers.
 
-    torch.compile traces all of it: `nn.functional.cross_entropy` is read where a model calls it,
-    after `before` changed it. Of the class CrossEntropyLoss it makes a call of torch's own function
-    instead (`UserDefinedClassVariable`, by identity), so that the class has a substitute too.
+    Args:
+        model: the model.
+        head: its head, whose weight already has this rank's rows only.
+        group: the tensor-parallel group.
+        peers_absent: whether the group's other ranks do not run.
+        boundary: the block boundary that precedes the head; None if the head copies its input.
     """
     _call_by_attribute(type(model).forward)
     width = head.get_parameter("weight").shape[0]
     running: Any = None
-    lossy = False
+    has_loss = False
     sharded: list[Tensor] = []
-    makers = _loss_makers(model)
-    swaps = _Swaps()
+    loss_classes = _loss_class_attributes(model)
+    patches = _AttributePatches()
 
     def gather(logits: Tensor) -> Tensor:
         return gather_from_group(logits, group)
 
     def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-        nonlocal lossy
+        nonlocal has_loss
         if not sharded or input.shape[-1] != width:
-            return _WHOLE_LOSS(input, target, *args, **kwargs)
-        lossy = True
+            return _TORCH_CROSS_ENTROPY(input, target, *args, **kwargs)
+        has_loss = True
         options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         ignored = options.pop("ignore_index", IGNORED_LABEL)
         changed = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
@@ -370,68 +393,71 @@ def cross_entropy_head(
         )
 
     def before(module: nn.Module, _: Any) -> None:
-        nonlocal running, lossy
-        running, lossy = module, False
-        swaps.put(nn.functional, "cross_entropy", cross_entropy)
+        nonlocal running, has_loss
+        running, has_loss = module, False
+        # torch.compile reads `nn.functional.cross_entropy` at the call, so it traces this patch.
+        # It replaces the class CrossEntropyLoss, recognized by identity
+        # (`UserDefinedClassVariable`), by torch's function, so the class needs a patch as well.
+        patches.set(nn.functional, "cross_entropy", cross_entropy)
         if torch.compiler.is_compiling():
-            for owner, name in makers:
-                swaps.put(owner, name, _cross_entropy_loss)
+            for owner, name in loss_classes:
+                patches.set(owner, name, _cross_entropy_loss)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal running
-        swaps.undo()
+        patches.undo()
         running = None
-        logits, lost = list(sharded), lossy
+        logits = list(sharded)
         sharded.clear()
         if isinstance(output, ModelOutput) and logits:
-            if lost and torch.is_grad_enabled():
+            if has_loss and torch.is_grad_enabled():
                 change_when_read(output, gather)
-            elif output["logits"].shape[-1] == width:  # perhaps biased, or scaled, behind the head
+            elif output["logits"].shape[-1] == width:  # the model may bias or scale them
                 output["logits"] = gather(output["logits"])
             return output
-        return output if lost or not logits else _replaced(output, logits, group)
+        return output if has_loss or not logits else _gather_logits(output, logits, group)
 
-    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+    def record_logits(_: nn.Module, __: Any, output: Tensor) -> None:
         if running is not None:
             if not sharded:
-                _count_shard(running, group, width, swaps)
+                _set_shard_vocabulary(running, group, width, patches)
             sharded.append(output)
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
-    head.register_forward_hook(keep)
+    head.register_forward_hook(record_logits)
     head_linear(head, group, gathers=lambda: running is None, boundary=boundary)
 
 
-class _Swaps:
-    """Attributes that have another value for a while; torch.compile traces it."""
+class _AttributePatches:
+    """Temporary attribute values, set and undone in a way that torch.compile can trace."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Give an attribute another value."""
-        self._before.append((owner, name, getattr(owner, name)))
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute's value until `undo`."""
+        self._originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Give each its own back."""
-        for owner, name, value in reversed(self._before):
+        """Restore all original values, the last replaced first."""
+        for owner, name, value in reversed(self._originals):
             setattr(owner, name, value)
-        self._before.clear()
+        self._originals.clear()
 
 
 def _call_by_attribute(forward: Any) -> None:
-    """Let a forward look cross_entropy up in its module; a name of its own may stand for it."""
+    """Redirect `cross_entropy` imported by name to `nn.functional`, where a patch takes effect."""
     names: dict[str, Any] = inspect.unwrap(forward).__globals__
-    names |= {key: _cross_entropy for key, value in names.items() if value is _WHOLE_LOSS}
+    names |= {key: _cross_entropy for key, value in names.items() if value is _TORCH_CROSS_ENTROPY}
 
 
-def _loss_makers(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return where a model's forward finds the class CrossEntropyLoss: modules and names."""
-    home: Any = sys.modules.get(inspect.unwrap(type(model).forward).__module__)
-    names = [name for name, value in vars(home).items() if value is nn.CrossEntropyLoss]
-    return [(nn, "CrossEntropyLoss"), *((home, name) for name in names)]
+def _loss_class_attributes(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return the modules and names from which a model's forward may read CrossEntropyLoss."""
+    module: Any = sys.modules.get(inspect.unwrap(type(model).forward).__module__)
+    names = [name for name, value in vars(module).items() if value is nn.CrossEntropyLoss]
+    return [(nn, "CrossEntropyLoss"), *((module, name) for name in names)]
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
@@ -439,25 +465,29 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _cross_entropy_loss(*args: Any, **kwargs: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Stand for the class CrossEntropyLoss, of which torch.compile makes calls of its own."""
+    """Replace the class CrossEntropyLoss, whose calls torch.compile rewrites by identity."""
     return lambda input, target: nn.functional.cross_entropy(input, target, *args, **kwargs)  # noqa: A006
 
 
-def _count_shard(model: Any, group: dist.ProcessGroup, width: int, swaps: _Swaps) -> None:
-    """Let what a model keeps for its whole vocabulary be a shard's."""
-    whole = width * group.size()
+def _set_shard_vocabulary(
+    model: Any, group: dist.ProcessGroup, width: int, patches: _AttributePatches
+) -> None:
+    """Reduce a model's vocabulary-sized buffers and configured vocabulary size to the shard's."""
+    vocabulary = width * group.size()
+    # BART adds a buffer to all logits as their bias.
     for name, buffer in list(model.named_buffers(recurse=False)):
-        if buffer.dim() > 0 and buffer.shape[-1] == whole:
-            swaps.put(model, name, buffer.narrow(-1, group.rank() * width, width))
+        if buffer.dim() > 0 and buffer.shape[-1] == vocabulary:
+            patches.set(model, name, buffer.narrow(-1, group.rank() * width, width))
+    # Whisper reshapes logits by the configured vocabulary size.
     config: Any = getattr(model, "config", None)
-    for key in _COUNTS:
-        if getattr(config, key, None) == whole:
-            swaps.put(config, key, width)
+    for key in _VOCABULARY_KEYS:
+        if getattr(config, key, None) == vocabulary:
+            patches.set(config, key, width)
 
 
-_WHOLE_LOSS = nn.functional.cross_entropy
+_TORCH_CROSS_ENTROPY = nn.functional.cross_entropy
 
-_COUNTS = ("vocab_size", "decoder_vocab_size")
+_VOCABULARY_KEYS = ("vocab_size", "decoder_vocab_size")
 
 _ARGUMENTS = (
     *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
@@ -472,15 +502,15 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
-def _replaced(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
-    """Gather the head's logits wherever an output holds them."""
+def _gather_logits(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
+    """Return an output with the head's logits gathered wherever they occur in it."""
     if isinstance(output, Tensor):
-        mine = any(output is logit for logit in logits)
-        return gather_from_group(output, group) if mine else output
+        is_shard = any(output is logit for logit in logits)
+        return gather_from_group(output, group) if is_shard else output
     if isinstance(output, dict):
-        changed = {key: _replaced(value, logits, group) for key, value in output.items()}
+        changed = {key: _gather_logits(value, logits, group) for key, value in output.items()}
         return type(output)(**changed)
     if isinstance(output, tuple | list):
-        parts = [_replaced(value, logits, group) for value in output]
+        parts = [_gather_logits(value, logits, group) for value in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     return output

@@ -14,7 +14,7 @@ from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay.scheduler import ReplayedRank, Schedule, schedule, untold_waits
+from onerank.ir.replay.scheduler import ReplayedRank, Schedule, schedule, unrecorded_waits
 from onerank.ir.replay.steady_state import steady_state_step
 
 I64 = npt.NDArray[np.int64]
@@ -97,7 +97,7 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     times = schedule(graph)
     busy = compute_mask(graph) | graph.communication
     both = _union(times, busy)
-    waited = untold_waits(graph)
+    waited = unrecorded_waits(graph)
     untold = replace(times, start_ns=times.start_ns - waited)
     begun_ns = int(times.start_ns.min())
     whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
@@ -278,5 +278,5 @@ def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
     if by_row and (row := steady_state_step(graph, duration)):
         return row.step_ns + row.residual_ns
-    times = ReplayedRank(graph).lasting(duration).schedule()
+    times = ReplayedRank(graph).with_gpu_durations(duration).schedule()
     return int(times.end_ns.max() - times.start_ns.min())

@@ -1,6 +1,7 @@
 """The `onerank` command: its subcommands, `show` and `diff`."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ from onerank import __version__
 from onerank.cli.commands.annotate import annotate, gpus
 from onerank.cli.commands.bench import bench
 from onerank.cli.commands.capture import capture
-from onerank.cli.commands.coarsen import GRAINS, coarsen, show_parts
+from onerank.cli.commands.coarsen import Granularity, coarsen, show_parts
 from onerank.cli.commands.convert import convert
 from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
 from onerank.cli.commands.export_simulators import astra_sim, goal, simai
@@ -18,7 +19,7 @@ from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
 from onerank.cli.common import TRACE, as_json, counting_files, print_json, reports_errors
-from onerank.cli.options import SectionedGroup
+from onerank.cli.options import SectionedGroup, option, with_options
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
@@ -84,29 +85,36 @@ def check(path: Path, as_json: bool) -> None:
     sys.exit(1 if findings else 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What `show` prints in place of the summary."""
+
+    text: bool = option("Print every node, one per line.", default=False)
+    granularity: Granularity | None = option("Print a table of these instead.", default=None)
+
+
 @onerank.command()
 @click.argument("trace", type=TRACE)
-@click.option("--text", is_flag=True, help="Print every node, one per line.")
-@click.option("--granularity", type=click.Choice(GRAINS), help="Print a table of these instead.")
+@with_options(ShowOptions)
 @as_json
 @reports_errors
-def show(trace: Path, text: bool, granularity: str | None, as_json: bool) -> None:
+def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
     from onerank.analysis.summary import summarise
     from onerank.cli.render.trace_tables import render_summary
 
-    if text and granularity:
+    if options.text and options.granularity:
         raise click.UsageError("give --text or --granularity, not both")
 
     graph = package.read(trace)
-    if text:
+    if options.text:
         from onerank.ir.text import to_text
 
         click.echo(to_text(graph), nl=False)
         return
-    if granularity:
-        show_parts(graph, granularity, title=str(trace), as_json=as_json)
+    if options.granularity:
+        show_parts(graph, options.granularity, title=str(trace), as_json=as_json)
         return
     summary = summarise(graph)
     if as_json:

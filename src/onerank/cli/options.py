@@ -1,22 +1,27 @@
 """Options declared once, as dataclass fields, and help that groups them under headings.
 
 The options of a command are the fields of a frozen dataclass. The field's name is the option's name
-(`tp_style` is `--tp-style`) and its type is the type in the Python API. Its metadata holds what the
-command line adds: help, heading, choices. `with_options` gives a command the options and passes
-them as one instance; `headings` groups them for help.
+(`tp_style` is `--tp-style`), its type is the type in Python, and a field without a default is a
+required option. Its metadata holds what the command line adds: help, heading, range. `with_options`
+gives a command the options and passes them as one instance, `headings` groups them for help, and
+`tools/reference.py` writes the reference page from them.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 SIZE = click.IntRange(1)
+
+Sections = Mapping[str, Sequence[str]]
+"""Heading -> names of options or commands, in the order in which help shows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class OptionSpec:
         help: one or two sentences.
         heading: the help section that the option stands in.
         names: spellings in place of `--field-name`, such as ("-o", "--output").
-        type: click's type; None for flags and plain texts.
+        type: click's type; None derives it from the field's type.
         settings: further keywords of `click.option`.
     """
 
@@ -38,11 +43,50 @@ class OptionSpec:
     settings: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredOption:
+    """One option of a command.
+
+    Attributes:
+        name: of the dataclass field.
+        annotation: type of the field.
+        default: value of the field; `dataclasses.MISSING` where the option is required.
+        spec: what the command line adds.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    spec: OptionSpec
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The option's names on the command line."""
+        return self.spec.names or (f"--{self.name.replace('_', '-')}",)
+
+    def click_keywords(self) -> dict[str, Any]:
+        """Return the keywords of `click.option`, as the field's type and default decide them."""
+        keywords: dict[str, Any] = {"help": self.spec.help, **self.spec.settings}
+        if self.annotation is bool:
+            # A field that is on by default is an option that switches it off: --no-prefetch.
+            return keywords | {
+                "is_flag": True,
+                "default": self.default,
+                "flag_value": not self.default,
+            }
+        keywords["type"] = self.spec.type or _click_type(self.annotation)
+        if self.default is dataclasses.MISSING:
+            keywords["required"] = True
+        elif not keywords.get("multiple"):
+            keywords["default"] = self.default
+        return keywords
+
+
 def option(
     help: str,  # noqa: A002
     *names: str,
-    heading: str,
-    default: Any = None,
+    heading: str = "Options",
+    default: Any = dataclasses.MISSING,
     type: Any = None,  # noqa: A002
     **settings: Any,
 ) -> Any:
@@ -52,71 +96,75 @@ def option(
         help: what the option decides.
         names: spellings in place of `--field-name`.
         heading: its section of the help.
-        default: value if the option is absent; False makes it a flag.
-        type: click's type.
+        default: value if the option is absent; without one it is required.
+        type: click's type, where the field's type does not say enough.
         settings: further keywords of `click.option`, such as metavar.
     """
     spec = OptionSpec(help, heading, names, type, settings)
     return dataclasses.field(default=default, metadata={"option": spec})
 
 
-def specs(kind: type) -> Iterator[tuple[str, Any, OptionSpec]]:
-    """Yield name, default and declaration of each option of a dataclass."""
-    for field in dataclasses.fields(kind):
-        if "option" in field.metadata:
-            yield field.name, field.default, field.metadata["option"]
+def declared_options(*kinds: type) -> Iterator[DeclaredOption]:
+    """Yield the options of dataclasses, those of a base class first."""
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            if "option" in field.metadata:
+                spec = field.metadata["option"]
+                yield DeclaredOption(field.name, field.type, field.default, spec)
 
 
-def with_options(kind: type, parameter: str) -> Callable[[Command], Command]:
+def _click_type(annotation: Any) -> Any:
+    """Return click's type for a field: of a Literal a choice, of a tuple the type of its items."""
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if get_origin(annotation) in (Union, UnionType) and len(arguments) == 1:
+        return _click_type(arguments[0])
+    if get_origin(annotation) is Literal:
+        return click.Choice(arguments)
+    if get_origin(annotation) is tuple:
+        return _click_type(arguments[0])
+    return annotation
+
+
+def with_options(kind: type, parameter: str = "options") -> Callable[[Command], Command]:
     """Return a decorator that gives a command the options of `kind`.
 
     Args:
         kind: a dataclass whose fields are `option`s.
         parameter: of the command, which gets them as one instance.
     """
-    names = [name for name, _, _ in specs(kind)]
+    options = list(declared_options(kind))
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def called(*args: Any, **values: Any) -> Any:
-            mine = {name: values.pop(name) for name in names}
-            return command(*args, **{parameter: kind(**mine)}, **values)
+            fields = {option.name: values.pop(option.name) for option in options}
+            return command(*args, **{parameter: kind(**fields)}, **values)
 
         decorated: Any = called
-        for name, default, spec in reversed(list(specs(kind))):
-            spellings = spec.names or (f"--{name.replace('_', '-')}",)
-            keywords: dict[str, Any] = {
-                "default": default,
-                "type": spec.type,
-                "help": spec.help,
-                **spec.settings,
-            }
-            if default is False:
-                keywords["is_flag"] = True
-            if keywords.get("multiple") or keywords.get("required"):
-                del keywords["default"]
-            decorated = click.option(*spellings, name, **keywords)(decorated)
+        for option in reversed(options):
+            add_option = click.option(*option.spellings, option.name, **option.click_keywords())
+            decorated = add_option(decorated)
         return decorated
 
     return decorate
 
 
-def headings(*kinds: type) -> dict[str, tuple[str, ...]]:
+def choices(kind: type, name: str) -> tuple[Any, ...]:
+    """Return the values that an option of `kind` takes, where its field's type is a Literal."""
+    (annotation,) = [option.annotation for option in declared_options(kind) if option.name == name]
+    return tuple(_click_type(annotation).choices)
+
+
+def headings(*kinds: type) -> Sections:
     """Return heading -> names of the options under it, in the order of declaration."""
-    found: dict[str, list[str]] = {}
-    for kind in kinds:
-        for name, _, spec in specs(kind):
-            found.setdefault(spec.heading, []).append(name)
-    return {heading: tuple(names) for heading, names in found.items()}
-
-
-Sections = Mapping[str, Sequence[str]]
-
-"""Heading -> names of options or commands, in the order in which help shows them."""
+    sections: dict[str, list[str]] = {}
+    for option in declared_options(*kinds):
+        sections.setdefault(option.spec.heading, []).append(option.name)
+    return sections
 
 
 class SectionedCommand(click.Command):
-    """A command whose options stand under headings; what none names is in the last section."""
+    """A command whose options stand under headings; the last section also has unlisted ones."""
 
     def __init__(self, *args: Any, sections: Sections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -137,12 +185,12 @@ class SectionedGroup(click.Group):
         self.sections = sections or {"Commands": ()}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of commands for each section; what none names is in the last one."""
-        told = {
+        """Write a list of commands for each section; the last one also has unlisted ones."""
+        records = {
             name: (name, (command.help or "").split("\n\n")[0].replace("\n", " "))
             for name, command in self.commands.items()
         }
-        _write_lists(formatter, self.sections, told)
+        _write_lists(formatter, self.sections, records)
 
 
 def _write_lists(
@@ -153,8 +201,8 @@ def _write_lists(
     named = {name for names in sections.values() for name in names}
     last = list(sections)[-1]
     for heading, names in sections.items():
-        more = [name for name in records if name not in named] if heading == last else []
-        rows = [record for name in (*names, *more) if (record := records.get(name)) is not None]
+        unlisted = [name for name in records if name not in named] if heading == last else []
+        rows = [record for name in (*names, *unlisted) if (record := records.get(name))]
         if rows:
             with formatter.section(heading):
                 formatter.write_dl(rows)

@@ -82,7 +82,7 @@ def job_options(command: Command) -> Command:
     return click.argument("script", type=script)(command)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelismOptions:
     """The job that a script stands in; an attribute for each option."""
 
@@ -102,6 +102,7 @@ class ParallelismOptions:
     nproc_per_node: int | None = option(
         "Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
         heading=SCRIPT,
+        default=None,
         type=SIZE,
     )
     true_local_rank: bool = option(
@@ -117,12 +118,12 @@ class ParallelismOptions:
         "Where collectives stand: in Megatron-LM's places, or in transformers' own.",
         heading=JOB,
         default="megatron",
-        type=click.Choice(["megatron", "hf"]),
         show_default=True,
     )
     sharding_plan: Path | None = option(
         "Plan file (TOML): how to slice a model class of the script's own.",
         heading=JOB,
+        default=None,
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
     )
     cp: int = option("Context-parallel size.", heading=JOB, default=1, type=SIZE)
@@ -130,12 +131,11 @@ class ParallelismOptions:
         "How keys and values travel under --cp: gathered, or round a ring.",
         heading=JOB,
         default="all_gather",
-        type=click.Choice(["all_gather", "p2p"]),
         show_default=True,
     )
     pp: int = option("Pipeline-parallel size.", heading=JOB, default=1, type=SIZE)
     pp_layers: str | None = option(
-        "Layers of each stage, as 8,8,7,7.  [default: even]", heading=JOB
+        "Layers of each stage, as 8,8,7,7.  [default: even]", heading=JOB, default=None
     )
     ep: int = option(
         "Ranks that share out experts; divides dp * cp.", heading=JOB, default=1, type=SIZE
@@ -149,7 +149,7 @@ class ParallelismOptions:
         metavar="HOW",
     )
     dp: int | None = option(
-        "Data-parallel size.  [default: least for --ep]", heading=JOB, type=SIZE
+        "Data-parallel size.  [default: least for --ep]", heading=JOB, default=None, type=SIZE
     )
     ddp: bool = option(
         "Replicas: all-reduce gradients.  [default for --dp]", heading=JOB, default=False
@@ -158,28 +158,33 @@ class ParallelismOptions:
         "Shard parameters, gradients and states (FSDP2).", heading=JOB, default=False
     )
     zero: int | None = option(
-        "Shard states (1), and gradients (2), and all (3, --fsdp).", heading=JOB, type=int
+        "Shard states (1), and gradients (2), and all (3, --fsdp).",
+        heading=JOB,
+        default=None,
+        type=int,
     )
     rank: int | None = option(
-        "Rank to capture.  [default: 0]", heading=CAPTURED, type=click.IntRange(0)
+        "Rank to capture.  [default: 0]", heading=CAPTURED, default=None, type=click.IntRange(0)
     )
     network: Path | None = option(
         "On CUDA, occupy the GPU for each collective as long as this network takes (TOML: "
         "[default], [group.NAME], [size.N] with busbw_gb_per_s and latency_us; node_size).",
         heading=COMMUNICATION,
+        default=None,
         type=click.Path(dir_okay=False, path_type=Path),
     )
     busbw_gb_s: float | None = option(
         "Likewise, with one bus bandwidth in gigabytes per second.",
         heading=COMMUNICATION,
+        default=None,
         type=float,
         metavar="GB/S",
     )
-    collective_kernels: str | None = option(
+    collective_kernels: Literal["on", "off"] | None = option(
         "Whether a kernel occupies the GPU for each collective.  [default: on where a network is "
         "given]",
         heading=COMMUNICATION,
-        type=click.Choice(["on", "off"]),
+        default=None,
     )
 
     def located(self, script: Path) -> tuple[Path, str | None]:
@@ -212,7 +217,7 @@ class ParallelismOptions:
             CaptureError: the sizes do not go together, or a file cannot be read.
         """
         from onerank.capture import Options, read_plan
-        from onerank.capture.collective_kernels import standin_of
+        from onerank.capture.collective_kernels import collective_emulation
         from onerank.capture.parallelize.data.auto_wrap import strategy_of
         from onerank.ir import World
 
@@ -227,7 +232,9 @@ class ParallelismOptions:
             windows=windows,
             raw_dir=raw_dir,
             data_parallel=strategy_of(world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero),
-            collective_kernels=standin_of(self.collective_kernels, self.network, self.busbw_gb_s),
+            collective_kernels=collective_emulation(
+                self.collective_kernels, self.network, self.busbw_gb_s
+            ),
             real_job=real_rank is not None,
             moe_routing=self.moe_routing,
             pp_layers=_numbers("--pp-layers", self.pp_layers),

@@ -13,7 +13,7 @@ from raised import raises_code
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.annotate.kernel_db.database import table_of, write_database
-from onerank.annotate.models.power import Coefficients, drawn, power_model
+from onerank.annotate.models.power import Coefficients, power_model, power_share
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
@@ -145,7 +145,7 @@ def held(share: float = 1.0) -> Powers:
     rng = np.random.default_rng(1)
     use = np.concatenate([np.ones((400, 1)), rng.random((400, 3)), rng.random((400, 1)) / 20], 1)
     names = ("gemm", "elementwise") * 200
-    drawing = np.minimum(1, drawn(use, MADE)) * share
+    drawing = np.minimum(1, power_share(use, MADE)) * share
     return Powers(load_gpu("H200"), use, drawing, rng.random(400), names)
 
 

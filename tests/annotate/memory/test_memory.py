@@ -16,7 +16,7 @@ from onerank.annotate.memory.allocator import (
 )
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.mitigations import Need, mitigations
-from onerank.annotate.memory.non_allocator import beside
+from onerank.annotate.memory.non_allocator import non_allocator_memory
 from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
@@ -75,14 +75,16 @@ def test_every_byte_of_the_nodes_is_in_the_blocks(h200: Graph):
     assert report_memory(h200).nodes[-1].live_bytes == 3_914_663_424 + made - freed
 
 
-BESIDE = 806_000_000 + (354 + 630) * MIB
+NON_ALLOCATOR_BYTES = 806_000_000 + (354 + 630) * MIB
 """Of a rank of one group of four: the context, NCCL and one communicator."""
 
 
 def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_file):
     target = load_gpu(gpu_file())
     assert report_memory(h200, target).fits
-    found = report_memory(h200, with_figures(target, {"memory_gb": 4.5 + BESIDE / 1e9}))
+    found = report_memory(
+        h200, with_figures(target, {"memory_gb": 4.5 + NON_ALLOCATOR_BYTES / 1e9})
+    )
     assert (found.fits, found.fits_without_overhead) == (False, False)
     changes = {one.change.split(" over")[0]: one for one in found.remedies}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
@@ -96,29 +98,29 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
     assert two.peak_bytes == pytest.approx(peak, rel=1e-3)
 
 
-def test_what_fits_is_told_beside_the_context_and_the_communicators(h200: Graph, gpu_file):
+def test_fit_counts_the_context_and_communicators(h200: Graph, gpu_file):
     """The step reserves 6,704,594,944 bytes from an empty device on."""
     target, need = load_gpu(gpu_file()), 6_704_594_944
     for gigabytes, fits in (
-        ((need + BESIDE + MIB) / 1e9, (True, True)),
-        ((need + BESIDE - 200 * MIB) / 1e9, (False, True)),
+        ((need + NON_ALLOCATOR_BYTES + MIB) / 1e9, (True, True)),
+        ((need + NON_ALLOCATOR_BYTES - 200 * MIB) / 1e9, (False, True)),
         (6.3, (False, False)),
     ):
         found = report_memory(h200, with_figures(target, {"memory_gb": gigabytes}))
         assert (found.fits, found.fits_without_overhead) == fits, gigabytes
         assert bool(found.remedies) is not found.fits
-        assert sum(one.bytes for one in found.beside) == BESIDE
+        assert sum(one.bytes for one in found.non_allocator) == NON_ALLOCATOR_BYTES
     tight = with_figures(target, {"memory_gb": (need + MIB) / 1e9})
-    assert report_memory(h200, tight, beside_bytes=0).fits
-    full = report_memory(h200, tight, beside_bytes=need + 2 * MIB)
+    assert report_memory(h200, tight, non_allocator_bytes=0).fits
+    full = report_memory(h200, tight, non_allocator_bytes=need + 2 * MIB)
     assert (full.fits, full.fits_without_overhead, full.remedies) == (False, True, ())
-    assert full.notes[-1].endswith("by itself")
+    assert "memory outside the allocator" in full.notes[-1]
 
 
-def test_nothing_lies_beside_a_cpus_memory():
+def test_a_cpu_has_no_memory_outside_the_allocator():
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    assert report_memory(graph).beside == ()
-    assert report_memory(graph, load_gpu("T4")).beside
+    assert report_memory(graph).non_allocator == ()
+    assert report_memory(graph, load_gpu("T4")).non_allocator
 
 
 def test_peers_and_groups_take_memory_beside_the_allocator():
@@ -134,7 +136,7 @@ def test_peers_and_groups_take_memory_beside_the_allocator():
     for group in ("pair", "ep"):  # a peer has buffers in each communicator
         builder.add(name="send", kind=Kind.SEND, group=group, comm_src=0, comm_dst=1)
     builder.add(name="send", kind=Kind.SEND, comm_src=0, comm_dst=9)
-    found = {one.what: one.bytes for one in beside(builder.build(Job(groups=groups)))}
+    found = {one.what: one.bytes for one in non_allocator_memory(builder.build(Job(groups=groups)))}
     assert found == {
         "CUDA context, kernels, libraries": 806_000_000,
         "NCCL itself": 354 * MIB,
@@ -154,7 +156,7 @@ def test_peers_and_groups_take_memory_beside_the_allocator():
     ],
 )
 def test_a_smaller_micro_batch_is_one_of_whole_sequences(captured, change, peak):
-    """4000 bytes of activations beside 1000 of parameters, for a device of 3500."""
+    """4000 bytes of activations and 1000 of parameters, for a device of 3500."""
     levels = np.zeros((len(MemoryClass) + 1, 2), dtype=np.int64)
     levels[MemoryClass.PARAMETERS], levels[MemoryClass.ACTIVATIONS, 1] = 1000, 4000
     found = mitigations(Need(levels, 3500, 1.0, 0, 0, captured))[0]

@@ -8,7 +8,7 @@ from onerank.annotate import Gpu, load_gpu, with_figures
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import (
     calibrated,
-    calibrated_beside,
+    calibrated_source,
     rates_in,
     shapes_of,
 )
@@ -106,12 +106,12 @@ def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
     made = calibrated(target, c)
     factor = made.gpu.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
     assert factor > 1.02
-    source = calibrated_beside(h100, target, c)
+    source = calibrated_source(h100, target, c)
     assert source.compute == 1
     assert source.gpu.bandwidth_bytes_per_s == pytest.approx(factor * h100.bandwidth_bytes_per_s)
-    assert calibrated_beside(load_gpu("A100"), target, c) == (load_gpu("A100"), 1)
+    assert calibrated_source(load_gpu("A100"), target, c) == (load_gpu("A100"), 1)
     own = with_figures(h100, {"measured_gemm_tflops": 700, "measured_skinny_gbps": 2600})
-    assert calibrated_beside(own, target, c) == calibrated(own, c)
+    assert calibrated_source(own, target, c) == calibrated(own, c)
 
 
 def test_a_target_is_known_by_its_datasheet_and_two_microbenchmarks() -> None:

@@ -6,7 +6,7 @@ import pytest
 from onerank.annotate import explain, load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import least_ns, rows_off
+from onerank.annotate.models.gemm_tiles import has_misaligned_rows, misaligned_lower_bound_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.cost_record import Work
@@ -37,15 +37,17 @@ def gemm(*shapes: tuple[int, ...], item: int = 2) -> np.ndarray:
     ],
 )
 def test_whose_rows_are_off(products, operands, results):
-    assert [one.tolist() for one in rows_off(products)] == [operands, results]
+    assert [one.tolist() for one in has_misaligned_rows(products)] == [operands, results]
 
 
 def test_what_they_take_at_least():
     """2 x 8192 x 50257 x 768 FLOPs, 290 and 380 of an SM and cycle: 132 SMs at 1.98 GHz."""
-    forward, inputs, weights = least_ns(load_gpu("H100"), gemm(LOGITS, INPUTS, WEIGHTS))
+    forward, inputs, weights = misaligned_lower_bound_ns(
+        load_gpu("H100"), gemm(LOGITS, INPUTS, WEIGHTS)
+    )
     assert forward == pytest.approx(8.343e6, rel=1e-3)
     assert inputs == weights == pytest.approx(6.367e6, rel=1e-3)
-    assert not least_ns(load_gpu("MI300X"), gemm(LOGITS)).any()
+    assert not misaligned_lower_bound_ns(load_gpu("MI300X"), gemm(LOGITS)).any()
 
 
 @pytest.fixture

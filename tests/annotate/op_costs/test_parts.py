@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.explain.terms import alone_lines, part_lines
+from onerank.annotate.explain.terms import part_lines, unmeasured_lines
 from onerank.annotate.models import datasheet, learned
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import kernels_of
@@ -151,7 +151,7 @@ def test_the_arithmetic_of_both_ways_is_told():
     work, h100, v100 = backward(IMAGE, FILTERS, RESULT), load_gpu("H100-SXM"), load_gpu("V100")
     kernels = kernels_of([work], np.array([2e5]))
     moved, rule = alone(work, "H100-SXM")
-    lines = alone_lines(kernels, h100, (moved, rule))
+    lines = unmeasured_lines(kernels, h100, (moved, rule))
     assert [text.split(":")[0] for term, text in lines if term == "product"] == [
         "batch, m, n, k = 1, 25088, 64, 288", "batch, m, n, k = 1, 576, 128, 6272"
     ]  # fmt: skip

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import datasheet, residual, roofline
+from onerank.annotate.models import datasheet, residual
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.cost_record import Work
@@ -100,7 +100,7 @@ def test_elements_take_the_cycles_of_all_sms(gpu_file):
     (ns,), (rule,) = datasheet.predict(kernels, gpu)
     assert ns == pytest.approx(22_000)
     assert rule == Rule.ISSUE
-    assert roofline.predict(kernels, gpu, gpu)[0] == pytest.approx(6_000)
+    assert datasheet.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
 
 
 def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
@@ -108,4 +108,4 @@ def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, passes=2.5)], np.zeros(1))
     assert datasheet.predict(kernels, gpu)[0] == pytest.approx(12_000)
-    assert roofline.predict(kernels, gpu, gpu)[0] == pytest.approx(6_000)
+    assert datasheet.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)

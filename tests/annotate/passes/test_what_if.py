@@ -11,8 +11,8 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.change_dtype import DTYPES
 from onerank.annotate.passes.pass_config import parse_kernels
-from onerank.cli.commands.annotate import DTYPES as NAMED
-from onerank.cli.commands.annotate import annotate
+from onerank.cli.commands.annotate import AnnotateOptions, annotate
+from onerank.cli.options import choices
 from onerank.ir import Evidence
 from onerank.ir.errors import AnnotateError
 
@@ -180,7 +180,7 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
         ({"dtype": "bf16"}, "H100", "no matrix product can change to bf16.*trace are in bfloat16"),
         ({"dtype": "fp6"}, "H100", 'unknown dtype "fp6"; known are fp8, bf16, fp16, tf32'),
         ({"attention": "flash3"}, "A100", r"flash3 does not run on A100.*flash2, cudnn, same"),
-        ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; known are usual'),
+        ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; choose one of usual'),
     ],
 )
 def test_what_cannot_be_is_refused(trace, mm, what, target, message):
@@ -205,7 +205,7 @@ def test_a_setting_that_is_none(text):
 
 
 def test_the_command_says_what_it_changed(trace, mm, tmp_path):
-    assert NAMED == DTYPES
+    assert choices(AnnotateOptions, "dtype") == DTYPES
     path = tmp_path / "t.et"
     trace(mm(4096, 4096, 4096), attention(CUDNN)).write(path)
     options = ["--target", "H100", "--dtype", "fp8", "--kernel", "attention=same", str(path)]

@@ -21,7 +21,8 @@ from onerank.annotate.passes.overlap.serialize import SerializeOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, Sizing, parse_change
-from onerank.cli.commands.annotate import FUSIONS, annotate
+from onerank.cli.commands.annotate import AnnotateOptions, annotate
+from onerank.cli.options import choices
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Compilation,
@@ -299,7 +300,7 @@ def test_kernels_that_tell_no_operands_are_counted(h200):
 
 
 def test_the_command(h200, tmp_path):
-    assert tuple(CHOICES) == FUSIONS
+    assert choices(AnnotateOptions, "fuse") == tuple(CHOICES)
     path, out = tmp_path / "t.et", tmp_path / "o.et"
     h200.write(path)
     options = ["--target", "H200", "--seq", "4096=2048", "--micro-batch", "2", "--fuse", "norm",

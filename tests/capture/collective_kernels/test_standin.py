@@ -6,9 +6,9 @@ from raised import raises_code
 from onerank.capture.collective_kernels import (
     Link,
     Network,
+    collective_emulation,
     load_network,
     plan,
-    standin_of,
     uniform,
 )
 from onerank.converters.nccl import Interconnect
@@ -175,13 +175,13 @@ def test_a_group_without_an_entry_is_refused():
 def test_the_options_decide_on_the_stand_in(tmp_path):
     path = tmp_path / "network.toml"
     path.write_text("[default]\nbusbw_gb_per_s = 40\n")
-    assert standin_of(None, None, None).network is None
-    assert standin_of("off", path, None).network is None
-    assert standin_of(None, path, None).network == Network(Link(40.0))
-    assert standin_of("on", None, 300.0).network == uniform(300.0)
+    assert collective_emulation(None, None, None).network is None
+    assert collective_emulation("off", path, None).network is None
+    assert collective_emulation(None, path, None).network == Network(Link(40.0))
+    assert collective_emulation("on", None, 300.0).network == uniform(300.0)
     with raises_code("network-missing"):
-        standin_of("on", None, None)
+        collective_emulation("on", None, None)
     with raises_code("network-given-twice"):
-        standin_of(None, path, 300.0)
+        collective_emulation(None, path, 300.0)
     with pytest.raises(CaptureError, match="--busbw-gb-s is -1"):
-        standin_of(None, None, -1.0)
+        collective_emulation(None, None, -1.0)

@@ -11,7 +11,7 @@ from onerank.capture.fake_world.recorder import Recorder
 class Silent:
     """Messages of a script whose ranks send none."""
 
-    heard = False
+    collects_sends = False
 
     def send(self, to: Any, objects: list[Any]) -> None:
         raise AssertionError

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
-from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings(
@@ -68,7 +68,7 @@ def test_the_sum_is_the_same_in_each_step(scripts_recorder):
     assert lacking_rows(sums[0]) == 0
     assert sums[0].std() == pytest.approx(1.0, rel=0.1)
     assert all(torch.equal(sums[0], later) for later in sums)
-    told = scripts_recorder.absent_rows.note()
+    told = scripts_recorder.partial_sums.note()
     assert told.startswith("1 sums in a step's forward lack rows")
     assert told.endswith("the spread of this rank's part")
 
@@ -91,7 +91,7 @@ def test_whole_sums_stay(scripts_recorder):
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         assert torch.equal(highest, part())
         scripts_recorder.next_step()
-    assert scripts_recorder.absent_rows.note() is None
+    assert scripts_recorder.partial_sums.note() is None
 
 
 def test_one_row_alone_gives_finite_sums(scripts_recorder):
@@ -128,7 +128,7 @@ def test_a_step_unlike_the_second_is_left_alone(scripts_recorder):
     values = part()
     dist.all_reduce(values)
     assert lacking_rows(values) == 6
-    assert scripts_recorder.absent_rows.note().endswith("than the second they are not")
+    assert scripts_recorder.partial_sums.note().endswith("than the second they are not")
 
 
 def test_what_the_tool_slices_makes_its_own_up(recorder):
@@ -140,7 +140,7 @@ def test_what_the_tool_slices_makes_its_own_up(recorder):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_cuda_a_sum_takes_one_kernel_and_no_memory_of_torchs(dtype, silent):
-    recorder = Recorder(1, 4, silent, StandIn(uniform(300.0)))
+    recorder = Recorder(1, 4, silent, CollectiveEmulation(uniform(300.0)))
     recorder.start()
     try:
         first, whole = (part(rows, rows * 3 // 8).to("cuda", dtype) for rows in (4096, 4 * 4096))

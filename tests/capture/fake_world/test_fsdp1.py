@@ -131,7 +131,7 @@ def test_a_planner_that_reads_no_tensor_by_itself_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("load", ["", "dcp.load(states, checkpoint_id='{0}')"])
-def test_shards_of_other_ranks_that_come_from_no_checkpoint_are_told(load, tmp_path):
+def test_a_note_counts_shards_that_no_checkpoint_was_read_into(load, tmp_path):
     """Of three weights and three states of one kind rank 2 holds parts of the first two."""
     then = f"""
         import torch.distributed.checkpoint as dcp
@@ -146,9 +146,9 @@ def test_shards_of_other_ranks_that_come_from_no_checkpoint_are_told(load, tmp_p
     """
     text = _SCRIPT.format(mesh=False, then=textwrap.dedent(then))
     notes = run(tmp_path, text, World.of(dp=4), rank=2).job.measurement.notes
-    (note,) = [note for note in notes if "no checkpoint was read into" in note]
-    assert note.startswith("6 tensors that FSDP1 was to load")  # a weight has two moments
-    saves = [note for note in notes if note.startswith("1 checkpoints")]
+    (note,) = [note for note in notes if "came from no checkpoint" in note]
+    assert note.startswith("6 sharded tensors that FSDP1 loaded")  # a weight has two moments
+    saves = [note for note in notes if note.startswith("1 saves")]
     assert ["1 loads of them" in note for note in saves] == [bool(load)]
 
 

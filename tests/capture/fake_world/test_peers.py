@@ -17,16 +17,16 @@ def _meet(rank, results):
     own = RealPeers(rank, 2)
     for meeting in range(2):
         time.sleep(LATE_S if rank == meeting else 0)
-        results[rank, "came", meeting] = own.meet()
+        results[rank, "came", meeting] = own.rendezvous()
         results[rank, meeting] = time.time()
 
 
 def _wait_in_vain(rank, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | NO_GPU
-    peers.MEETING_S = 0.2
+    peers.RENDEZVOUS_S = 0.2
     if rank == 0:
         begun = time.monotonic()
-        results["came"] = RealPeers(rank, 2).meet()
+        results["came"] = RealPeers(rank, 2).rendezvous()
         results["waited"] = time.monotonic() - begun
 
 

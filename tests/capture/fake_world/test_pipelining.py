@@ -69,8 +69,8 @@ ALL_RANKS = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from onerank.capture import Options
     from onerank.capture.fake_world.recorder import Recorder
-    from onerank.capture.fake_world.senders import Rehearsal
-    from onerank.capture.emulate_torchrun import actor, torchrun_variables
+    from onerank.capture.fake_world.senders import SenderProcesses
+    from onerank.capture.emulate_torchrun import sender_runner, torchrun_variables
     from onerank.capture.script.runner import environment, play_script
     from onerank.ir import World
 
@@ -79,7 +79,8 @@ ALL_RANKS = """
     for schedule in schedules:
         for rank in (0, 1, 3):
             options = Options(world=World.of(pp=4), rank=rank)
-            messages = Rehearsal(rank, actor(script, [schedule], options), lambda _: None)
+            run = sender_runner(script, [schedule], options)
+            messages = SenderProcesses(rank, run, lambda _: None)
             with messages.ready():
                 recorder = Recorder(rank, 4, messages)
                 recorder.start()

@@ -317,7 +317,7 @@ def test_compiled_ddp_leaves_the_recorder_untraced(recorder: Recorder):
     for _ in range(3):
         compiled(torch.randn(2, 4)).sum().backward()
     assert {call.collective for call in recorder.calls} >= {"all_reduce", "broadcast"}
-    for function in (Kernels._broadcast, Kernels._issue, Recorder.note, payload_of):
+    for function in (Kernels._broadcast, Kernels._issue, Recorder.record, payload_of):
         assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
 
 

@@ -58,7 +58,7 @@ def test_each_forward_is_heard_of(whole, breaks):
         for part in [model] if whole else model.layers:
             part.compile(backend="eager")
         model(x)
-        with modules.heard_by(heard):
+        with modules.listened_by(heard):
             model(x)
     assert heard.open == []
     assert modules.calls == 2
@@ -78,7 +78,7 @@ def test_a_forward_that_raises_ends():
         model = Model(breaks=False)
         model.layers[1].compile(backend="eager")
         model(torch.randn(2, 4))
-        with modules.heard_by(heard), pytest.raises(RuntimeError):
+        with modules.listened_by(heard), pytest.raises(RuntimeError):
             model(torch.randn(2, 5))
     assert heard.open == []
 

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 
 from onerank import read
 from onerank.capture import Options, WindowPlan, capture
-from onerank.capture.fake_world.device_remap import DeviceRemap, devices_here, gpus_of_a_node
+from onerank.capture.fake_world.device_remap import DeviceRemap, remap_devices, report_node_gpus
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
@@ -115,7 +115,7 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     for options, message in (
         (
             Options(World.of(dp=16), nproc_per_node=5),
-            "5: the world has 16 ranks, which are no whole",
+            "5 does not divide the world of 16 ranks",
         ),
         (
             Options(World.of(dp=16), nproc_per_node=4, real_job=True),
@@ -168,7 +168,7 @@ def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
     assert torch.cuda.device_count() == 1
     assert torch.cuda.device(5).idx == 5
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with gpus_of_a_node(8):
+    with report_node_gpus(8):
         assert torch.cuda.device_count() == 0  # the job would have none either
 
 
@@ -183,7 +183,7 @@ def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        with gpus_of_a_node(8):
+        with report_node_gpus(8):
             assert counting()() is None
     finally:
         gc.enable()
@@ -219,7 +219,7 @@ def test_tensors_and_modules_are_made_on_and_moved_to_the_gpu_that_is_here(monke
     def positions(x):
         return x + torch.arange(2, device=x.device).to(x.dtype)
 
-    with devices_here(OnCpu(1, 8)):
+    with remap_devices(OnCpu(1, 8)):
         x = torch.nn.Linear(2, 2, device="cuda:3").weight.to("cuda:3", torch.bfloat16)
         made = [
             x,
@@ -249,7 +249,7 @@ def test_a_rank_whose_gpu_is_not_here_is_moved_to_the_one_that_is(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     to = torch.Tensor.to
     for own in range(4):
-        with gpus_of_a_node(4, own):
+        with report_node_gpus(4, own):
             assert (torch.Tensor.to is to) == (own < 2)
             assert torch._utils._get_device_index(3) == 0  # DistributedDataParallel asks this
             assert torch._utils._get_device_index("cuda:1") == 1

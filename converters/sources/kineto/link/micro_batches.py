@@ -22,34 +22,36 @@ from onerank.ir import Phase
 from onerank.ir.arrays import I64, Mask
 
 
-def evaluations(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mask:
-    """Return which forward events are of evaluations, bool[n].
+def evaluation_events(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mask:
+    """Return which forward events belong to evaluations, bool[n].
 
-    These are calls from outside of all modules that no backward names, of modules that another
-    call trains, and what the script computes behind them (their loss), up to the next call.
+    An evaluation is a top-level call that no backward names, of a module that another call trains.
+    What the script computes after it, up to the next call (its loss), belongs to it.
 
     Args:
         timeline: the host events, with their phases.
-        is_scope: which are calls of modules, bool[n].
-        named: forward operators that backward ones name, int64[m].
+        is_scope: which events are module calls, bool[n].
+        named: forward operators that backward operators name, int64[m].
     """
     forward = timeline.phase == Phase.FORWARD
     opens = is_scope & forward
-    trains = _reached(timeline, named)
+    trains = _reached_by_backward(timeline, named)
     of_trained = opens & np.isin(modules := _modules(timeline), modules[opens & trains])
     calls = timeline.outermost(opens)
     evaluated = np.unique(calls[of_trained & ~pick(trains, calls, default=True)])
     if not len(evaluated):
         return np.zeros(len(timeline), dtype=bool)
-    units = np.where(calls >= 0, calls, timeline.outermost(forward & timeline.rows.is_operator))
-    newest = np.where(calls >= 0, calls, _newest_call(timeline, calls))
-    return forward & np.isin(newest, evaluated) & ~pick(trains, units, default=True)
+    outermost_events = np.where(
+        calls >= 0, calls, timeline.outermost(forward & timeline.rows.is_operator)
+    )
+    latest = np.where(calls >= 0, calls, _latest_call(timeline, calls))
+    return forward & np.isin(latest, evaluated) & ~pick(trains, outermost_events, default=True)
 
 
-def _reached(timeline: HostTimeline, named: I64) -> Mask:
-    """Return which events call, are, or are called by operators that backward names, bool[n].
+def _reached_by_backward(timeline: HostTimeline, named: I64) -> Mask:
+    """Return which events call, are or are called by operators that backward names, bool[n].
 
-    An operator that calls modules is named for all of them (torch.utils.checkpoint's function).
+    An operator that calls modules (torch.utils.checkpoint's function) is named for all of them.
     """
     operators = np.zeros(len(timeline), dtype=bool)
     operators[named] = True
@@ -70,8 +72,8 @@ def _modules(timeline: HostTimeline) -> I64:
     return timeline.rows.name + (models + 1) * len(timeline.strings)
 
 
-def _newest_call(timeline: HostTimeline, calls: I64) -> I64:
-    """Return the call that began last before each event, NONE for none, int64[n]."""
+def _latest_call(timeline: HostTimeline, calls: I64) -> I64:
+    """Return the call with the latest start up to each event, NONE for none, int64[n]."""
     begun = np.unique(calls[calls >= 0])
     start = timeline.rows.start_ns
     begun = begun[np.argsort(start[begun], kind="stable")]
@@ -79,13 +81,13 @@ def _newest_call(timeline: HostTimeline, calls: I64) -> I64:
     return pick(begun, last, NONE)
 
 
-class Named(NamedTuple):
-    """Operators that belong together as forward and backward.
+class ForwardBackwardPairs(NamedTuple):
+    """Pairs of a forward operator and a backward operator that names it.
 
     Attributes:
-        forward: operators that backward ones name, int64[n].
-        backward: operators that name any, int64[m].
-        place: for each of these, the place of its forward operator among the first, int64[m].
+        forward: the distinct forward operators, int64[n].
+        backward: the backward operators, int64[m].
+        place: index in `forward` of each backward operator's forward operator, int64[m].
     """
 
     forward: I64
@@ -96,132 +98,144 @@ class Named(NamedTuple):
 def micro_batches(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
     """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
 
-    Evaluations have none. Where forwards and backwards of micro-batches overlap, what belongs to
-    none for certain (what is sent and received between calls, calls without a backward) has none.
+    Evaluations have none. If micro-batches overlap, events that cannot be assigned to one have
+    none: transfers between calls, and calls without a backward.
 
     Args:
         timeline: the host events, with their phases.
-        is_scope: which are calls of modules, bool[n].
+        is_scope: which events are module calls, bool[n].
         et_threads: thread of each row of the execution trace, int64.
     """
-    named = named_by_backward(timeline, et_threads)
-    evaluated = evaluations(timeline, is_scope, named.forward)
+    pairs = forward_backward_pairs(timeline, et_threads)
+    evaluated = evaluation_events(timeline, is_scope, pairs.forward)
     opens = is_scope & (timeline.phase == Phase.FORWARD) & ~evaluated
-    found = _overlapping(timeline, opens, named)
-    if found is None:
-        found = _one_by_one(timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD)
-    return np.where(evaluated, NONE, found)
+    numbers = _number_overlapping(timeline, opens, pairs)
+    if numbers is None:
+        numbers = _number_sequential(
+            timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD
+        )
+    return np.where(evaluated, NONE, numbers)
 
 
-def named_by_backward(timeline: HostTimeline, et_threads: I64) -> Named:
-    """Return the forward operators that backward ones name: the last with a sequence number."""
+def forward_backward_pairs(timeline: HostTimeline, et_threads: I64) -> ForwardBackwardPairs:
+    """Pair backward operators with the last forward operator of their thread and sequence."""
     rows = timeline.rows
-    observed = pick(et_threads, timeline.et, NONE)
-    chosen = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
+    et_thread = pick(et_threads, timeline.et, NONE)
+    candidates = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
     width = int(rows.sequence.max(initial=0)) + 1
-    keys, last = np.unique(observed[chosen] * width + rows.sequence[chosen], return_index=True)
+    keys, last = np.unique(
+        et_thread[candidates] * width + rows.sequence[candidates], return_index=True
+    )
     backward = np.flatnonzero((timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0))
-    named = rows.forward_thread[backward] * width + rows.sequence[backward]
-    known = np.isin(named, keys)
-    used, place = np.unique(np.searchsorted(keys, named[known]), return_inverse=True)
-    return Named(chosen[last[used]], backward[known], place)
+    named_keys = rows.forward_thread[backward] * width + rows.sequence[backward]
+    known = np.isin(named_keys, keys)
+    used, place = np.unique(np.searchsorted(keys, named_keys[known]), return_inverse=True)
+    return ForwardBackwardPairs(candidates[last[used]], backward[known], place)
 
 
-def _one_by_one(timeline: HostTimeline, opens: Mask) -> I64:
-    """Number micro-batches of which each ends before the next begins.
+def _number_sequential(timeline: HostTimeline, opens: Mask) -> I64:
+    """Number micro-batches that do not overlap.
 
-    A new one begins where a module's forward follows a backward; operators outside of modules (a
+    A micro-batch begins at a module's forward that follows a backward. Operators outside modules (a
     running sum of the loss) begin one only in a trace without modules.
     """
     backward, forward = timeline.phase == Phase.BACKWARD, timeline.phase == Phase.FORWARD
     order = np.argsort(timeline.rows.start_ns, kind="stable")
-    told = order[(backward | opens)[order]]
+    boundaries = order[(backward | opens)[order]]
     begins = np.zeros(len(timeline), dtype=np.int64)
-    begins[told[1:]] = opens[told[1:]] & backward[told[:-1]]
+    begins[boundaries[1:]] = opens[boundaries[1:]] & backward[boundaries[:-1]]
     numbers = np.empty(len(timeline), dtype=np.int64)
     numbers[order] = np.cumsum(begins[order])
     return np.where(backward | forward, numbers, NONE)
 
 
-def _overlapping(timeline: HostTimeline, opens: Mask, named: Named) -> I64 | None:
-    """Number micro-batches by the calls of their models; None where none overlap."""
+def _number_overlapping(
+    timeline: HostTimeline, opens: Mask, pairs: ForwardBackwardPairs
+) -> I64 | None:
+    """Number micro-batches by the model calls; return None if none overlap."""
     run_of, begins = _runs(timeline, opens)
     if len(begins) < 2:
         return None
     calls = timeline.outermost(opens)
-    loose = timeline.outermost((timeline.phase == Phase.FORWARD) & timeline.rows.is_operator)
-    loose[calls >= 0] = NONE
-    runs_of = _links(named, run_of, np.where(calls >= 0, calls, loose))
+    outside_calls = timeline.outermost(
+        (timeline.phase == Phase.FORWARD) & timeline.rows.is_operator
+    )
+    outside_calls[calls >= 0] = NONE
+    runs_of = _runs_of_units(pairs, run_of, np.where(calls >= 0, calls, outside_calls))
     called = {unit: runs for unit, runs in runs_of.items() if opens[unit]}
-    parts = _joined(len(begins), called.values())
+    part_of_run = _connected_runs(len(begins), called.values())
     number_of = _numbers(
         [
-            _Call(model, int(timeline.rows.start_ns[unit]), parts[called[unit][0]])
+            _Call(model, int(timeline.rows.start_ns[unit]), part_of_run[called[unit][0]])
             for unit, model in _models(timeline, sorted(called)).items()
         ],
         begins,
-        parts,
+        part_of_run,
     )
     if number_of is None:
         return None
-    of_run = np.array([number_of.get(part, NONE) for part in parts], dtype=np.int64)
+    of_run = np.array([number_of.get(part, NONE) for part in part_of_run], dtype=np.int64)
     of_unit = np.full(len(timeline), NONE)
     for unit, runs in runs_of.items():
-        told = {int(of_run[run]) for run in runs}
-        of_unit[unit] = told.pop() if len(told) == 1 else NONE
+        unit_numbers = {int(of_run[run]) for run in runs}
+        of_unit[unit] = unit_numbers.pop() if len(unit_numbers) == 1 else NONE
     numbers = pick(of_run, np.where(timeline.phase == Phase.BACKWARD, run_of, NONE), NONE)
     forward = timeline.phase == Phase.FORWARD
-    return np.where(forward, pick(of_unit, np.where(calls >= 0, calls, loose), NONE), numbers)
+    return np.where(
+        forward, pick(of_unit, np.where(calls >= 0, calls, outside_calls), NONE), numbers
+    )
 
 
 def _runs(timeline: HostTimeline, opens: Mask) -> tuple[I64, list[int]]:
-    """Return the run of autograd that each event is in, NONE for none, and when each began.
+    """Return the autograd run of each event, int64[n], NONE for none, and each run's start time.
 
-    A thread that calls models waits while autograd runs, so whatever it does itself ends a run.
+    A thread that calls models waits while autograd runs, so any event of its own ends a run.
     """
     backward = timeline.phase == Phase.BACKWARD
     inside = backward | (timeline.nearest(backward) >= 0)
     threads = np.unique(timeline.rows.thread[opens])
     between = ~inside & np.isin(timeline.rows.thread, threads) & ~timeline.is_run
     order = np.argsort(timeline.rows.start_ns, kind="stable")
-    told = order[(inside | between)[order]]
-    after = np.concatenate([[False], inside[told[:-1]]])
-    begins = inside[told] & (~after | _climbs(timeline, inside)[told])
+    delimiting = order[(inside | between)[order]]
+    continues = np.concatenate([[False], inside[delimiting[:-1]]])
+    is_first = inside[delimiting] & (
+        ~continues | _starts_later_backward(timeline, inside)[delimiting]
+    )
     run_of = np.full(len(timeline), NONE)
-    run_of[told] = np.where(inside[told], np.cumsum(begins) - 1, NONE)
-    return run_of, timeline.rows.start_ns[told[begins]].tolist()
+    run_of[delimiting] = np.where(inside[delimiting], np.cumsum(is_first) - 1, NONE)
+    return run_of, timeline.rows.start_ns[delimiting[is_first]].tolist()
 
 
-def _climbs(timeline: HostTimeline, inside: Mask) -> Mask:
-    """Return the autograd functions that belong to a later forward operator than their predecessor.
+def _starts_later_backward(timeline: HostTimeline, inside: Mask) -> Mask:
+    """Return which autograd functions follow one of an earlier forward operator, bool[n].
 
-    A backward runs from the latest operator to the first, so such a function begins a new backward.
-    Only numbers of one thread compare.
+    A backward visits forward operators from the last to the first, so such a function begins a new
+    backward. Sequence numbers are comparable only within one forward thread.
     """
     rows = timeline.rows
-    climbs = np.zeros(len(rows), dtype=bool)
-    told = inside & (rows.forward_thread > 0) & (rows.sequence >= 0)
-    if len(np.unique(rows.forward_thread[told])) != 1:
-        return climbs
+    begins = np.zeros(len(rows), dtype=bool)
+    numbered = inside & (rows.forward_thread > 0) & (rows.sequence >= 0)
+    if len(np.unique(rows.forward_thread[numbered])) != 1:
+        return begins
     outer = inside & ~pick(inside, timeline.parent, default=False)
-    sequence = np.where(told & outer, rows.sequence, NONE)
-    inner = np.flatnonzero(told & pick(outer, timeline.parent, default=False))
+    sequence = np.where(numbered & outer, rows.sequence, NONE)
+    inner = np.flatnonzero(numbered & pick(outer, timeline.parent, default=False))
     np.maximum.at(sequence, timeline.parent[inner], rows.sequence[inner])
     functions = np.flatnonzero(sequence >= 0)
     functions = functions[np.argsort(rows.start_ns[functions], kind="stable")]
     last, first = functions[:-1], functions[1:]
-    climbs[first] = (sequence[first] > sequence[last]) & (rows.thread[first] == rows.thread[last])
-    return climbs
+    begins[first] = (sequence[first] > sequence[last]) & (rows.thread[first] == rows.thread[last])
+    return begins
 
 
-def _links(named: Named, run_of: I64, unit: I64) -> dict[int, list[int]]:
-    """Return the runs of autograd that name an operator of each unit of forward work."""
-    units = unit[named.forward[named.place]]
-    pairs = np.unique(np.stack([units, run_of[named.backward]], axis=1)[units >= 0], axis=0)
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for one, run in pairs.tolist():
-        found[one].append(run)
-    return found
+def _runs_of_units(pairs: ForwardBackwardPairs, run_of: I64, unit: I64) -> dict[int, list[int]]:
+    """Return, for each unit of forward work, the autograd runs that name one of its operators."""
+    units = unit[pairs.forward[pairs.place]]
+    unit_runs = np.unique(np.stack([units, run_of[pairs.backward]], axis=1)[units >= 0], axis=0)
+    runs_of: defaultdict[int, list[int]] = defaultdict(list)
+    for unit_index, run in unit_runs.tolist():
+        runs_of[unit_index].append(run)
+    return runs_of
 
 
 def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, int]]:
@@ -233,15 +247,15 @@ def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, in
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Call:
-    """A call of a model, and the part of the step that it is of."""
+    """A call of a model, and the connected part of the step that it belongs to."""
 
     model: tuple[int, int]
     start_ns: int
     part: int
 
 
-def _joined(count: int, groups: Iterable[list[int]]) -> list[int]:
-    """Return the part that each run is of: runs that name one call make one part."""
+def _connected_runs(count: int, groups: Iterable[list[int]]) -> list[int]:
+    """Return the part of each autograd run; runs that name the same call share a part."""
     part = list(range(count))
 
     def root(run: int) -> int:
@@ -257,28 +271,31 @@ def _joined(count: int, groups: Iterable[list[int]]) -> list[int]:
 
 
 def _numbers(calls: list[_Call], begins: list[int], parts: list[int]) -> dict[int, int] | None:
-    """Return the number of each part among those that call its model.
+    """Return the micro-batch of each part: its position among the parts that call the same model.
 
-    A part whose models number it differently has none, nor have parts that call a model unequally
-    often: some may be of several micro-batches, whose backwards nothing parts. None where no model
-    is called for one part before the backward of the part before begins.
+    A part has no number if its models give it different ones. It has none either if parts call one
+    of its models unequally often: such a part may contain several micro-batches whose backwards are
+    indistinguishable. Returns None if every backward begins before the next part's call of the same
+    model, so that no micro-batches overlap.
     """
     backward_ns: dict[int, int] = {}
     for part, begin in zip(parts, begins, strict=True):
         backward_ns.setdefault(part, begin)  # runs are in the order of their time
     of_model: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    often: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    calls_of_part: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for call in sorted(calls):
         of_model[call.model].setdefault(call.part, call.start_ns)
-        often[call.model][call.part] += 1
+        calls_of_part[call.model][call.part] += 1
     overlap = False
-    told: defaultdict[int, set[int]] = defaultdict(set)
-    for model, own in of_model.items():
-        alike = len(set(often[model].values())) == 1
-        ends = [backward_ns[part] for part in own]
-        overlap |= any(start < end for start, end in zip([*own.values()][1:], ends, strict=False))
-        for number, part in enumerate(own):
-            told[part].add(number if alike else NONE)
+    numbers_of: defaultdict[int, set[int]] = defaultdict(set)
+    for model, start_of_part in of_model.items():
+        equal_counts = len(set(calls_of_part[model].values())) == 1
+        ends = [backward_ns[part] for part in start_of_part]
+        overlap |= any(
+            start < end for start, end in zip([*start_of_part.values()][1:], ends, strict=False)
+        )
+        for number, part in enumerate(start_of_part):
+            numbers_of[part].add(number if equal_counts else NONE)
     if not overlap:
         return None
-    return {part: min(numbers) for part, numbers in told.items() if len(numbers) == 1}
+    return {part: min(numbers) for part, numbers in numbers_of.items() if len(numbers) == 1}

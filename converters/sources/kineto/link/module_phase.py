@@ -19,7 +19,10 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, NONE, HostTimeline
-from onerank.converters.sources.kineto.link.micro_batches import micro_batches, named_by_backward
+from onerank.converters.sources.kineto.link.micro_batches import (
+    forward_backward_pairs,
+    micro_batches,
+)
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, pick
 from onerank.ir import Job, Phase
 from onerank.ir.arrays import I64, Mask
@@ -28,7 +31,7 @@ _ATTENTION = ("scaled_dot_product", "flash_attn", "flash_attention", "flex_atten
 
 
 def with_attention(job: Job, timeline: HostTimeline) -> Job:
-    """Give the role of attention to what was taken for an mlp and itself calls attention."""
+    """Change a module's role from mlp to attention if it calls an attention operator itself."""
     attends = timeline.named(
         lambda name: name.rsplit("::", 1)[-1].lstrip("_").startswith(_ATTENTION)
     )
@@ -51,22 +54,23 @@ def with_attention(job: Job, timeline: HostTimeline) -> Job:
 
 
 def assign_phases(timeline: HostTimeline, et_threads: I64) -> None:
-    """Take the phase from what is no forward work after all, and number the micro-batches.
+    """Remove the forward phase from events outside any forward pass; number the micro-batches.
 
     Args:
-        timeline: the host events, with modules and phases by what encloses them.
+        timeline: the host events, with modules and the phases of their enclosing scopes.
         et_threads: thread of each row of the execution trace, int64.
     """
     is_scope = timeline.named(lambda name: name.startswith(MODULE_SCOPE))
-    timeline.phase = _forward_alone(timeline, is_scope, et_threads)
+    timeline.phase = _exclude_nonforward(timeline, is_scope, et_threads)
     timeline.micro_batch = micro_batches(timeline, is_scope, et_threads)
 
 
-def _forward_alone(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
-    """Return the phases, int64[n].
+def _exclude_nonforward(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
+    """Return the phases without forward events that belong to no forward pass, int64[n].
 
-    Forward work outside of modules is what follows a module's forward, up to the backward, and
-    what a backward operator names as its forward. A trace without modules stays as it is.
+    Outside modules, an event keeps the forward phase if it runs after a module's forward and before
+    the backward, or if a backward operator names it as its forward. Without modules in the trace,
+    all phases stay as they are.
     """
     phase = timeline.phase
     opens = is_scope & (phase == Phase.FORWARD)
@@ -74,17 +78,17 @@ def _forward_alone(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I
         return phase
     closes = (phase == Phase.BACKWARD) | (phase == Phase.OPTIMIZER)
     order = np.argsort(timeline.rows.start_ns, kind="stable")
-    told = np.flatnonzero((opens | closes)[order])
-    last = np.searchsorted(told, np.arange(len(order)), side="right") - 1
-    opened = np.zeros(len(order), dtype=bool)
-    opened[order] = (last >= 0) & opens[order[told[last]]]
-    asked = np.flatnonzero((phase == Phase.FORWARD) & ~opened)
+    boundaries = np.flatnonzero((opens | closes)[order])
+    last = np.searchsorted(boundaries, np.arange(len(order)), side="right") - 1
+    after_module = np.zeros(len(order), dtype=bool)
+    after_module[order] = (last >= 0) & opens[order[boundaries[last]]]
+    candidates = np.flatnonzero((phase == Phase.FORWARD) & ~after_module)
     roots = _roots(timeline)
-    forward = np.unique(roots[named_by_backward(timeline, et_threads).forward])
-    inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(asked) else is_scope
-    asked = asked[~inside[asked] & ~np.isin(roots[asked], forward)]
+    forward_roots = np.unique(roots[forward_backward_pairs(timeline, et_threads).forward])
+    inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(candidates) else is_scope
+    candidates = candidates[~inside[candidates] & ~np.isin(roots[candidates], forward_roots)]
     phase = phase.copy()
-    phase[asked] = Phase.NONE
+    phase[candidates] = Phase.NONE
     return phase
 
 
@@ -103,124 +107,131 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 _ACCUMULATES = "::AccumulateGrad"
 
-_FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")  # alone before torch 1.10
+# Before torch 1.10, backward functions are not inside an evaluate_function event.
+_FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")
 
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
 
-"""What autograd calls once all functions have run: the last gradients are summed or copied out."""
+"""Callbacks that autograd runs after all functions, to sum or copy out the last gradients."""
 
 
 def attribute(timeline: HostTimeline, et_threads: I64) -> None:
     """Set module and phase of every host event.
 
-    Forward: the enclosing module scope. Backward: the module of the last forward operator with
-    the same (thread, sequence number), which autograd passes on; the accumulation of a parameter's
-    gradient, which has none, follows what produced it at once (autograd gives it precedence) and
-    has its module; what autograd calls at its end has none. Threads are walked in the order of
-    their start, so that forward threads come before the autograd thread they start.
-    A module scope within backward recomputes a checkpoint: backward too, and a forward whose own
-    backward may follow.
+    - A forward event has the module of its enclosing module scope.
+    - A backward function has the module of its forward operator: the last one with the same thread
+      and sequence number.
+    - A gradient accumulation has no sequence number. It has the module of the function before it.
+    - A callback at the end of backward has no module.
+    - A module scope within backward recomputes a checkpoint. Its phase is backward, and its
+      operators may have a backward function themselves.
 
     Args:
         timeline: the host events, joined with the execution trace.
         et_threads: thread of each row of the execution trace, int64.
     """
     parents: list[int] = timeline.parent.tolist()
-    sorts, scopes = _sorts(timeline)
+    event_kinds, scopes = _classify_names(timeline)
     names: list[int] = timeline.rows.name.tolist()
-    named = _named_forwards(timeline)
-    forward_threads: list[int] = named[0].tolist()
-    sequences: list[int] = named[1].tolist()
-    observed: list[int] = pick(et_threads, timeline.et, NONE).tolist()
-    known: dict[tuple[int, int], int] = {}
+    forward_numbers = _forward_numbers(timeline)
+    forward_threads: list[int] = forward_numbers[0].tolist()
+    sequences: list[int] = forward_numbers[1].tolist()
+    et_thread: list[int] = pick(et_threads, timeline.et, NONE).tolist()
+    module_of_forward: dict[tuple[int, int], int] = {}
     module, phase = [0] * len(timeline), [0] * len(timeline)
     recomputing, finishing = [False] * len(timeline), [False] * len(timeline)
     forward, backward = int(Phase.FORWARD), int(Phase.BACKWARD)
+    # By start time: forward threads come before the autograd thread that looks up their modules.
     for span in timeline.by_start():
         producer = 0
         for index in span:
             parent = parents[index]
-            own_module, own_phase, recomputed = 0, 0, False
+            event_module, event_phase, recomputed = 0, 0, False
             if parent >= 0:
-                own_module, own_phase = module[parent], phase[parent]
+                event_module, event_phase = module[parent], phase[parent]
                 recomputed, finishing[index] = recomputing[parent], finishing[parent]
             recomputing[index] = recomputed
-            sort = sorts[index]
-            if sort == _ALONE:
-                sort = _PLAIN if own_phase == backward else _GRAD_FUNCTION
-            if sort == _PLAIN:
-                if sequences[index] >= 0 and (own_phase <= forward or recomputed):
+            event_kind = event_kinds[index]
+            if event_kind == _UNWRAPPED:
+                event_kind = _PLAIN if event_phase == backward else _GRAD_FUNCTION
+            if event_kind == _PLAIN:
+                if sequences[index] >= 0 and (event_phase <= forward or recomputed):
                     if not recomputed:
-                        own_phase = forward
-                    if observed[index] >= 0:
-                        known[observed[index], sequences[index]] = own_module
-            elif sort == _SCOPE:
-                own_module = scopes[names[index]]
-                recomputing[index] = own_phase == backward
-                if own_phase != backward:
-                    own_phase = forward
-            elif sort in (_STEP, _FINISH):
-                own_phase = int(Phase.OPTIMIZER) if sort == _STEP else backward
-                finishing[index] |= sort == _FINISH
+                        event_phase = forward
+                    if et_thread[index] >= 0:
+                        module_of_forward[et_thread[index], sequences[index]] = event_module
+            elif event_kind == _SCOPE:
+                event_module = scopes[names[index]]
+                recomputing[index] = event_phase == backward
+                if event_phase != backward:
+                    event_phase = forward
+            elif event_kind in (_STEP, _FINISH):
+                event_phase = int(Phase.OPTIMIZER) if event_kind == _STEP else backward
+                finishing[index] |= event_kind == _FINISH
             else:
-                own_phase = backward
-                found = known.get((forward_threads[index], sequences[index]), 0)
-                own_module = producer = found or (producer if sort == _GRADIENT else 0)
-            module[index], phase[index] = own_module, own_phase
+                event_phase = backward
+                forward_module = module_of_forward.get(
+                    (forward_threads[index], sequences[index]), 0
+                )
+                # Autograd runs an accumulation right after the function that produced its gradient.
+                inherited = producer if event_kind == _GRADIENT else 0
+                event_module = producer = forward_module or inherited
+            module[index], phase[index] = event_module, event_phase
     timeline.module = np.array(module, dtype=np.int32)
     timeline.phase = np.array(phase, dtype=np.int64)
     timeline.in_functions = (timeline.phase == backward) & ~np.array(finishing, dtype=bool)
 
 
-_PLAIN, _SCOPE, _STEP, _FINISH, _GRAD_FUNCTION, _GRADIENT, _ALONE = range(7)
+_PLAIN, _SCOPE, _STEP, _FINISH, _GRAD_FUNCTION, _GRADIENT, _UNWRAPPED = range(7)
 
 
-def _named_forwards(timeline: HostTimeline) -> tuple[I64, I64]:
-    """Return the thread and the sequence number that each event names, int64[n] both.
+def _forward_numbers(timeline: HostTimeline) -> tuple[I64, I64]:
+    """Return the forward thread and the sequence number of each event, both int64[n].
 
-    The profiler gives autograd's evaluation of a function the numbers of its first callee, which
-    a hook on a gradient may be (FSDP's): then they are those of the function, which is called too.
+    The profiler gives autograd's evaluation of a function the numbers of the first event in it.
+    That may be a gradient hook (FSDP has one), which has no numbers. Then the numbers of the
+    function inside are used.
     """
     rows = timeline.rows
     thread, sequence = rows.forward_thread.copy(), rows.sequence.copy()
-    without = timeline.named(lambda name: name.startswith(_BACKWARD)) & (thread <= 0)
+    unnumbered = timeline.named(lambda name: name.startswith(_BACKWARD)) & (thread <= 0)
     function = np.flatnonzero(
-        (thread > 0) & (sequence >= 0) & pick(without, timeline.parent, default=False)
+        (thread > 0) & (sequence >= 0) & pick(unnumbered, timeline.parent, default=False)
     )
     thread[timeline.parent[function]] = thread[function]
     sequence[timeline.parent[function]] = sequence[function]
     return thread, sequence
 
 
-def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
-    """Return what each event's name means for attribution, and the module of each scope's name."""
+def _classify_names(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
+    """Return the kind of each event by its name, and the module of each module scope's name."""
     strings = timeline.strings
     distinct, places = np.unique(timeline.rows.name, return_inverse=True)
-    sorts: list[int] = []
+    kinds: list[int] = []
     scopes: dict[int, int] = {}
     for code in distinct.tolist():
         name = strings[code]
         if name.startswith(MODULE_SCOPE):
             scopes[code] = strings.intern(name.removeprefix(MODULE_SCOPE))
-            sorts.append(_SCOPE)
+            kinds.append(_SCOPE)
         elif name.startswith(_OPTIMIZER):
-            sorts.append(_STEP)
+            kinds.append(_STEP)
         elif name.startswith(_FINISHES):
-            sorts.append(_FINISH)
+            kinds.append(_FINISH)
         elif name.startswith(_BACKWARD):
-            sorts.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
+            kinds.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
         elif _FUNCTION.match(name):
-            sorts.append(_ALONE)
+            kinds.append(_UNWRAPPED)
         else:
-            sorts.append(_PLAIN)
-    return np.array(sorts, dtype=np.int64)[places].tolist() if sorts else [], scopes
+            kinds.append(_PLAIN)
+    return np.array(kinds, dtype=np.int64)[places].tolist() if kinds else [], scopes
 
 
 _REDUCTIONS = ("c10d::allreduce", "c10d::reduce", "c10d::_reduce_scatter")
 
-_PARTS = frozenset(  # operators whose results are parts of what they read, where it lies
+_VIEWS = frozenset(  # operators whose results are views of parts of their input
     f"aten::{name}"
     for name in (
         "as_strided chunk diagonal narrow select slice split split_with_sizes tensor_split unbind "
@@ -237,83 +248,94 @@ def attribute_grad_reductions(timeline: HostTimeline, et: ExecutionTrace) -> Non
             backward.
         et: the execution trace, whose operands identify gradients.
     """
-    asked = timeline.named(lambda name: name.startswith(_REDUCTIONS))
-    asked &= (timeline.phase == Phase.NONE) & (timeline.et >= 0)
-    if not asked.any():
+    candidates = timeline.named(lambda name: name.startswith(_REDUCTIONS))
+    candidates &= (timeline.phase == Phase.NONE) & (timeline.et >= 0)
+    if not candidates.any():
         return
     order = np.argsort(timeline.rows.start_ns, kind="stable")
-    newest = _newest(order, timeline.phase != Phase.NONE)
-    asked &= (newest >= 0) & (timeline.phase[newest] == Phase.BACKWARD)
-    if not asked.any():
+    last_phased = _last_before(order, timeline.phase != Phase.NONE)
+    candidates &= (last_phased >= 0) & (timeline.phase[last_phased] == Phase.BACKWARD)
+    if not candidates.any():
         return
-    outer = timeline.outermost(timeline.rows.is_operator)
-    calls = _of_gradients(timeline, et, order, outer, asked)
-    inside = np.flatnonzero(np.isin(outer, np.array(calls, dtype=np.int64)) & (outer >= 0))
+    outermost = timeline.outermost(timeline.rows.is_operator)
+    reductions = _gradient_reductions(timeline, et, order, outermost, candidates)
+    inside = np.flatnonzero(
+        np.isin(outermost, np.array(reductions, dtype=np.int64)) & (outermost >= 0)
+    )
     timeline.phase[inside] = Phase.BACKWARD
-    timeline.micro_batch[inside] = timeline.micro_batch[newest[outer[inside]]]
+    timeline.micro_batch[inside] = timeline.micro_batch[last_phased[outermost[inside]]]
 
 
-def _newest(order: I64, chosen: Mask) -> I64:
-    """Return the last chosen event that began before each, or itself, else NONE, int64[n]."""
-    told = np.where(chosen[order], np.arange(len(order)), -1)
-    last = np.maximum.accumulate(told)
-    newest = np.empty(len(order), dtype=np.int64)
-    newest[order] = np.where(last >= 0, order[last], -1)
-    return newest
+def _last_before(order: I64, selected: Mask) -> I64:
+    """Return the latest selected event up to each event, itself included, or NONE, int64[n]."""
+    positions = np.where(selected[order], np.arange(len(order)), -1)
+    last = np.maximum.accumulate(positions)
+    preceding = np.empty(len(order), dtype=np.int64)
+    preceding[order] = np.where(last >= 0, order[last], -1)
+    return preceding
 
 
-def _of_gradients(
-    timeline: HostTimeline, et: ExecutionTrace, order: I64, outer: I64, asked: Mask
+def _gradient_reductions(
+    timeline: HostTimeline, et: ExecutionTrace, order: I64, outermost: I64, candidates: Mask
 ) -> list[int]:
     """Return the outermost candidate operators that read gradients.
 
-    Gradients are tensors that the last backward wrote, and what operators without a phase make of
-    them without losing elements: a copy, a flat buffer, a view, but not a norm. Storages are
-    identified by address, so every operator that creates a tensor decides anew. All DTensors share
-    one storage, because they have no memory; there the number of elements also excludes a norm.
+    Gradients are the tensors that the last backward wrote, and tensors that operators without a
+    phase derive from them without losing elements: a copy, a flat buffer or a view, but no norm.
     """
+    # Storages are identified by address, and the allocator reuses addresses. So every operator that
+    # writes a tensor decides again whether its storage contains a gradient. All DTensors share one
+    # storage, because they have no memory; the number of elements also excludes a norm there.
     gradients: set[int] = set()
-    found: list[int] = []
-    own = outer == np.arange(len(outer))
-    asked = np.isin(np.arange(len(outer)), outer[asked])
+    reductions: list[int] = []
+    is_outermost = outermost == np.arange(len(outermost))
+    candidates = np.isin(np.arange(len(outermost)), outermost[candidates])
     backward = timeline.phase == Phase.BACKWARD
-    read = (timeline.et >= 0) & (own | backward)
-    last = int(np.flatnonzero(asked[order])[-1])
+    inspected = (timeline.et >= 0) & (is_outermost | backward)
+    last = int(np.flatnonzero(candidates[order])[-1])
     phases: list[int] = timeline.phase.tolist()
-    for index in order[: last + 1][read[order[: last + 1]]].tolist():
+    for index in order[: last + 1][inspected[order[: last + 1]]].tolist():
         row = int(timeline.et[index])
-        made = [*_tensors(_operands(timeline.strings[int(et.operands[3, row])]))]
+        outputs = [*_tensors(_operands(timeline.strings[int(et.operands[3, row])]))]
         if phases[index] == Phase.BACKWARD:
-            gradients |= {one.storage for one in made}
+            gradients |= {tensor.storage for tensor in outputs}
             continue
         inputs = _operands(timeline.strings[int(et.operands[0, row])])
-        given = [one for one in _tensors(inputs) if not one.is_number]
-        sizes = {one.storage: one.elements for one in given if one.storage in gradients}
-        if sizes and timeline.name(index) == "aten::lift_fresh":  # of what no operator made
+        tensors = [tensor for tensor in _tensors(inputs) if not tensor.is_number]
+        sizes = {
+            tensor.storage: tensor.elements for tensor in tensors if tensor.storage in gradients
+        }
+        # lift_fresh wraps data that no operator computed.
+        if sizes and timeline.name(index) == "aten::lift_fresh":
             sizes.clear()
-        if asked[index] and sizes:
-            found.append(index)
-            gradients |= {one.storage for one in made}
+        if candidates[index] and sizes:
+            reductions.append(index)
+            gradients |= {tensor.storage for tensor in outputs}
             continue
         name = timeline.name(index)
-        where_it_lies = name.endswith("_") or name in _PARTS
-        if not made and name.endswith("_"):  # in place, on lists
-            made = [*_tensors(inputs[:1])]
-        least = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
-        for one in made:
-            kept = where_it_lies and one.storage in sizes
-            if least is not None and (kept or one.elements >= least):
-                gradients.add(one.storage)
+        shares_storage = name.endswith("_") or name in _VIEWS
+        if not outputs and name.endswith("_"):  # in-place operators on lists record no outputs
+            outputs = [*_tensors(inputs[:1])]
+        fewest_elements = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
+        for tensor in outputs:
+            still_gradient = shares_storage and tensor.storage in sizes
+            if fewest_elements is not None and (
+                still_gradient or tensor.elements >= fewest_elements
+            ):
+                gradients.add(tensor.storage)
             else:
-                gradients.discard(one.storage)
-    return found
+                gradients.discard(tensor.storage)
+    return reductions
 
 
 class _Tensor(NamedTuple):
     storage: int
     elements: int
     is_number: bool
-    """Whether it is a number's, which no operator makes: where a gradient was, as like as not."""
+    """Whether it wraps a Python number.
+
+    No operator writes such a tensor, and its address may be that of a former gradient.
+    """
 
 
 def _operands(text: str) -> list[Any]:
@@ -329,9 +351,9 @@ def _tensors(operands: list[Any]) -> Iterator[_Tensor]:
             continue
         value = cast("list[Any]", value)
         *numbers, device = value or [None]
-        if [type(one) for one in numbers] == [int] * 5 and type(device) is str:
+        if [type(number) for number in numbers] == [int] * 5 and type(device) is str:
             _, storage, _, elements, item_bytes = cast("list[int]", numbers)
-            number = (elements, item_bytes, device) == (1, 8, "cpu")
-            yield _Tensor(storage, elements, number)
+            wraps_number = (elements, item_bytes, device) == (1, 8, "cpu")
+            yield _Tensor(storage, elements, wraps_number)
         else:  # of several, or an operator's six operands
             pending += value

@@ -3,26 +3,12 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
 from onerank.cli.options import SectionedCommand, headings, option, with_options
-
-MODELS = (
-    "auto",
-    "learned",
-    "residual",
-    "roofline",
-    "ratio",
-)  # named here, so that --help loads no model; a test compares
-
-DTYPES = ("fp8", "bf16", "fp16", "tf32")  # as MODELS
-
-FUSIONS = ("elementwise", "norm")
-
-OVERLAPS = ("as-captured", "on", "off")
 
 TARGET = "The target, and what is known of it"
 
@@ -31,40 +17,42 @@ WHAT_IF = "What if"
 OUTPUT = "Output"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AnnotateOptions:
-    """What `annotate` predicts; an attribute for each option."""
+    """What `annotate` predicts, for which GPU, by which model."""
 
     target: str = option(
         "A name of `onerank gpus`, or a description.",
         heading=TARGET,
-        required=True,
         metavar="GPU|FILE",
     )
     source: str | None = option(
         "GPU the trace was measured on, if the trace does not name it.",
         heading=TARGET,
+        default=None,
         metavar="GPU|FILE",
     )
     database: tuple[Path, ...] = option(
         "Kernel database with rows of the target, as `onerank bench` writes it, in addition to the "
         "shipped ones; may be repeated.",
         heading=TARGET,
+        default=(),
         type=click.Path(path_type=Path),
         multiple=True,
         metavar="FILE",
     )
-    model: str = option(
+    # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
+    model: Literal["auto", "learned", "residual", "roofline", "ratio"] = option(
         "auto: looked up where the target was measured, else learned; for a CPU capture the "
         "datasheet.",
         heading=TARGET,
-        default=MODELS[0],
-        type=click.Choice(MODELS),
+        default="auto",
         show_default=True,
     )
     explain: int | None = option(
         "Show the arithmetic of one node, by its id in `onerank show --text`, and write nothing.",
         heading=TARGET,
+        default=None,
         type=click.IntRange(0, 2**64 - 1),
         metavar="NODE",
     )
@@ -72,43 +60,46 @@ class AnnotateOptions:
         "What if a figure of the target (`onerank gpus --schema`) were another, "
         "memory_bandwidth_gbps=6000 for one; may be repeated.",
         heading=WHAT_IF,
+        default=(),
         multiple=True,
         metavar="FIGURE=VALUE",
     )
     seq: str | None = option(
         "What if sequences were this long; 4096=8192 names the captured length.",
         heading=WHAT_IF,
+        default=None,
         metavar="LENGTH",
     )
     micro_batch: str | None = option(
         "What if a micro-batch had so many sequences; 1=4 names the captured size.",
         heading=WHAT_IF,
+        default=None,
         metavar="SIZE",
     )
-    dtype: str | None = option(
+    dtype: Literal["fp8", "bf16", "fp16", "tf32"] | None = option(
         "What if matrix products in a wider type ran in this one; fp16: bf16 products, too.",
         heading=WHAT_IF,
-        type=click.Choice(DTYPES),
+        default=None,
     )
     kernel: tuple[str, ...] = option(
         "usual (default): what the target's libraries run, eager attention stays; fused: eager "
         "attention as well; flash2, flash3, cudnn, AMD's aotriton, ck or aiter: that one, of both; "
         "same; or eager: no fused kernel.",
         heading=WHAT_IF,
+        default=(),
         multiple=True,
         metavar="attention=KERNEL",
     )
-    fuse: str | None = option(
+    fuse: Literal["elementwise", "norm"] | None = option(
         "What if neighbouring kernels that pass data on were one; norm: reductions as well.",
         heading=WHAT_IF,
-        type=click.Choice(FUSIONS),
+        default=None,
     )
-    overlap: str = option(
+    overlap: Literal["as-captured", "on", "off"] = option(
         "on: communication overlaps compute as far as its data allow; off: they wait for each "
         "other, in the order of their issue.",
         heading=WHAT_IF,
-        default=OVERLAPS[0],
-        type=click.Choice(OVERLAPS),
+        default="as-captured",
         show_default=True,
     )
     nvlink_active: bool = option(
@@ -129,16 +120,17 @@ class AnnotateOptions:
         "Default: TRACE with the target before its suffix.",
         *("-o", "--output"),
         heading=OUTPUT,
+        default=None,
         type=TRACE_OUTPUT,
     )
 
 
 @click.command(cls=SectionedCommand, sections=headings(AnnotateOptions))
 @click.argument("trace", type=TRACE)
-@with_options(AnnotateOptions, "given")
+@with_options(AnnotateOptions)
 @as_json
 @reports_errors
-def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
+def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     """Predict the duration of every compute node of TRACE, and of the step, on another GPU.
 
     Writes the trace with the new durations and prints the step before and after. Every predicted
@@ -157,62 +149,62 @@ def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
     from onerank.cli.render.annotation_table import render_explanation, render_recosting
 
-    gpu = with_figures(load_gpu(given.target), figures_of(given.override))
+    gpu = with_figures(load_gpu(options.target), figures_of(options.override))
     passes = PassOptions(
-        given.dtype,
-        parse_kernels(given.kernel),
-        parse_sizes(given.seq, given.micro_batch),
-        given.fuse,
-        given.overlap,
-        given.nvlink_active,
+        options.dtype,
+        parse_kernels(options.kernel),
+        parse_sizes(options.seq, options.micro_batch),
+        options.fuse,
+        options.overlap,
+        options.nvlink_active,
     )
     inputs: dict[str, Any] = {
-        "model": given.model,
-        "source": given.source,
-        "databases": given.database,
+        "model": options.model,
+        "source": options.source,
+        "databases": options.database,
     }
-    if given.explain is not None:
-        _check_explains(given, as_captured=passes == PassOptions())
-        explanation = explain(onerank.read(trace), gpu, given.explain, **inputs)
+    if options.explain is not None:
+        _check_explains(options, as_captured=passes == PassOptions())
+        explanation = explain(onerank.read(trace), gpu, options.explain, **inputs)
         print_json(explanation) if as_json else render_explanation(explanation)
         return
-    output = given.output or default_output(trace, given.target, gpu.name)
-    description = Path(given.target) if Path(given.target).is_file() else None
-    keep_inputs(output, trace, description, *given.database)
+    output = options.output or default_output(trace, options.target, gpu.name)
+    description = Path(options.target) if Path(options.target).is_file() else None
+    keep_inputs(output, trace, description, *options.database)
     before = onerank.read(trace)
-    after = scale_host(recost(before, gpu, passes=passes, **inputs), given.host_scale)
+    after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
     after.write(output)
     recosting = summarise(before, after)
     step = step_change(before, after, recosting.interval)
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
-        asleep = () if passes.nvlink_active else nvlink_idle_note(after, gpu)
-        notes = (*after.job.measurement.notes, *asleep)
+        idle_links = () if passes.nvlink_active else nvlink_idle_note(after, gpu)
+        notes = (*after.job.measurement.notes, *idle_links)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 
 
-def _check_explains(given: AnnotateOptions, *, as_captured: bool) -> None:
+def _check_explains(options: AnnotateOptions, *, as_captured: bool) -> None:
     """Refuse options that change or write what --explain only shows."""
-    if given.output is not None or given.host_scale != 1:
-        other = "--host-scale" if given.output is None else "--output"
+    if options.output is not None or options.host_scale != 1:
+        other = "--host-scale" if options.output is None else "--output"
         raise click.UsageError(f"--explain writes nothing; leave out {other}")
     if not as_captured:
         raise click.UsageError(
             "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
             "--fuse, --overlap and --nvlink-active out"
         )
-    if given.model not in ("auto", "learned"):
+    if options.model not in ("auto", "learned"):
         raise click.UsageError(
-            f"--explain shows the learned model's arithmetic, not {given.model}'s"
+            f"--explain shows the learned model's arithmetic, not {options.model}'s"
         )
 
 
 def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
-    """Read `FIGURE=VALUE`s.
+    """Return the figures that texts of the form `FIGURE=VALUE` set.
 
     Raises:
-        UsageError: one is not of this form.
+        UsageError: a text does not have this form.
     """
     figures: dict[str, float] = {}
     for setting in settings:
@@ -220,9 +212,9 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
         try:
             figures[name.strip()] = float(value)
         except ValueError:
-            form = "the form is --override memory_bandwidth_gbps=6000"
             raise click.UsageError(
-                f"--override {setting}: {value!r} is no number; {form}"
+                f"--override {setting}: {value!r} is not a number; write --override "
+                "memory_bandwidth_gbps=6000"
             ) from None
     return figures
 
@@ -234,28 +226,40 @@ def default_output(trace: Path, target: str, name: str) -> Path:
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpusOptions:
+    """What `gpus` prints."""
+
+    check: Path | None = option(
+        "Print a description instead, or what is wrong with it (exit 2).",
+        default=None,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+    )
+    schema: bool = option("Print the JSON Schema of a description instead.", default=False)
+
+
 @click.command()
-@click.option("--check", type=click.Path(path_type=Path), metavar="FILE",
-              help="Print a description instead, or what is wrong with it (exit 2).")  # fmt: skip
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of a description instead.")
+@with_options(GpusOptions)
 @as_json
 @reports_errors
-def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
+def gpus(options: GpusOptions, as_json: bool) -> None:
     """List the GPU descriptions that ship with onerank."""
-    if schema and check is not None:
+    if options.schema and options.check is not None:
         raise click.UsageError("give --check or --schema, not both")
     from onerank.annotate import gpu_names, load_gpu
     from onerank.annotate.gpus.spec_schema import gpu_schema
     from onerank.cli.render.annotation_table import render_gpus
     from onerank.cli.render.tables import lines
 
-    if schema:
+    if options.schema:
         print_json(gpu_schema())
         return
-    found = [load_gpu(name) for name in gpu_names()] if check is None else [load_gpu(check)]
+    names = gpu_names() if options.check is None else [options.check]
+    descriptions = [load_gpu(name) for name in names]
     if as_json:
-        print_json(found)
+        print_json(descriptions)
     else:
-        render_gpus(found)
-        if check is not None:
-            lines([("checked", "nothing wrong")], str(check))
+        render_gpus(descriptions)
+        if options.check is not None:
+            lines([("checked", "nothing wrong")], str(options.check))

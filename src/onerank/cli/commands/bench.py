@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -19,7 +20,7 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
-from onerank.cli.options import SectionedGroup
+from onerank.cli.options import SectionedGroup, option, with_options
 
 if TYPE_CHECKING:
     import polars
@@ -28,18 +29,63 @@ if TYPE_CHECKING:
     from onerank.capture.bench.measured_call import Measured
     from onerank.capture.bench.trace_calls import Wanted
 
-GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
-                   help="CUDA device to measure on.")  # fmt: skip
+DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """The GPU to measure on."""
+
+    gpu: int = option(
+        "CUDA device to measure on.", default=0, type=click.IntRange(0), show_default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeOptions(GpuOptions):
+    """The description to write, and what it takes from another."""
+
+    output: Path = option("Description to write (TOML).", "-o", "--output", type=OUTPUT)
+    base_gpu: str | None = option(
+        "Gives what is not measured.  [default: this GPU's description]",
+        default=None,
+        metavar="GPU|FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(GpuOptions):
+    """What to measure, for how long, and the database to write."""
+
+    grid: Literal["training", "power"] | None = option(
+        "Measure training shapes of common models, or calls that span what the GPU draws, two "
+        "seconds each, with their power.",
+        default=None,
+    )
+    minutes: float | None = option(
+        "Begin no call after so long; what matters most comes first.", default=None, type=MINUTES
+    )
+    update: Path | None = option(
+        "Leave out what it holds for this GPU and libraries; write both.",
+        default=None,
+        type=DATABASE,
+        metavar="DATABASE",
+    )
+    output: Path = option("Kernel database to write.", "-o", "--output", type=OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """The database to write."""
+
+    output: Path = option("Kernel database to write.", "-o", "--output", type=OUTPUT)
 
 
 @click.command()
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Description to write (TOML).")
-@click.option("--base-gpu", metavar="GPU|FILE",
-              help="Gives what is not measured.  [default: this GPU's description]")  # fmt: skip
-@GPU
+@with_options(DescribeOptions)
 @as_json
 @reports_errors
-def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> None:
+def describe(options: DescribeOptions, as_json: bool) -> None:
     """Measure what the GPU at hand sustains and draws, and write its description.
 
     Products in each data type, a copy, the cache, the launch floor, idle power and the power
@@ -56,50 +102,46 @@ def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> Non
     from onerank.ir.atomic_write import replace_file
     from onerank.ir.errors import TargetError
 
-    with on_device(gpu) as device:
-        known = load_gpu(base_gpu) if base_gpu else find_gpu(device.name)
-        if known is None:
+    with on_device(options.gpu) as device:
+        base = load_gpu(options.base_gpu) if options.base_gpu else find_gpu(device.name)
+        if base is None:
             raise TargetError(
                 f"no description ships for {device.name}; its datasheet's figures are needed: "
                 "give one with --base-gpu FILE (`onerank gpus --schema` shows its form)",
                 code="gpu-no-description",
             )
-        at_hand = Bench(device.torch)
+        runner = Bench(device.torch)
         with advancing(COUNT, "measuring") as advance:
-            found = microbenchmarks(at_hand, advance)
-        board = at_hand.board
+            limits = microbenchmarks(runner, advance)
+        board = runner.board
         software = versions(board.driver() if board else "")
-    versions = ", ".join(f"{name} {one}" for name, one in software.items() if one)
+    library_versions = ", ".join(f"{name} {text}" for name, text in software.items() if text)
     date = f"{datetime.now(UTC):%Y-%m-%d}"
-    made = described(
-        known,
-        found.sustained,
+    description = described(
+        base,
+        limits.sustained,
         {
-            "measured_gemm_tflops": found.gemm_tflops,
-            "measured_skinny_gbps": found.skinny_gbps,
-            "measured_copy_gbps": found.copy_gbps,
-            "l2_bandwidth_gbps": found.cache_gbps,
-            "launch_floor_ns": found.floor_ns,
-            "idle_w": found.idle_w,
-            "tdp_w": found.limit_w,
+            "measured_gemm_tflops": limits.gemm_tflops,
+            "measured_skinny_gbps": limits.skinny_gbps,
+            "measured_copy_gbps": limits.copy_gbps,
+            "l2_bandwidth_gbps": limits.cache_gbps,
+            "launch_floor_ns": limits.floor_ns,
+            "idle_w": limits.idle_w,
+            "tdp_w": limits.limit_w,
         },
-        f"onerank bench describe on {device.name}, {date}; {versions}; CUDA graph replays of "
-        "random operands: products of the mean rates, and short ones, as they come, others held "
-        "for two seconds",
+        f"onerank bench describe on {device.name}, {date}; {library_versions}; CUDA graph replays "
+        "of random operands: products of the mean rates, and short ones, as they come, others "
+        "held for two seconds",
         date,
     )
-    replace_file(output, to_toml(made).encode())
+    replace_file(options.output, to_toml(description).encode())
     if as_json:
-        print_json({"output": output, "gpu": made, "measured": found})
+        print_json({"output": options.output, "gpu": description, "measured": limits})
     else:
-        render_described(made, known, found, str(output))
+        render_described(description, base, limits, str(options.output))
 
-
-GRIDS = ("training", "power")
 
 _WRITTEN_EACH_S = 30
-
-DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class _MeasuresByDefault(SectionedGroup):
@@ -121,33 +163,18 @@ bench.add_command(describe)
 
 @bench.command()
 @click.argument("traces", nargs=-1, type=TRACE, metavar="[TRACE]...")
-@click.option("--grid", type=click.Choice(GRIDS),
-              help="Measure training shapes of common models, or calls that span what the GPU "
-              "draws, two seconds each, with their power.")  # fmt: skip
-@click.option("--minutes", type=MINUTES,
-              help="Begin no call after so long; what matters most comes first.")  # fmt: skip
-@click.option("--update", type=DATABASE, metavar="DATABASE",
-              help="Leave out what it holds for this GPU and libraries; write both.")  # fmt: skip
-@GPU
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@with_options(MeasureOptions)
 @as_json
 @reports_errors
-def measure(
-    traces: tuple[Path, ...],
-    grid: str | None,
-    minutes: float | None,
-    update: Path | None,
-    gpu: int,
-    output: Path,
-    as_json: bool,
-) -> None:
+def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) -> None:
     """Measure every distinct call of the TRACEs, or of a grid, on the GPU at hand.
 
     Times are those of CUDA graph replays after the clocks have settled, on random operands. What is
     measured is written every half minute.
     """
-    if not traces and grid is None:
+    if not traces and options.grid is None:
         raise click.UsageError("give traces, or --grid training or power, or both")
+    output, update = options.output, options.update
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.gpu_board import Board, on_device, versions
@@ -156,22 +183,22 @@ def measure(
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
-    wanted, left_out = _asked(traces, grid)
-    held = read_database(update) if update else table_of([])
+    wanted, left_out = _calls_to_measure(traces, options.grid)
+    known = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
     account = Account(asked=len(wanted))
     notes: list[str] = []
-    with on_device(gpu) as device:
+    with on_device(options.gpu) as device:
         board = Board()
-        told = versions(board.driver())
+        software = versions(board.driver())
         if board.missing:
             notes.append(board.missing)
         if update:
             before = len(wanted)
-            wanted = lacking(wanted, held, device.name, told)
-            notes.append(f"{before - len(wanted)} calls are in {update}, {len(held)} rows")
+            wanted = lacking(wanted, known, device.name, software)
+            notes.append(f"{before - len(wanted)} calls are in {update}, {len(known)} rows")
             account.asked = len(wanted)
-        seconds = 60 * minutes if minutes else float("inf")
+        seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
             child = child_on(device.torch)
             found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
@@ -179,24 +206,24 @@ def measure(
             try:
                 with contextlib.closing(found):
                     for one in found:
-                        rows.append(_row(one, device.name, told))
+                        rows.append(_row(one, device.name, software))
                         if time.monotonic() > written + _WRITTEN_EACH_S:
-                            write_database(merge([held, table_of(rows)]).table, output)
+                            write_database(merge([known, table_of(rows)]).table, output)
                             written = time.monotonic()
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
             except CaptureError as error:
                 if not rows:
                     raise
-                write_database(merge([held, table_of(rows)]).table, output)
+                write_database(merge([known, table_of(rows)]).table, output)
                 kept = f"what was measured until then, {len(rows)} rows, is in {output}"
                 raise CaptureError(f"{error}; {kept}", code=error.code) from error
-    table = merge([held, table_of(rows)]).table
+    table = merge([known, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
         output=str(output),
         gpu=device.name,
-        versions=told,
+        versions=software,
         rows=len(table),
         asked=account.asked,
         measured=account.done,
@@ -210,7 +237,9 @@ def measure(
     print_json(done) if as_json else render_benched(done)
 
 
-def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
+def _calls_to_measure(
+    traces: Sequence[Path], grid: str | None
+) -> "tuple[list[Wanted], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
     from onerank.capture.bench.grids import power, training
@@ -240,7 +269,7 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
 
 
 def lacking(
-    wanted: "list[Wanted]", held: "polars.DataFrame", gpu: str, versions: dict[str, str]
+    wanted: "list[Wanted]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
 ) -> "list[Wanted]":
     """Return what is not in a database for this GPU and these versions."""
     import polars
@@ -250,7 +279,7 @@ def lacking(
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
     known: dict[tuple[Any, ...], set[str]] = {}
-    for row in rows_of(held.filter(same)):
+    for row in rows_of(database.filter(same)):
         key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
         known.setdefault(key, set()).update(row.kernels)
 
@@ -296,24 +325,23 @@ def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
 
 @bench.command("merge")
 @click.argument("databases", nargs=-1, required=True, type=DATABASE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@with_options(MergeOptions)
 @as_json
 @reports_errors
-def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) -> None:
+def merge_databases(databases: tuple[Path, ...], options: MergeOptions, as_json: bool) -> None:
     """Make one database of several; of the same call measured twice the later one stays."""
     from onerank.annotate.kernel_db.database import merge, read_database, write_database
     from onerank.cli.render.bench_table import render_merged
 
-    read = [read_database(path) for path in databases]
-    made = merge(read)
-    write_database(made.table, output)
-    counts = {str(path): len(one) for path, one in zip(databases, read, strict=True)}
+    tables = [read_database(path) for path in databases]
+    merged = merge(tables)
+    write_database(merged.table, options.output)
+    counts = {str(path): len(table) for path, table in zip(databases, tables, strict=True)}
+    rows, replaced = len(merged.table), merged.replaced
     if as_json:
-        print_json(
-            {"output": output, "rows": len(made.table), "replaced": made.replaced, "read": counts}
-        )
+        print_json({"output": options.output, "rows": rows, "replaced": replaced, "read": counts})
     else:
-        render_merged(counts, len(made.table), made.replaced, str(output))
+        render_merged(counts, rows, replaced, str(options.output))
 
 
 @bench.command()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -75,7 +75,7 @@ class _Ranks(click.ParamType[tuple[int, ...] | str]):
             self.fail(f"'{value}': expected {DISTINCT}, or ranks such as 0,8,16", param, ctx)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
     """What `capture run` captures and how it measures; an attribute for each option."""
 
@@ -84,12 +84,12 @@ class CaptureOptions:
         *("-o", "--output"),
         heading=OUTPUT,
         type=TRACE_OUTPUT,
-        required=True,
     )
     ranks: tuple[int, ...] | str | None = option(
         "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
         "process of its own, and write NAME.RANK.et for each.",
         heading=CAPTURED,
+        default=None,
         type=_Ranks(),
         metavar="distinct|R,R[,...]",
     )
@@ -97,14 +97,15 @@ class CaptureOptions:
         "Capture a Hugging Face model built with this many layers, at each depth in turn, and "
         "extrapolate to its own depth.",
         heading=CAPTURED,
+        default=None,
         type=_Depths(),
         metavar="N,N[,...]",
     )
-    compile: str | None = option(
+    compile: Literal["default", "reduce-overhead", "max-autotune"] | None = option(
         "Experiment: capture eager too (NAME.eager.et next to the output), then under "
         "torch.compile in this mode, and report what each sub-module gained.",
         heading=CAPTURED,
-        type=click.Choice(["default", "reduce-overhead", "max-autotune"]),
+        default=None,
         is_flag=False,
         flag_value="default",
     )
@@ -145,6 +146,7 @@ class CaptureOptions:
     raw_dir: Path | None = option(
         "Keep the raw Kineto and execution traces in this directory.",
         heading=OUTPUT,
+        default=None,
         type=OUTPUT_DIRECTORY,
     )
 

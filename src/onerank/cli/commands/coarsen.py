@@ -1,25 +1,34 @@
 """`onerank coarsen`: one node per layer or sub-module; also the shared `--granularity`."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.options import option, with_options
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
 
-GRAINS = ("layer", "submodule", "kernel")
+Granularity = Literal["layer", "submodule", "kernel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarsenOptions:
+    """What a node of the coarse trace is, and where the trace goes."""
+
+    granularity: Literal["layer", "submodule"] = option("What a node is.")
+    output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("--granularity", type=click.Choice(GRAINS[:2]), required=True)
-@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
+@with_options(CoarsenOptions)
 @as_json
 @reports_errors
-def coarsen(trace: Path, granularity: str, output: Path, as_json: bool) -> None:
+def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
     """Write TRACE with one node per layer or sub-module, phase and micro-batch.
 
     Communication stays as it is and divides what it interrupts; GPU time is kept to the nanosecond.
@@ -28,33 +37,32 @@ def coarsen(trace: Path, granularity: str, output: Path, as_json: bool) -> None:
     from onerank.analysis.summary import summarise
     from onerank.cli.render.trace_tables import render_summary
 
-    keep_inputs(output, trace)
-    made = at_grain(package.read(trace), granularity)
-    made.write(output)
-    summary = summarise(made)
+    keep_inputs(options.output, trace)
+    coarse = at_granularity(package.read(trace), options.granularity)
+    coarse.write(options.output)
+    summary = summarise(coarse)
     if as_json:
         print_json(summary)
     else:
-        render_summary(summary, title=str(output))
+        render_summary(summary, title=str(options.output))
 
 
-def at_grain(graph: "Graph", grain: str) -> "Graph":
-    """Return `graph` itself at the grain of kernels, else coarsened; its FLOPs are kept."""
+def at_granularity(graph: "Graph", granularity: Granularity) -> "Graph":
+    """Return `graph` itself for "kernel", else coarsened; its FLOPs are kept."""
     from onerank.annotate import characterise
 
-    if grain == "kernel":
+    if granularity == "kernel":
         return graph
-    return characterise(graph).coarsen(cast('Literal["layer", "submodule"]', grain))
+    return characterise(graph).coarsen(granularity)
 
 
-def show_parts(graph: "Graph", grain: str, title: str, *, as_json: bool) -> None:
+def show_parts(graph: "Graph", granularity: Granularity, title: str, *, as_json: bool) -> None:
     """Print what each layer, sub-module or kernel takes of the step."""
-    from onerank.analysis.breakdown import Grain, parts
+    from onerank.analysis.breakdown import parts
     from onerank.cli.render.trace_tables import render_parts
 
-    chosen = cast("Grain", grain)
-    found = parts(graph, chosen)
+    shares = parts(graph, granularity)
     if as_json:
-        print_json(found)
+        print_json(shares)
     else:
-        render_parts(found, chosen, title=title)
+        render_parts(shares, granularity, title=title)

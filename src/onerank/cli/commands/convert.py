@@ -1,5 +1,6 @@
 """`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,64 +15,81 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
+from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 
 if TYPE_CHECKING:
     from onerank.converters.sources.kineto import Conversion
     from onerank.ir import Graph
 
-SIZE = click.IntRange(1)
+TRACES = "Recorded traces"
+MODEL = "A model"
+OUTPUT = "Output"
 
 
-@click.command()
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What is converted, to which file."""
+
+    kineto: Path | None = option(
+        "Kineto trace (JSON, gzip or not).", heading=TRACES, default=None, type=TRACE
+    )
+    et: Path | None = option(
+        "Execution trace of the same window.  [default: GPU operations only]",
+        heading=TRACES,
+        default=None,
+        type=TRACE,
+    )
+    profile: tuple[Path, ...] = option(
+        "Kineto trace of a step with the same work, recorded without an execution trace, for its "
+        "times; of several, the medians.",
+        heading=TRACES,
+        default=(),
+        type=TRACE,
+        multiple=True,
+    )
+    step: str = option(
+        "One of the steps that profiler.step() marked.",
+        heading=TRACES,
+        default="all",
+        show_default=True,
+        metavar="N|median|all",
+    )
+    operators: bool = option(
+        "No --et: keep operators too, without shapes.", heading=TRACES, default=False
+    )
+    batch: int | None = option(
+        "Size of the inputs' first axis.", heading=MODEL, default=None, type=SIZE
+    )
+    seq: int | None = option("Sequence length.", heading=MODEL, default=None, type=SIZE)
+    size: tuple[str, ...] = option(
+        "A symbolic size.", heading=MODEL, default=(), multiple=True, metavar="NAME=N"
+    )
+    train: bool = option("Add backward and an AdamW step.", heading=MODEL, default=False)
+    output: Path = option(
+        "Chakra trace to write; of several ranks, the directory of their traces.",
+        *("-o", "--output"),
+        heading=OUTPUT,
+        type=OUTPUT_OR_DIRECTORY,
+    )
+
+    @property
+    def recordings(self) -> tuple[Path, ...]:
+        """The recorded traces that are given."""
+        return tuple(path for path in (self.kineto, self.et, *self.profile) if path)
+
+    @property
+    def model_options(self) -> list[str]:
+        """Spellings of the options given that only a model takes."""
+        values = {"--batch": self.batch, "--seq": self.seq, "--size": self.size}
+        return [name for name, value in {**values, "--train": self.train}.items() if value]
+
+
+@click.command(cls=SectionedCommand, sections=headings(ConvertOptions))
 @click.argument("source", required=False, type=click.Path(exists=True, path_type=Path))
-@click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
-@click.option(
-    "--et",
-    type=TRACE,
-    help="Execution trace of the same window.  [default: GPU operations only]",
-)
-@click.option(
-    "--profile",
-    "profiles",
-    type=TRACE,
-    multiple=True,
-    help="Kineto trace of a like step without ET, for its times; of several, the medians.",
-)
-@click.option(
-    "--step",
-    default="all",
-    show_default=True,
-    metavar="N|median|all",
-    help="Traces: one of the steps that profiler.step() marked.",
-)
-@click.option("--operators", is_flag=True, help="No --et: keep operators too, without shapes.")
-@click.option("--batch", type=SIZE, help="Model: size of the inputs' first axis.")
-@click.option("--seq", type=SIZE, help="Model: sequence length.")
-@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Model: an open size.")
-@click.option("--train", is_flag=True, help="Model: add backward and an AdamW step.")
-@click.option(
-    "-o",
-    "--output",
-    type=OUTPUT_OR_DIRECTORY,
-    required=True,
-    help="Chakra trace to write; of several ranks, the directory of their traces.",
-)
+@with_options(ConvertOptions)
 @as_json
 @reports_errors
-def convert(
-    source: Path | None,
-    kineto: Path | None,
-    et: Path | None,
-    profiles: tuple[Path, ...],
-    step: str,
-    operators: bool,
-    batch: int | None,
-    seq: int | None,
-    sizes: tuple[str, ...],
-    train: bool,
-    output: Path,
-    as_json: bool,
-) -> None:
+def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None:
     """Turn recorded traces or a model into a Chakra trace.
 
     Traces: --kineto and --et of one window, or a directory of `capture run --raw-dir` as SOURCE.
@@ -80,52 +98,35 @@ def convert(
     tool's .et as SOURCE: written with the groups of a comm_groups.json next to it.
     A model: an .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
-    traces = [path for path in (kineto, et, *profiles) if path]
-    model = {"--batch": batch, "--seq": seq, "--size": sizes, "--train": train}
-    of_model = [name for name, given in model.items() if given]
     is_model = source is not None and source.suffix == ".onnx"
-    if source is not None and traces:
+    if source is not None and options.recordings:
         raise click.UsageError("give a SOURCE, or --kineto and --et, not both")
-    if step != "all" and source is not None and not source.is_dir():
+    if options.step != "all" and source is not None and not source.is_dir():
         raise click.UsageError(f"--step is for traces with steps, and {source} has none marked")
-    if of_model and not is_model:
-        raise click.UsageError(f"{of_model[0]} is for a model: SOURCE must be a .onnx file")
-    if is_model:
-        assert source is not None
-        _is_trace(output, source)
-        _convert_model(source, output, batch, seq, sizes, train=train, as_json=as_json)
-        return
+    if options.model_options and not is_model:
+        raise click.UsageError(
+            f"{options.model_options[0]} is for a model: SOURCE must be a .onnx file"
+        )
     if source is None:
-        if kineto is None or (profiles and et is None):
-            raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")
-        if profiles and step != "all":
-            raise click.UsageError("--profile gives times of whole windows; leave out --step")
-        if et is not None and operators:
-            raise click.UsageError("--operators is for a trace without --et, which keeps them")
-        _convert_traces(kineto, et, profiles, step, output, operators=operators, as_json=as_json)
-    else:
-        _convert_source(source, output, step, operators=operators, as_json=as_json)
-
-
-def _convert_source(
-    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
-) -> None:
-    if recorded := _recorded(source):
-        raise click.UsageError(recorded)
-    if source.is_dir():
-        _convert_directory(source, output, step, operators=operators, as_json=as_json)
+        _convert_traces(options, as_json=as_json)
+    elif is_model:
+        _convert_model(source, options, as_json=as_json)
+    elif source.is_dir():
+        _convert_directory(source, options, as_json=as_json)
+    elif hint := _recording_hint(source):
+        raise click.UsageError(hint)
     elif source.suffix == ".json":
-        _convert_json(source, output, as_json=as_json)
+        _convert_json(source, options.output, as_json=as_json)
     elif source.suffix == ".et":
-        _convert_et(source, output, as_json=as_json)
+        _convert_et(source, options.output, as_json=as_json)
     else:
         raise click.UsageError(
             f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces"
         )
 
 
-def _recorded(source: Path) -> str:
-    """Return what to do with one of the profiler's files, which need options; else nothing."""
+def _recording_hint(source: Path) -> str:
+    """Return which options take a file that the profiler wrote; "" for another file."""
     from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
     kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
@@ -139,43 +140,40 @@ def _recorded(source: Path) -> str:
     return ""
 
 
-def _convert_traces(
-    kineto: Path,
-    et: Path | None,
-    profiles: tuple[Path, ...],
-    step: str,
-    output: Path,
-    *,
-    operators: bool,
-    as_json: bool,
-) -> None:
+def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
+    """Convert a Kineto trace, with its execution trace and profiles."""
     from onerank.converters.sources.kineto import Sources, convert
 
-    _is_trace(output, kineto, et, *profiles)
-    graph, report = convert(Sources(kineto, et, profiles, operators=operators), step=step)
-    _write(graph, report, output, as_json=as_json)
+    if options.kineto is None or (options.profile and options.et is None):
+        raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")
+    if options.profile and options.step != "all":
+        raise click.UsageError("--profile gives times of whole windows; leave out --step")
+    if options.et is not None and options.operators:
+        raise click.UsageError("--operators is for a trace without --et, which keeps them")
+    _check_output(options.output, *options.recordings)
+    sources = Sources(options.kineto, options.et, options.profile, operators=options.operators)
+    graph, report = convert(sources, step=options.step)
+    _write(graph, report, options.output, as_json=as_json)
 
 
-def _convert_directory(
-    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
-) -> None:
+def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     """Convert the files of one capture, or every rank's traces."""
     from onerank.converters.sources.kineto import JOB, convert_directory
 
     if not (source / JOB).exists():
-        _convert_ranks(source, output, step, operators=operators, as_json=as_json)
+        _convert_ranks(source, options, as_json=as_json)
         return
-    if step != "all":
+    if options.step != "all":
         raise click.UsageError("--step is for traces with steps; a capture is of one step")
-    _is_trace(output, *source.iterdir())
+    _check_output(options.output, *source.iterdir())
     graph, report = convert_directory(source)
-    _write(graph, report, output, as_json=as_json)
+    _write(graph, report, options.output, as_json=as_json)
 
 
 def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
     from onerank.ir.chakra import from_json
 
-    _is_trace(output, source)
+    _check_output(output, source)
     nodes = from_json(source, output)
     if as_json:
         print_json({"output": output, "nodes": nodes})
@@ -187,7 +185,7 @@ def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
     """Write a trace that needs no further file."""
     import onerank
 
-    _is_trace(output, source)
+    _check_output(output, source)
     graph = onerank.read(source)
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
@@ -197,8 +195,8 @@ def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
         click.echo(f"{output}: {len(graph)} nodes, {len(groups)} groups")
 
 
-def _is_trace(output: Path, *inputs: Path | None) -> None:
-    """Refuse what is no name for one trace, or the name of an input."""
+def _check_output(output: Path, *inputs: Path | None) -> None:
+    """Refuse a name that no trace can have, or that an input has."""
     if output.is_dir():
         raise click.UsageError(f"--output {output} is a directory; name the trace to write")
     keep_inputs(output, *inputs)
@@ -216,14 +214,14 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
     click.echo(f"{output}: {len(graph)} nodes")
 
 
-def _convert_ranks(
-    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
-) -> None:
+def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 
+    output = options.output
     if output.exists() and not output.is_dir():
         raise click.UsageError(f"--output {output} is a file; {source} holds several ranks' traces")
-    done = convert_ranks(ranks_in(source, operators=operators), output, step=step)
+    ranks = ranks_in(source, operators=options.operators)
+    done = convert_ranks(ranks, output, step=options.step)
     if as_json:
         print_json(done)
         return
@@ -234,37 +232,36 @@ def _convert_ranks(
         click.echo(f"{rank.path}: {rank.nodes} nodes")
 
 
-def _convert_model(
-    source: Path,
-    output: Path,
-    batch: int | None,
-    seq: int | None,
-    sizes: tuple[str, ...],
-    *,
-    train: bool,
-    as_json: bool,
-) -> None:
+def _convert_model(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.analysis.summary import summarise
     from onerank.annotate import characterise
     from onerank.cli.render.conversion_table import render_model
     from onerank.cli.render.trace_tables import render_summary
     from onerank.converters.sources.onnx import convert_onnx
 
-    graph, report = convert_onnx(source, sizes=_sizes(sizes), batch=batch, seq=seq, train=train)
+    _check_output(options.output, source)
+    graph, report = convert_onnx(
+        source,
+        sizes=_sizes(options.size),
+        batch=options.batch,
+        seq=options.seq,
+        train=options.train,
+    )
     graph = characterise(graph)
-    graph.write(output)
+    graph.write(options.output)
     if as_json:
         print_json(report)
         return
     render_model(report)
-    render_summary(summarise(graph), title=str(output))
+    render_summary(summarise(graph), title=str(options.output))
 
 
-def _sizes(given: tuple[str, ...]) -> dict[str, int]:
+def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
+    """Return the sizes that texts of the form NAME=N set."""
     sizes: dict[str, int] = {}
-    for one in given:
-        name, _, size = one.partition("=")
+    for text in texts:
+        name, _, size = text.partition("=")
         if not name or not size.isdecimal():
-            raise click.BadParameter(f"{one!r}: expected NAME=N", param_hint="--size")
+            raise click.BadParameter(f"{text!r}: expected NAME=N", param_hint="--size")
         sizes[name] = int(size)
     return sizes

@@ -1,67 +1,87 @@
 """`onerank export perfetto|parquet|dot|chakra-json`: a trace for other tools to show or read."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
+from onerank.cli.options import option, with_options
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """The file that a command writes."""
+
+    output: Path = option("File to write.", "-o", "--output", type=OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetOptions:
+    """Where the tables go."""
+
+    output: Path = option("Directory of the tables.", "-o", "--output", type=DIRECTORY)
+
+
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="JSON; gzip if it ends in .gz.")
+@with_options(FileOptions)
 @reports_errors
-def perfetto(trace: Path, output: Path) -> None:
-    """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory."""
+def perfetto(trace: Path, options: FileOptions) -> None:
+    """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory.
+
+    The file is JSON, with gzip if its name ends in .gz.
+    """
     import onerank
     from onerank.converters.targets.perfetto import timeline, write_timeline
 
-    keep_inputs(output, trace)
+    keep_inputs(options.output, trace)
     events = timeline(onerank.read(trace), title=trace.name)
-    write_timeline(events, output)
-    click.echo(f"{output}: {sum(event['ph'] == 'X' for event in events)} slices")
+    write_timeline(events, options.output)
+    click.echo(f"{options.output}: {sum(event['ph'] == 'X' for event in events)} slices")
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=DIRECTORY, required=True, help="Directory of the tables.")
+@with_options(ParquetOptions)
 @reports_errors
-def parquet(trace: Path, output: Path) -> None:
+def parquet(trace: Path, options: ParquetOptions) -> None:
     """Write nodes and edges as tables for polars, pandas, DuckDB."""
     import onerank
     from onerank.converters.targets.parquet_dot import write_parquet
 
     graph = onerank.read(trace)
-    nodes, edges = write_parquet(graph, output)
+    nodes, edges = write_parquet(graph, options.output)
     click.echo(f"{nodes}: {len(graph)} rows\n{edges}: {len(graph.edges)} rows")
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Graphviz file.")
+@with_options(FileOptions)
 @reports_errors
-def dot(trace: Path, output: Path) -> None:
+def dot(trace: Path, options: FileOptions) -> None:
     """Write a drawing of the graph for Graphviz."""
     import onerank
     from onerank.converters.targets.parquet_dot import to_dot
     from onerank.ir.atomic_write import replace_file
 
-    keep_inputs(output, trace)
-    replace_file(output, to_dot(onerank.read(trace)).encode())
-    click.echo(f"{output}: draw it with dot -Tsvg {output} -o {output.with_suffix('.svg').name}")
+    keep_inputs(options.output, trace)
+    replace_file(options.output, to_dot(onerank.read(trace)).encode())
+    drawing = options.output.with_suffix(".svg").name
+    click.echo(f"{options.output}: draw it with dot -Tsvg {options.output} -o {drawing}")
 
 
 @click.command("chakra-json")
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="JSON file.")
+@with_options(FileOptions)
 @reports_errors
-def chakra_json(trace: Path, output: Path) -> None:
+def chakra_json(trace: Path, options: FileOptions) -> None:
     """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
     from onerank.ir.atomic_write import replace_file
     from onerank.ir.chakra import to_json
 
-    keep_inputs(output, trace)
-    replace_file(output, to_json(trace).encode())
-    click.echo(f"{output}: the messages of {trace}")
+    keep_inputs(options.output, trace)
+    replace_file(options.output, to_json(trace).encode())
+    click.echo(f"{options.output}: the messages of {trace}")

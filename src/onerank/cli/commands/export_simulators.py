@@ -1,12 +1,14 @@
 """`onerank export astra-sim|simai|goal`: workloads for network simulators."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.commands.coarsen import GRAINS, at_grain
+from onerank.cli.commands.coarsen import Granularity, at_granularity
 from onerank.cli.common import (
     GBPS,
     LATENCY_NS,
@@ -16,7 +18,7 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
-from onerank.cli.options import SectionedCommand
+from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
@@ -27,26 +29,132 @@ if TYPE_CHECKING:
 TRACES = click.argument(
     "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
 )
-DP = click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
-SCHEDULE = click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
-RANKS = click.option(
-    "--ranks", type=click.IntRange(2), help="For a trace that does not tell its world."
-)
-HOST_TIME = click.option(
-    "--include-host-delays", is_flag=True, help="Let the GPU wait for its host as it did."
-)
-MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
+
+JOB = "The job"
+NETWORK = "Its network"
+WRITTEN = "Output"
 
 
-def _as_capability(_: click.Context, __: click.Parameter, given: str | None) -> int | None:
-    """Return a compute capability as NCCL counts it, 86 for 8.6."""
-    if given is None:
-        return None
-    from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
+class _Capability(click.ParamType[int]):
+    """A compute capability, major.minor; as NCCL counts it, 86 for 8.6."""
 
-    if not re.fullmatch(COMPUTE_CAPABILITY, given):
-        raise click.BadParameter(f"{given}: expected major.minor, as 8.6 of an A10")
-    return int(given.replace(".", ""))
+    name = "capability"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
+
+        if not re.fullmatch(COMPUTE_CAPABILITY, str(value)):
+            self.fail(f"{value}: expected major.minor, as 8.6 of an A10", param, ctx)
+        return int(str(value).replace(".", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a job grows from the traces of a few ranks."""
+
+    dp: int | None = option(
+        "Replicas, in place of those captured.",
+        heading=JOB,
+        default=None,
+        type=click.IntRange(2),
+    )
+    schedule: str | None = option(
+        "Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.", heading=JOB, default=None
+    )
+    micro_batches: int | None = option("Of a pipelined step.", heading=JOB, default=None, type=SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(PipelineOptions):
+    """How a job grows to all ranks, and whether they wait for their hosts."""
+
+    ranks: int | None = option(
+        "For a trace that does not record its world.",
+        heading=JOB,
+        default=None,
+        type=click.IntRange(2),
+    )
+    include_host_delays: bool = option(
+        "Let the GPU wait for its host as it did.", heading=JOB, default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AstraSimOptions(RankOptions):
+    """The job, its network, and what is written."""
+
+    bandwidth_gb_s: float | None = option(
+        "GB/s of each rank in each direction.  [default: the trace's GPU's; else 450]",
+        heading=NETWORK,
+        default=None,
+        type=GBPS,
+    )
+    busbw_gb_s: float | None = option(
+        "In its place, the bus bandwidth that large collectives reach as measured; their "
+        "reductions then take no further time.",
+        heading=NETWORK,
+        default=None,
+        type=GBPS,
+    )
+    latency_ns: float = option(
+        "From one rank to another.",
+        heading=NETWORK,
+        default=500.0,
+        type=LATENCY_NS,
+        show_default=True,
+    )
+    output: Path = option(
+        "Directory to write; an earlier export there is replaced.",
+        *("-o", "--output"),
+        heading=WRITTEN,
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+    name: str = option(
+        "Prefix of the traces.", heading=WRITTEN, default="workload", show_default=True
+    )
+    granularity: Granularity = option(
+        "Write one node per layer or sub-module between communications.",
+        heading=WRITTEN,
+        default="kernel",
+        show_default=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimaiOptions(PipelineOptions):
+    """The job, and what is written."""
+
+    output: Path = option("Workload text to write.", *("-o", "--output"), type=OUTPUT)
+    granularity: Literal["layer", "submodule"] = option(
+        "What a row is.", default="submodule", show_default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions(RankOptions):
+    """The job, the hardware that NCCL's algorithms depend on, and what is written."""
+
+    gpus_per_node: int = option(
+        "Consecutive ranks that share a node.",
+        heading=NETWORK,
+        default=8,
+        type=SIZE,
+        show_default=True,
+    )
+    compute_capability: int | None = option(
+        "Of the GPUs, as 8.6: NCCL chooses by it.  [default: the trace's GPU's; else 9.0]",
+        heading=NETWORK,
+        default=None,
+        type=_Capability(),
+        metavar="M.N",
+    )
+    output: Path = option("GOAL text to write.", *("-o", "--output"), heading=WRITTEN, type=OUTPUT)
+    granularity: Granularity = option(
+        "Write one calc per layer or sub-module between communications.",
+        heading=WRITTEN,
+        default="kernel",
+        show_default=True,
+    )
 
 
 def trace_files(paths: tuple[Path, ...]) -> list[Path]:
@@ -60,139 +168,74 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
     return files
 
 
-@click.command(
-    "astra-sim",
-    cls=SectionedCommand,
-    sections={
-        "The job": ("ranks", "dp", "schedule", "micro_batches", "include_host_delays"),
-        "Its network": ("bandwidth_gb_s", "busbw_gb_s", "latency_ns"),
-        "Output": ("output", "name", "granularity"),
-    },
-)
+@click.command("astra-sim", cls=SectionedCommand, sections=headings(AstraSimOptions))
 @TRACES
-@click.option(
-    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),
-    help="Directory to write; an earlier export there is replaced.",
-)  # fmt: skip
-@click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
-@RANKS
-@DP
-@HOST_TIME
-@SCHEDULE
-@MICRO_BATCHES
-@click.option("--bandwidth-gb-s", type=GBPS,
-              help="GB/s of each rank in each direction.  "
-              "[default: the trace's GPU's; else 450]")  # fmt: skip
-@click.option("--busbw-gb-s", type=GBPS,
-              help="In its place, the bus bandwidth that large collectives reach as measured; "
-              "their reductions then take no further time.")  # fmt: skip
-@click.option("--latency-ns", type=LATENCY_NS, default=500.0, show_default=True,
-              help="From one rank to another.")  # fmt: skip
-@click.option("--granularity", type=click.Choice(GRAINS), default="kernel", show_default=True,
-              help="Write one node per layer or sub-module between communications.")  # fmt: skip
+@with_options(AstraSimOptions)
 @as_json
 @reports_errors
-def astra_sim(
-    traces: tuple[Path, ...],
-    output: Path,
-    name: str,
-    ranks: int | None,
-    dp: int | None,
-    include_host_delays: bool,
-    schedule: str | None,
-    micro_batches: int | None,
-    bandwidth_gb_s: float | None,
-    busbw_gb_s: float | None,
-    latency_ns: float,
-    granularity: str,
-    as_json: bool,
-) -> None:
+def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
     TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
     of them, as `capture run --ranks distinct` writes them; with --schedule those of a pipeline's
     stages.
     """
-    import onerank
     from onerank.cli.render.export_table import render_export
     from onerank.converters.targets.astra_sim import export as export_workload
     from onerank.converters.targets.astra_sim import export_ranks
 
-    graphs = [at_grain(onerank.read(file), granularity) for file in trace_files(traces)]
-    graphs, notes = replicated(graphs, dp)
-    if bandwidth_gb_s is not None and busbw_gb_s is not None:
+    job = _job_of(trace_files(traces), options, options.granularity)
+    if options.bandwidth_gb_s is not None and options.busbw_gb_s is not None:
         raise click.UsageError("give --bandwidth-gb-s or --busbw-gb-s, not both")
-    network = {**_links_of(graphs[0]), "latency_ns": latency_ns}
-    if busbw_gb_s is not None:
-        network |= {"bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
-    elif bandwidth_gb_s is not None:
-        network["bandwidth_gb_per_s"] = bandwidth_gb_s
-    made, notes = ranks_of(
-        graphs,
-        notes,
-        schedule,
-        micro_batches,
-        ranks,
-        host_delays=include_host_delays,
-        one_at_a_time=True,
-    )
-    if made is None:
-        done = export_workload(
-            graphs[0],
-            output,
-            name=name,
-            ranks=ranks,
-            host_time=include_host_delays,
+    network = {**_links_of(job.graphs[0]), "latency_ns": options.latency_ns}
+    if options.busbw_gb_s is not None:
+        network |= {"bandwidth_gb_per_s": options.busbw_gb_s, "memory_gb_per_s": None}
+    elif options.bandwidth_gb_s is not None:
+        network["bandwidth_gb_per_s"] = options.bandwidth_gb_s
+    ranks, notes = ranks_of(job, options, one_at_a_time=True)
+    if ranks is None:
+        export = export_workload(
+            job.graphs[0],
+            options.output,
+            name=options.name,
+            ranks=options.ranks,
+            host_time=options.include_host_delays,
             notes=notes,
             **network,
         )
     else:
-        done = export_ranks(made, output, name=name, notes=notes, **network)
+        export = export_ranks(ranks, options.output, name=options.name, notes=notes, **network)
     if as_json:
-        print_json(done)
+        print_json(export)
     else:
-        render_export(done)
+        render_export(export)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=headings(SimaiOptions))
 @TRACES
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Workload text to write.")
-@DP
-@SCHEDULE
-@MICRO_BATCHES
-@click.option("--granularity", type=click.Choice(["layer", "submodule"]), default="submodule",
-              show_default=True, help="What a row is.")  # fmt: skip
+@with_options(SimaiOptions)
 @as_json
 @reports_errors
-def simai(
-    traces: tuple[Path, ...],
-    output: Path,
-    dp: int | None,
-    schedule: str | None,
-    micro_batches: int | None,
-    granularity: str,
-    as_json: bool,
-) -> None:
+def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> None:
     """Write a SimAI workload, and report what the format cannot hold.
 
     TRACES: one trace that represents all ranks; with --schedule those of a pipeline's stages, one
     per class of equal stages, or a directory of them.
     """
-    import onerank
     from onerank.cli.render.export_table import render_simai
     from onerank.converters.expand.pipeline import Schedule
     from onerank.converters.targets.simai import export
 
     files = trace_files(traces)
-    keep_inputs(output, *files)
-    graphs, notes = replicated([onerank.read(file) for file in files], dp)
+    keep_inputs(options.output, *files)
+    job = _job_of(files, options, "kernel")
     done = export(
-        graphs,
-        output,
-        schedule=Schedule.parse(schedule) if schedule else None,
-        micro_batches=micro_batches,
-        grain="layer" if granularity == "layer" else "submodule",
-        notes=notes,
+        job.graphs,
+        options.output,
+        schedule=Schedule.parse(options.schedule) if options.schedule else None,
+        micro_batches=options.micro_batches,
+        grain=options.granularity,
+        notes=job.notes,
     )
     if as_json:
         print_json(done)
@@ -200,85 +243,81 @@ def simai(
         render_simai(done)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=headings(GoalOptions))
 @TRACES
-@click.option("-o", "--output", type=OUTPUT, required=True, help="GOAL text to write.")
-@RANKS
-@DP
-@HOST_TIME
-@SCHEDULE
-@MICRO_BATCHES
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
-              help="Consecutive ranks that share a node.")  # fmt: skip
-@click.option("--compute-capability", metavar="M.N", callback=_as_capability,
-              help="Of the GPUs, as 8.6: NCCL chooses by it.  "
-              "[default: the trace's GPU's; else 9.0]")  # fmt: skip
-@click.option("--granularity", type=click.Choice(GRAINS), default="kernel", show_default=True,
-              help="Write one calc per layer or sub-module between communications.")  # fmt: skip
+@with_options(GoalOptions)
 @as_json
 @reports_errors
-def goal(
-    traces: tuple[Path, ...],
-    output: Path,
-    ranks: int | None,
-    dp: int | None,
-    include_host_delays: bool,
-    schedule: str | None,
-    micro_batches: int | None,
-    gpus_per_node: int,
-    compute_capability: int | None,
-    granularity: str,
-    as_json: bool,
-) -> None:
+def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
 
     TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
     of them; with --schedule those of a pipeline's stages.
     """
-    import onerank
     from onerank.cli.render.export_table import render_goal
-    from onerank.converters.targets.goal import export, export_ranks
+    from onerank.converters.targets.goal import export as export_schedule
+    from onerank.converters.targets.goal import export_ranks
 
     files = trace_files(traces)
-    keep_inputs(output, *files)
-    graphs, notes = replicated([at_grain(onerank.read(file), granularity) for file in files], dp)
-    interconnect, assumed = _interconnect(graphs[0], compute_capability)
-    network: dict[str, Any] = {"gpus_per_node": gpus_per_node, "interconnect": interconnect}
-    made, notes = ranks_of(
-        graphs,
-        notes,
-        schedule,
-        micro_batches,
-        ranks,
-        host_delays=include_host_delays,
-        one_at_a_time=False,
-    )
-    notes = [*notes, *assumed]
-    if made is None:
-        done = export(
-            graphs[0], output, ranks=ranks, host_time=include_host_delays, notes=notes, **network
+    keep_inputs(options.output, *files)
+    job = _job_of(files, options, options.granularity)
+    interconnect, assumptions = _interconnect(job.graphs[0], options.compute_capability)
+    network: dict[str, Any] = {
+        "gpus_per_node": options.gpus_per_node,
+        "interconnect": interconnect,
+    }
+    ranks, notes = ranks_of(job, options, one_at_a_time=False)
+    notes = [*notes, *assumptions]
+    if ranks is None:
+        export = export_schedule(
+            job.graphs[0],
+            options.output,
+            ranks=options.ranks,
+            host_time=options.include_host_delays,
+            notes=notes,
+            **network,
         )
     else:
-        done = export_ranks(made, output, notes=notes, **network)
+        export = export_ranks(ranks, options.output, notes=notes, **network)
     if as_json:
-        print_json(done)
+        print_json(export)
     else:
-        render_goal(done)
+        render_goal(export)
+
+
+@dataclass(frozen=True)
+class CapturedJob:
+    """The graphs to export, with the requested replicas, and notes on them."""
+
+    graphs: "list[Graph]"
+    notes: list[str]
+
+
+def _job_of(
+    files: Sequence[Path], options: PipelineOptions, granularity: Granularity
+) -> CapturedJob:
+    """Read the traces at a granularity, and give their job `--dp` replicas."""
+    import onerank
+    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
+
+    graphs = [at_granularity(onerank.read(file), granularity) for file in files]
+    if options.dp is None:
+        return CapturedJob(graphs, [])
+    notes = replica_notes(graphs, options.dp)
+    return CapturedJob([with_replicas(graph, options.dp) for graph in graphs], notes)
 
 
 def ranks_of(
-    graphs: "list[Graph]",
-    notes: list[str],
-    schedule: str | None,
-    micro_batches: int | None,
-    ranks: int | None,
-    *,
-    host_delays: bool,
-    one_at_a_time: bool,
+    job: CapturedJob, options: RankOptions, *, one_at_a_time: bool
 ) -> "tuple[list[RankGraph] | None, list[str]]":
     """Return the graphs of all ranks and notes; None if one graph represents all.
 
-    Waits for the host are put into these graphs, and are left to the export of a single one.
+    Host delays are inserted into these graphs. The export of a single graph inserts its own.
+
+    Args:
+        job: the graphs to expand.
+        options: what the command line gave.
+        one_at_a_time: whether the simulator runs one node of a rank at a time.
 
     Raises:
         UsageError: options do not go together.
@@ -286,32 +325,24 @@ def ranks_of(
     """
     from onerank.converters.expand.host_delays import insert_host_delays_by_rank
     from onerank.converters.expand.pipeline import Schedule, expand
-    from onerank.converters.expand.ranks import expand_ranks as spread
+    from onerank.converters.expand.ranks import expand_ranks
 
-    if host_delays and (schedule is not None or len(graphs) > 1):
-        graphs, waiting = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
-        notes = [*notes, *waiting]
-    if schedule is not None:
-        if micro_batches is None or ranks is not None:
+    graphs, notes = job.graphs, job.notes
+    if options.include_host_delays and (options.schedule is not None or len(graphs) > 1):
+        graphs, delay_notes = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
+        notes = [*notes, *delay_notes]
+    if options.schedule is not None:
+        if options.micro_batches is None or options.ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
-        return expand(graphs, Schedule.parse(schedule), micro_batches), notes
-    if micro_batches is not None:
+        schedule = Schedule.parse(options.schedule)
+        return expand(graphs, schedule, options.micro_batches), notes
+    if options.micro_batches is not None:
         raise click.UsageError("--micro-batches needs --schedule")
     if len(graphs) == 1:
         return None, notes
-    if ranks is not None:
-        raise click.UsageError("--ranks is for a single trace; several tell their world")
-    return spread(graphs), notes
-
-
-def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":
-    """Return the graphs in a job with `dp` replicas, and notes."""
-    if dp is None:
-        return graphs, []
-    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
-
-    notes = replica_notes(graphs, dp)
-    return [with_replicas(graph, dp) for graph in graphs], notes
+    if options.ranks is not None:
+        raise click.UsageError("--ranks is for a single trace; several record their world")
+    return expand_ranks(graphs), notes
 
 
 def _links_of(graph: "Graph") -> dict[str, Any]:
@@ -325,24 +356,26 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
     return rates
 
 
-def _interconnect(graph: "Graph", asked: int | None) -> "tuple[Interconnect, list[str]]":
-    """Return the GPU's compute capability as NCCL sees it, and a note if it is a guess.
+def _interconnect(graph: "Graph", requested: int | None) -> "tuple[Interconnect, list[str]]":
+    """Return the interconnect that NCCL sees, and a note if the capability is an assumption.
 
-    `asked` is the capability that the user gave; it must not contradict the GPU's known one.
+    Args:
+        graph: its device names the GPU.
+        requested: compute capability that the user gave; it must not contradict the GPU's.
     """
     from onerank.converters.nccl import H100, interconnect_of
 
     gpu = _described(graph)
     known = None if gpu is None else gpu.capability
-    capability = known if asked is None else asked
+    capability = known if requested is None else requested
     name = graph.job.device.name
     if capability is not None:
         return interconnect_of(capability, name if known in (None, capability) else ""), []
-    made, named = interconnect_of(H100.capability, name), name or "the trace's GPU"
-    return made, [
-        f"NCCL's algorithms are an H100's{'' if made.nvlink else ' on PCIe'}: of "
-        f"{named} no compute capability is known; "
-        "--compute-capability tells it."
+    interconnect = interconnect_of(H100.capability, name)
+    device = name or "the trace's GPU"
+    return interconnect, [
+        f"the compute capability of {device} is not known: NCCL's algorithms are chosen as for an "
+        f"H100{'' if interconnect.nvlink else ' on PCIe'}; give --compute-capability"
     ]
 
 

@@ -1,27 +1,35 @@
 """`onerank replay`: schedule a graph with its own durations, and show the parts of the step."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.options import option, with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """How communication is timed, and where the timeline goes."""
+
+    busbw_gb_s: float | None = option(
+        "Time communication by this bus bandwidth. Default: the times in the trace.",
+        default=None,
+        type=GBPS,
+        metavar="GB/S",
+    )
+    perfetto: Path | None = option(
+        "Timeline: as measured, and as replayed below it.", default=None, type=OUTPUT
+    )
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option(
-    "--busbw-gb-s",
-    "bandwidth_gb_per_s",
-    type=GBPS,
-    metavar="GB/S",
-    help="Time communication by this bus bandwidth. Default: the times in the trace.",
-)
-@click.option("--perfetto", type=OUTPUT, help="Timeline: as measured, and as replayed below it.")
+@with_options(ReplayOptions)
 @as_json
 @reports_errors
-def replay(
-    trace: Path, bandwidth_gb_per_s: float | None, perfetto: Path | None, as_json: bool
-) -> None:
+def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     """Schedule TRACE with its own durations and edges.
 
     Prints step time, compute, exposed communication, idle and host-bound time, and the critical
@@ -33,18 +41,17 @@ def replay(
     from onerank.cli.render.trace_tables import render_replay
     from onerank.ir.replay.scheduler import schedule
 
-    if perfetto is not None:
-        keep_inputs(perfetto, trace)
+    if options.perfetto is not None:
+        keep_inputs(options.perfetto, trace)
     graph = package.read(trace)
-    done = run(graph, bandwidth_gb_per_s=bandwidth_gb_per_s)
-    if perfetto is not None:
+    bandwidth = options.busbw_gb_s
+    done = run(graph, bandwidth_gb_per_s=bandwidth)
+    if options.perfetto is not None:
         from onerank.converters.targets.perfetto import timeline, write_timeline
 
-        timed = (
-            graph if bandwidth_gb_per_s is None else with_communication(graph, bandwidth_gb_per_s)
-        )
+        timed = graph if bandwidth is None else with_communication(graph, bandwidth)
         replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
-        write_timeline([*timeline(graph), *replayed], perfetto)
+        write_timeline([*timeline(graph), *replayed], options.perfetto)
     if as_json:
         print_json(done)
     else:

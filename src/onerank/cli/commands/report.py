@@ -3,12 +3,14 @@
 import contextlib
 import html
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
+from onerank.cli.options import option, with_options
 
 if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay
@@ -29,13 +31,18 @@ svg {{ max-width: 100%; height: auto }}
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Where the page goes."""
+
+    output: Path = option("HTML file; it needs no other file.", "-o", "--output", type=OUTPUT)
+
+
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option(
-    "-o", "--output", type=OUTPUT, required=True, help="HTML file; needs nothing beside it."
-)
+@with_options(ReportOptions)
 @reports_errors
-def report(trace: Path, output: Path) -> None:
+def report(trace: Path, options: ReportOptions) -> None:
     """Write TRACE as a page: where the step's time goes, its streams, kernels and memory.
 
     The tables of `show` and `replay` follow the pictures.
@@ -46,7 +53,7 @@ def report(trace: Path, output: Path) -> None:
     from onerank.cli.render.trace_tables import render_replay, render_summary
     from onerank.ir.atomic_write import replace_file
 
-    keep_inputs(output, trace)
+    keep_inputs(options.output, trace)
     graph = onerank.read(trace)
     summary = summarise(graph)
     done = replay(graph) if graph.nodes.duration_ns.any() else None
@@ -57,41 +64,41 @@ def report(trace: Path, output: Path) -> None:
             render_replay(done, title="Replay")
     pictures = _pictures(graph, summary, done)
     parts = [
-        f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(told)}</p>\n{svg}"
-        for title, told, svg in pictures
+        f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(caption)}</p>\n{svg}"
+        for title, caption, svg in pictures
     ]
     parts.append(f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>")
     page = _PAGE.format(title=html.escape(trace.name), body="\n".join(parts))
-    replace_file(output, page.encode())
-    click.echo(f"{output}: {len(pictures)} pictures and the tables of show and replay")
+    replace_file(options.output, page.encode())
+    click.echo(f"{options.output}: {len(pictures)} pictures and the tables of show and replay")
 
 
 def _pictures(
     graph: "Graph", summary: "Summary", done: "Replay | None"
 ) -> list[tuple[str, str, str]]:
-    """Return title, what it shows and SVG of each picture that the trace has the data for."""
+    """Return title, caption and SVG of each picture that the trace has the data for."""
     from onerank.analysis.report_data import kernels_of, lanes_of, memory_of, parts_of
     from onerank.annotate import find_gpu
     from onerank.cli.render.charts import draw_lanes, draw_memory, draw_parts, draw_roofline
     from onerank.ir.replay.scheduler import schedule
 
-    found: list[tuple[str, str, str]] = []
+    pictures: list[tuple[str, str, str]] = []
     if done is not None:
-        told = "Compute by class, communication that nothing hides, and what is idle."
-        found.append(("The step", told, draw_parts(parts_of(summary.by_class, done))))
-        told = "What runs when, by class in the colours above; communication is red."
-        found.append(("Streams", told, draw_lanes(lanes_of(graph, schedule(graph)))))
+        caption = "Compute by class, exposed communication and idle time."
+        pictures.append(("The step", caption, draw_parts(parts_of(summary.by_class, done))))
+        caption = "What runs when, by class in the colours above; communication is red."
+        pictures.append(("Streams", caption, draw_lanes(lanes_of(graph, schedule(graph)))))
     device = graph.job.device
     gpu = find_gpu(device.name)
     kernels, dtype = kernels_of(graph)
     if kernels and gpu is not None:
-        told = (
-            f"Each distinct kernel; the line is {gpu.name}'s datasheet. Above its slope a kernel "
-            "finds its operands in the cache."
+        caption = (
+            f"Each distinct kernel; the line is {gpu.name}'s datasheet. A kernel above the sloped "
+            "part finds its operands in the cache."
         )
-        found.append(("Kernels", told, draw_roofline(kernels, gpu, dtype)))
-    course = memory_of(graph)
-    if course is not None:
-        told = "In use, by class; `onerank memory` tells the peak."
-        found.append(("Memory", told, draw_memory(course, device.memory_bytes)))
-    return found
+        pictures.append(("Kernels", caption, draw_roofline(kernels, gpu, dtype)))
+    timeline = memory_of(graph)
+    if timeline is not None:
+        caption = "In use, by class; `onerank memory` shows the peak."
+        pictures.append(("Memory", caption, draw_memory(timeline, device.memory_bytes)))
+    return pictures

@@ -1,5 +1,6 @@
 """`onerank storage`: data loading and checkpoints as nodes of a trace."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,49 +15,50 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
+from onerank.cli.options import option, with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """What a rank reads and writes, and how fast."""
+
+    output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
+    storage_gb_s: float = option(
+        "What one rank reads and writes a second.", type=GBPS, metavar="GB/S"
+    )
+    batch_bytes: int = option("Bytes that a rank loads for each step.", default=0, type=BYTES)
+    checkpoint_every: int | None = option(
+        "Steps between two checkpoints.", default=None, type=click.IntRange(1, 2**62)
+    )
+    checkpoint_bytes: int | None = option(
+        "Default: parameters and optimizer state of the capture.", default=None, type=BYTES
+    )
+    prefetch: bool = option("Let the step wait for its batch.", "--no-prefetch", default=True)
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
-@click.option("--storage-gb-s", type=GBPS, required=True,
-              metavar="GB/S",
-              help="What one rank reads and writes a second.")  # fmt: skip
-@click.option("--batch-bytes", type=BYTES, default=0, help="Bytes that a rank loads for each step.")
-@click.option("--checkpoint-every", type=click.IntRange(1, 2**62),
-              help="Steps between two checkpoints.")  # fmt: skip
-@click.option("--checkpoint-bytes", type=BYTES,
-              help="Default: parameters and optimizer state of the capture.")  # fmt: skip
-@click.option("--no-prefetch", is_flag=True, help="Let the step wait for its batch.")
+@with_options(StorageOptions)
 @as_json
 @reports_errors
-def storage(
-    trace: Path,
-    output: Path,
-    storage_gb_s: float,
-    batch_bytes: int,
-    checkpoint_every: int | None,
-    checkpoint_bytes: int | None,
-    no_prefetch: bool,
-    as_json: bool,
-) -> None:
+def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
     import onerank
     from onerank.annotate.passes.storage_nodes import Storage, with_storage
     from onerank.cli.render.tables import lines, size, time
 
-    keep_inputs(output, trace)
+    keep_inputs(options.output, trace)
     before = onerank.read(trace)
-    given = Storage(
-        gbps=storage_gb_s,
-        batch_bytes=batch_bytes,
-        checkpoint_every=checkpoint_every or 0,
-        checkpoint_bytes=checkpoint_bytes,
-        prefetch=not no_prefetch,
+    traffic = Storage(
+        gbps=options.storage_gb_s,
+        batch_bytes=options.batch_bytes,
+        checkpoint_every=options.checkpoint_every or 0,
+        checkpoint_bytes=options.checkpoint_bytes,
+        prefetch=options.prefetch,
     )
-    made = with_storage(before, given)
-    made.write(output)
-    added = [made.node(index) for index in range(len(before), len(made))]
+    after = with_storage(before, traffic)
+    after.write(options.output)
+    added = [after.node(index) for index in range(len(before), len(after))]
     rows = [
         {
             "name": node.name,
@@ -66,13 +68,13 @@ def storage(
         }
         for node in added
     ]
-    notes = made.job.measurement.notes[len(before.job.measurement.notes) :]
+    notes = after.job.measurement.notes[len(before.job.measurement.notes) :]
     if as_json:
-        print_json({"output": str(output), "nodes": rows, "notes": notes})
+        print_json({"output": str(options.output), "nodes": rows, "notes": notes})
     else:
         pairs = [
             (str(row["name"]), f"{size(float(row['bytes']))} in {time(float(row['duration_ns']))}")
             for row in rows
         ]
         pairs += [("note", note) for note in notes]
-        lines(pairs, f"{trace} -> {output}")
+        lines(pairs, f"{trace} -> {options.output}")

@@ -152,9 +152,11 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
     pairs.append(("classes", report.source))
-    other = sum(one.bytes for one in report.beside)
-    sources = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
-    if report.beside:
+    other = sum(one.bytes for one in report.non_allocator)
+    sources = "; ".join(
+        f"{one.what} {size(one.bytes)} ({one.source})" for one in report.non_allocator
+    )
+    if report.non_allocator:
         pairs.append(("outside the allocator", f"{size(other)}: {sources}"))
     if report.capacity_bytes:
         pairs.append(

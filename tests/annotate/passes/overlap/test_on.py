@@ -14,7 +14,8 @@ from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
 from onerank.annotate.passes.overlap.serialize import SerializeOverlap
-from onerank.cli.commands.annotate import OVERLAPS
+from onerank.cli.commands.annotate import AnnotateOptions
+from onerank.cli.options import choices
 from onerank.ir import (
     Collective,
     Device,
@@ -347,7 +348,7 @@ def test_it_goes_with_another_gpu():
 
 
 def test_names():
-    assert CHOICES == OVERLAPS
+    assert choices(AnnotateOptions, "overlap") == CHOICES
     with raises_code("recost-unknown-overlap"):
         recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="never"))
 

@@ -326,7 +326,7 @@ ADAPTERS: Any = {
     "a bias on every rank": (
         Adapted,
         {"style": "rowwise", "adapter": ("down", "up")},
-        "c_fc .Adapted. adds its bias in a forward of its own",
+        "c_fc .Adapted. adds its bias in its own forward",
     ),
     "gathered": (
         Adapted,
