@@ -21,7 +21,7 @@ from onerank.annotate.op_costs.op_classes import (
 )
 from onerank.annotate.op_costs.operands import Tensor
 from onerank.annotate.passes.remove_nodes import one_per_pair
-from onerank.annotate.passes.resize.tensor_locations import Place, launchers
+from onerank.annotate.passes.resize.tensor_locations import TensorLocation, launchers
 from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
 from onerank.annotate.passes.tensor_access import TEXTS, Access, accesses_of, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
@@ -239,7 +239,7 @@ def _chain(graph: Graph, group: list[int], access: dict[int, Access], later: _La
     return Chain(tuple(group), tuple(reads.values()), tuple(writes), int(bytes_moved.sum()))
 
 
-def _outer_tensor(tensor: Tensor, place: Place, kind: str) -> OuterTensor:
+def _outer_tensor(tensor: Tensor, place: TensorLocation, kind: str) -> OuterTensor:
     value = (place.tensor, place.storage, place.offset, tensor.numel, tensor.item_bytes, "cuda:0")
     return OuterTensor(tensor.shape, kind, value, tensor.nbytes)
 

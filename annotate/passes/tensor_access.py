@@ -8,8 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.op_costs.operands import Tensor
-from onerank.annotate.passes.resize.operand_growth import flat
-from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, Place, calls_of, places_of
+from onerank.annotate.passes.resize.operand_growth import flatten
+from onerank.annotate.passes.resize.tensor_locations import (
+    OVERWRITES,
+    TensorLocation,
+    calls_of,
+    parse_locations,
+)
 from onerank.ir import Graph
 from onerank.ir.dtypes import TENSOR_TYPES
 
@@ -29,8 +34,8 @@ I64 = npt.NDArray[np.int64]
 class Access(NamedTuple):
     """Tensors that a kernel reads and writes, each as (tensor, place, type)."""
 
-    reads: tuple[tuple[Tensor, Place, str], ...]
-    writes: tuple[tuple[Tensor, Place, str], ...]
+    reads: tuple[tuple[Tensor, TensorLocation, str], ...]
+    writes: tuple[tuple[Tensor, TensorLocation, str], ...]
 
     @property
     def elements(self) -> int:
@@ -52,10 +57,10 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         call = call_of(node)
         if call is None:
             continue
-        ins = places_of(call.inputs, strings[int(nodes.input_values[node])])
-        outs = places_of(call.outputs, strings[int(nodes.output_values[node])])
-        reads = list(zip(flat(call.inputs), ins, strict=True))
-        writes = list(zip(flat(call.outputs), outs, strict=True))
+        ins = parse_locations(call.inputs, strings[int(nodes.input_values[node])])
+        outs = parse_locations(call.outputs, strings[int(nodes.output_values[node])])
+        reads = list(zip(flatten(call.inputs), ins, strict=True))
+        writes = list(zip(flatten(call.outputs), outs, strict=True))
         located = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
         if any(place is None for _, place in located):
             continue
@@ -69,8 +74,8 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
 
 
 def _typed(
-    pairs: list[tuple[Tensor, Place | None]], scalars: bool
-) -> tuple[tuple[Tensor, Place, str], ...]:
+    pairs: list[tuple[Tensor, TensorLocation | None]], scalars: bool
+) -> tuple[tuple[Tensor, TensorLocation, str], ...]:
     return tuple(
         (tensor, place, TENSOR_TYPES[tensor.dtype]) for tensor, place in pairs
         if place is not None and (tensor.shape or scalars)

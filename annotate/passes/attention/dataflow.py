@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import base_name
 from onerank.annotate.op_costs.operands import Tensor
-from onerank.annotate.passes.resize.tensor_locations import Place, launchers
+from onerank.annotate.passes.resize.tensor_locations import TensorLocation, launchers
 from onerank.annotate.passes.tensor_access import Access, accesses_of
 from onerank.ir import Graph
 
@@ -31,7 +31,7 @@ class Operand(NamedTuple):
     """
 
     tensor: Tensor
-    place: Place
+    place: TensorLocation
     type: str
     content: int
 
@@ -70,7 +70,7 @@ class TensorVersion(NamedTuple):
     storage: int
     writer: int
     tensor: Tensor
-    place: Place
+    place: TensorLocation
     underlying: int | None = None
 
 
@@ -143,7 +143,12 @@ class Flow(NamedTuple):
             version = self.contents[version.underlying]
 
     def _add_version(
-        self, storage: int, writer: int, tensor: Tensor, place: Place, underlying: int | None = None
+        self,
+        storage: int,
+        writer: int,
+        tensor: Tensor,
+        place: TensorLocation,
+        underlying: int | None = None,
     ) -> int:
         self.contents.append(TensorVersion(storage, writer, tensor, place, underlying))
         self.readers.append([])

@@ -11,7 +11,7 @@ from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.passes.attention.dataflow import Flow, Operand
 from onerank.annotate.passes.attention.eager_kernels import Sizes
 from onerank.annotate.passes.attention.match_eager import EagerCall
-from onerank.annotate.passes.resize.tensor_locations import calls_of, places_of
+from onerank.annotate.passes.resize.tensor_locations import calls_of, parse_locations
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 _FLOAT_BYTES = 4
@@ -203,7 +203,7 @@ def _blocks_by_content(graph: Graph, flow: Flow, log: MemoryLog) -> dict[int, li
         call, issued_ns = call_of(node), int(graph.nodes.start_ns[node])
         text = graph.strings[int(graph.nodes.output_values[node])]
         content = by_node.get(node, [None])[0]
-        for place in places_of(call.outputs, text) if call is not None else ():
+        for place in parse_locations(call.outputs, text) if call is not None else ():
             writes = written.get((place.tensor, place.storage), []) if place is not None else []
             content = next((later for ns, later in writes if ns >= issued_ns), content)
         if content is not None:

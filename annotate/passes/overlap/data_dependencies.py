@@ -15,12 +15,12 @@ import numpy.typing as npt
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
 from onerank.annotate.op_costs.operands import Call, Operand
-from onerank.annotate.passes.resize.operand_growth import flat
+from onerank.annotate.passes.resize.operand_growth import flatten
 from onerank.annotate.passes.resize.tensor_locations import (
     OVERWRITES,
     calls_of,
     launchers,
-    places_of,
+    parse_locations,
 )
 from onerank.ir import UNKNOWN, Collective, Edges, Graph, Kind
 
@@ -209,7 +209,7 @@ def memory_accesses(graph: Graph) -> Callable[[int], MemoryAccess | None]:
 def _byte_ranges(operands: tuple[Operand, ...], text: str) -> tuple[ByteRange, ...] | None:
     """Return the byte range of each tensor; None if the location of one is unknown."""
     created: list[ByteRange] = []
-    for tensor, place in zip(flat(operands), places_of(operands, text), strict=True):
+    for tensor, place in zip(flatten(operands), parse_locations(operands, text), strict=True):
         if not tensor.numel:
             continue
         if place is None:
@@ -487,7 +487,7 @@ def _allocations(graph: Graph) -> dict[int, list[int]]:
         call = call_of(node)
         if call is None:
             continue
-        for place in places_of(call.outputs, strings[int(nodes.output_values[node])]):
+        for place in parse_locations(call.outputs, strings[int(nodes.output_values[node])]):
             if place is not None:
                 created[place.storage].append(int(nodes.start_ns[node]))
     return created

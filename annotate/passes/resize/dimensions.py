@@ -37,7 +37,7 @@ def readings(
     Args:
         shape: sizes of the tensor.
         sizing: captured and new sizes.
-        grows: growth of its number of elements; None if unknown.
+        growth: growth of its number of elements; None if unknown.
     """
     candidates: list[tuple[float, Powers]] = [(0.0, ())]
     for position, size in enumerate(shape):

@@ -338,7 +338,7 @@ def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallP
 
     Args:
         call: shapes, types and, for `NEED_VALUES`, values.
-        grows: growth of each input tensor, lists flattened.
+        growths: growth of each input tensor, lists flattened.
         sizing: captured and new sizes.
     """
     tensors = flatten(call.inputs)
@@ -430,8 +430,10 @@ def _matmul(
     for index, tensor in enumerate(tensors):
         known = {first: left_powers, second: right_powers}.get(index)
         powers.append(known or _addend_reading(tensor.shape, out, sizing, growths[index]))
-    results = [out if len(tensor.shape) == len(out) else cheapest_reading(tensor.shape, sizing, total(out))
-               for tensor in flatten(call.outputs)]  # fmt: skip
+    results = [
+        out if len(tensor.shape) == len(out) else cheapest_reading(tensor.shape, sizing, total(out))
+        for tensor in flatten(call.outputs)
+    ]
     return CallPowers(tuple(powers), tuple(results), ruled=True)
 
 

@@ -93,7 +93,7 @@ class Storage:
     """Growth and origin of a storage.
 
     Attributes:
-        grows: its growth; None while unknown.
+        growth: its growth; None while unknown.
         elements: elements of the tensor that created it.
         tensor: id of that tensor.
         written: whether a call wrote it; a script's tokens and constants are not written.
@@ -108,7 +108,6 @@ class Storage:
 
 
 Storages = dict[int, Storage]
-
 """State of each storage by its id."""
 
 
@@ -131,7 +130,7 @@ class InputGrowth(NamedTuple):
     """How the inputs of a call grow when it begins.
 
     Attributes:
-        grows: growth of each; None if not known.
+        growths: growth of each; None if not known.
         overwritten: indices of inputs whose storage the call overwrites.
     """
 
@@ -364,7 +363,6 @@ _UNINITIALISED = frozenset(
 )
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
-
 """Powers of a call's inputs and of its results."""
 
 
@@ -391,10 +389,10 @@ class Propagator:
     Attributes:
         inputs: node -> powers of its inputs.
         outputs: node -> powers of its results.
-        unruled: operator -> number of calls whose results only sizes determine.
+        inferred_from_sizes: operator -> number of calls whose results only sizes determine.
         storages: state of each storage.
-        told_before: gives the powers of a call that is in neither of the first two, since one like
-            it was walked instead.
+        earlier_powers: returns the powers of a call that is in neither `inputs` nor `outputs`,
+            because an equal call was analysed instead.
     """
 
     def __init__(self, sizing: Sizing) -> None:
@@ -536,11 +534,19 @@ class Propagator:
                 continue
             if is_unknown:
                 self._record_unknown_result(
-                    instance, input_count + position, tensor, location, among=input_storages
+                    instance,
+                    input_count + position,
+                    tensor,
+                    location,
+                    input_storages=input_storages,
                 )
             else:
                 self._record_result(
-                    instance, input_count + position, tensor, location, among=input_storages
+                    instance,
+                    input_count + position,
+                    tensor,
+                    location,
+                    input_storages=input_storages,
                 )
         for position, (tensor, location) in enumerate(
             zip(signature.inputs, instance.input_locations, strict=True)

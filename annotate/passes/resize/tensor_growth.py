@@ -1,9 +1,9 @@
-"""Growth of every tensor of a step, from a memoised walk over its calls.
+"""Growth of every tensor of a step, from a memoised propagator over its calls.
 
-Layers and micro-batches repeat. The sequence of calls is split at certain pairs of call forms, so
-repetitions are split equally. The result of a segment follows from its calls, from the identity of
-their tensors, and from the state of the storages before it. Segments that agree in all of these are
-walked once (see `propagate` for single calls).
+Layers and micro-batches repeat. The calls are cut into segments at certain pairs of signatures, so
+that repetitions are cut at the same calls. The result of a segment follows from its calls, from the
+identity of their tensors, and from the state of the storages before it. Segments that agree in all
+of these are analysed once.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,6 @@ from onerank.ir import Graph, Kind, Phase
 I64 = npt.NDArray[np.int64]
 
 SEGMENT_LENGTH = 64
-
 """Average number of calls in a segment."""
 
 _MAX_SEGMENT = 1024
@@ -54,12 +53,11 @@ _MAX_SEGMENT = 1024
 _HASH_MULTIPLIERS = (
     0x9E3779B1,
     0x85EBCA77,
-)  # multipliers of a hash that spreads form numbers over 32 bits
+)  # multipliers of a hash that spreads signature numbers over 32 bits
 
 Values = tuple[Any, ...]
 
 RelativeRef = tuple[int, bool, int]
-
 """A tensor of a call: (index of the call in its segment, whether it is an input, index)."""
 
 
@@ -67,15 +65,15 @@ class Calls(NamedTuple):
     """Calls in the order in which they ran, n of them.
 
     Attributes:
-        form: number of the form of each, int64[n].
-        forms: the forms; None for one without tensors.
-        value: number of the argument values of each, int64[n].
-        values: the argument values.
-        accesses: their tensors.
+        signature: index into `signatures` of each, int64[n].
+        signatures: distinct signatures; None for a call without tensors.
+        value: index into `values` of each, int64[n].
+        values: distinct argument values.
+        accesses: locations of their tensors.
     """
 
-    form: I64
-    forms: Sequence[CallSignature | None]
+    signature: I64
+    signatures: Sequence[CallSignature | None]
     value: I64
     values: Sequence[Values]
     accesses: TensorAccesses
@@ -86,7 +84,7 @@ class PropagationResult(NamedTuple):
 
     Attributes:
         of: index into `sides` of each call, -1 for one without tensors, int64[n].
-        sides: distinct forms with powers of inputs and results.
+        sides: distinct signatures with powers of inputs and results.
     """
 
     of: I64
@@ -96,7 +94,7 @@ class PropagationResult(NamedTuple):
 class _CreatedStorage(NamedTuple):
     """State of a storage after a segment; tensor and waiting calls are relative to the segment."""
 
-    grows: Any
+    growth: Any
     elements: int
     tensor: int
     written: bool
@@ -107,12 +105,12 @@ class _SegmentResult(NamedTuple):
     """The result of a segment.
 
     Attributes:
-        of: as in `Result`, of its calls.
+        of: as in `PropagationResult`, of its calls.
         defined: earlier storages whose growth it determined first, with that growth.
         waits: earlier storages, and calls that wait for their growth.
         gone: earlier storages that it forgot.
         made: storages that it created.
-        unruled: operator -> calls whose results only sizes determine.
+        inferred_from_sizes: operator -> calls whose results only sizes determine.
     """
 
     of: I64
@@ -123,40 +121,43 @@ class _SegmentResult(NamedTuple):
     inferred_from_sizes: dict[str, int]
 
 
-def propagate_calls(calls: Calls, walk: Propagator) -> PropagationResult:
-    """Follow the storages through the calls."""
-    return _SegmentMemo(calls, walk).result()
+def propagate_calls(calls: Calls, propagator: Propagator) -> PropagationResult:
+    """Propagate growth through the calls in order, and analyse each distinct segment once."""
+    return _SegmentMemo(calls, propagator).result()
 
 
 class _SegmentMemo:
-    def __init__(self, calls: Calls, walk: Propagator) -> None:
-        self._calls, self._walk = calls, walk
+    def __init__(self, calls: Calls, propagator: Propagator) -> None:
+        self._calls, self._propagator = calls, propagator
         self._known = dict[tuple[Any, ...], _SegmentResult]()
         self._sides = list[tuple[CallSignature, tuple[Powers, ...], tuple[Powers, ...]]]()
         self._place = dict[tuple[int, int, int], int]()
-        self._of = np.full(len(calls.form), -1, dtype=np.int64)
-        walk.earlier_powers = self._earlier_powers
+        self._of = np.full(len(calls.signature), -1, dtype=np.int64)
+        propagator.earlier_powers = self._earlier_powers
 
     def result(self) -> PropagationResult:
         calls, accesses = self._calls, self._calls.accesses
-        cuts = _cuts(calls.form)
+        cuts = _cuts(calls.signature)
         begin = accesses.first[cuts]
         back = [
             _distance_to_last_use(column, begin) for column in (accesses.storage, accesses.tensor)
         ]
-        of_calls, codes = _row_codes(calls.form, calls.value), _row_codes(*back, accesses.offset)
+        of_calls, codes = (
+            _row_codes(calls.signature, calls.value),
+            _row_codes(*back, accesses.offset),
+        )
         met = _first_uses(accesses.storage, back[0], begin)
         tensors = _first_uses(accesses.tensor, back[1], begin)
         as_results = _first_uses(accesses.result, back[0], begin)
         for number, (start, end) in enumerate(pairwise(cuts.tolist())):
             inside = slice(int(begin[number]), int(begin[number + 1]))
             same = of_calls[start:end].tobytes(), codes[inside].tobytes()
-            local = {one: place for place, one in enumerate(tensors(number))}
+            local = {tensor: place for place, tensor in enumerate(tensors(number))}
             self._visit(slice(start, end), same, met(number), as_results(number), local)
-        for node in {*self._walk.inputs, *self._walk.outputs}:
-            form = calls.forms[int(calls.form[node])]
-            assert form is not None, "a call that was walked has tensors"
-            self._of[node] = self._number(form, node)
+        for node in {*self._propagator.inputs, *self._propagator.outputs}:
+            signature = calls.signatures[int(calls.signature[node])]
+            assert signature is not None, "a visited call has tensors"
+            self._of[node] = self._number(signature, node)
         return PropagationResult(self._of, self._sides)
 
     def _visit(
@@ -167,10 +168,10 @@ class _SegmentMemo:
         as_results: list[bool],
         local: dict[int, int],
     ) -> None:
-        get = self._walk.storages.get
+        get = self._propagator.storages.get
         before: list[Any] = []
-        for one, as_result in zip(met, as_results, strict=True):
-            storage = get(one)
+        for storage_id, as_result in zip(met, as_results, strict=True):
+            storage = get(storage_id)
             if storage is None:
                 before.append(None)
                 continue
@@ -178,7 +179,7 @@ class _SegmentMemo:
             if as_result and tensor < 0:  # memory is reused for a new tensor
                 before.append(None)
             else:
-                before += storage.grows, storage.elements, tensor, storage.written
+                before += storage.growth, storage.elements, tensor, storage.written
         key = (*same, *before)
         known = self._known.get(key)
         if known is None:
@@ -189,42 +190,49 @@ class _SegmentMemo:
     def _propagate_segment(
         self, span: slice, met: list[int], local: dict[int, int]
     ) -> _SegmentResult:
-        """Walk over the calls of a segment, and record the result."""
-        walk, calls = self._walk, self._calls
-        kept = {one: (found, found.grows, len(found.waiting))
-                for one in met if (found := walk.storages.get(one)) is not None}  # fmt: skip
-        inferred_from_sizes = dict(walk.inferred_from_sizes)
+        """Propagate growth through the calls of a segment, and record what they changed."""
+        propagator, calls = self._propagator, self._calls
+        before = {
+            storage_id: (storage, storage.growth, len(storage.waiting))
+            for storage_id in met
+            if (storage := propagator.storages.get(storage_id)) is not None
+        }
+        inferred_from_sizes = dict(propagator.inferred_from_sizes)
         for node in range(span.start, span.stop):
-            form = calls.forms[int(calls.form[node])]
-            if form is not None:
+            signature = calls.signatures[int(calls.signature[node])]
+            if signature is not None:
                 places = tuple(calls.accesses.places(node))
-                inputs = len(form.inputs)
+                inputs = len(signature.inputs)
                 values = calls.values[int(calls.value[node])]
-                walk.visit(CallInstance(node, form, places[:inputs], places[inputs:], values))
+                propagator.visit(
+                    CallInstance(node, signature, places[:inputs], places[inputs:], values)
+                )
         of = np.full(span.stop - span.start, -1, dtype=np.int64)
         for node in range(span.start, span.stop):
-            form = calls.forms[int(calls.form[node])]
-            if form is not None:
-                of[node - span.start] = self._number(form, node)
+            signature = calls.signatures[int(calls.signature[node])]
+            if signature is not None:
+                of[node - span.start] = self._number(signature, node)
         self._of[span] = of
         defined, waits, gone = list[Any](), list[Any](), list[int]()
         made = list[tuple[int, _CreatedStorage]]()
-        for place, one in enumerate(met):
-            now, (old, grew, waited) = walk.storages.get(one), kept.get(one, (None, None, 0))
-            if old is not None and grew is None and old.grows is not None:
-                defined.append((place, old.grows))
+        for place, storage_id in enumerate(met):
+            now = propagator.storages.get(storage_id)
+            old, old_growth, waited = before.get(storage_id, (None, None, 0))
+            if old is not None and old_growth is None and old.growth is not None:
+                defined.append((place, old.growth))
             if now is None:
                 gone += [place] * (old is not None)
             elif now is not old:
                 waiting = _relative(now.waiting, span.start)
                 number = local[now.tensor]
                 made.append(
-                    (place, _CreatedStorage(now.grows, now.elements, number, now.written, waiting))
+                    (place, _CreatedStorage(now.growth, now.elements, number, now.written, waiting))
                 )
-            elif now.grows is None and len(now.waiting) > waited:
+            elif now.growth is None and len(now.waiting) > waited:
                 waits.append((place, _relative(now.waiting[waited:], span.start)))
         more = {
-            op: n - inferred_from_sizes.get(op, 0) for op, n in walk.inferred_from_sizes.items()
+            op: n - inferred_from_sizes.get(op, 0)
+            for op, n in propagator.inferred_from_sizes.items()
         }
         return _SegmentResult(
             of, tuple(defined), tuple(waits), tuple(gone), tuple(made),
@@ -235,38 +243,42 @@ class _SegmentMemo:
         self, known: _SegmentResult, span: slice, met: list[int], tensors: list[int]
     ) -> None:
         """Apply the recorded result of an equal segment."""
-        walk = self._walk
+        propagator = self._propagator
         self._of[span] = known.of
-        for place, grows in known.defined:
-            walk.define(walk.storages[met[place]], grows)
+        for place, growth in known.defined:
+            propagator.define(propagator.storages[met[place]], growth)
         for place, waiting in known.waits:
-            walk.storages[met[place]].waiting += self._absolute(waiting, span.start)
+            propagator.storages[met[place]].waiting += self._absolute(waiting, span.start)
         for place in known.gone:
-            walk.storages.pop(met[place], None)
+            propagator.storages.pop(met[place], None)
         for place, made in known.made:
             waiting = self._absolute(made.waiting, span.start) if made.waiting else ()
-            walk.storages[met[place]] = Storage(
-                made.grows, made.elements, tensors[made.tensor], made.written, waiting
+            propagator.storages[met[place]] = Storage(
+                made.growth, made.elements, tensors[made.tensor], made.written, waiting
             )
         for op, count in known.inferred_from_sizes.items():
-            walk.inferred_from_sizes[op] = walk.inferred_from_sizes.get(op, 0) + count
+            propagator.inferred_from_sizes[op] = propagator.inferred_from_sizes.get(op, 0) + count
 
     def _absolute(self, waiting: Sequence[RelativeRef], start: int) -> tuple[TensorRef, ...]:
-        found: list[TensorRef] = []
+        refs: list[TensorRef] = []
         for node, is_input, position in waiting:
-            form = self._calls.forms[int(self._calls.form[start + node])]
-            assert form is not None, "what waits is a tensor of a call"
-            tensors = form.inputs if is_input else form.outputs
-            found.append(TensorRef(start + node, is_input, position, tensors[position]))
-        return tuple(found)
+            signature = self._calls.signatures[int(self._calls.signature[start + node])]
+            assert signature is not None, "only a tensor of a call waits"
+            tensors = signature.inputs if is_input else signature.outputs
+            refs.append(TensorRef(start + node, is_input, position, tensors[position]))
+        return tuple(refs)
 
-    def _number(self, form: CallSignature, node: int) -> int:
+    def _number(self, signature: CallSignature, node: int) -> int:
         """Return the index of an analysed call's result among the distinct results."""
-        inputs, outputs = self._walk.inputs[node], self._walk.outputs[node]
-        key = form.number, id(inputs), id(outputs)  # `_sides` keeps both, so that ids stay theirs
+        inputs, outputs = self._propagator.inputs[node], self._propagator.outputs[node]
+        key = (
+            signature.number,
+            id(inputs),
+            id(outputs),
+        )  # `_sides` keeps both, so that ids stay theirs
         if key not in self._place:
             self._place[key] = len(self._sides)
-            self._sides.append((form, inputs, outputs))
+            self._sides.append((signature, inputs, outputs))
         return self._place[key]
 
     def _earlier_powers(self, node: int) -> Sides:
@@ -275,23 +287,30 @@ class _SegmentMemo:
 
 
 def _relative(waiting: Sequence[TensorRef], start: int) -> tuple[RelativeRef, ...]:
-    return tuple((one.node - start, one.is_input, one.position) for one in waiting)
+    return tuple((ref.node - start, ref.is_input, ref.position) for ref in waiting)
 
 
-def _cuts(form: I64) -> I64:
-    """Return the starts of segments, at pairs of forms with a certain hash, and the end."""
-    mixed = form * _HASH_MULTIPLIERS[0]
-    mixed[1:] += form[:-1] * _HASH_MULTIPLIERS[1]
+def _cuts(signature: I64) -> I64:
+    """Return the starts of segments, at pairs of signatures with a certain hash, and the end.
+
+    A cut depends on two neighbouring calls alone, so that repeated layers are cut at the same
+    calls, and their segments are equal.
+    """
+    mixed = signature * _HASH_MULTIPLIERS[0]
+    mixed[1:] += signature[:-1] * _HASH_MULTIPLIERS[1]
     begins = np.flatnonzero((mixed & 0xFFFFFFFF) * SEGMENT_LENGTH >> 32 == 0)
-    ends = np.unique(np.concatenate([[0], begins, [len(form)]]))
+    ends = np.unique(np.concatenate([[0], begins, [len(signature)]]))
     lengths = np.diff(ends)
     pieces = np.maximum(1, -(-lengths // _MAX_SEGMENT))
     within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return np.append(np.repeat(ends[:-1], pieces) + within * _MAX_SEGMENT, len(form))
+    return np.append(np.repeat(ends[:-1], pieces) + within * _MAX_SEGMENT, len(signature))
 
 
 def _distance_to_last_use(ids: I64, begin: I64) -> I64:
-    """Return the distance to each id's last use in its segment; 0 for none, -1 for `UNTOLD`."""
+    """Return the distance to each id's last use in its segment.
+
+    0 means no earlier use; -1 stands for an `UNKNOWN_STORAGE`.
+    """
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     before = np.full(len(ids), -1, dtype=np.int64)
@@ -313,8 +332,8 @@ def _first_uses(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[in
     values = column[first]
     starts = np.searchsorted(first, begin).tolist()
 
-    def of(stretch: int) -> list[Any]:
-        return values[starts[stretch] : starts[stretch + 1]].tolist()
+    def of(segment: int) -> list[Any]:
+        return values[starts[segment] : starts[segment + 1]].tolist()
 
     return of
 
@@ -340,7 +359,7 @@ class StepGrowth:
     Attributes:
         of: index into `operands` of each node, -1 for one without, int64[n].
         operands: distinct operands.
-        unruled: operator -> number of calls whose results only sizes determine.
+        inferred_from_sizes: operator -> number of calls whose results only sizes determine.
     """
 
     of: I64
@@ -361,77 +380,87 @@ def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     """Return the growth of the operands of every node with shapes.
 
     It follows the calls in execution order, because the content of a storage depends on its last
-    writer. Each distinct call is analysed once (see `Walk`). Kernels share the operands of the
-    operator that launched them.
+    writer. Each distinct call is analysed once (see `Propagator`). Kernels share the operands of
+    the operator that launched them.
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
     nodes, rows, by = graph.nodes, execution_order(graph), launchers(graph)
-    told = np.zeros(len(graph), dtype=bool)
-    told[rows] = True
-    launched = (by[rows] >= 0) & told[by[rows]] & have_same_operands(graph, rows, by[rows])
+    has_operands = np.zeros(len(graph), dtype=bool)
+    has_operands[rows] = True
+    launched = (by[rows] >= 0) & has_operands[by[rows]] & have_same_operands(graph, rows, by[rows])
     calls = rows[~launched]
     columns = [getattr(nodes, name)[calls] for name in _SIGNATURE_COLUMNS]
     first, number = combine([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
     call_of = calls_of(graph)
-    rows_of_forms = cast("list[int]", calls[first].tolist())
-    forms = [_call_signature(graph, row, call_of(row), at) for at, row in enumerate(rows_of_forms)]
-    walk = Propagator(sizing)
-    result = propagate_calls(_calls(graph, calls, number, forms), walk)
+    signature_rows = cast("list[int]", calls[first].tolist())
+    signatures = [
+        _call_signature(graph, row, call_of(row), at) for at, row in enumerate(signature_rows)
+    ]
+    propagator = Propagator(sizing)
+    result = propagate_calls(_calls(graph, calls, number, signatures), propagator)
     of = np.full(len(graph), -1, dtype=np.int64)
     of[calls] = result.of
     of[rows[launched]] = of[by[rows[launched]]]
     operands = [
         Operands(
-            tuple(zip(form.inputs, inputs, strict=True)),
-            tuple(zip(form.outputs, outputs, strict=True)),
+            tuple(zip(signature.inputs, inputs, strict=True)),
+            tuple(zip(signature.outputs, outputs, strict=True)),
         )
-        for form, inputs, outputs in result.sides
+        for signature, inputs, outputs in result.sides
     ]
-    return StepGrowth(of, tuple(operands), walk.inferred_from_sizes)
+    return StepGrowth(of, tuple(operands), propagator.inferred_from_sizes)
 
 
-def _calls(graph: Graph, rows: I64, number: I64, forms: Sequence[CallSignature | None]) -> Calls:
+def _calls(
+    graph: Graph, rows: I64, number: I64, signatures: Sequence[CallSignature | None]
+) -> Calls:
     """Return the calls with their tensors and, for `NEED_VALUES`, their argument values."""
     nodes = graph.nodes
     codes = [nodes.input_values[rows], nodes.output_values[rows]]
     first, which = combine([np.concatenate(codes)])
     texts = graph.strings.decode(np.concatenate(codes)[first])
-    told = ValueTexts(texts, which[: len(rows)], which[len(rows) :])
+    value_texts = ValueTexts(texts, which[: len(rows)], which[len(rows) :])
 
-    def apart(call: int, result: bool, text: str) -> Sequence[TensorLocation | None]:
-        form = forms[int(number[call])]
+    def parse_unusual(call: int, result: bool, text: str) -> Sequence[TensorLocation | None]:
+        signature = signatures[int(number[call])]
         return (
             ()
-            if form is None
-            else parse_locations(form.call.outputs if result else form.call.inputs, text)
+            if signature is None
+            else parse_locations(signature.call.outputs if result else signature.call.inputs, text)
         )
 
-    inputs = np.array([len(form.inputs) if form else 0 for form in forms], dtype=np.int64)
-    results = np.array([len(form.outputs) if form else 0 for form in forms], dtype=np.int64)
-    found = tensor_accesses(told, (inputs[number], results[number]), apart)
-    value, values = _values(forms, number, told)
-    return Calls(number, forms, value, values, found)
+    inputs = np.array(
+        [len(signature.inputs) if signature else 0 for signature in signatures], dtype=np.int64
+    )
+    results = np.array(
+        [len(signature.outputs) if signature else 0 for signature in signatures], dtype=np.int64
+    )
+    accesses = tensor_accesses(value_texts, (inputs[number], results[number]), parse_unusual)
+    value, values = _values(signatures, number, value_texts)
+    return Calls(number, signatures, value, values, accesses)
 
 
 def _values(
-    forms: Sequence[CallSignature | None], number: I64, texts: ValueTexts
+    signatures: Sequence[CallSignature | None], number: I64, texts: ValueTexts
 ) -> tuple[I64, list[tuple[Any, ...]]]:
-    """Return the number of each call's argument values and the distinct values; 0 is no values."""
-    needs = np.array([form is not None and form.call.op in NEED_VALUES for form in forms])
+    """Return the number of each call's argument values and the distinct values; 0 means none."""
+    needs = np.array(
+        [signature is not None and signature.call.op in NEED_VALUES for signature in signatures]
+    )
     known = dict[tuple[Any, ...], int]({(): 0})
     made = np.zeros(len(number), dtype=np.int64)
     for call in np.flatnonzero(needs[number]).tolist():
-        form, text = forms[int(number[call])], texts.distinct[int(texts.inputs[call])]
-        if form is not None and text:
-            made[call] = known.setdefault(_argument_key(form, text), len(known))
+        signature, text = signatures[int(number[call])], texts.distinct[int(texts.inputs[call])]
+        if signature is not None and text:
+            made[call] = known.setdefault(_argument_key(signature, text), len(known))
     return made, list(known)
 
 
-def _argument_key(form: CallSignature, text: str) -> tuple[Any, ...]:
+def _argument_key(signature: CallSignature, text: str) -> tuple[Any, ...]:
     """Return the arguments of a call, None for its tensors."""
-    tensors = form.call.inputs
+    tensors = signature.call.inputs
     return tuple(
         None if place < len(tensors) and tensors[place] is not None else _as_key(value)
         for place, value in enumerate(_DECODE.decode(text))

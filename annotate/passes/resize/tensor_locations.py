@@ -139,7 +139,7 @@ class TensorAccesses(NamedTuple):
     Attributes:
         first: start of each call's tensors, and the end, int64[n + 1].
         tensor: id of each, int64[m].
-        storage: id of its storage, `UNTOLD` if not recorded, int64[m].
+        storage: id of its storage, `UNKNOWN_STORAGE` if not recorded, int64[m].
         offset: of its first element there, int64[m].
         result: whether it is a result, bool[m].
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.passes.resize import tensor_growth as stretches
+from onerank.annotate.passes.resize import tensor_growth
 from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.size_change import Change
 from onerank.annotate.passes.resize.tensor_growth import step_growth
@@ -65,12 +65,12 @@ def test_a_step_that_comes_again_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 8, 512, 1 << 32])
-def test_where_calls_are_cut_into_stretches_tells_nothing(monkeypatch, length: int) -> None:
+def test_the_length_of_segments_does_not_change_the_growth(monkeypatch, length: int) -> None:
     """From no cut but the longest stretch's to one before every call."""
     graph = twice(convert_directory(TRACES / "cpu-llama-2l-tp4")[0])
     sizing = infer_sizing(graph, Change(0, 512), None)
     usual = step_growth(graph, sizing)
-    monkeypatch.setattr(stretches, "LENGTH", length)
+    monkeypatch.setattr(tensor_growth, "SEGMENT_LENGTH", length)
     found = step_growth(graph, sizing)
     assert all(found.at(node) == usual.at(node) for node in range(len(graph)))
     assert found.inferred_from_sizes == usual.inferred_from_sizes

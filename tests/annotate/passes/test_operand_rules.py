@@ -27,9 +27,9 @@ def test_what_index_select_takes_goes_by_its_axis():
     shapes = "[[512,3000],[],[70]]"
     types = '["Tensor(float)","Int","Tensor(long int)"]'
     call = Call.parse("index_select", (shapes, types), ("", ""), "[null,1,null]")
-    grows, fixed = (1, 0), (0, 0)
-    made = RULES["index_select"](call, [((grows, fixed),), (), ((fixed,),)], 0, (512, 70))
-    assert made == (grows, fixed)
+    growths, fixed = (1, 0), (0, 0)
+    made = RULES["index_select"](call, [((growths, fixed),), (), ((fixed,),)], 0, (512, 70))
+    assert made == (growths, fixed)
     assert "index_select" in NEED_VALUES  # else its axis is not read
 
 
@@ -68,7 +68,7 @@ def test_what_is_expanded_grows_as_all_of_it_does():
     call = Call("bmm", ((expanded,), (weights,)), ())
     form = CallSignature(0, call, (expanded, weights), (), False, False, False)
     met = CallInstance(0, form, (TensorLocation(8, 7, 0), None), (), ())
-    assert input_growth(met, storages, sizing).grows[0] == TOKENS
+    assert input_growth(met, storages, sizing).growths[0] == TOKENS
 
 
 def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_added_to():
@@ -82,9 +82,9 @@ def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_a
     call = Call("add", ((scores,), (slopes,)), ())
     form = CallSignature(0, call, (scores, slopes), (), False, False, False)
     met = CallInstance(0, form, (TensorLocation(17, 7, 0), TensorLocation(19, 8, 88)), (), ())
-    grows = input_growth(met, storages, sizing).grows
-    assert grows == ((2, 1), None)
-    assert infer_powers(call, grows, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
+    growths = input_growth(met, storages, sizing).growths
+    assert growths == ((2, 1), None)
+    assert infer_powers(call, growths, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
 
 
 def test_integers_may_index_later_dimensions():
@@ -103,8 +103,8 @@ def test_bags_hold_as_many_indices_each():
     call = Call("_embedding_bag", ((table,), (indices,), (offsets,)), outputs)
     form = CallSignature(0, call, (table, indices, offsets), (), False, False, False)
     met = CallInstance(0, form, (None, None, None), (), ())
-    grows = input_growth(met, Storages(), sizing).grows
-    assert grows[1:] == (BATCH, BATCH)
-    made = infer_powers(call, (CONSTANT, *grows[1:]), sizing)
+    growths = input_growth(met, Storages(), sizing).growths
+    assert growths[1:] == (BATCH, BATCH)
+    made = infer_powers(call, (CONSTANT, *growths[1:]), sizing)
     assert made.inputs == ((CONSTANT, CONSTANT), (BATCH,), (BATCH,))
     assert made.outputs == ((BATCH, CONSTANT), (BATCH,), (BATCH,))
