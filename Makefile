@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= demo
 
-.PHONY: setup test tests demo lint clean
+.PHONY: setup test tests demo reference lint clean
 
 setup: .venv/installed
 
@@ -21,6 +21,10 @@ test: lint tests
 # One thread each, so that the tests of two cores do not fight over them.
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# docs/reference.md, from the declarations of the commands.
+reference: setup
+	$(BIN)/python tools/reference.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,106 @@
+"""Write docs/reference.md: every command with its arguments and options, from their declarations.
+
+python tools/reference.py            # writes docs/reference.md
+python tools/reference.py --check    # exit code 1 if the page is out of date
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from onerank.cli import annotate, capture, onerank
+from onerank.cli.options import SectionedCommand
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+
+_HEADER = """# Command reference
+
+`tools/reference.py` writes this page from the declarations of the commands; do not edit it.
+`capture` and `annotate` are also installed as commands of their own.
+"""
+
+
+def reference() -> str:
+    """Return the page as Markdown, ending in a newline."""
+    parts = [_HEADER]
+    for path, command in _leaf_commands("onerank", onerank):
+        parts.append(_describe(path, command))
+    return "\n".join(parts)
+
+
+def _leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands that do something, with their full names, as help lists them."""
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    if command.invoke_without_command:
+        yield path, command
+    for name, member in command.commands.items():
+        # `onerank capture` and `onerank annotate` are read by the shorter names that users type.
+        short = member in (capture, annotate)
+        yield from _leaf_commands(name if short else f"{path} {name}", member)
+
+
+def _describe(path: str, command: click.Command) -> str:
+    """Return the section of one command: what it does, its usage, a table for each heading."""
+    context = click.Context(command, info_name=path)
+    lines = [f"## {path}", "", _unwrapped(command.help or ""), ""]
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    lines += ["```text", usage, "```", ""]
+    for heading, options in _by_heading(context, command).items():
+        lines += [f"| {heading} | |", "|---|---|"]
+        for option in options:
+            record = option.get_help_record(context)
+            if record is not None:
+                spelling, text = record
+                lines.append(f"| `{_cell(spelling)}` | {_cell(text)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _by_heading(context: click.Context, command: click.Command) -> dict[str, list[click.Option]]:
+    """Return heading -> options, in the order of the command's help; --help itself is left out."""
+    options = {
+        option.name: option
+        for option in command.get_params(context)
+        if isinstance(option, click.Option) and "--help" not in option.opts
+    }
+    sections = command.sections if isinstance(command, SectionedCommand) else {"Options": ()}
+    listed = {name for names in sections.values() for name in names}
+    grouped = {
+        heading: [options[name] for name in names if name in options]
+        for heading, names in sections.items()
+    }
+    grouped[list(sections)[-1]] += [o for name, o in options.items() if name not in listed]
+    return {heading: members for heading, members in grouped.items() if members}
+
+
+def _unwrapped(text: str) -> str:
+    """Return help text with one line per paragraph; blocks that click keeps as they are, too."""
+    paragraphs: list[str] = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.lstrip().startswith("\b"):
+            paragraphs.append("```text\n" + paragraph.replace("\b", "").strip("\n") + "\n```")
+        else:
+            paragraphs.append(" ".join(paragraph.split()))
+    return "\n\n".join(paragraphs)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    text = reference()
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text() != text:
+            sys.exit(f"{PAGE} is out of date: run python tools/reference.py")
+        return
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
