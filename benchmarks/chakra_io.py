@@ -32,9 +32,10 @@ import numpy as np
 from repeated_graph import copies
 
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.expand_symmetry import layout_of, number_groups, place
+from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED
 from onerank.converters.targets.astra_sim.exporter import lowered
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
+from onerank.converters.targets.expand_symmetry import layout_of, number_groups, place
 from onerank.ir import (
     Collective,
     Graph,
@@ -115,7 +116,7 @@ def expansion(folder: Path) -> None:
     ranks = graph.job.world.size
     began = time.perf_counter()
     layout = layout_of(graph.job, None)
-    places, _ = place(graph, layout)
+    places, _ = place(graph, layout, SUPPORTED)
     everyone = range(ranks)
     groups = number_groups(layout, [(one, everyone) for one in set(places.values())])
     numbers = {members: number for number, members in groups.items()}

@@ -17,24 +17,24 @@ from onerank.converters.expand.preconditions import (
 from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
-from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
-from onerank.converters.targets.astra_sim.expand_symmetry import (
-    Layout,
-    Place,
-    layout_of,
-    number_groups,
-    place,
-)
+from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute
 from onerank.converters.targets.astra_sim.limitations import (
     count_left_out,
     note_on_idle_time,
     notes_on,
     timed_compute,
 )
-from onerank.converters.targets.astra_sim.lower import Step, check_peers, hold_back, lower, tag_of
 from onerank.converters.targets.astra_sim.publish import check_target, programs, published
-from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
+from onerank.converters.targets.expand_symmetry import (
+    Layout,
+    Place,
+    layout_of,
+    number_groups,
+    place,
+)
+from onerank.converters.targets.lower import Step, check_peers, hold_back, lower, tag_of
+from onerank.converters.targets.uneven_all_to_all import UNEVEN, levelled
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
@@ -229,7 +229,7 @@ def export(
         graph, told = insert_host_delays(graph, one_at_a_time=True)
         target = target.telling([told])
     graph, substituted = substitute(graph, layout.ranks)
-    places, dropped = place(graph, layout)
+    places, dropped = place(graph, layout, SUPPORTED)
     step = lowered(graph, places)
     check_peers(graph, step, places, layout)
     everyone = range(layout.ranks)
@@ -282,7 +282,7 @@ def export_ranks(
     left_out: Counter[str] = Counter()
     all_places: list[dict[int, Place]] = []
     for graph, layout in zip(graphs, layouts, strict=True):
-        places, dropped = place(graph, layout, along=layout.apart)
+        places, dropped = place(graph, layout, SUPPORTED, along=layout.apart)
         left_out.update(count_left_out(graph) | dropped)
         all_places.append(places)
     placed = [

@@ -20,8 +20,8 @@ from onerank.converters.targets.astra_sim.check import (
     lowest_id_first,
 )
 from onerank.converters.targets.astra_sim.config_files import GROUPS, SCRIPT
-from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
 from onerank.converters.targets.astra_sim.write_traces import COMM, Workload
+from onerank.converters.targets.lower import Step, lower, tag_of
 from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.errors import ExportError
 

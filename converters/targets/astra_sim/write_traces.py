@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place
-from onerank.converters.targets.astra_sim.lower import Step, tag_of
+from onerank.converters.targets.expand_symmetry import Layout, Place
+from onerank.converters.targets.lower import Step, tag_of
 from onerank.ir import Graph, Kind
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.edges import I64

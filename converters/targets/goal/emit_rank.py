@@ -8,9 +8,8 @@ from functools import lru_cache
 from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
 from onerank.converters.nccl import Interconnect
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place, place
 from onerank.converters.targets.astra_sim.limitations import count_left_out, timed_compute
-from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
+from onerank.converters.targets.expand_symmetry import Layout, Place, place
 from onerank.converters.targets.goal.collective_algorithms import (
     SUPPORTED,
     Call,
@@ -18,6 +17,7 @@ from onerank.converters.targets.goal.collective_algorithms import (
     messages,
     steps,
 )
+from onerank.converters.targets.lower import Step, lower, tag_of
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
@@ -47,7 +47,7 @@ def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = 
         ExportError: it cannot be run, or has more streams and groups than GOAL has cpus.
     """
     require_gpu_work(graph)
-    places, dropped = place(graph, layout, along=along, supported=SUPPORTED)
+    places, dropped = place(graph, layout, SUPPORTED, along=along)
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         node = graph.node(index)

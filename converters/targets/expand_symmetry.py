@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import prod
 
 from onerank.converters.expand.pipeline import AXIS
-from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
 from onerank.ir.job.comm_groups import WORLD
@@ -136,18 +135,18 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
 def place(
     graph: Graph,
     layout: Layout,
+    supported: Container[Collective],
     *,
     along: str = "",
-    supported: Container[Collective] = SUPPORTED,
 ) -> tuple[dict[int, Place], dict[str, int]]:
     """Return the placement of each communication by node index, and dropped ones by reason.
 
     Args:
         graph: one rank's step.
         layout: the grid of ranks.
+        supported: collectives of the simulator.
         along: axis whose ranks have graphs of their own, so that a group may be a part of its line;
             "" if all ranks are equal.
-        supported: collectives of the simulator.
 
     Raises:
         ExportError: the simulator lacks a collective, or other ranks cannot have a call in the same

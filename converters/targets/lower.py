@@ -8,7 +8,7 @@ import numpy as np
 
 from onerank.converters.expand.p2p_checks import check_messages
 from onerank.converters.expand.pipeline import RankGraph
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place
+from onerank.converters.targets.expand_symmetry import Layout, Place
 from onerank.ir import Edges, Graph, Kind, Node
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError

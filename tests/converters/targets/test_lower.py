@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onerank.converters.targets.astra_sim.lower import Step, hold_back, lower
+from onerank.converters.targets.lower import Step, hold_back, lower
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
 HOST = None

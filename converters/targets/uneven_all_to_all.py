@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place, place_of
+from onerank.converters.targets.expand_symmetry import Layout, Place, place_of
 from onerank.ir import Collective, Graph, Kind, Node
 
 UNEVEN = (
