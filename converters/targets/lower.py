@@ -12,6 +12,29 @@ from onerank.converters.targets.expand_symmetry import Layout, Place
 from onerank.ir import Edges, Graph, Kind, Node
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
+from onerank.ir.graph import Mask
+
+HOST = "host operations"
+NO_TIME = "GPU nodes of 0 ns"
+METADATA = "metadata nodes"
+INVALID = "invalid nodes"
+NO_IDLE_TIME = "Host time and GPU idle time are not in the workload"
+
+
+def timed_compute(graph: Graph) -> Mask:
+    """Return which nodes are GPU compute that takes time, bool[n]."""
+    return graph.gpu_compute & (graph.nodes.duration_ns > 0)
+
+
+def count_left_out(graph: Graph) -> dict[str, int]:
+    """Return how many nodes do not reach ASTRA-sim, besides communications."""
+    no_time = graph.gpu_compute & ~timed_compute(graph)
+    return {
+        HOST: int(graph.mask(Kind.HOST_OP).sum()),
+        NO_TIME: int(no_time.sum()),
+        METADATA: int(graph.mask(Kind.METADATA).sum()),
+        INVALID: int(graph.mask(Kind.INVALID).sum()),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +107,6 @@ def _newest_of_each(parts: list[dict[Hashable, int]]) -> dict[Hashable, int]:
             if merged.get(lane, -1) < number:
                 merged[lane] = number
     return merged
-
-
-def hold_back(step: Step, receives: Sequence[int]) -> None:
-    """Let receives be issued only when what waits for them waits for nothing else.
-
-    ASTRA-sim rescans all nodes that are ready at every event, and a receive is ready from the
-    start. Held back until its one waiter's other dependencies are done, it is complete when it
-    was: a message that has come before is received at once.
-
-    Args:
-        step: changed in place; afterwards a node may wait for one of a higher number.
-        receives: numbers of the receives.
-    """
-    waiters: dict[int, list[int]] = {number: [] for number in receives}
-    for number, awaited in enumerate(step.waits_for):
-        for other in awaited:
-            if other in waiters:
-                waiters[other].append(number)
-    awaited_before = [*step.waits_for]
-    for number, waiting in waiters.items():
-        if len(waiting) == 1 and not awaited_before[number]:
-            waiter = waiting[0]
-            others = [other for other in awaited_before[waiter] if other not in waiters]
-            step.waits_for[number] = others
-            step.waits_for[waiter] = [one for one in step.waits_for[waiter] if one not in others]
 
 
 SEVERAL = (

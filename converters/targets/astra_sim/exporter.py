@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
+import numpy as np
+
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import (
@@ -18,13 +20,8 @@ from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute
-from onerank.converters.targets.astra_sim.limitations import (
-    count_left_out,
-    note_on_idle_time,
-    notes_on,
-    timed_compute,
-)
-from onerank.converters.targets.astra_sim.publish import check_target, programs, published
+from onerank.converters.targets.astra_sim.publish import check_target, published
+from onerank.converters.targets.astra_sim.rank_programs import programs
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
 from onerank.converters.targets.expand_symmetry import (
     Layout,
@@ -33,9 +30,18 @@ from onerank.converters.targets.expand_symmetry import (
     number_groups,
     place,
 )
-from onerank.converters.targets.lower import Step, check_peers, hold_back, lower, tag_of
+from onerank.converters.targets.lower import (
+    NO_IDLE_TIME,
+    Step,
+    check_peers,
+    count_left_out,
+    lower,
+    tag_of,
+    timed_compute,
+)
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, levelled
-from onerank.ir import Graph, Kind
+from onerank.ir import UNKNOWN, Collective, Graph, Kind
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
 
 _READY = 32
@@ -60,7 +66,7 @@ def lowered(graph: Graph, places: dict[int, Place]) -> Step:
         )
     receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
     if len(receives) > _READY:
-        hold_back(step, receives)
+        defer_receives(step, receives)
     return step
 
 
@@ -83,6 +89,31 @@ def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
         else:
             lanes[index] = "communication"
     return lanes
+
+
+def defer_receives(step: Step, receives: Sequence[int]) -> None:
+    """Let receives be issued only when what waits for them waits for nothing else.
+
+    ASTRA-sim rescans all nodes that are ready at every event, and a receive is ready from the
+    start. Held back until its one waiter's other dependencies are done, it is complete when it
+    was: a message that has come before is received at once.
+
+    Args:
+        step: changed in place; afterwards a node may wait for one of a higher number.
+        receives: numbers of the receives.
+    """
+    waiters: dict[int, list[int]] = {number: [] for number in receives}
+    for number, awaited in enumerate(step.waits_for):
+        for other in awaited:
+            if other in waiters:
+                waiters[other].append(number)
+    awaited_before = [*step.waits_for]
+    for number, waiting in waiters.items():
+        if len(waiting) == 1 and not awaited_before[number]:
+            waiter = waiting[0]
+            others = [other for other in awaited_before[waiter] if other not in waiters]
+            step.waits_for[number] = others
+            step.waits_for[waiter] = [one for one in step.waits_for[waiter] if one not in others]
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -370,8 +401,88 @@ def _notes(workloads: Sequence[Workload]) -> list[str]:
     """Return the notes on all ranks' steps, each once; none on idle time where it is exported."""
     graphs = [workload.graph for workload in workloads]
     waiting = any(NAME in graph.strings.values for graph in graphs)
-    idle = [] if waiting else [note_on_idle_time(graphs)]
-    return [*idle, *dict.fromkeys(note for one in workloads for note in notes_on(one))]
+    idle = [] if waiting else [_note_on_idle_time(graphs)]
+    return [*idle, *dict.fromkeys(note for one in workloads for note in _notes_on_step(one))]
+
+
+def _notes_on_step(workload: Workload) -> list[str]:
+    """Return what a reader of the simulator's figures should know of a step, a sentence each."""
+    return [
+        *_notes_on_streams(workload.graph),
+        *_notes_on_storage(workload.graph),
+        *_notes_on_communication(workload),
+    ]
+
+
+def _note_on_idle_time(graphs: Sequence[Graph]) -> str:
+    """Note that idle time is dropped; for a single graph, its share of the step."""
+    opening = NO_IDLE_TIME
+    if len(graphs) > 1:
+        return f"{opening}."
+    (graph,) = graphs
+    compute_ns = int(graph.nodes.duration_ns[timed_compute(graph)].sum())
+    measurement = graph.job.measurement
+    if graph.job.annotations:
+        target = graph.job.annotations[-1].target
+        return f"{opening}; for {target} they are not known (GPU compute: {compute_ns} ns)."
+    span_ns, what = measurement.median_step_ns, "the median step without the profiler"
+    if span_ns is None and measurement.profiled_step_ns:
+        span_ns, what = measurement.profiled_step_ns, "the profiled step"
+    if span_ns is None and graph.nodes.start_ns.any():
+        ends = graph.nodes.start_ns + graph.nodes.duration_ns
+        span_ns, what = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
+    if span_ns is None:
+        return f"{opening}; how long the step took is not known (GPU compute: {compute_ns} ns)."
+    rest_ns = span_ns - compute_ns
+    rest = f"the difference {rest_ns} ns" if rest_ns >= 0 else "more, as its streams overlap"
+    return f"{opening}: {what} is {span_ns} ns, GPU compute {compute_ns} ns, {rest}."
+
+
+def _notes_on_streams(graph: Graph) -> list[str]:
+    compute = timed_compute(graph)
+    streams = np.unique(graph.nodes.stream[compute])
+    notes: list[str] = []
+    if len(streams) > 1:
+        note = f"GPU compute lies on {len(streams)} streams; ASTRA-sim runs one node at a time"
+        waits = NAME in graph.strings.values  # which tells of overlaps itself
+        if graph.nodes.start_ns.any() and not graph.job.annotations and not waits:
+            start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
+            overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)
+            note += f", where the trace overlaps {overlap_ns} ns"
+        notes.append(f"{note}.")
+    nowhere = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
+    if nowhere:
+        notes.append(f"{nowhere} GPU nodes name no stream; they run one after another.")
+    return notes
+
+
+def _notes_on_storage(graph: Graph) -> list[str]:
+    beside = graph.nodes.duration_ns[prefetched_storage(graph)]
+    if not len(beside):
+        return []
+    return [
+        f"What is read from storage beside the step ({beside.max()} ns) is not in the workload, "
+        "since ASTRA-sim runs nothing beside a GPU's compute: no step is shorter than that."
+    ]
+
+
+def _notes_on_communication(workload: Workload) -> list[str]:
+    graph, ranks = workload.graph, workload.layout.ranks
+    if not workload.places:
+        return ["There is no communication between ranks; they run side by side."]
+    notes: list[str] = []
+    if len(set(workload.places.values())) > 1:
+        notes.append("A rank's communications run one at a time, in the order of the trace.")
+    sizes = {index: int(graph.nodes.comm_bytes[index]) for index in workload.places}
+    small = sum(
+        not workload.places[index].shift
+        and size < ranks
+        and graph.node(index).collective is not Collective.ALL_GATHER
+        for index, size in sizes.items()
+    )
+    if small:
+        notes.append(f"ASTRA-sim rounds {small} collectives of under {ranks} bytes up to that.")
+    return notes
 
 
 def _assumed(target: Target) -> str:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
 from onerank.converters.nccl import Interconnect
-from onerank.converters.targets.astra_sim.limitations import count_left_out, timed_compute
 from onerank.converters.targets.expand_symmetry import Layout, Place, place
 from onerank.converters.targets.goal.collective_algorithms import (
     SUPPORTED,
@@ -17,7 +16,7 @@ from onerank.converters.targets.goal.collective_algorithms import (
     messages,
     steps,
 )
-from onerank.converters.targets.lower import Step, lower, tag_of
+from onerank.converters.targets.lower import Step, count_left_out, lower, tag_of, timed_compute
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 

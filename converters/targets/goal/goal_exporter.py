@@ -15,11 +15,10 @@ from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.nccl import H100, Interconnect
-from onerank.converters.targets.astra_sim.limitations import NO_IDLE_TIME
 from onerank.converters.targets.expand_symmetry import layout_of
 from onerank.converters.targets.goal.collective_algorithms import Call
 from onerank.converters.targets.goal.emit_rank import Part, RankBlock, Tags, nodes_of, part_of
-from onerank.converters.targets.lower import check_peers
+from onerank.converters.targets.lower import NO_IDLE_TIME, check_peers
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, levelled
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replacing

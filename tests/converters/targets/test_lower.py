@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onerank.converters.targets.lower import Step, hold_back, lower
+from onerank.converters.targets.lower import Step, lower
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
 HOST = None
@@ -86,19 +86,3 @@ def test_lowering_keeps_the_order_and_no_more(data: st.DataObject) -> None:
         for other in step.waits_for[number]:
             others = set(step.waits_for[number]) - {other}
             assert not any(other in small[third] for third in others)
-
-
-def test_receives_are_held_back_until_only_they_are_missing() -> None:
-    # receives 0 and 3 for kernels 2 (after 1) and 4 (after 2); receive 5 for two kernels
-    step = Step([*range(8)], [[], [], [0, 1], [], [2, 3], [], [4, 5], [5]])
-    hold_back(step, [0, 3, 5])
-    assert step.waits_for == [[1], [], [0], [2], [3], [], [4, 5], [5]]
-
-
-def test_two_receives_of_one_kernel_and_one_of_none() -> None:
-    step = Step([*range(4)], [[], [], [], [0, 1, 2]])
-    hold_back(step, [0, 1])
-    assert step.waits_for == [[2], [2], [], [0, 1]]
-    step = Step([*range(2)], [[], []])
-    hold_back(step, [1])
-    assert step.waits_for == [[], []]
