@@ -1,9 +1,8 @@
-"""Expand one rank to all by symmetry: groups and peers of the other ranks."""
+"""Place one rank's communication on all ranks of the world, by the symmetry of its axes."""
 
 import itertools
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from math import prod
 
 from onerank.converters.expand.pipeline import AXIS
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
@@ -13,295 +12,292 @@ from onerank.ir.job.comm_groups import WORLD
 ONE_RANK = "collectives of one-rank groups"
 NO_BYTES = "communications of 0 bytes"
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Ranks of a job as points of a grid.
-
-    Attributes:
-        sizes: axis -> size, innermost first: rank = tp + TP * (next axis ...).
-        rank: the rank that the graph is of.
-        ep: ranks that share out the experts.
-    """
-
-    sizes: dict[str, int]
-    rank: int
-    ep: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return prod(self.sizes.values())
-
-    @property
-    def apart(self) -> str:
-        """Axis along which ranks may have graphs of their own; all do where no axes are known."""
-        return WORLD if WORLD in self.sizes else AXIS
-
-    def point(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of `rank`, one per axis."""
-        point: list[int] = []
-        for size in self.sizes.values():
-            rank, coordinate = divmod(rank, size)
-            point.append(coordinate)
-        return tuple(point)
-
-    def at(self, point: tuple[int, ...]) -> int:
-        """Return the rank at `point`."""
-        rank = 0
-        for size, coordinate in reversed([*zip(self.sizes.values(), point, strict=True)]):
-            rank = rank * size + coordinate
-        return rank
-
-    def line(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the line along `axis` through `rank`, ascending."""
-        if axis == WORLD:
-            return tuple(range(self.ranks))
-        return World(self.sizes, self.ep).line(axis, rank)
-
-    def has_lines(self, axis: str) -> bool:
-        """Return whether `axis` is an axis, several joined by "+", or "ep" or "edp"."""
-        return axis in ("ep", "edp") or all(name in self.sizes for name in axis.split("+"))
-
-    def shift_to(self, peer: int) -> tuple[int, ...]:
-        """Return how far `peer` is from the graph's rank along each axis, wrapped around."""
-        pairs = zip(self.point(self.rank), self.point(peer), self.sizes.values(), strict=True)
-        return tuple((there - here) % size for here, there, size in pairs)
-
-    def shifted(self, rank: int, shift: tuple[int, ...]) -> int:
-        """Return the rank that is as far from `rank` as `shift` says."""
-        triples = zip(self.point(rank), shift, self.sizes.values(), strict=True)
-        return self.at(tuple((here + by) % size for here, by, size in triples))
-
-    def opposite(self, shift: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shift that leads back."""
-        return tuple(-by % size for by, size in zip(shift, self.sizes.values(), strict=True))
-
-    def __str__(self) -> str:
-        terms = " * ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-        return f"{terms} = {self.ranks} ranks"
+Shift = tuple[int, ...]
+"""Distance between two ranks along each axis of the world, modulo the axis size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a communication goes, said so that it holds for every rank.
+class Placement:
+    """The peers of a communication, relative to the rank that issues it.
+
+    Exactly one attribute is set.
 
     Attributes:
-        axis: axis of the group's line, or "world"; else "".
-        shift: distance of a send's or receive's peer along each axis; else ().
-        members: distances of the members of a group that is part of a pipeline's line; else ().
+        axis: axis whose line through the rank is the group, or "world".
+        shift: distance of the peer of a send or receive.
+        member_shifts: distances of all members of a group that is a part of an axis's line.
     """
 
     axis: str = ""
-    shift: tuple[int, ...] = ()
-    members: tuple[tuple[int, ...], ...] = ()
+    shift: Shift = ()
+    member_shifts: tuple[Shift, ...] = ()
 
-    def group(self, layout: Layout, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group that `rank` is in."""
-        if self.members:
-            return tuple(sorted(layout.shifted(rank, member) for member in self.members))
-        return layout.line(self.axis, rank)
+    def group_ranks(self, world: World, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group that `rank` belongs to, ascending."""
+        if self.member_shifts:
+            return tuple(sorted(shift_rank(world, rank, shift) for shift in self.member_shifts))
+        return _line(world, self.axis, rank)
 
 
-def layout_of(job: Job, ranks: int | None) -> Layout:
-    """Return the grid of the job's ranks.
+def shift_between(world: World, rank: int, peer: int) -> Shift:
+    """Return the distance from `rank` to `peer`."""
+    shift: list[int] = []
+    for size in world.sizes.values():
+        rank, coordinate = divmod(rank, size)
+        peer, peer_coordinate = divmod(peer, size)
+        shift.append((peer_coordinate - coordinate) % size)
+    return tuple(shift)
+
+
+def shift_rank(world: World, rank: int, shift: Shift) -> int:
+    """Return the rank at the distance `shift` from `rank`."""
+    # GOAL calls this once per message and rank, so it builds no coordinates as World.point does.
+    shifted, stride = 0, 1
+    for size, distance in zip(world.sizes.values(), shift, strict=True):
+        rank, coordinate = divmod(rank, size)
+        shifted += (coordinate + distance) % size * stride
+        stride *= size
+    return shifted
+
+
+def opposite_shift(world: World, shift: Shift) -> Shift:
+    """Return the distance of the way back."""
+    return tuple(-by % size for by, size in zip(shift, world.sizes.values(), strict=True))
+
+
+def unequal_axis(world: World) -> str:
+    """Return the axis along which ranks may have different graphs.
+
+    This is the pipeline axis. In a world without known axes, any two ranks may differ.
+    """
+    return WORLD if WORLD in world.sizes else AXIS
+
+
+def world_of(job: Job, ranks: int | None) -> World:
+    """Return the world to export.
+
+    Args:
+        job: the job of the graph.
+        ranks: number of ranks; None for the job's world. A job without a world gets one axis.
 
     Raises:
-        ExportError: fewer than 2 ranks, or not as many as `ranks` says.
+        ExportError: the world has fewer than 2 ranks, another number than `ranks`, or does not
+            contain the job's rank.
     """
-    layout = Layout(dict(job.world.sizes), job.rank, job.world.ep)
-    if not layout.sizes and ranks is not None:
-        layout = Layout({WORLD: ranks}, job.rank)
-    if ranks is not None and ranks != layout.ranks:
+    world = job.world
+    if not world.sizes and ranks is not None:
+        world = World({WORLD: ranks})
+    if ranks is not None and ranks != world.size:
         raise ExportError(
-            f"{ranks} ranks are asked for, but the job's world has {layout}",
+            f"{ranks} ranks are requested, but the job's world has {world}\n"
+            "  leave out the number of ranks",
             code="export-rank-count",
         )
-    if layout.ranks < 2:
+    if world.size < 2:
         raise ExportError(
-            f"the graph's job has {layout.ranks} rank and a simulated network needs at least 2: "
-            "capture the script as one rank of a larger world, or give the number of ranks if "
+            f"the graph's job has {world.size} rank and a simulated network needs at least 2\n"
+            "  capture the script as one rank of a larger world, or give the number of ranks if "
             "another tool wrote the graph",
             code="export-one-rank",
         )
-    if not 0 <= layout.rank < layout.ranks:
+    if not 0 <= job.rank < world.size:
         raise ExportError(
-            f"the graph is of rank {layout.rank}, but the job's world has {layout}",
+            f"the graph is of rank {job.rank}, but the job's world has {world}",
             code="export-rank-outside-world",
         )
-    return layout
+    return world
 
 
-def place(
-    graph: Graph,
-    layout: Layout,
-    supported: Container[Collective],
-    *,
-    along: str = "",
-) -> tuple[dict[int, Place], dict[str, int]]:
+def place_communications(
+    graph: Graph, world: World, supported: Container[Collective], *, unequal_along: str = ""
+) -> tuple[dict[int, Placement], dict[str, int]]:
     """Return the placement of each communication by node index, and dropped ones by reason.
 
     Args:
         graph: one rank's step.
-        layout: the grid of ranks.
-        supported: collectives of the simulator.
-        along: axis whose ranks have graphs of their own, so that a group may be a part of its line;
-            "" if all ranks are equal.
+        world: the ranks to export.
+        supported: collectives that the simulator has.
+        unequal_along: axis along which ranks have different graphs, so that a group may be a part
+            of its line; "" if all ranks are equal.
 
     Raises:
-        ExportError: the simulator lacks a collective, or other ranks cannot have a call in the same
-            way.
+        ExportError: the simulator lacks a collective, a communication has no recorded bytes or no
+            valid peer, or the other ranks' counterparts of a group are unknown.
     """
-    places: dict[int, Place] = {}
-    left_out = {ONE_RANK: 0, NO_BYTES: 0}
-    groups: dict[str, Place | None] = {}
+    placements: dict[int, Placement] = {}
+    dropped = {ONE_RANK: 0, NO_BYTES: 0}
+    by_group: dict[str, Placement | None] = {}
     for index in graph.communication.nonzero()[0].tolist():
         node = graph.node(index)
         if node.kind is Kind.COLLECTIVE:
             group = node.text("group")
-            if group not in groups:
-                groups[group] = place_of(group, graph.job, layout, along)
-            placed = groups[group]
-            if placed is None:
-                left_out[ONE_RANK] += 1
+            if group not in by_group:
+                by_group[group] = group_placement(group, graph.job, world, unequal_along)
+            placement = by_group[group]
+            if placement is None:
+                # ASTRA-sim stalls on a group of one rank.
+                dropped[ONE_RANK] += 1
                 continue
             if node.collective not in supported:
-                known = ", ".join(one.name for one in Collective if one in supported)
+                names = ", ".join(kind.name for kind in Collective if kind in supported)
                 raise ExportError(
-                    f"{_named(node)} is {_kind_of(node)}; the simulator has only {known}",
+                    f"{_node_text(node)} is {_collective_text(node)}; the simulator has only "
+                    f"{names}",
                     code="export-unknown-collective",
                 )
         else:
-            placed = Place(shift=_shift_of(node, layout))
+            placement = Placement(shift=_peer_shift(node, graph.job.rank, world))
         size = node.value("comm_bytes")
         if node.collective is Collective.BARRIER:
-            places[index] = placed  # it moves nothing that would have to be known
+            # A barrier moves no payload, so its bytes need not be known.
+            placements[index] = placement
         elif size < 0:
             raise ExportError(
-                f"{_named(node)} does not say how many bytes it moves; set its comm_bytes",
+                f"{_node_text(node)} does not record how many bytes it moves\n  set its comm_bytes",
                 code="export-no-bytes",
             )
         elif size == 0:
-            left_out[NO_BYTES] += 1
+            # ASTRA-sim stalls or loops for ever on a communication of 0 bytes.
+            dropped[NO_BYTES] += 1
         else:
-            places[index] = placed
-    return places, left_out
+            placements[index] = placement
+    return placements, dropped
 
 
 def number_groups(
-    layout: Layout, placed: Iterable[tuple[Place, Iterable[int]]]
+    world: World, uses: Iterable[tuple[Placement, Iterable[int]]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return group number -> ranks: the world as group 1, then those of each place by turns.
+    """Return group number -> ranks: the world as group 1, then the groups by axis.
 
     Args:
-        layout: the grid of ranks.
-        placed: places of collectives, each with the ranks that have them.
+        world: the ranks to export.
+        uses: placements of communications, each with the ranks that issue it.
     """
-    order = {axis: number for number, axis in enumerate(layout.sizes)}
-    groups = {1: layout.line(WORLD, 0)}
-    known = {groups[1]}
-    by_axis = sorted(placed, key=lambda one: (order.get(one[0].axis, len(order)), one[0].axis))
-    for place, ranks in by_axis:
-        if not place.shift:
-            found = _groups(place, layout, ranks) - known
-            groups |= {len(groups) + 1 + at: line for at, line in enumerate(sorted(found))}
-            known |= found
+    axis_order = {axis: number for number, axis in enumerate(world.sizes)}
+    # The world gets a number too: ASTRA-sim's default group can stall every rank once subgroups
+    # were used unequally. Number 0 fails an assertion there.
+    groups = {1: _line(world, WORLD, 0)}
+    numbered = {groups[1]}
+    by_axis = sorted(
+        uses, key=lambda use: (axis_order.get(use[0].axis, len(axis_order)), use[0].axis)
+    )
+    for placement, ranks in by_axis:
+        if not placement.shift:
+            new = _groups_of(placement, world, ranks) - numbered
+            groups |= {len(groups) + 1 + at: line for at, line in enumerate(sorted(new))}
+            numbered |= new
     return groups
 
 
-def _groups(place: Place, layout: Layout, ranks: Iterable[int]) -> set[tuple[int, ...]]:
-    found: set[tuple[int, ...]] = set()
+def _groups_of(placement: Placement, world: World, ranks: Iterable[int]) -> set[tuple[int, ...]]:
+    """Return the distinct groups that `ranks` have at a placement."""
+    groups: set[tuple[int, ...]] = set()
     covered: set[int] = set()
     for rank in ranks:
         if rank not in covered:
-            found.add(place.group(layout, rank))
-            covered.update(place.group(layout, rank))
-    return found
+            members = placement.group_ranks(world, rank)
+            groups.add(members)
+            covered.update(members)
+    return groups
 
 
-def place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
-    """Return where a group's counterparts are; None for a group of one rank.
+def _line(world: World, axis: str, rank: int) -> tuple[int, ...]:
+    return tuple(range(world.size)) if axis == WORLD else world.line(axis, rank)
+
+
+def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Placement | None:
+    """Return the placement of a process group; None for a group of one rank.
+
+    Args:
+        name: the group's name in the nodes; "" for the default group.
+        job: the job that defines the group.
+        world: the ranks to export.
+        unequal_along: as for `place_communications`.
 
     Raises:
-        ExportError: nothing says where they are.
+        ExportError: the group is undefined, or its counterparts on other ranks are unknown.
     """
     group = job.group(name)
     if group is None and name == "":
-        return Place(axis=WORLD)
+        return Placement(axis=WORLD)
     if group is None:
-        known = ", ".join(repr(known.name) for known in job.groups) or "none"
+        names = ", ".join(repr(known.name) for known in job.groups) or "none"
         raise ExportError(
-            f"a collective is of group {name!r}; the job's groups are {known}",
+            f"a collective is of group {name!r}; the job's groups are {names}",
             code="export-unknown-group",
         )
     ranks = tuple(sorted(group.ranks))
-    if ranks == layout.line(WORLD, 0):
-        return Place(axis=WORLD)
+    if ranks == _line(world, WORLD, 0):
+        return Placement(axis=WORLD)
     if len(ranks) == 1:
         return None
-    if along and layout.rank in ranks and set(ranks) <= set(layout.line(along, layout.rank)):
-        return Place(members=tuple(layout.shift_to(rank) for rank in ranks))
-    if not group.axis or not layout.has_lines(group.axis):
-        raise ExportError(_unplaceable(group, layout), code="export-group-not-placeable")
-    line = layout.line(group.axis, layout.rank)
+    if unequal_along and job.rank in ranks:
+        line = _line(world, unequal_along, job.rank)
+        if set(ranks) <= set(line):
+            shifts = (shift_between(world, job.rank, rank) for rank in ranks)
+            return Placement(member_shifts=tuple(shifts))
+    if not group.axis or not _has_axis(world, group.axis):
+        raise ExportError(_unplaceable(group, world), code="export-group-not-placeable")
+    line = _line(world, group.axis, job.rank)
     if ranks != line:
         raise ExportError(
             f"group {name!r} has the ranks {list(ranks)}, but the line of axis {group.axis!r} "
-            f"through rank {layout.rank} has {list(line)} in a world of {layout}",
+            f"through rank {job.rank} has {list(line)} in a world of {world}",
             code="export-group-off-axis",
         )
-    return Place(axis=group.axis)
+    return Placement(axis=group.axis)
 
 
-def _unplaceable(group: ProcessGroup, layout: Layout) -> str:
+def _has_axis(world: World, axis: str) -> bool:
+    return axis in ("ep", "edp") or all(name in world.sizes for name in axis.split("+"))
+
+
+def _unplaceable(group: ProcessGroup, world: World) -> str:
     axis = f"its axis is {group.axis!r}" if group.axis else "it has no axis"
+    axes = ", ".join(axis for axis in world.sizes if axis != WORLD)
+    remedies = [
+        "give the traces of all ranks",
+        *([f"give the group one of the axes {axes}"] if axes else []),
+        *_mesh_remedy(tuple(sorted(group.ranks)), world),
+    ]
     return (
-        f"group {group.name!r} (ranks {list(group.ranks)}) cannot be placed on the other ranks: "
-        f"{axis}, and it is not the whole world ({layout}), so nothing says which ranks take part "
-        f"in its counterparts; give the traces of all ranks{_or_an_axis(layout)}"
-        f"{_or_two_axes(tuple(sorted(group.ranks)), layout)}"
+        f"the other ranks' counterparts of group {group.name!r} (ranks {list(group.ranks)}) are "
+        f"unknown: {axis}, and it is not the whole world ({world})\n  {', or '.join(remedies)}"
     )
 
 
-def _or_an_axis(layout: Layout) -> str:
-    axes = ", ".join(axis for axis in layout.sizes if axis != WORLD)
-    return f", or the group one of the axes {axes}" if axes else ""
-
-
-def _or_two_axes(ranks: tuple[int, ...], layout: Layout) -> str:
-    """Return what to capture with, where the ranks are a line of the world as a mesh of two."""
-    world, count, stride = layout.ranks, len(ranks), ranks[1] - ranks[0]
+def _mesh_remedy(ranks: tuple[int, ...], world: World) -> list[str]:
+    """Return the sizes to capture with, if the ranks are a line of a mesh with two axes."""
+    # FSDP that reshards to a part of its ranks after forward creates such groups.
+    count, stride = len(ranks), ranks[1] - ranks[0]
     even = all(after - before == stride for before, after in itertools.pairwise(ranks))
     inner = count if stride == 1 else stride
-    aligned = ranks[0] % count == 0 if stride == 1 else count * stride == world
-    if not even or not aligned or world % inner or not 1 < inner < world:
-        return ""
-    return (
-        f"; or capture with --cp {inner} --dp {world // inner}, of which it is a line (FSDP that "
-        "reshards to a part of its ranks has such groups)"
-    )
+    aligned = ranks[0] % count == 0 if stride == 1 else count * stride == world.size
+    if not even or not aligned or world.size % inner or not 1 < inner < world.size:
+        return []
+    return [f"capture with --cp {inner} --dp {world.size // inner}, which have such groups"]
 
 
-def _shift_of(node: Node, layout: Layout) -> tuple[int, ...]:
+def _peer_shift(node: Node, rank: int, world: World) -> Shift:
     peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
-    if not 0 <= peer < layout.ranks:
+    if not 0 <= peer < world.size:
         raise ExportError(
-            f"{_named(node)} has the peer {peer}; expected one of the ranks 0 to "
-            f"{layout.ranks - 1}",
+            f"{_node_text(node)} has the peer {peer}; expected one of the ranks 0 to "
+            f"{world.size - 1}",
             code="export-peer-out-of-range",
         )
-    if peer == layout.rank:
+    if peer == rank:
         raise ExportError(
-            f"{_named(node)} has its own rank {peer} as its peer", code="export-peer-is-self"
+            f"{_node_text(node)} has its own rank {peer} as its peer", code="export-peer-is-self"
         )
-    return layout.shift_to(peer)
+    return shift_between(world, rank, peer)
 
 
-def _kind_of(node: Node) -> str:
+def _collective_text(node: Node) -> str:
     if node.collective is Collective.NONE:
         return "of an unknown collective (its comm_type is missing or no number of Chakra's)"
     return f"a {node.collective.name}"
 
 
-def _named(node: Node) -> str:
+def _node_text(node: Node) -> str:
     return f"node {node.id} ({node.name!r})"

@@ -1,4 +1,4 @@
-"""Lower a graph to the nodes ASTRA-sim runs; paths through other nodes become edges."""
+"""Lower a graph to the nodes that a simulator runs; paths through other nodes become edges."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -8,8 +8,8 @@ import numpy as np
 
 from onerank.converters.expand.p2p_checks import check_messages
 from onerank.converters.expand.pipeline import RankGraph
-from onerank.converters.targets.expand_symmetry import Layout, Place
-from onerank.ir import Edges, Graph, Kind, Node
+from onerank.converters.targets.expand_symmetry import Placement, Shift, opposite_shift
+from onerank.ir import Edges, Graph, Kind, Node, World
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask
@@ -26,8 +26,8 @@ def timed_compute(graph: Graph) -> Mask:
     return graph.gpu_compute & (graph.nodes.duration_ns > 0)
 
 
-def count_left_out(graph: Graph) -> dict[str, int]:
-    """Return how many nodes do not reach ASTRA-sim, besides communications."""
+def count_dropped(graph: Graph) -> dict[str, int]:
+    """Return how many nodes other than communication do not reach the simulator, by reason."""
     no_time = graph.gpu_compute & ~timed_compute(graph)
     return {
         HOST: int(graph.mask(Kind.HOST_OP).sum()),
@@ -38,12 +38,13 @@ def count_left_out(graph: Graph) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One rank's nodes, numbered 0.. in the order in which every rank issues them.
+class LoweredStep:
+    """The simulated nodes of one rank, numbered from 0 in the order in which all ranks issue them.
 
     Attributes:
         index: graph index of each node.
-        waits_for: numbers of the nodes each one waits for, ascending, none implied by another.
+        waits_for: numbers of the nodes that each node waits for, ascending, without those that
+            another one implies.
     """
 
     index: list[int]
@@ -53,28 +54,29 @@ class Step:
         return len(self.index)
 
 
-def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> Step:
-    """Return the nodes that have a lane, and what each one waits for.
+def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
+    """Return the nodes that have a lane, and the dependencies between them.
 
     The nodes of a lane run one after another, in topological order (the lowest graph index
-    first). A node without a lane is contracted: what waits for it waits for all it waits for.
-    So of each lane only the newest node counts, and a node's past is one number per lane.
+    first). A node without a lane is contracted: its successors depend on its predecessors.
 
     Args:
         graph: the graph to lower.
-        lanes: lane of each node, None for a node to contract.
+        lanes: lane of each node; None for a node to contract.
 
     Raises:
         GraphError: the graph has a cycle.
     """
     starts, source = graph.edges.offsets.tolist(), graph.edges.source.tolist()
-    step = Step([], [])
+    step = LoweredStep([], [])
+    # A lane is a chain, so its newest node implies all earlier ones. A set of ancestors is
+    # therefore one number per lane, which keeps the walk linear in nodes x lanes.
     newest: dict[Hashable, int] = {}
-    pasts: list[dict[Hashable, int]] = []
+    ancestors: list[dict[Hashable, int]] = []
     frontiers: list[dict[Hashable, int]] = [{}] * len(graph)
     for node in graph.topological_order().tolist():
-        awaited = source[starts[node] : starts[node + 1]]
-        frontier = _newest_of_each([frontiers[dependency] for dependency in awaited])
+        predecessors = source[starts[node] : starts[node + 1]]
+        frontier = _newest_by_lane([frontiers[predecessor] for predecessor in predecessors])
         lane = lanes[node]
         if lane is None:
             frontiers[node] = frontier
@@ -83,61 +85,82 @@ def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> Step:
             frontier = {**frontier, lane: newest[lane]}
         waits_for = sorted(
             number
-            for past, number in frontier.items()
+            for ancestor_lane, number in frontier.items()
             if not any(
-                other != number and pasts[other].get(past, -1) >= number
+                other != number and ancestors[other].get(ancestor_lane, -1) >= number
                 for other in frontier.values()
             )
         )
         number = len(step)
         newest[lane] = number
-        pasts.append({**_newest_of_each([pasts[other] for other in waits_for]), lane: number})
+        ancestors.append(
+            {**_newest_by_lane([ancestors[other] for other in waits_for]), lane: number}
+        )
         frontiers[node] = {lane: number}
         step.index.append(node)
         step.waits_for.append(waits_for)
     return step
 
 
-def _newest_of_each(parts: list[dict[Hashable, int]]) -> dict[Hashable, int]:
-    if len(parts) == 1:
-        return parts[0]
+def lower_workload(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
+    """Return the lowered step; check that it has nodes.
+
+    Raises:
+        ExportError: no node has a lane.
+        GraphError: the graph has a cycle.
+    """
+    step = lower(graph, lanes)
+    if not step.index:
+        raise ExportError(
+            f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes",
+            code="export-empty-graph",
+        )
+    return step
+
+
+def _newest_by_lane(frontiers: list[dict[Hashable, int]]) -> dict[Hashable, int]:
+    """Return the highest number of each lane."""
+    if len(frontiers) == 1:
+        return frontiers[0]
     merged: dict[Hashable, int] = {}
-    for part in parts:
-        for lane, number in part.items():
+    for frontier in frontiers:
+        for lane, number in frontier.items():
             if merged.get(lane, -1) < number:
                 merged[lane] = number
     return merged
 
 
-SEVERAL = (
-    "capture one rank of each sort (capture run --ranks 0,1,... -o ranks/trace.et), and export the "
+_CAPTURE_EACH_CLASS = (
+    "capture a rank of each stage (capture run --ranks 0,1,... -o ranks/trace.et) and export the "
     "directory"
 )
 
-Message = tuple[tuple[int, ...], int, int]
+_Message = tuple[Shift, int, int]
+"""Distance from the receiver to the sender, tag, bytes."""
 
 
-def check_peers(graph: Graph, step: Step, places: dict[int, Place], layout: Layout) -> None:
-    """Check that each send has a receive, and that no ring of ranks deadlocks.
-
-    Ranks are equal: what this rank receives from `shift` away, its peer sends with the opposite
-    shift. So the k-th receive of a message waits for the k-th such send of its own graph, and a
-    cycle through these edges is a cycle of ranks.
+def check_peers(
+    graph: Graph, step: LoweredStep, placements: dict[int, Placement], world: World
+) -> None:
+    """Check that each send has a receive and that no cycle of ranks deadlocks.
 
     Raises:
         ExportError: a message has no counterpart, or one of another phase, or the ranks would
             deadlock.
     """
-    check_messages([RankGraph(graph, tuple(range(layout.ranks)), (), 0)])
-    sends: defaultdict[Message, list[int]] = defaultdict(list)
-    receives: defaultdict[Message, list[int]] = defaultdict(list)
+    # All ranks run the same step. A receive from the distance `shift` is therefore sent by the
+    # peer with the opposite shift, and the k-th receive of a message waits for the k-th such send
+    # of its own graph. A cycle through these edges is a cycle of ranks.
+    check_messages([RankGraph(graph, tuple(range(world.size)), (), 0)])
+    sends: defaultdict[_Message, list[int]] = defaultdict(list)
+    receives: defaultdict[_Message, list[int]] = defaultdict(list)
     for number, index in enumerate(step.index):
         node = graph.node(index)
         if node.kind not in (Kind.SEND, Kind.RECV):
             continue
-        shift, tag, size = places[index].shift, tag_of(node), node.value("comm_bytes")
+        shift, tag, size = placements[index].shift, tag_of(node), node.value("comm_bytes")
         if node.kind is Kind.SEND:
-            sends[layout.opposite(shift), tag, size].append(number)
+            sends[opposite_shift(world, shift), tag, size].append(number)
         else:
             receives[shift, tag, size].append(number)
     for message in [*sends, *receives]:
@@ -154,32 +177,36 @@ def check_peers(graph: Graph, step: Step, places: dict[int, Place], layout: Layo
 
 
 def tag_of(node: Node) -> int:
-    """Return the tag of a send or receive; 0 when it has none."""
+    """Return the tag of a send or receive; 0 if it has none."""
     return max(node.value("comm_tag"), 0)
 
 
-def _unmatched(graph: Graph, step: Step, sends: list[int], receives: list[int]) -> str:
+def _unmatched(graph: Graph, step: LoweredStep, sends: list[int], receives: list[int]) -> str:
     node = graph.node(step.index[[*sends, *receives][0]])
     return (
-        f"node {node.id} ({node.name!r}) moves {node.value('comm_bytes')} bytes; if every rank did "
-        f"what rank {graph.job.rank} does, its message would be sent {len(sends)} times and "
-        f"received {len(receives)} times. The ranks are not alike (a pipeline's stages, for "
-        f"example), so one rank's graph cannot stand for all of them: {SEVERAL}"
+        f"node {node.id} ({node.name!r}) moves {node.value('comm_bytes')} bytes; if every rank ran "
+        f"the graph of rank {graph.job.rank}, its message would be sent {len(sends)} times and "
+        f"received {len(receives)} times: the ranks differ, as stages of a pipeline do\n"
+        f"  {_CAPTURE_EACH_CLASS}"
     )
 
 
-def _check_progress(graph: Graph, step: Step, pairs: list[tuple[int, int]]) -> None:
-    edges = [(other, number) for number, awaited in enumerate(step.waits_for) for other in awaited]
-    ends = np.array([*edges, *pairs], dtype=np.int64).reshape(-1, 2)
+def _check_progress(graph: Graph, step: LoweredStep, pairs: list[tuple[int, int]]) -> None:
+    """Check that dependencies and (send, receive) pairs together have no cycle."""
+    dependencies = [
+        (predecessor, number)
+        for number, predecessors in enumerate(step.waits_for)
+        for predecessor in predecessors
+    ]
+    ends = np.array([*dependencies, *pairs], dtype=np.int64).reshape(-1, 2)
     reasons = np.zeros(len(ends), dtype=np.uint8)
     _, stuck = topological_order(Edges.from_pairs(len(step), ends[:, 0], ends[:, 1], reasons))
     if len(stuck):
-        waiting = min(receive for _, receive in pairs if receive in stuck)
-        node = graph.node(step.index[waiting])
+        blocked = min(receive for _, receive in pairs if receive in stuck)
+        node = graph.node(step.index[blocked])
         raise ExportError(
-            f"node {node.id} ({node.name!r}) receives what its peer sends only after its own such "
-            f"receive: if every rank did what rank {graph.job.rank} does, all would wait for each "
-            "other. The ranks are not alike (a pipeline's stages, for example), so one rank's "
-            f"graph cannot stand for all of them: {SEVERAL}",
+            f"node {node.id} ({node.name!r}) receives a message that its peer sends only after the "
+            f"same receive: if every rank ran the graph of rank {graph.job.rank}, all would "
+            f"deadlock. The ranks differ, as stages of a pipeline do\n  {_CAPTURE_EACH_CLASS}",
             code="export-p2p-cycle",
         )

@@ -1,87 +1,99 @@
-"""All-to-alls whose ranks send different numbers of bytes, which ASTRA-sim does not support.
+"""Equalize all-to-alls whose ranks send different numbers of bytes.
 
-ASTRA-sim sends equal parts and matches calls by equal sizes. The busiest rank, which sends or
-receives most, determines the time of the call, so every rank's call gets its size.
+The simulators send equal parts to all members, and ASTRA-sim matches calls by equal size. The rank
+that sends or receives most determines the time of a call, so each member's call gets its bytes.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from onerank.converters.targets.expand_symmetry import Layout, Place, place_of
-from onerank.ir import Collective, Graph, Kind, Node
+from onerank.converters.expand.pipeline import RankGraph
+from onerank.converters.targets.expand_symmetry import Placement, group_placement
+from onerank.ir import Collective, Graph, Kind, Node, World
 
 UNEVEN = (
-    "All-to-alls of uneven sizes run as even ones, in which every rank sends what the busiest one "
-    "sends or receives."
+    "All-to-alls of uneven sizes run as even ones: every rank sends as many bytes as the busiest "
+    "rank sends or receives."
 )
 
-Part = tuple[Graph, Layout, tuple[int, ...]]
-"""A graph, the grid of ranks as it sees it, and the ranks that have it."""
 
+def equalize_all_to_alls(
+    rank_graphs: Sequence[RankGraph], world: World, *, unequal_along: str
+) -> tuple[list[RankGraph], int]:
+    """Return the graphs with equal sizes in each all-to-all, and the number of changed calls.
 
-def levelled(parts: Sequence[Part], *, along: str) -> tuple[list[Graph], int]:
-    """Return the graphs with equal all-to-all sizes, and the number of changed calls.
-
-    Ranks with different numbers of calls are unchanged; the check reports them.
+    The k-th all-to-alls that ranks issue on a group belong together. Calls that other members lack
+    are unchanged; the check of the export reports them.
 
     Args:
-        parts: graphs that together represent every rank.
-        along: as for `place`.
+        rank_graphs: graphs that together represent every rank of `world`.
+        world: the ranks to export.
+        unequal_along: as for `place_communications`.
     """
     calls = {
-        (place, at): found
-        for at, (graph, layout, _) in enumerate(parts)
-        for place, found in _calls(graph, layout, along).items()
+        (placement, number): indices
+        for number, entry in enumerate(rank_graphs)
+        for placement, indices in _all_to_alls(entry.graph, world, unequal_along).items()
     }
-    sizes = [graph.nodes.comm_bytes.copy() for graph, _, _ in parts]
+    sizes = [entry.graph.nodes.comm_bytes.copy() for entry in rank_graphs]
     changed = 0
-    for place in dict.fromkeys(place for place, _ in calls):
-        for some in _meeting(parts, place, [at for other, at in calls if other == place]):
-            for indices in zip(*(calls[place, at] for at in some), strict=False):
-                met = [*zip(some, indices, strict=True)]
-                largest = max(_largest(parts[at][0].node(index)) for at, index in met)
-                for at, index in met:
-                    changed += int(sizes[at][index] != largest)
-                    sizes[at][index] = largest
-    made = [
-        graph.with_columns(comm_bytes=size) for (graph, *_), size in zip(parts, sizes, strict=True)
+    for placement in dict.fromkeys(placement for placement, _ in calls):
+        users = [number for other, number in calls if other == placement]
+        for sharing in _sharing_groups(rank_graphs, world, placement, users):
+            for indices in zip(*(calls[placement, number] for number in sharing), strict=False):
+                members = [*zip(sharing, indices, strict=True)]
+                largest = max(
+                    _busiest_bytes(rank_graphs[number].graph.node(index))
+                    for number, index in members
+                )
+                for number, index in members:
+                    changed += int(sizes[number][index] != largest)
+                    sizes[number][index] = largest
+    equalized = [
+        replace(entry, graph=entry.graph.with_columns(comm_bytes=size))
+        for entry, size in zip(rank_graphs, sizes, strict=True)
     ]
-    return made, changed
+    return equalized, changed
 
 
-def _calls(graph: Graph, layout: Layout, along: str) -> dict[Place, list[int]]:
-    """Return the all-to-alls of each place, in the order in which they are issued."""
-    found: dict[Place, list[int]] = {}
+def _all_to_alls(graph: Graph, world: World, unequal_along: str) -> dict[Placement, list[int]]:
+    """Return the indices of the all-to-alls of each placement, in issue order."""
+    calls: dict[Placement, list[int]] = {}
     if not (graph.nodes.collective == Collective.ALL_TO_ALL).any():
-        return found
+        return calls
     for index in graph.topological_order().tolist():
         node = graph.node(index)
         if node.kind is Kind.COLLECTIVE and node.collective is Collective.ALL_TO_ALL:
-            place = place_of(node.text("group"), graph.job, layout, along)
-            if place is not None:
-                found.setdefault(place, []).append(index)
-    return found
+            placement = group_placement(node.text("group"), graph.job, world, unequal_along)
+            if placement is not None:
+                calls.setdefault(placement, []).append(index)
+    return calls
 
 
-def _meeting(parts: Sequence[Part], place: Place, having: Sequence[int]) -> list[list[int]]:
-    """Return the sets of parts that share groups of a place, those of several parts."""
-    owners: dict[tuple[int, ...], set[int]] = {}
-    for at in having:
-        _, layout, ranks = parts[at]
-        for rank in ranks:
-            owners.setdefault(place.group(layout, rank), set()).add(at)
-    sets: list[set[int]] = []
-    for some in owners.values():
-        joined = some.union(*(other for other in sets if other & some))
-        sets = [other for other in sets if not other & joined] + [joined]
-    return [sorted(some) for some in sets if len(some) > 1]
+def _sharing_groups(
+    rank_graphs: Sequence[RankGraph], world: World, placement: Placement, users: Sequence[int]
+) -> list[list[int]]:
+    """Return the sets of two or more graphs whose ranks are members of the same groups."""
+    graphs_by_group: dict[tuple[int, ...], set[int]] = {}
+    for number in users:
+        for rank in rank_graphs[number].ranks:
+            members = placement.group_ranks(world, rank)
+            graphs_by_group.setdefault(members, set()).add(number)
+    sharing: list[set[int]] = []
+    for numbers in graphs_by_group.values():
+        joined = numbers.union(*(other for other in sharing if other & numbers))
+        sharing = [other for other in sharing if not other & joined] + [joined]
+    return [sorted(numbers) for numbers in sharing if len(numbers) > 1]
 
 
-def _largest(node: Node) -> int:
-    """Return what a rank sends, or receives if it is known to be more, in bytes."""
+def _busiest_bytes(node: Node) -> int:
+    """Return the larger of the bytes that a rank sends and, if recorded, those it receives."""
     sent = node.value("comm_bytes")
-    values: list[Any] = json.loads(node.text("input_values") or "[]")
-    if len(values) != 2 or not all(isinstance(value, list) for value in values):
-        return sent  # lists of tensors
-    return max(sent, *(elements * size for _, _, _, elements, size, *_ in values))
+    operands: list[Any] = json.loads(node.text("input_values") or "[]")
+    # The sizes are compared only where the operands are one input and one output tensor; the
+    # list form of all-to-all records lists of tensors.
+    if len(operands) != 2 or not all(isinstance(operand, list) for operand in operands):
+        return sent
+    return max(sent, *(elements * size for _, _, _, elements, size, *_ in operands))

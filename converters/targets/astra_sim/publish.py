@@ -1,4 +1,4 @@
-"""Publish an export: check the workload, then make its directory appear complete or not at all."""
+"""Publish an export: its directory appears complete and checked, or not at all."""
 
 import os
 import tempfile
@@ -10,26 +10,26 @@ from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.config_files import GROUPS, SCRIPT
 from onerank.ir.errors import ExportError
 
-_SHOWN = 20
+_MOST_FINDINGS = 20
 
 
 def check_target(directory: Path) -> None:
-    """Refuse a place that holds something other than an earlier export.
+    """Check that a directory is absent, empty or an earlier export.
 
     Raises:
-        ExportError: a file is there, or a directory with other content.
+        ExportError: the path is a file, or a directory with other content.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ExportError(
-            f"{directory} is a file; name a directory to export to", code="export-output-is-file"
+            f"{directory} is a file\n  name a directory to export to", code="export-output-is-file"
         )
     is_export = (directory / GROUPS).is_file() and (directory / SCRIPT).is_file()
     if not is_export and any(directory.iterdir()):
         raise ExportError(
             f"{directory} is neither empty nor an earlier export (with {GROUPS} and {SCRIPT}), so "
-            "it is not replaced; name another directory",
+            "it is not replaced\n  name another directory",
             code="export-output-not-ours",
         )
 
@@ -40,29 +40,36 @@ def published(
 ) -> Generator[Path]:
     """Yield a directory to fill; check it, then move it to its final name.
 
+    Args:
+        directory: the final name; an earlier export there is replaced.
+        check: returns the findings on the filled directory.
+
     Raises:
-        ExportError: the check has findings; they are listed and nothing is left.
-        OSError: nothing can be written there.
+        ExportError: the check has findings. The message lists them, and no file remains.
+        OSError: the directory cannot be written.
     """
     target = directory.resolve()
-    with _beside(target) as scratch:
-        made = Path(scratch, "made")
-        made.mkdir()
-        yield made
-        _refuse(check(made))
+    with _scratch_directory(target) as scratch:
+        written = Path(scratch, "written")
+        written.mkdir()
+        yield written
+        _require_no_findings(check(written))
+        # A rename replaces no directory that has files, so the earlier export moves away first.
         replaced = Path(scratch, "replaced")
         if target.exists():
             os.replace(target, replaced)
         try:
-            os.replace(made, target)
+            os.replace(written, target)
         except OSError:
             if replaced.exists():
                 os.replace(replaced, target)
             raise
 
 
-def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a scratch directory on the target's file system; an error names the target."""
+def _scratch_directory(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a scratch directory next to the target; an error names the target."""
+    # The scratch directory must be on the target's file system: os.replace cannot move a directory
+    # to another one.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
@@ -71,16 +78,16 @@ def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
         raise
 
 
-def _refuse(findings: list[Finding]) -> None:
+def _require_no_findings(findings: list[Finding]) -> None:
     if not findings:
         return
     lines = [
         f"  {finding.file}{'' if finding.node is None else f', node {finding.node}'}: "
         f"{finding.message} [{finding.rule}]"
-        for finding in findings[:_SHOWN]
+        for finding in findings[:_MOST_FINDINGS]
     ]
-    if len(findings) > _SHOWN:
-        lines.append(f"  and {len(findings) - _SHOWN} more")
+    if len(findings) > _MOST_FINDINGS:
+        lines.append(f"  and {len(findings) - _MOST_FINDINGS} more")
     raise ExportError(
         "\n".join([f"ASTRA-sim could not run this workload ({len(findings)} findings):", *lines]),
         code="export-check-failed",
