@@ -70,7 +70,7 @@ def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
     starts, source = graph.edges.offsets.tolist(), graph.edges.source.tolist()
     step = LoweredStep([], [])
     # A lane is a chain, so its newest node implies all earlier ones. A set of ancestors is
-    # therefore one number per lane, which keeps the walk linear in nodes x lanes.
+    # therefore one number per lane.
     newest: dict[Hashable, int] = {}
     ancestors: list[dict[Hashable, int]] = []
     frontiers: list[dict[Hashable, int]] = [{}] * len(graph)

@@ -91,7 +91,7 @@ def lower_rank(
     cpu_of_lane: dict[Hashable, int] = {}
     cpus: dict[int, int] = {}
     for index in step.index:
-        # All receives share one cpu: with one per lane, few peers and tags would exceed the limit.
+        # A receive's lane is one peer, tag and size. A cpu for each could exceed the limit.
         lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
         cpus[index] = cpu_of_lane.setdefault(lane, len(cpu_of_lane))
     if len(cpu_of_lane) > MOST_CPUS:
