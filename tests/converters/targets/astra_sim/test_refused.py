@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
+from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps
 from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import Storage, with_storage
@@ -46,7 +46,7 @@ def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_p
     """FSDP that reshards to a part of its ranks after forward has such groups."""
     job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
     with raises_code("export-group-not-placeable") as caught:
-        export(one(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+        export(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
     assert re.search(hint, str(caught.value))
 
 
@@ -64,13 +64,13 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "code"),
     [
-        (one(Collective.NONE, 64, "tp"), "export-unknown-collective"),
-        (one(Collective.BROADCAST, -1, "tp"), "export-no-bytes"),
-        (one(Collective.ALL_REDUCE, -1, "tp"), "export-no-bytes"),
-        (one(Collective.ALL_REDUCE, 64, "odd"), "export-group-not-placeable"),
-        (one(Collective.ALL_REDUCE, 64, "ep"), "export-unknown-group"),
+        (one_collective(Collective.NONE, 64, "tp"), "export-unknown-collective"),
+        (one_collective(Collective.BROADCAST, -1, "tp"), "export-no-bytes"),
+        (one_collective(Collective.ALL_REDUCE, -1, "tp"), "export-no-bytes"),
+        (one_collective(Collective.ALL_REDUCE, 64, "odd"), "export-group-not-placeable"),
+        (one_collective(Collective.ALL_REDUCE, 64, "ep"), "export-unknown-group"),
         (
-            one(
+            one_collective(
                 Collective.ALL_REDUCE,
                 64,
                 "tp",
@@ -135,7 +135,7 @@ def test_memory_nodes_are_refused(tmp_path: Path) -> None:
 
 def test_nothing_to_run(tmp_path: Path) -> None:
     with raises_code("export-empty-graph"):
-        export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
+        export(one_collective(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
 
 
 def test_a_cycle_is_named(tmp_path: Path) -> None:
