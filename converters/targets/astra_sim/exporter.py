@@ -32,10 +32,16 @@ from onerank.converters.targets.astra_sim.limitations import (
     timed_compute,
 )
 from onerank.converters.targets.astra_sim.lower import Step, check_peers, hold_back, lower, tag_of
-from onerank.converters.targets.astra_sim.publish import check_target, programs, published
+from onerank.converters.targets.astra_sim.publish import (
+    MANIFEST,
+    check_target,
+    programs,
+    published,
+)
 from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
 from onerank.ir import Graph, Kind
+from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
 
 _READY = 32
@@ -100,6 +106,7 @@ class Target:
         memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
             bandwidth includes them.
         notes: statements for the reader of the export.
+        overwrite: write into a directory that holds other files; they stay.
     """
 
     directory: Path
@@ -108,6 +115,7 @@ class Target:
     latency_ns: float
     memory_gb_per_s: float | None
     notes: list[str]
+    overwrite: bool = False
 
     def telling(self, notes: Iterable[str]) -> "Target":
         """Return the target with further notes."""
@@ -120,7 +128,7 @@ class Target:
             ExportError: the name or a figure cannot be, or the directory holds something else.
         """
         _check_arguments(self.name, self.bandwidth_gb_per_s, self.latency_ns, self.memory_gb_per_s)
-        check_target(self.directory)
+        check_target(self.directory, overwrite=self.overwrite)
 
 
 def _check_arguments(
@@ -194,12 +202,13 @@ def export(
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     host_time: bool = False,
     notes: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
 
     The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
     the groups, system, network, memory and logging files, and `run.sh`. It appears complete and
-    checked, or not at all; an earlier export in its place is replaced.
+    checked, or not at all. `export.json` lists its files; a later export replaces those.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
@@ -212,6 +221,8 @@ def export(
             None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
         host_time: let the GPU wait for its host as it did, see `insert_host_delays`.
         notes: statements on how the graph was made.
+        overwrite: write into a directory that holds files which no export wrote; they stay, except
+            those of the names above.
 
     Raises:
         ExportError: the graph cannot represent all ranks, an argument is wrong, or the directory
@@ -220,7 +231,7 @@ def export(
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = Target(Path(directory), name, *network, notes=[*notes])
+    target = Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
     _check_kinds(graph)
     check_all_equal(graph.job)
@@ -249,6 +260,7 @@ def export_ranks(
     latency_ns: float = config_files.LATENCY_NS,
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     notes: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> Export:
     """Write the steps of unequal ranks, each for the ranks it represents; as `export`.
 
@@ -260,13 +272,14 @@ def export_ranks(
         latency_ns: as for `export`.
         memory_gb_per_s: as for `export`.
         notes: as for `export`.
+        overwrite: as for `export`.
 
     Raises:
         ExportError: as for `export`.
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = Target(Path(directory), name, *network, notes=[*notes])
+    target = Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
     layouts: list[Layout] = []
     substituted: dict[str, None] = {}
@@ -335,11 +348,12 @@ def _write(
             "logging.toml": config_files.logging(),
             config_files.SCRIPT: config_files.script(name, ranks),
         }.items():
-            (made / file).write_text(text, encoding="utf-8")
+            replace_file(made / file, text.encode())
         (made / config_files.SCRIPT).chmod(0o755)
+        files = sorted([*(path.name for path in made.iterdir()), MANIFEST])
     return Export(
         directory=directory,
-        files=sorted(path.name for path in directory.iterdir()),
+        files=files,
         ranks=ranks,
         nodes=max(len(workload.step) for workload in workloads),
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),

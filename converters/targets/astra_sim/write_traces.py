@@ -10,6 +10,7 @@ import numpy as np
 from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place
 from onerank.converters.targets.astra_sim.lower import Step, tag_of
 from onerank.ir import Graph, Kind
+from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.edges import I64
 
@@ -70,8 +71,7 @@ def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
     found = {place: workload.ends(place) for _, place in slots}
     for rank in workload.ranks:
         values = [_ending(kind, found[place][rank], rank) for kind, place in slots]
-        with prefix.with_name(f"{prefix.name}.{rank}.et").open("wb", buffering=0) as file:
-            file.write(template.fill(values).data)
+        replace_file(prefix.with_name(f"{prefix.name}.{rank}.et"), template.fill(values).data)
 
 
 def micros(durations_ns: list[int]) -> list[int]:
