@@ -63,7 +63,8 @@ def _spawn_in_process(
     **__: Any,
 ) -> _EndedProcesses | None:
     """Call `fn` with this rank's index among the `nprocs` processes of its host."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A capture of a world of one rank does not set torchrun's variables.
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if nprocs < 1 or size % nprocs:
         raise CaptureError(
             f"torch.multiprocessing.spawn: the script starts {nprocs} processes on each host, "

@@ -122,7 +122,7 @@ class Recorder:
         return True
 
     def start(self) -> None:
-        """Create the world and stand between the script and torch.distributed.
+        """Patch torch.distributed, and create the world if it has several ranks.
 
         Raises:
             CaptureError: a default process group exists already.
@@ -135,9 +135,11 @@ class Recorder:
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave)
-            facade = C10dPatches(self)
-            facade.install(undo)
-            facade.create_world()
+            patches = C10dPatches(self)
+            patches.install(undo)
+            # In a world of one rank the script alone decides whether a process group exists.
+            if self.world_size > 1:
+                patches.create_world()
             C10dOperators(self).install(undo)
             undo.enter_context(self._purposes.recorded())
             undo.enter_context(self._exchanges.watched())
