@@ -232,7 +232,7 @@ class C10dOperators:
         inputs, outputs = _flatten(args.input_tensors), args.output_tensors
         with self._launch("reduce_scatter", args, inputs, outputs) as launch:
             rank = launch.group.rank
-            self._take(launch, outputs, args.input_tensors)
+            self._take_parts(launch, outputs, args.input_tensors)
             for row in args.input_tensors:
                 launch.read([*row[:rank], *row[rank + 1 :]])
             return outputs, launch.finish(outputs)
