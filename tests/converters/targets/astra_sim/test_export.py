@@ -42,6 +42,7 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     assert exported.files == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert exported.files == [
         "comm_groups.json",
+        "export.json",
         "logging.toml",
         "memory.json",
         "network.yml",
