@@ -134,7 +134,7 @@ class _Target:
         memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
             bandwidth includes them.
         notes: caveats for the reader of the simulator's figures.
-        overwrite: write into a directory that holds other files; they stay.
+        overwrite: allow other files in the directory; they stay.
     """
 
     directory: Path
@@ -241,8 +241,7 @@ def export(
 
     The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
     the group, system, network, memory and logging files, and `run.sh`. It appears complete and
-    checked, or not at all. `export.json` lists its files; a later export
-    replaces those.
+    checked, or not at all. `export.json` lists its files; a later export replaces those.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
@@ -255,8 +254,8 @@ def export(
             None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
         host_time: insert host delays, see `insert_host_delays`.
         notes: caveats on how the graph was made.
-        overwrite: write into a directory that holds files which no export wrote; they stay, except
-            those of the names above.
+        overwrite: allow files in the directory that no export wrote. They stay, unless the export
+            writes a file of their name.
 
     Raises:
         ExportError: the graph cannot represent all ranks, an argument is invalid, or the directory

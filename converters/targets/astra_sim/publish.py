@@ -12,11 +12,14 @@ from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
 
-_MOST_FINDINGS = 20
-
-
 MANIFEST = "export.json"
-"""Names the files that an export wrote: the only ones that a later export may remove."""
+"""Lists the files that an export wrote. A later export removes no others."""
+
+SCRATCH = ".onerank-export-"
+"""Prefix of the scratch directory."""
+
+_MOST_LISTED = 5
+_MOST_FINDINGS = 20
 
 
 class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
@@ -24,39 +27,37 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_target(directory: Path, *, overwrite: bool = False) -> None:
-    """Refuse a directory that holds files which no export wrote.
+    """Check that a directory has no files other than those of an earlier export.
 
     Args:
-        directory: where the export goes.
-        overwrite: leave such files where they are; replace those of the export's own names.
+        directory: output directory.
+        overwrite: allow other files. They stay, unless the export writes a file of their name.
 
     Raises:
-        ExportError: a file is there, or a directory with other content.
+        ExportError: the path is a file, or a directory with other content.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ExportError(
-            f"{directory} is a file; name a directory to export to", code="export-output-is-file"
+            f"{directory} is a file\n  name a directory to export to", code="export-output-is-file"
         )
     others = sorted({path.name for path in directory.iterdir()} - _written(directory))
     if others and not overwrite:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
         raise ExportError(
-            f"{directory} holds what no export wrote: {', '.join(others[:_NAMED])}{more}; name "
-            "another directory, or give --overwrite to keep these files and write beside them",
+            f"{directory} has files that no export wrote: "
+            f"{', '.join(others[:_MOST_LISTED])}{more}\n"
+            "  name another directory, or give --overwrite to keep these files and add the export",
             code="export-output-not-ours",
         )
 
 
-_NAMED = 5
-
-
 def _written(directory: Path) -> set[str]:
-    """Return the names of an earlier export's files that are there, the manifest's included.
+    """Return the names of an earlier export's files in a directory, including the manifest.
 
     Raises:
-        ExportError: the manifest is not one that an export wrote.
+        ExportError: the manifest is malformed.
     """
     path = directory / MANIFEST
     try:
@@ -65,12 +66,12 @@ def _written(directory: Path) -> set[str]:
         return set()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ExportError(
-            f"{path}: is no list of an export's files ({error}); name another directory",
+            f"{path} is not the list of an export's files ({error})\n  name another directory",
             code="export-manifest-malformed",
         ) from None
     # A name with a separator would reach outside the directory.
-    own = {name for name in names if Path(name).name == name and "\0" not in name}
-    return {name for name in (*own, MANIFEST) if (directory / name).is_file()}
+    local = {name for name in names if Path(name).name == name and "\0" not in name}
+    return {name for name in (*local, MANIFEST) if (directory / name).is_file()}
 
 
 @contextmanager
@@ -78,70 +79,68 @@ def published(
     directory: Path,
     check: Callable[[Path], list[Finding]] = check_workload,
 ) -> Generator[Path]:
-    """Yield a directory to fill; check it, then move its files to their place.
+    """Yield a directory to fill; check it, then move its files to the output directory.
 
-    `check_target` has allowed the place.
+    An existing output directory keeps the files that no export wrote. Those of an earlier export
+    are removed.
 
-    An existing directory stays, and in it every file that no export wrote. The files of an earlier
-    export leave it.
+    Args:
+        directory: output directory that passes `check_target`.
+        check: returns the findings on the filled directory.
 
     Raises:
-        ExportError: the check has findings; they are listed and nothing is left.
-        OSError: nothing can be written there; the error names the directory.
+        ExportError: the check has findings. The message lists them, and no file remains.
+        OSError: the directory cannot be written; the error names it.
     """
     target = directory.resolve()
     try:
         with _scratch(target) as scratch:
-            made = Path(scratch, "made")
-            made.mkdir()
-            yield made
-            names = sorted(path.name for path in made.iterdir())
+            filled = Path(scratch, "filled")
+            filled.mkdir()
+            yield filled
+            names = sorted(path.name for path in filled.iterdir())
             manifest = msgspec.json.encode(_Manifest([*names, MANIFEST]))
-            replace_file(made / MANIFEST, msgspec.json.format(manifest) + b"\n")
-            _require_no_findings(check(made))
+            replace_file(filled / MANIFEST, msgspec.json.format(manifest) + b"\n")
+            _require_no_findings(check(filled))
             if target.exists():
-                _swap(made, target, Path(scratch, "replaced"))
+                _swap(filled, target, Path(scratch, "replaced"))
             else:
-                os.replace(made, target)
+                os.replace(filled, target)
     except OSError as error:
         error.filename, error.filename2 = str(directory), None
         raise
 
 
 def _scratch(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a scratch directory on the target's file system.
-
-    It is beside a target that is yet to be made, and in one that is there: the parent of the latter
-    may belong to someone else or to another file system.
-    """
+    """Return a scratch directory on the target's file system."""
+    # An existing target contains it, since the target's parent may be another file system or not
+    # writable. os.replace cannot move files between file systems.
     if target.exists():
         return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target)
     target.parent.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent)
 
 
-SCRATCH = ".onerank-export-"
-
-
-def _swap(made: Path, target: Path, replaced: Path) -> None:
-    """Move the files of `made` to `target`, and what they replace to `replaced`.
+def _swap(filled: Path, target: Path, replaced: Path) -> None:
+    """Move the files of `filled` to `target`, and the files that they replace to `replaced`.
 
     Undoes all moves if one fails.
 
     Raises:
         ExportError: a directory has the name of one of the files.
+        OSError: a file cannot be moved.
     """
     replaced.mkdir()
-    new = [path.name for path in made.iterdir()]
+    new = [path.name for path in filled.iterdir()]
     if taken := [name for name in sorted(new) if (target / name).is_dir()]:
         raise ExportError(
-            f"{target / taken[0]} is a directory, where the export writes a file; move it, or name "
-            "another directory",
+            f"{target / taken[0]} is a directory, and the export writes a file of this name\n"
+            "  move it, or name another directory",
             code="export-output-not-ours",
         )
     old = _written(target) | {name for name in new if (target / name).exists()}
     moves = [(target / name, replaced / name) for name in sorted(old)]
-    moves += [(made / name, target / name) for name in new]
+    moves += [(filled / name, target / name) for name in new]
     done: list[tuple[Path, Path]] = []
     try:
         for source, destination in moves:

@@ -34,7 +34,7 @@ def test_other_content_is_not_replaced(tmp_path: Path) -> None:
         export(small_step(), tmp_path / "thesis.tex")
 
 
-def test_files_beside_an_export_outlive_the_next(tmp_path: Path) -> None:
+def test_other_files_of_the_directory_survive_the_next_export(tmp_path: Path) -> None:
     export(small_step(), tmp_path, name="old")
     notes, results = tmp_path / "notes.txt", tmp_path / "results"
     notes.write_text("x")
@@ -52,7 +52,7 @@ def test_files_beside_an_export_outlive_the_next(tmp_path: Path) -> None:
     assert (results / "run.log").read_text() == "42 cycles"
 
 
-def test_a_directory_in_the_place_of_a_file_is_kept(tmp_path: Path) -> None:
+def test_a_directory_named_like_an_exported_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run.sh").mkdir()
     (tmp_path / "run.sh" / "mine").write_text("x")
     with raises_code("export-output-not-ours"):
