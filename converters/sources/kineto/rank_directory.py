@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -125,7 +126,7 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
             code="step-of-capture",
         )
     workers = min(len(ranks), os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
+    with _made_beside(output) as made:
         jobs = [(rank, Path(made) / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
             done = [_convert(*job) for job in jobs]
@@ -139,6 +140,21 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
         ]
 
 
+@contextmanager
+def _made_beside(output: Path) -> Generator[str]:
+    """Yield a scratch directory; an error of a file in it names that file's place in `output`."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
+            yield made
+    except OSError as error:
+        place = Path(error.filename or output)
+        if place.parent.name.startswith(".onerank-"):
+            error.filename = str(output / place.name)
+        elif place.name.startswith(".onerank-"):
+            error.filename = str(output)
+        raise
+
+
 _Done = tuple[Path, int, Conversion]
 
 
@@ -147,7 +163,7 @@ def _collected(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) ->
     try:
         for future in futures:
             yield future.result()
-    except OneRankError:
+    except (OneRankError, OSError):
         pool.shutdown(cancel_futures=True)
         raise
 
