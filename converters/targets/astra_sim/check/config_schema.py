@@ -277,7 +277,7 @@ def _check_names(
     file: str, values: Mapping[str, Any], schema: Mapping[str, Key], report: Report
 ) -> None:
     """Report keys that are not read and look like one that is and is not given."""
-    absent = [name for name, key in schema.items() if len(name) > 1 and name not in values]
+    absent = [name for name in schema if len(name) > 1 and name not in values]
     for name in values:
         if name in schema:
             continue

@@ -91,7 +91,8 @@ def read_yaml_lists(path: Path, report: Report) -> dict[str, list[str | None] | 
         octets = path.read_bytes()
         wide = octets.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         text = octets if wide else octets.decode("utf-8-sig", errors="replace")
-        root = next(iter(yaml.compose_all(text, Loader=yaml.SafeLoader)), None)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_node() if loader.check_node() else None
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         place = " ".join(str(error).split())
         _unreadable(path, f"not YAML: {place}; yaml-cpp throws on it", report)
