@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.config_files import logging, network, script
+from onerank.converters.targets.astra_sim.config_files import logging_toml, network_yml, run_script
 
 Build = Callable[..., Path]
 
@@ -225,7 +225,12 @@ def test_groups_that_end_the_simulator(workload: Build, groups: Any, rule: str) 
 
 def test_files_that_the_script_passes(workload: Build, make: SimpleNamespace) -> None:
     rank = "0 comp us=5"
-    base = {"w.0.et": rank, "w.1.et": rank, "run.sh": script("w", 2), "logging.toml": logging()}
+    base = {
+        "w.0.et": rank,
+        "w.1.et": rank,
+        "run.sh": run_script("w", 2),
+        "logging.toml": logging_toml(),
+    }
     folder = workload(base)
     assert check(folder) == []
     for name in ("comm_groups.json", "logging.toml", "memory.json", "network.yml", "system.json"):
@@ -259,11 +264,11 @@ def test_a_memory_that_ends_the_simulator(workload: Build, memory: Any, rule: st
 @pytest.mark.parametrize(
     "text",
     [
-        logging().replace("null_sink_mt", "null_sink"),
-        logging().replace('"debug"', '"verbose"'),
-        logging().replace('sinks = ["nowhere"]\n', ""),
-        logging().replace('type = "null_sink_mt"', 'type = "rotating_file_sink_mt"'),
-        logging().split("[[logger]]")[0],
+        logging_toml().replace("null_sink_mt", "null_sink"),
+        logging_toml().replace('"debug"', '"verbose"'),
+        logging_toml().replace('sinks = ["nowhere"]\n', ""),
+        logging_toml().replace('type = "null_sink_mt"', 'type = "rotating_file_sink_mt"'),
+        logging_toml().split("[[logger]]")[0],
     ],
 )
 def test_a_logging_file_that_throws(workload: Build, text: str) -> None:
@@ -280,8 +285,8 @@ def test_a_second_dimension_under_our_script_is_not_congestion_aware(
             **{f"w.{number}.et": rank for number in range(4)},
             "comm_groups.json": {"1": [0, 1, 2, 3]},
             "system.json": system,
-            "run.sh": script("w", 4),
-            "logging.toml": logging(),
+            "run.sh": run_script("w", 4),
+            "logging.toml": logging_toml(),
             "network.yml": "topology: [ Switch, Switch ]\nnpus_count: [ 2, 2 ]\n"
             "bandwidth: [ 400, 50 ]\nlatency: [ 250, 1000 ]\n",
         }
@@ -313,7 +318,7 @@ def test_algorithms_serve_the_groups_that_use_them(  # noqa: PLR0917
         {
             **{f"w.{rank}.et": call if rank < ranks else "0 comp us=1" for rank in range(4)},
             "comm_groups.json": {"1": list(range(ranks))},
-            "network.yml": network(4, 450, 500),
+            "network.yml": network_yml(4, 450, 500),
             "system.json": {
                 **make.system,
                 **{f"{name}-implementation": [algorithm] for name in COLLECTIVES},
