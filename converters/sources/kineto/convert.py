@@ -248,20 +248,18 @@ def _lower(
     return graph, report
 
 
+def is_capture(directory: Path) -> bool:
+    """Whether a directory holds the files of one rank's capture, with or without its job."""
+    return (directory / JOB).exists() or (directory / STRUCTURE).exists()
+
+
 def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     """Lower the files that a capture keeps in a directory.
 
     Raises:
         TraceError: the directory holds no capture, or a file cannot be read or linked.
     """
-    try:
-        job = msgspec.json.decode((directory / JOB).read_bytes(), type=Job)
-    except (OSError, msgspec.DecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise TraceError(
-            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {found}",
-            code="raw-directory-incomplete",
-        ) from error
+    job, missing_job = _read_job(directory)
     steps = range(_repeats(directory))
     sources = Sources(
         kineto=directory / STRUCTURE,
@@ -270,7 +268,28 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         histories=tuple(directory / history_name(number) for number in steps),
         alone=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
     )
-    return convert(sources, job)
+    graph, report = convert(sources, job)
+    report.notes.extend(missing_job)
+    return graph, report
+
+
+def _read_job(directory: Path) -> tuple[Job, list[str]]:
+    """Return the job of a capture, and a note if its file is missing."""
+    path = directory / JOB
+    # Traces are passed on without the job too: the Kineto trace names world, groups and device.
+    if not path.exists() and is_capture(directory):
+        return Job(), [
+            f"{directory} has no {JOB}: world, groups and device come from the Kineto trace; the "
+            "time of a step without the profiler is unknown"
+        ]
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Job), []
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(
+            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {reason}",
+            code="raw-directory-incomplete",
+        ) from error
 
 
 def _repeats(directory: Path) -> int:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from onerank.converters.sources.kineto.convert import JOB, Sources, convert, convert_directory
+from onerank.converters.sources.kineto.convert import (
+    JOB,
+    Sources,
+    convert,
+    convert_directory,
+    is_capture,
+)
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import ALL
@@ -60,7 +66,7 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
     Raises:
         TraceError: there is no trace, two are of one rank, or an execution trace has no partner.
     """
-    captures = sorted(path.parent for path in directory.glob(f"*/{JOB}"))
+    captures = sorted(path for path in directory.iterdir() if path.is_dir() and is_capture(path))
     if captures:
         names = [_called(path.name) for path in captures]
         if len(set(names)) < len(names):
