@@ -269,7 +269,7 @@ def test_one_bad_rank_leaves_nothing(tmp_path):
         (lambda d: (d / "host6.pt.trace.json").unlink(), "rank 1 has an execution trace"),
         (lambda d: (d / "et_rank1.json").rename(d / "x_rank0.json"), "are both of rank 0"),
         (lambda d: [path.unlink() for path in d.iterdir()], "found none of these"),
-        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "which rank is it of"),
+        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "its rank is unknown"),
     ],
 )
 def test_directories_that_do_not_add_up(tmp_path, change, complaint):
