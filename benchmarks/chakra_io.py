@@ -32,9 +32,14 @@ import numpy as np
 from repeated_graph import copies
 
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.expand_symmetry import layout_of, number_groups, place
-from onerank.converters.targets.astra_sim.exporter import lowered
+from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED
+from onerank.converters.targets.astra_sim.exporter import lower_for_astra_sim
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
+from onerank.converters.targets.expand_symmetry import (
+    number_groups,
+    place_communications,
+    world_of,
+)
 from onerank.ir import (
     Collective,
     Graph,
@@ -111,18 +116,19 @@ PARTS = ("values", "shapes", "types")
 
 def expansion(folder: Path) -> None:
     """Write a step for 1024 ranks; then as many bytes in as many files."""
-    graph = step()
+    graph = benchmark_step()
     ranks = graph.job.world.size
     began = time.perf_counter()
-    layout = layout_of(graph.job, None)
-    places, _ = place(graph, layout)
+    world = world_of(graph.job, None)
+    placements, _ = place_communications(graph, world, SUPPORTED)
     everyone = range(ranks)
-    groups = number_groups(layout, [(one, everyone) for one in set(places.values())])
+    groups = number_groups(world, [(placement, everyone) for placement in set(placements.values())])
     numbers = {members: number for number, members in groups.items()}
-    workload = Workload(graph, lowered(graph, places), places, layout, everyone, numbers)
+    step = lower_for_astra_sim(graph, placements)
+    workload = Workload(graph, step, placements, world, everyone, numbers)
     prepared = time.perf_counter() - began
     count = len(workload.step)
-    print(f"\nstep of {count:,} nodes, {len(places):,} of them collectives, for {ranks} ranks")
+    print(f"\nstep of {count:,} nodes, {len(placements):,} of them collectives, for {ranks} ranks")
     print(f"lowered, placed, groups numbered in {prepared:.2f} s; after that, by turns:")
     write_ranks(workload, folder / "step", roofline=False)
     sizes = [(folder / f"step.{rank}.et").stat().st_size for rank in everyone]
@@ -187,7 +193,7 @@ def clear(folder: Path) -> None:
         path.unlink()
 
 
-def step() -> Graph:
+def benchmark_step() -> Graph:
     """Return 20k nodes of tp 8 x dp 128: 9 kernels, then a collective, and again."""
     builder = GraphBuilder()
     newest = builder.add(name="first", kind=Kind.KERNEL, stream=7, duration_ns=1000)

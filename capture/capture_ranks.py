@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from onerank.capture.capture_depths import capture_at_depths
+from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import MODEL
@@ -62,6 +63,7 @@ def capture_ranks(
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script", code="script-missing")
+    options = decide_torchrun(script, args, options, progress)
     itself = uses_torch_distributed(script, options)
     _check(script, options, ranks, itself=itself)
     check_raw_dir(options.raw_dir)

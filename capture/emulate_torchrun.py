@@ -1,10 +1,16 @@
 """Run a script that uses torch.distributed as one rank, as torchrun would start it."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from onerank.capture.fake_world.block_spawn import block_launchers, spawn_in_process
 from onerank.capture.fake_world.checkpoint.dcp import skip_checkpoints
@@ -15,10 +21,83 @@ from onerank.capture.fake_world.device_remap import (
 )
 from onerank.capture.fake_world.object_collectives import Messages, RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.isolation import BadForkError, ProcessDiedError, process_events
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import FewerLayers
+from onerank.capture.patches import rebound
+from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.runner import environment, play_script
 from onerank.capture.script.step_hooks import after_step
+from onerank.capture.validate import names_torch_distributed
+
+
+def decide_torchrun(
+    script: Path, args: Sequence[str], options: Options, progress: Progress
+) -> Options:
+    """Return the options with `torchrun` decided: whether the script distributes itself.
+
+    A text that names torch.distributed does not decide: the branch that uses it may be off. Such a
+    script is run in a process of its own, as torchrun would start it, until it creates a process
+    group or runs a first forward to train on. Nothing depends on it in a world of one rank, and
+    under a real torchrun the text decides.
+    """
+    world = options.world
+    if options.torchrun is not None or options.sharding_plan is not None or world.size == 1:
+        return options
+    if options.real_job or not names_torch_distributed(script, options):
+        return options
+    progress(f"running {script.name} until it creates a process group or trains")
+    found = _creates_process_group(script, args, options)
+    # A script that fails before either fails again below, where its error is shown.
+    return replace(options, torchrun=found is not False)
+
+
+def _creates_process_group(script: Path, args: Sequence[str], options: Options) -> bool | None:
+    """Return whether the script creates a process group before it trains; None if it fails."""
+    methods: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
+    for method in methods:  # a fork has torch already, but not where a GPU's driver was called
+        call = (script, list(args), options)
+        with process_events(_probe, call, method=method) as events:
+            try:
+                return next(value for _, value in events)
+            except BadForkError:
+                continue
+            except (Exception, ProcessDiedError):  # noqa: BLE001  the script's own, shown later
+                return None
+    return None
+
+
+def _probe(
+    script: Path, args: Sequence[str], options: Options, report: Callable[[object], None]
+) -> None:
+    """Run the script up to its first process group or training forward, and report which."""
+    leave = os._exit
+
+    def found(created: bool) -> NoReturn:
+        report(created)
+        leave(0)
+
+    def create_group(*_: Any, **__: Any) -> NoReturn:
+        found(True)
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            found(False)
+
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    sys.stdout = sys.stderr = os.fdopen(1, "w")
+    torch.set_num_threads(1)  # a forked process has lost the threads of its parent's pool
+    register_module_forward_pre_hook(before_forward)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(emulated_launch(options, options.rank))
+        stack.enter_context(skip_checkpoints())
+        stack.enter_context(FewerLayers(options.depth).installed())
+        stack.enter_context(
+            rebound("torch.distributed.distributed_c10d", {"init_process_group": create_group})
+        )
+        play_script(script, args, options.module)
 
 
 def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsRank:
@@ -60,9 +139,12 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
     size = options.world.size
     per_node = ranks_per_node(size, options.nproc_per_node)
     local = rank % per_node if options.true_local_rank else 0
+    variables = torchrun_variables(rank, size, per_node, local)
+    if size == 1 and not options.torchrun:
+        variables = {}  # a script that finds RANK takes the branch of several GPUs
     with contextlib.ExitStack() as stack:
         for context in (
-            environment(torchrun_variables(rank, size, per_node, local)),
+            environment(variables),
             node_sized_groups(per_node),
             report_node_gpus(per_node, rank % per_node),
             spawn_in_process(),

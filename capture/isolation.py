@@ -39,7 +39,7 @@ _POLL_S = 1
 _EVENT, _RETURNED, _RAISED, _BAD_FORK = "event", "returned", "raised", "bad fork"
 
 
-class _BadForkError(Exception):
+class BadForkError(Exception):
     """The process was forked from one that had called the driver of a GPU."""
 
 
@@ -117,7 +117,7 @@ def forked_processes() -> Generator[ProcessRunner]:
             with process_events(function, args, method="fork") as events:
                 try:
                     return _last(events, progress)
-                except _BadForkError:
+                except BadForkError:
                     forks = False
         return run_isolated(function, *args, progress=progress)
 
@@ -206,7 +206,7 @@ def _events(receiver: Connection, process: Any, name: str) -> Iterator[tuple[str
             process.join()
             raise ProcessDiedError(name, process.exitcode) from None
         if kind == _BAD_FORK:
-            raise _BadForkError
+            raise BadForkError
         if kind != _EVENT:
             process.join(GRACE_S)  # it runs the exit handlers of the script
         if kind == _RAISED:

@@ -39,7 +39,8 @@ class Options:
         collective_kernels: what takes the place of collectives on CUDA.
         cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
         module: the script's name as a module, by which it is then run; None runs it by its path.
-        torchrun: whether the script distributes itself though it does not name torch.distributed.
+        torchrun: whether the script distributes itself, and so runs as torchrun would start it;
+            None leaves it to `emulate_torchrun.decide_torchrun`.
         nproc_per_node: ranks of a node of the job, for scripts that distribute themselves; None:
             see
             `onerank.capture.fake_world.device_remap`.
@@ -62,6 +63,6 @@ class Options:
     collective_kernels: CollectiveEmulation = field(default_factory=CollectiveEmulation)
     cp_comm: ContextComm = "all_gather"
     module: str | None = None
-    torchrun: bool = False
+    torchrun: bool | None = None
     nproc_per_node: int | None = None
     true_local_rank: bool = False

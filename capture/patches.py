@@ -51,8 +51,9 @@ PATCHES: tuple[Patch, ...] = (
             *("gather_object", "broadcast_object_list", "scatter_object_list"),
             *("send_object_list", "recv_object_list"),
         ),
-        "Python decides here before the dispatcher is reached: record the call, contact no peer.",
-        ("fake_world.c10d_patches",),
+        "Python decides here before the dispatcher is reached: record the call, contact no peer. "
+        "Before that, a call of init_process_group shows that a script distributes itself.",
+        ("emulate_torchrun", "fake_world.c10d_patches"),
         everywhere=True,
     ),
     Patch(

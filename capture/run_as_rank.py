@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onerank.capture.emulate_torchrun import emulated_launch, sender_runner
+from onerank.capture.emulate_torchrun import decide_torchrun, emulated_launch, sender_runner
 from onerank.capture.fake_world.block_spawn import block_launchers
 from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, skip_checkpoints
 from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
@@ -66,8 +66,8 @@ def run_as_rank(
 ) -> Generator[RankRun]:
     """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
 
-    A script that uses torch.distributed is run as it is, in the world asked for; in any other
-    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
+    A script that distributes itself runs as it is, in the requested world; in any other script the
+    Hugging Face models are sliced. With a plan its class is sliced in every script.
 
     Args:
         script: as for `capture`.
@@ -79,6 +79,8 @@ def run_as_rank(
     Raises:
         CaptureError: the script cannot be run as asked.
     """
+    if script.is_file():
+        options = decide_torchrun(script, args, options, progress)
     script_distributed = validate(script, options)
     world = options.world
     copies = len(data_ranks(world, options.rank))

@@ -118,23 +118,28 @@ def validate(script: Path, options: Options) -> bool:
         )
     if itself and options.data_parallel is not None:
         raise CaptureError(
-            f"{script} {'is given --torchrun' if options.torchrun else 'names torch.distributed'}, "
-            "so it is run as it is, and --ddp, --fsdp and --zero are for scripts that do not: "
-            "leave them out; --dp then gives the world's shape only",
+            f"{script} creates process groups of its own, so it runs as it is, and --ddp, --fsdp "
+            "and --zero are for scripts that do not\n"
+            "  leave them out (--dp then gives the world's shape only), or give --no-torchrun",
             code="dp-strategy-unused",
         )
     return itself
 
 
 def uses_torch_distributed(script: Path, options: Options) -> bool:
-    """Whether a script uses torch.distributed, and no plan says what of it to slice.
-
-    So does one that imports a module from beside it which sets up process groups.
-    """
+    """Return whether a script distributes itself, and no plan says what of it to slice."""
     if options.sharding_plan is not None:
         return False
-    if options.torchrun:
-        return True
+    if options.torchrun is not None:
+        return options.torchrun
+    return names_torch_distributed(script, options)
+
+
+def names_torch_distributed(script: Path, options: Options) -> bool:
+    """Return whether a script names torch.distributed, or imports a local module that sets it up.
+
+    A script whose text does not is never run as torchrun would start it, unless --torchrun says so.
+    """
     if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
         return True
     root = Path.cwd() if options.module else script.resolve().parent
@@ -155,18 +160,16 @@ def nothing_parallel_error(
     """
     if options.torchrun:
         why = (
-            "It ran as it is, with the environment that torchrun gives (--torchrun), and asked for "
-            "no process group, or for nothing of it. Where there is no GPU, accelerate and the HF "
-            "Trainer do so when they are told to take the CPU alone: --use_cpu, or "
+            "The script ran as torchrun would start it, and communicated nothing. To slice its "
+            "models instead, give --no-torchrun. Where there is no GPU, accelerate and the HF "
+            "Trainer communicate only when told to take the CPU: --use_cpu, or "
             "ACCELERATE_USE_CPU=true"
         )
     elif passed_over is None:
         why = (
             "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with "
-            "--sharding-plan "
-            "FILE, a class of the script's own. A script that names torch.distributed anywhere, or "
-            "imports a module beside it that sets up process groups, is run as it is, and its "
-            "models are sliced with --sharding-plan alone"
+            "--sharding-plan FILE, a class of the script's own. If the script distributes itself, "
+            "give --torchrun"
         )
     elif options.sharding_plan is None:
         why = without_plan(passed_over)

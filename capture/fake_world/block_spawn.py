@@ -62,7 +62,8 @@ def _call(
     **__: Any,
 ) -> _Ended | None:
     """Run `fn` as one of `nprocs` processes of a host, as torch.multiprocessing.spawn does."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A world of one rank has no environment of torchrun.
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if nprocs < 1 or size % nprocs:
         raise CaptureError(
             f"torch.multiprocessing.spawn: the script starts {nprocs} processes, and the world has "

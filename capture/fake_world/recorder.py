@@ -120,7 +120,7 @@ class Recorder:
         return True
 
     def start(self) -> None:
-        """Create the world and stand between the script and torch.distributed.
+        """Create the world of several ranks, and record what calls torch.distributed.
 
         Raises:
             CaptureError: there is a default process group already.
@@ -135,7 +135,8 @@ class Recorder:
             undo.callback(self._leave)
             facade = C10dPatches(self)
             facade.install(undo)
-            facade.create_world()
+            if self.world_size > 1:  # alone, a script has no process group that it did not create
+                facade.create_world()
             emulate.Kernels(self).install(undo)
             undo.enter_context(self._purposes.recorded())
             undo.enter_context(self._exchanges.watched())

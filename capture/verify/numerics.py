@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import patched
@@ -91,6 +92,7 @@ def verify(
     Raises:
         CaptureError: the script cannot be run as asked, or does not repeat.
     """
+    options = decide_torchrun(script, args, options, progress)
     rows, notes = _instruments(script, args, options, progress)
     why_not = ""
     if uses_torch_distributed(script, options):

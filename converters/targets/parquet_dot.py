@@ -1,4 +1,4 @@
-"""Export a graph as parquet tables or as a DOT drawing."""
+"""Export a graph as parquet tables or as a Graphviz drawing."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from onerank.ir.errors import ExportError
 NODES = "nodes.parquet"
 EDGES = "edges.parquet"
 LARGEST_DRAWING = 5000
-"""Nodes; above it no layout program returns."""
+"""Nodes of the largest drawing; Graphviz lays out no larger one in reasonable time."""
 
 _SHAPES = {Kind.HOST_OP: "ellipse", Kind.COLLECTIVE: "hexagon", Kind.SEND: "hexagon",
            Kind.RECV: "hexagon"}  # fmt: skip
@@ -29,15 +29,15 @@ def write_parquet(graph: Graph, directory: Path) -> tuple[Path, Path]:
 
 
 def to_dot(graph: Graph) -> str:
-    """Return the graph in Graphviz's language, edges by their reason.
+    """Return the graph in Graphviz's DOT language, with edges styled by their reason.
 
     Raises:
-        ExportError: more nodes than a drawing can hold.
+        ExportError: the graph has more than `LARGEST_DRAWING` nodes.
     """
     if len(graph) > LARGEST_DRAWING:
         raise ExportError(
-            f"the graph has {len(graph)} nodes and a drawing holds {LARGEST_DRAWING}; draw a "
-            "coarser one: onerank coarsen --granularity submodule",
+            f"the graph has {len(graph)} nodes and a drawing at most {LARGEST_DRAWING}\n"
+            "  coarsen it: onerank coarsen --granularity submodule",
             code="dot-too-large",
         )
     lines = ["digraph step {", "  rankdir=LR; node [shape=box, fontsize=10];"]

@@ -16,24 +16,28 @@ from onerank.ir.atomic_write import replace_file
 I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
 _COUNTER = "memory allocated by the step"
+_STREAM_ORDER = 1_000_000
+"""Streams sort behind all threads."""
 
 
 def timeline(
     graph: Graph, start_ns: I64 | None = None, *, process: int = 0, title: str = "measured"
 ) -> list[dict[str, Any]]:
-    """Return trace events: a track for each thread and stream, arrows for launches and waits.
+    """Return trace events: slices by thread and stream, arrows for launches and waits, memory.
 
     Args:
         graph: one rank's step.
-        start_ns: start of each node, int64[n]; measured starts by default.
-        process: number of the process the tracks are shown under.
+        start_ns: start of each node, int64[n]; by default the measured starts.
+        process: number of the process that contains the tracks.
         title: name of the process.
     """
     start = graph.nodes.start_ns if start_ns is None else start_ns
-    tracks, shown_ns = _side_by_side(graph, _tracks(graph), start)
+    tracks, shown_ns = _without_overlaps(graph, _tracks(graph), start)
     number = {track: place for place, track in enumerate(sorted(set(tracks)))}
-    events: list[dict[str, Any]] = [_named("process_name", process, 0, f"{title}")]
-    events += [_named("thread_name", process, place, name) for (_, name), place in number.items()]
+    events: list[dict[str, Any]] = [_metadata("process_name", process, 0, title)]
+    events += [
+        _metadata("thread_name", process, place, name) for (_, name), place in number.items()
+    ]
     events += [
         {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": place,
          "args": {"sort_index": place}}
@@ -47,11 +51,14 @@ def timeline(
 
 
 def write_timeline(events: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write trace events by time as JSON, gzip where the name ends in .gz, the same bytes always.
+    """Write trace events as JSON, sorted by time; compressed if the name ends in .gz.
+
+    Equal events give equal bytes.
 
     Raises:
         OSError: the file cannot be written.
     """
+    # mtime=0: gzip would otherwise store the time of writing.
     by_time = sorted(events, key=lambda event: event.get("ts", float("-inf")))
     data = msgspec.json.encode({"displayTimeUnit": "ns", "traceEvents": by_time})
     replace_file(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -59,50 +66,51 @@ def write_timeline(events: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def _tracks(graph: Graph) -> list[tuple[int, str]]:
     """Return (order, name) of the track of each node."""
-    found: list[tuple[int, str]] = []
+    tracks: list[tuple[int, str]] = []
     kinds, streams, threads = (
         column.tolist() for column in (graph.nodes.kind, graph.nodes.stream, graph.nodes.thread)
     )
     for kind, stream, thread in zip(kinds, streams, threads, strict=True):
         if Kind(kind) is Kind.HOST_OP or stream == UNKNOWN:
-            found.append((thread, f"thread {thread}" if thread != UNKNOWN else "host"))
+            tracks.append((thread, f"thread {thread}" if thread != UNKNOWN else "host"))
         else:
-            found.append((1_000_000 + stream, f"stream {stream}"))
-    return found
+            tracks.append((_STREAM_ORDER + stream, f"stream {stream}"))
+    return tracks
 
 
-def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+def _metadata(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _side_by_side(
+def _without_overlaps(
     graph: Graph, tracks: list[tuple[int, str]], start: I64
 ) -> tuple[list[tuple[int, str]], I64]:
-    """Return tracks without overlaps, and the nanoseconds shown of each node.
+    """Return the track of each node, and the duration of its slice in nanoseconds.
 
-    A viewer drops slices that overlap without nesting. An operator's self time is shown up to the
-    next operator on its thread. Concurrent operations of a stream go to an additional track.
+    An operator's slice ends at the next operator of its thread. Concurrent operations of a stream
+    go to additional tracks.
     """
+    # The viewers drop slices that overlap without nesting.
     shown_ns = graph.nodes.duration_ns.copy()
     on_host = (graph.nodes.kind == Kind.HOST_OP).tolist()
-    found = list(tracks)
+    free_tracks = list(tracks)
     order: list[int] = np.argsort(start, kind="stable").tolist()
-    last: dict[tuple[int, str], int] = {}
-    until: dict[tuple[int, str], list[int]] = {}
+    newest: dict[tuple[int, str], int] = {}
+    ends_by_track: dict[tuple[int, str], list[int]] = {}
     for index in order:
         track, begin = tracks[index], int(start[index])
         if on_host[index]:
-            before = last.get(track)
+            before = newest.get(track)
             if before is not None:
                 shown_ns[before] = min(int(shown_ns[before]), begin - int(start[before]))
-            last[track] = index
+            newest[track] = index
             continue
-        ends = until.setdefault(track, [])
+        ends = ends_by_track.setdefault(track, [])
         place = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
         ends[place : place + 1] = [begin + int(shown_ns[index])]
         if place:
-            found[index] = (track[0], f"{track[1]}, at once {place}")
-    return found, shown_ns
+            free_tracks[index] = (track[0], f"{track[1]}, at once {place}")
+    return free_tracks, shown_ns
 
 
 def _slices(
@@ -152,19 +160,20 @@ def _arrows(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterato
         if lanes[source] == lanes[target]:
             continue
         name = Reason(int(edges.reason[flow])).name.lower()
-        same = {"cat": name, "name": name, "pid": process, "id": process * (1 << 32) + flow}
-        leaves = int(start[source] + graph.nodes.duration_ns[source])
-        yield {**same, "ph": "s", "tid": lanes[source], "ts": min(leaves, int(start[target])) / 1e3}
-        yield {**same, "ph": "f", "bp": "e", "tid": lanes[target], "ts": int(start[target]) / 1e3}
+        common = {"cat": name, "name": name, "pid": process, "id": process * (1 << 32) + flow}
+        # A launch can return after its kernel starts; an arrow must not point back in time.
+        end = int(start[source] + graph.nodes.duration_ns[source])
+        yield {**common, "ph": "s", "tid": lanes[source], "ts": min(end, int(start[target])) / 1e3}
+        yield {**common, "ph": "f", "bp": "e", "tid": lanes[target], "ts": int(start[target]) / 1e3}
 
 
 def _memory(graph: Graph, start: I64, process: int) -> Iterator[dict[str, Any]]:
-    """Yield the bytes allocated, from what was live when the step began."""
+    """Yield the allocated bytes over time, starting from those allocated before the step."""
     change = graph.nodes.bytes_allocated - graph.nodes.bytes_freed
-    touched = np.flatnonzero(change)
-    touched = touched[np.argsort(start[touched], kind="stable")]
-    live = graph.job.measurement.start_memory_bytes + np.cumsum(change[touched])
-    points = [*zip((start[touched] / 1e3).tolist(), live.tolist(), strict=True)]
+    changing = np.flatnonzero(change)
+    changing = changing[np.argsort(start[changing], kind="stable")]
+    live = graph.job.measurement.start_memory_bytes + np.cumsum(change[changing])
+    points = [*zip((start[changing] / 1e3).tolist(), live.tolist(), strict=True)]
     for (time, size), (after, _) in pairwise([*points, (None, None)]):
-        if time != after:  # of several at one time, the last
+        if time != after:  # of several changes at one time, only the last
             yield {"ph": "C", "name": _COUNTER, "pid": process, "ts": time, "args": {"bytes": size}}

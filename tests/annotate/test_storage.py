@@ -60,7 +60,7 @@ def test_nodes_survive_the_file_and_are_delays_for_simulators(h200: Graph, tmp_p
         made = with_storage(h200, replace(given, prefetch=prefetch))
         done = export(made, tmp_path / "workload")
         assert done.gpu_time_ns == 29_865_307
-        assert any("beside the step (1000000 ns)" in note for note in done.notes) is prefetch
+        assert any("for the next step (1000000 ns)" in note for note in done.notes) is prefetch
         nodes = onerank.read(tmp_path / "workload" / "workload.0.et").nodes
         assert nodes.duration_ns.sum() - 29_865_307 == sum(delays)
     schedule = export_goal(made, tmp_path / "job.goal")

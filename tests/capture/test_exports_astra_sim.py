@@ -15,7 +15,7 @@ from small_job import capture_small
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.targets.astra_sim import Export, export, export_ranks
+from onerank.converters.targets.astra_sim import AstraSimExport, export, export_ranks
 from onerank.ir import Collective, Graph, World
 from onerank.ir.chakra import read_records
 
@@ -54,7 +54,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[G
     return graphs
 
 
-def exported(graphs: list[Graph], directory: Path, dp: int | None) -> Export:
+def exported(graphs: list[Graph], directory: Path, dp: int | None) -> AstraSimExport:
     notes = replica_notes(graphs, dp) if dp else []
     scaled = [with_replicas(graph, dp) for graph in graphs] if dp else graphs
     if "pp" in scaled[0].job.world.sizes:
@@ -63,7 +63,7 @@ def exported(graphs: list[Graph], directory: Path, dp: int | None) -> Export:
     return export(scaled[0], directory, notes=notes)
 
 
-def calls(made: Export, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
+def calls(made: AstraSimExport, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return (collective, bytes, ranks of its group) of each collective of a rank, in order."""
     nodes = read_records(made.directory / f"workload.{rank}.et").nodes
     return [

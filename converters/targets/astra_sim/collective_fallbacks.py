@@ -12,70 +12,68 @@ SUPPORTED = (
     Collective.REDUCE_SCATTER,
 )
 BARRIER_BYTES = 4
-"""What NCCL reduces for a barrier: one float (torch's ProcessGroupNCCL.cpp)."""
+"""Bytes that NCCL reduces for a barrier: one float (torch's ProcessGroupNCCL.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Substitute:
-    """What a collective of n ranks and B bytes per rank becomes.
+class _Fallback:
+    """The replacement of a collective of n ranks and B bytes per rank.
 
     Attributes:
-        collective: the supported one.
-        share: "1" for B, "1/n" for B / n bytes per rank.
-        why: what is the same.
+        collective: a collective that ASTRA-sim has.
+        share: bytes per rank, "1" for B or "1/n" for B / n.
+        reason: why the replacement is equivalent, as a clause.
     """
 
     collective: Collective
     share: str
-    why: str
+    reason: str
 
 
-_SUBSTITUTES = {
-    # A ring passes the B bytes on n - 1 times in all, in chunks, either way.
-    Collective.BROADCAST: _Substitute(
+_FALLBACKS = {
+    # With a ring, both pass B bytes on n - 1 times in total, in chunks.
+    Collective.BROADCAST: _Fallback(
         Collective.ALL_GATHER, "1/n", "of 1/n of the bytes per rank: the same bytes in all"
     ),
-    Collective.REDUCE: _Substitute(
+    Collective.REDUCE: _Fallback(
         Collective.REDUCE_SCATTER, "1", "of the same bytes per rank: the same bytes in all"
     ),
-    # The root's link carries (n - 1) B either way; here every rank's does.
-    Collective.GATHER: _Substitute(
+    # The root's link carries (n - 1) B bytes in both; in the replacement every rank's link does.
+    Collective.GATHER: _Fallback(
         Collective.ALL_GATHER, "1", "of the same shards: the root's bytes on every rank"
     ),
-    Collective.SCATTER: _Substitute(
+    Collective.SCATTER: _Fallback(
         Collective.REDUCE_SCATTER, "1", "of the same parts: the root's bytes on every rank"
     ),
-    Collective.REDUCE_SCATTER_BLOCK: _Substitute(
-        Collective.REDUCE_SCATTER, "1", "which is the same"
-    ),
-    Collective.BARRIER: _Substitute(
+    Collective.REDUCE_SCATTER_BLOCK: _Fallback(Collective.REDUCE_SCATTER, "1", "which is the same"),
+    Collective.BARRIER: _Fallback(
         Collective.ALL_REDUCE, "1", f"of {BARRIER_BYTES} bytes, as NCCL does"
     ),
 }
 
 
 def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[str]]:
-    """Return the graph without collectives that ASTRA-sim lacks, and notes on what they became.
+    """Return the graph without collectives that ASTRA-sim lacks, and a note on each replacement.
 
     Args:
         graph: one rank's step.
-        ranks: number of ranks, those of a group that the job does not name.
+        ranks: number of ranks of the world, the size of a group that the job does not define.
     """
     collective, size = graph.nodes.collective.copy(), graph.nodes.comm_bytes.copy()
     counts: Counter[Collective] = Counter()
     for index in graph.mask(Kind.COLLECTIVE).nonzero()[0].tolist():
         node = graph.node(index)
-        made = _SUBSTITUTES.get(node.collective)
-        if made is None:
+        fallback = _FALLBACKS.get(node.collective)
+        if fallback is None:
             continue
         group = graph.job.group(node.text("group"))
         members = ranks if group is None else len(group.ranks)
-        given = node.value("comm_bytes")
+        size_bytes = node.value("comm_bytes")
         if node.collective is Collective.BARRIER:
-            given = BARRIER_BYTES
-        elif given > 0:
-            given = {"1": given, "1/n": -(-given // members)}[made.share]
-        collective[index], size[index] = made.collective, given
+            size_bytes = BARRIER_BYTES
+        elif size_bytes > 0 and fallback.share == "1/n":
+            size_bytes = -(-size_bytes // members)
+        collective[index], size[index] = fallback.collective, size_bytes
         counts[node.collective] += 1
     if not counts:
         return graph, []
@@ -84,8 +82,8 @@ def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[str]]:
 
 
 def _note(kind: Collective, count: int) -> str:
-    made = _SUBSTITUTES[kind]
-    became = f"{count} became {_spelled(made.collective)} {made.why}"
+    fallback = _FALLBACKS[kind]
+    became = f"{count} became {_spelled(fallback.collective)} {fallback.reason}"
     return f"ASTRA-sim has no {_spelled(kind)}: {became}."
 
 

@@ -6,36 +6,40 @@ BANDWIDTH_GB_PER_S = 450.0
 """Gigabytes (10**9 bytes) per second and direction: NVLink of an H100 or H200."""
 
 LATENCY_NS = 500.0
-"""From one rank to another through the switch."""
+"""Latency from one rank to another through the switch."""
 
 MEMORY_GB_PER_S = 3350.0
 """Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
 
-_NO_TIME_GB_PER_S = 1e9
-"""Memory so fast that a gigabyte of reductions takes a nanosecond."""
+_FREE_MEMORY_GB_PER_S = 1e9
+"""Memory so fast that reductions take no time: a gigabyte in a nanosecond."""
 
 GROUPS = "comm_groups.json"
 SCRIPT = "run.sh"
 
 
-def system(memory_gb_per_s: float | None, *, roofline: bool) -> str:
-    """Return the system file; with `roofline`, one operation takes one picosecond.
+def system_json(memory_gb_per_s: float | None, *, roofline: bool) -> str:
+    """Return the system file.
 
-    Each step of a reduction waits for two reads and a write of its bytes at `memory_gb_per_s`; for
-    none at None.
+    Args:
+        memory_gb_per_s: 1e9 bytes per second at which each step of a reduction reads its bytes
+            twice and writes them once; None for reductions that take no time.
+        roofline: take compute times from the nodes' operations, one picosecond each.
     """
+    # One entry per network dimension: ASTRA-sim drops a dimension without one and reports nothing.
     ring = ["ring"]
     settings: dict[str, object] = {
         "scheduling-policy": "LIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
+        # ASTRA-sim requires 1 or more, and stalls on an all-gather of fewer bytes than splits.
         "preferred-dataset-splits": 1,
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,
         "all-to-all-implementation": ["direct1"],
         "collective-optimization": "localBWAware",
-        "local-mem-bw": memory_gb_per_s or _NO_TIME_GB_PER_S,
+        "local-mem-bw": memory_gb_per_s or _FREE_MEMORY_GB_PER_S,
         "boost-mode": 0,
         "trace-enabled": 0,
         "roofline-enabled": int(roofline),
@@ -44,11 +48,10 @@ def system(memory_gb_per_s: float | None, *, roofline: bool) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
-def network(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
-    """Return the network file: one switch between all ranks.
-
-    ASTRA-sim reads a "GB" of bandwidth as 2**30 bytes and counts both links of a path.
-    """
+def network_yml(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
+    """Return the network file: one switch between all ranks."""
+    # ASTRA-sim reads a "GB" of bandwidth as 2**30 bytes, and adds the latencies of both links of a
+    # path.
     return (
         "topology: [ Switch ]\n"
         f"npus_count: [ {ranks} ]\n"
@@ -60,17 +63,15 @@ def network(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
     )
 
 
-def memory() -> str:
+def memory_json() -> str:
     """Return the remote memory file: no remote memory."""
     return json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}, indent=2) + "\n"
 
 
-def logging() -> str:
-    """Return the logging file: what a run is judged by is printed at once.
-
-    ASTRA-sim prints from a thread; a run that crashes while it ends (two groups of one rank free
-    the same algorithm) would lose its last lines, "finished" among them.
-    """
+def logging_toml() -> str:
+    """Return the logging file, which flushes the lines that show whether a run finished."""
+    # ASTRA-sim prints from a thread. A correct run can still crash at its end (two groups of one
+    # rank free the same algorithm) and would lose its last lines, "finished" among them.
     sink = '[[sink]]\nname = "nowhere"\ntype = "null_sink_mt"\n'
     return sink + "".join(
         f'\n[[logger]]\nname = "{name}"\nsinks = ["nowhere"]\nlevel = "debug"\n'
@@ -79,14 +80,16 @@ def logging() -> str:
     )
 
 
-def groups(groups: dict[int, tuple[int, ...]]) -> str:
-    """Return the group file: number -> ranks."""
+def groups_json(groups: dict[int, tuple[int, ...]]) -> str:
+    """Return the group file: group number -> ranks."""
     lines = ",\n".join(f'  "{number}": {list(ranks)}' for number, ranks in groups.items())
     return f"{{\n{lines}\n}}\n"
 
 
-def script(name: str, ranks: int) -> str:
+def run_script(name: str, ranks: int) -> str:
     """Return the script that runs ASTRA-sim on the workload and checks that it finished."""
+    # A stalled rank exits with 0 and a correct run can exit with 134, so the script looks for one
+    # "finished" line per rank.
     return (
         _SCRIPT.replace("@NAME@", name).replace("@RANKS@", str(ranks)).replace("@GROUPS@", GROUPS)
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
+import numpy as np
+
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import (
@@ -17,63 +19,61 @@ from onerank.converters.expand.preconditions import (
 from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
-from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
-from onerank.converters.targets.astra_sim.expand_symmetry import (
-    Layout,
-    Place,
-    layout_of,
+from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute
+from onerank.converters.targets.astra_sim.publish import check_target, published
+from onerank.converters.targets.astra_sim.rank_programs import rank_programs
+from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
+from onerank.converters.targets.expand_symmetry import (
+    Placement,
     number_groups,
-    place,
+    place_communications,
+    unequal_axis,
+    world_of,
 )
-from onerank.converters.targets.astra_sim.limitations import (
-    count_left_out,
-    note_on_idle_time,
-    notes_on,
+from onerank.converters.targets.lower import (
+    NO_IDLE_TIME,
+    LoweredStep,
+    check_peers,
+    count_dropped,
+    lower_workload,
+    tag_of,
     timed_compute,
 )
-from onerank.converters.targets.astra_sim.lower import Step, check_peers, hold_back, lower, tag_of
-from onerank.converters.targets.astra_sim.publish import check_target, programs, published
-from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
-from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
-from onerank.ir import Graph, Kind
+from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
+from onerank.ir import UNKNOWN, Collective, Graph, Kind
+from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
 
-_READY = 32
-"""Receives up to which all may be ready from the start."""
+# Lowering ----------------------------------------------------------------------------------------
+
+_MOST_READY_RECEIVES = 32
+"""Receives that may be ready from the start of a step; ASTRA-sim is fast below 64 ready nodes."""
 
 
-def lowered(graph: Graph, places: dict[int, Place]) -> Step:
+def lower_for_astra_sim(graph: Graph, placements: dict[int, Placement]) -> LoweredStep:
     """Return the nodes that ASTRA-sim runs, in the order in which every rank issues them.
 
     Args:
         graph: one rank's step.
-        places: communication node -> its placement on all ranks; others are dropped.
+        placements: communication node -> its placement; other communication is dropped.
 
     Raises:
         ExportError: no node takes GPU time or moves bytes.
     """
-    step = lower(graph, _lanes(graph, set(places)))
-    if not step.index:
-        raise ExportError(
-            f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes",
-            code="export-empty-graph",
-        )
+    step = lower_workload(graph, _lanes(graph, set(placements)))
     receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
-    if len(receives) > _READY:
-        hold_back(step, receives)
+    if len(receives) > _MOST_READY_RECEIVES:
+        defer_receives(step, receives)
     return step
 
 
 def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
-    """Return what each node runs in line with; None for nodes that do not reach ASTRA-sim.
-
-    A rank of ASTRA-sim runs one collective or send at a time. In one fixed order, the same on
-    all ranks, they cannot lock each other out. Reads and writes of storage are delays among the
-    compute: memory nodes and what is no GPU's cost a run its statistics.
-    """
+    """Return the lane of each node; None for nodes that do not reach ASTRA-sim."""
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         lanes[index] = ("stream", int(graph.nodes.stream[index]))
+    # Storage reads and writes become compute nodes: with memory nodes or CPU operations ASTRA-sim
+    # prints no statistics of the run.
     for index in (storage_delays(graph) & ~prefetched_storage(graph)).nonzero()[0].tolist():
         lanes[index] = "storage"
     for index in communications:
@@ -81,25 +81,58 @@ def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
         if node.kind is Kind.RECV:
             lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
         else:
+            # A rank of ASTRA-sim runs one collective or send at a time. Two independent
+            # collectives that two ranks issue in opposite order would deadlock, so one lane gives
+            # all ranks the same order.
             lanes[index] = "communication"
     return lanes
 
+
+def defer_receives(step: LoweredStep, receives: Sequence[int]) -> None:
+    """Make each receive wait for the other dependencies of the one node that needs it.
+
+    The receive completes at the same time as before: a message that was already sent is received
+    at once.
+
+    Args:
+        step: changed in place; afterwards a node may wait for one of a higher number.
+        receives: numbers of the receives.
+    """
+    # ASTRA-sim scans all ready nodes at every event, and receives are ready from the start of the
+    # step: a fan-out of 2000 ready nodes took it 60 s, of 4000 over 300 s.
+    successors: dict[int, list[int]] = {number: [] for number in receives}
+    for number, predecessors in enumerate(step.waits_for):
+        for predecessor in predecessors:
+            if predecessor in successors:
+                successors[predecessor].append(number)
+    original = [*step.waits_for]
+    for receive, waiting in successors.items():
+        if len(waiting) == 1 and not original[receive]:
+            successor = waiting[0]
+            moved = [number for number in original[successor] if number not in successors]
+            step.waits_for[receive] = moved
+            step.waits_for[successor] = [
+                number for number in step.waits_for[successor] if number not in moved
+            ]
+
+
+# Target ------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The destination of an export, its network, and notes.
+class _Target:
+    """Directory, simulated network and notes of an export.
 
     Attributes:
         directory: output directory.
-        name: prefix of its traces.
-        bandwidth_gb_per_s: 1e9 bytes per second, of each rank in each direction.
-        latency_ns: between two ranks.
+        name: prefix of the traces.
+        bandwidth_gb_per_s: 1e9 bytes per second, per rank and direction.
+        latency_ns: from one rank to another.
         memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
             bandwidth includes them.
-        notes: statements for the reader of the export.
+        notes: caveats for the reader of the simulator's figures.
     """
 
     directory: Path
@@ -109,65 +142,70 @@ class Target:
     memory_gb_per_s: float | None
     notes: list[str]
 
-    def telling(self, notes: Iterable[str]) -> "Target":
+    def with_notes(self, notes: Iterable[str]) -> "_Target":
         """Return the target with further notes."""
         return replace(self, notes=[*self.notes, *notes])
 
     def check(self) -> None:
-        """Refuse what cannot be exported so.
+        """Check the arguments of an export.
 
         Raises:
-            ExportError: the name or a figure cannot be, or the directory holds something else.
+            ExportError: the name or a figure is invalid, or the directory has other content.
         """
-        _check_arguments(self.name, self.bandwidth_gb_per_s, self.latency_ns, self.memory_gb_per_s)
+        if not _NAME.fullmatch(self.name):
+            raise ExportError(
+                f"the name {self.name!r} must be letters, digits, '.', '_' and '-'",
+                code="export-bad-name",
+            )
+        if self.name.endswith("_roofline"):
+            raise ExportError(
+                f"the name {self.name!r} must not end in _roofline, the suffix of the exact "
+                "traces\n  give another name",
+                code="export-reserved-name",
+            )
+        memory = self.memory_gb_per_s
+        if not 0 < self.bandwidth_gb_per_s < inf or not (memory is None or 0 < memory < inf):
+            raise ExportError(
+                f"the bandwidths are {self.bandwidth_gb_per_s} GB/s between ranks and "
+                f"{memory} GB/s of memory; both must be more than 0",
+                code="export-bandwidth",
+            )
+        if not 0 <= self.latency_ns < inf:
+            raise ExportError(
+                f"the latency is {self.latency_ns} ns; it must be 0 or more", code="export-latency"
+            )
         check_target(self.directory)
 
-
-def _check_arguments(
-    name: str, bandwidth_gb_per_s: float, latency_ns: float, memory_gb_per_s: float | None
-) -> None:
-    if not _NAME.fullmatch(name):
-        raise ExportError(
-            f"the name {name!r} must be letters, digits, '.', '_' and '-'", code="export-bad-name"
-        )
-    if name.endswith("_roofline"):
-        raise ExportError(
-            f"the name {name!r} must not end in _roofline, as the exact traces' does: give another",
-            code="export-reserved-name",
-        )
-    if not 0 < bandwidth_gb_per_s < inf or not (
-        memory_gb_per_s is None or 0 < memory_gb_per_s < inf
-    ):
-        raise ExportError(
-            f"the bandwidths are {bandwidth_gb_per_s} GB/s between ranks and "
-            f"{memory_gb_per_s} GB/s of memory; both must be more than 0",
-            code="export-bandwidth",
-        )
-    if not 0 <= latency_ns < inf:
-        raise ExportError(
-            f"the latency is {latency_ns} ns; it must be 0 or more", code="export-latency"
+    @property
+    def assumptions(self) -> str:
+        """The simulated network as a note."""
+        memory = f"{self.memory_gb_per_s} GB/s of memory"
+        if self.memory_gb_per_s is None:
+            memory = "reductions included"
+        return (
+            f"Assumed: one switch, {self.bandwidth_gb_per_s} GB/s and {self.latency_ns} ns between "
+            f"any two ranks, {memory}."
         )
 
 
-_READ_BACK = 400_000
-"""Nodes of all ranks up to which every file is read back."""
+# Export ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
-    """What was exported.
+class AstraSimExport:
+    """Contents and limitations of an exported workload.
 
     Attributes:
-        directory: where it lies.
+        directory: output directory.
         files: names of its files, sorted.
         ranks: number of ranks.
-        nodes: nodes per rank, of the rank with most.
-        gpu_time_ns: summed GPU compute per rank, of the rank with most; with host time its waits
-            for the host too.
+        nodes: nodes of the rank with most.
+        gpu_time_ns: summed GPU compute of the rank with most; includes host delays if the export
+            has them.
         groups: number of each process group -> its ranks.
-        left_out: what of the graph is not in the workload -> how many nodes.
-        notes: sentences a reader of the simulator's figures should know.
-        peak_memory_bytes: for each rank of a pipeline its stages and its peak, where known.
+        left_out: nodes of the graph that are not in the workload, by reason.
+        notes: caveats for the reader of the simulator's figures, one sentence each.
+        peak_memory_bytes: (stages, peak) of each rank of a pipeline, where known.
     """
 
     directory: Path
@@ -194,54 +232,56 @@ def export(
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     host_time: bool = False,
     notes: Sequence[str] = (),
-) -> Export:
-    """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
+) -> AstraSimExport:
+    """Write the step of one rank as the step of every rank of its job.
 
     The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
-    the groups, system, network, memory and logging files, and `run.sh`. It appears complete and
-    checked, or not at all; an earlier export in its place is replaced.
+    the group, system, network, memory and logging files, and `run.sh`. It appears complete and
+    checked, or not at all. An earlier export in its place is replaced.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
-        directory: where to write.
+        directory: output directory.
         name: prefix of the traces.
         ranks: number of ranks; needed only for a graph whose job has no world.
-        bandwidth_gb_per_s: gigabytes (10**9 bytes) per second, of each rank in each direction.
-        latency_ns: between two ranks.
-        memory_gb_per_s: gigabytes per second of a GPU's memory, for the reductions of collectives;
+        bandwidth_gb_per_s: 1e9 bytes per second, per rank and direction.
+        latency_ns: from one rank to another.
+        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for the reductions of collectives;
             None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
-        host_time: let the GPU wait for its host as it did, see `insert_host_delays`.
-        notes: statements on how the graph was made.
+        host_time: insert host delays, see `insert_host_delays`.
+        notes: caveats on how the graph was made.
 
     Raises:
-        ExportError: the graph cannot represent all ranks, an argument is wrong, or the directory
-            holds something else.
+        ExportError: the graph cannot represent all ranks, an argument is invalid, or the directory
+            has other content.
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = Target(Path(directory), name, *network, notes=[*notes])
+    target = _Target(Path(directory), name, *network, notes=[*notes])
     target.check()
-    _check_kinds(graph)
+    _check_nodes(graph)
     check_all_equal(graph.job)
-    layout = layout_of(graph.job, ranks)
+    world = world_of(graph.job, ranks)
     if host_time:
-        graph, told = insert_host_delays(graph, one_at_a_time=True)
-        target = target.telling([told])
-    graph, substituted = substitute(graph, layout.ranks)
-    places, dropped = place(graph, layout)
-    step = lowered(graph, places)
-    check_peers(graph, step, places, layout)
-    everyone = range(layout.ranks)
-    groups = number_groups(layout, [(placed, everyone) for placed in set(places.values())])
+        graph, delay_note = insert_host_delays(graph, one_at_a_time=True)
+        target = target.with_notes([delay_note])
+    graph, substitutions = substitute(graph, world.size)
+    placements, dropped = place_communications(graph, world, SUPPORTED)
+    step = lower_for_astra_sim(graph, placements)
+    check_peers(graph, step, placements, world)
+    all_ranks = range(world.size)
+    groups = number_groups(
+        world, [(placement, all_ranks) for placement in set(placements.values())]
+    )
     numbers = {members: number for number, members in groups.items()}
-    workload = Workload(graph, step, places, layout, everyone, numbers)
-    left_out = count_left_out(graph) | dropped
-    return _write(target.telling(substituted), [workload], groups, left_out, {})
+    workload = Workload(graph, step, placements, world, all_ranks, numbers)
+    left_out = count_dropped(graph) | dropped
+    return _write(target.with_notes(substitutions), [workload], groups, left_out, {})
 
 
 def export_ranks(
-    made: Sequence[RankGraph],
+    rank_graphs: Sequence[RankGraph],
     directory: str | Path,
     *,
     name: str = "workload",
@@ -249,12 +289,14 @@ def export_ranks(
     latency_ns: float = config_files.LATENCY_NS,
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     notes: Sequence[str] = (),
-) -> Export:
-    """Write the steps of unequal ranks, each for the ranks it represents; as `export`.
+) -> AstraSimExport:
+    """Write the steps of unequal ranks, each for the ranks that it represents.
+
+    The output is that of `export`.
 
     Args:
-        made: graphs that together represent every rank of one world.
-        directory: where to write.
+        rank_graphs: graphs that together represent every rank of one world.
+        directory: output directory.
         name: prefix of the traces.
         bandwidth_gb_per_s: as for `export`.
         latency_ns: as for `export`.
@@ -263,131 +305,224 @@ def export_ranks(
 
     Raises:
         ExportError: as for `export`.
+        GraphError: a graph has a cycle.
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = Target(Path(directory), name, *network, notes=[*notes])
+    target = _Target(Path(directory), name, *network, notes=[*notes])
     target.check()
-    layouts: list[Layout] = []
-    substituted: dict[str, None] = {}
-    given: list[tuple[Graph, Layout, tuple[int, ...]]] = []
-    for one in made:
-        _check_kinds(one.graph)
-        layout = layout_of(one.graph.job, None)
-        graph, said = substitute(one.graph, layout.ranks)
-        substituted |= dict.fromkeys(said)
-        layouts.append(layout)
-        given.append((graph, layout, one.ranks))
-    graphs, changed = levelled(given, along=layouts[0].apart)
+    substitutions: dict[str, None] = {}
+    supported: list[RankGraph] = []
+    for entry in rank_graphs:
+        _check_nodes(entry.graph)
+        graph, graph_notes = substitute(entry.graph, world_of(entry.graph.job, None).size)
+        substitutions |= dict.fromkeys(graph_notes)
+        supported.append(replace(entry, graph=graph))
+    world = rank_graphs[0].graph.job.world
+    axis = unequal_axis(world)
+    equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
     left_out: Counter[str] = Counter()
-    all_places: list[dict[int, Place]] = []
-    for graph, layout in zip(graphs, layouts, strict=True):
-        places, dropped = place(graph, layout, along=layout.apart)
-        left_out.update(count_left_out(graph) | dropped)
-        all_places.append(places)
-    placed = [
-        (at, one.ranks)
-        for one, places in zip(made, all_places, strict=True)
-        for at in set(places.values())
+    all_placements: list[dict[int, Placement]] = []
+    for entry in equalized:
+        placements, dropped = place_communications(
+            entry.graph, world, SUPPORTED, unequal_along=axis
+        )
+        left_out.update(count_dropped(entry.graph) | dropped)
+        all_placements.append(placements)
+    uses = [
+        (placement, entry.ranks)
+        for entry, placements in zip(equalized, all_placements, strict=True)
+        for placement in set(placements.values())
     ]
-    groups = number_groups(layouts[0], placed)
+    groups = number_groups(world, uses)
     numbers = {members: number for number, members in groups.items()}
     workloads = [
-        Workload(graph, lowered(graph, places), places, layout, one.ranks, numbers)
-        for one, graph, places, layout in zip(made, graphs, all_places, layouts, strict=True)
+        Workload(
+            entry.graph,
+            lower_for_astra_sim(entry.graph, placements),
+            placements,
+            world,
+            entry.ranks,
+            numbers,
+        )
+        for entry, placements in zip(equalized, all_placements, strict=True)
     ]
-    peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
-    target = target.telling([*substituted, *([UNEVEN] if changed else [])])
+    peaks = {
+        entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
+    }
+    target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
     return _write(target, workloads, groups, dict(left_out), peaks)
 
 
+def _check_nodes(graph: Graph) -> None:
+    require_gpu_work(graph)
+    storage_delays(graph)
+
+
+_MOST_NODES_READ_BACK = 400_000
+"""Nodes of all ranks together up to which every written file is read back and checked."""
+
+
 def _write(
-    target: Target,
+    target: _Target,
     workloads: Sequence[Workload],
     groups: dict[int, tuple[int, ...]],
     left_out: dict[str, int],
     peaks: dict[tuple[int, ...], int],
-) -> Export:
+) -> AstraSimExport:
     directory, name = target.directory, target.name
-    ranks = workloads[0].layout.ranks
-    read = _ranks_to_read(workloads)
+    ranks = workloads[0].world.size
+    read_back = _ranks_to_read_back(workloads)
 
-    def check(made: Path) -> list[Finding]:
-        if len(read) == ranks:
-            return check_workload(made)
-        by_rank = dict(pair for one in workloads for pair in programs(one, name).items())
-        return check_workload(made, read=read, programs=[by_rank[rank] for rank in range(ranks)])
+    def check(written: Path) -> list[Finding]:
+        if len(read_back) == ranks:
+            return check_workload(written)
+        by_rank = dict(
+            pair for workload in workloads for pair in rank_programs(workload, name).items()
+        )
+        programs = [by_rank[rank] for rank in range(ranks)]
+        return check_workload(written, read=read_back, programs=programs)
 
-    if len(read) < ranks:
-        target = target.telling([_told_of_check(read, ranks)])
-    with published(directory, check) as made:
+    if len(read_back) < ranks:
+        target = target.with_notes([_note_on_check(read_back, ranks)])
+    with published(directory, check) as scratch:
         for workload in workloads:
-            write_ranks(workload, made / name, roofline=False)
-            write_ranks(workload, made / f"{name}_roofline", roofline=True)
+            write_ranks(workload, scratch / name, roofline=False)
+            write_ranks(workload, scratch / f"{name}_roofline", roofline=True)
         for file, text in {
-            config_files.GROUPS: config_files.groups(groups),
-            "system.json": config_files.system(target.memory_gb_per_s, roofline=False),
-            "system_roofline.json": config_files.system(target.memory_gb_per_s, roofline=True),
-            "network.yml": config_files.network(
+            config_files.GROUPS: config_files.groups_json(groups),
+            "system.json": config_files.system_json(target.memory_gb_per_s, roofline=False),
+            "system_roofline.json": config_files.system_json(target.memory_gb_per_s, roofline=True),
+            "network.yml": config_files.network_yml(
                 ranks, target.bandwidth_gb_per_s, target.latency_ns
             ),
-            "memory.json": config_files.memory(),
-            "logging.toml": config_files.logging(),
-            config_files.SCRIPT: config_files.script(name, ranks),
+            "memory.json": config_files.memory_json(),
+            "logging.toml": config_files.logging_toml(),
+            config_files.SCRIPT: config_files.run_script(name, ranks),
         }.items():
-            (made / file).write_text(text, encoding="utf-8")
-        (made / config_files.SCRIPT).chmod(0o755)
-    return Export(
+            (scratch / file).write_text(text, encoding="utf-8")
+        (scratch / config_files.SCRIPT).chmod(0o755)
+    return AstraSimExport(
         directory=directory,
         files=sorted(path.name for path in directory.iterdir()),
         ranks=ranks,
         nodes=max(len(workload.step) for workload in workloads),
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
         groups=groups,
-        left_out={what: count for what, count in left_out.items() if count},
-        notes=[*_notes(workloads), *target.notes, _assumed(target)],
+        left_out={reason: count for reason, count in left_out.items() if count},
+        notes=[*_notes(workloads), *target.notes, target.assumptions],
         peak_memory_bytes=[*peaks.items()],
     )
 
 
-def _ranks_to_read(workloads: Sequence[Workload]) -> set[int]:
-    """Return whose files are read back: all, or of many ranks the first and last of each step."""
-    everyone = {rank for workload in workloads for rank in workload.ranks}
+def _ranks_to_read_back(workloads: Sequence[Workload]) -> set[int]:
+    """Return the ranks whose files are read back: all, or the first and last of each large step."""
+    all_ranks = {rank for workload in workloads for rank in workload.ranks}
     nodes = sum(len(workload.step) * len(workload.ranks) for workload in workloads)
-    if nodes <= _READ_BACK:
-        return everyone
+    if nodes <= _MOST_NODES_READ_BACK:
+        return all_ranks
     return {rank for workload in workloads for rank in (min(workload.ranks), max(workload.ranks))}
-
-
-def _told_of_check(read: set[int], ranks: int) -> str:
-    return (
-        f"Of {ranks} ranks the files of {', '.join(map(str, sorted(read)))} were read back and "
-        "checked; the others hold the same step, and their communication was matched."
-    )
-
-
-def _notes(workloads: Sequence[Workload]) -> list[str]:
-    """Return the notes on all ranks' steps, each once; none on idle time where it is exported."""
-    graphs = [workload.graph for workload in workloads]
-    waiting = any(NAME in graph.strings.values for graph in graphs)
-    idle = [] if waiting else [note_on_idle_time(graphs)]
-    return [*idle, *dict.fromkeys(note for one in workloads for note in notes_on(one))]
-
-
-def _assumed(target: Target) -> str:
-    memory = f"{target.memory_gb_per_s} GB/s of memory"
-    if target.memory_gb_per_s is None:
-        memory = "reductions included"
-    return (
-        f"Assumed: one switch, {target.bandwidth_gb_per_s} GB/s and {target.latency_ns} ns between "
-        f"any two ranks, {memory}."
-    )
 
 
 def _gpu_time_ns(graph: Graph) -> int:
     return int(graph.nodes.duration_ns[timed_compute(graph)].sum())
 
 
-def _check_kinds(graph: Graph) -> None:
-    require_gpu_work(graph)
-    storage_delays(graph)
+# Notes -------------------------------------------------------------------------------------------
+
+
+def _notes(workloads: Sequence[Workload]) -> list[str]:
+    """Return the limitations of all steps, each once."""
+    graphs = [workload.graph for workload in workloads]
+    has_delays = any(NAME in graph.strings.values for graph in graphs)
+    idle = [] if has_delays else [_note_on_idle_time(graphs)]
+    limitations = (
+        note
+        for workload in workloads
+        for note in (
+            *_notes_on_streams(workload.graph),
+            *_notes_on_storage(workload.graph),
+            *_notes_on_communication(workload),
+        )
+    )
+    return [*idle, *dict.fromkeys(limitations)]
+
+
+def _note_on_check(read_back: set[int], ranks: int) -> str:
+    return (
+        f"Of {ranks} ranks the files of {', '.join(map(str, sorted(read_back)))} were read back "
+        "and checked; the other files repeat these steps, and their communication was matched."
+    )
+
+
+def _note_on_idle_time(graphs: Sequence[Graph]) -> str:
+    """Return the note that idle time is dropped; for a single graph, with its share of the step."""
+    if len(graphs) > 1:
+        return f"{NO_IDLE_TIME}."
+    (graph,) = graphs
+    compute_ns = _gpu_time_ns(graph)
+    measurement = graph.job.measurement
+    if graph.job.annotations:
+        target = graph.job.annotations[-1].target
+        return f"{NO_IDLE_TIME}; for {target} they are not known (GPU compute: {compute_ns} ns)."
+    step_ns, source = measurement.median_step_ns, "the median step without the profiler"
+    if step_ns is None and measurement.profiled_step_ns:
+        step_ns, source = measurement.profiled_step_ns, "the profiled step"
+    if step_ns is None and graph.nodes.start_ns.any():
+        ends = graph.nodes.start_ns + graph.nodes.duration_ns
+        step_ns, source = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
+    if step_ns is None:
+        return (
+            f"{NO_IDLE_TIME}; the duration of the step is not known (GPU compute: {compute_ns} ns)."
+        )
+    idle_ns = step_ns - compute_ns
+    difference = (
+        f"the difference {idle_ns} ns" if idle_ns >= 0 else "which is more, as streams overlap"
+    )
+    return f"{NO_IDLE_TIME}: {source} is {step_ns} ns, GPU compute {compute_ns} ns, {difference}."
+
+
+def _notes_on_streams(graph: Graph) -> list[str]:
+    compute = timed_compute(graph)
+    streams = np.unique(graph.nodes.stream[compute])
+    notes: list[str] = []
+    if len(streams) > 1:
+        note = f"GPU compute is on {len(streams)} streams; ASTRA-sim runs one node at a time"
+        has_delays = NAME in graph.strings.values  # the note on host delays reports overlaps
+        if graph.nodes.start_ns.any() and not graph.job.annotations and not has_delays:
+            start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
+            overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)
+            note += f", and in the trace they overlap for {overlap_ns} ns"
+        notes.append(f"{note}.")
+    without_stream = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
+    if without_stream:
+        notes.append(f"{without_stream} GPU nodes have no stream; they run one after another.")
+    return notes
+
+
+def _notes_on_storage(graph: Graph) -> list[str]:
+    prefetch_ns = graph.nodes.duration_ns[prefetched_storage(graph)]
+    if not len(prefetch_ns):
+        return []
+    return [
+        f"Storage reads for the next step ({prefetch_ns.max()} ns) are not in the workload, since "
+        "ASTRA-sim overlaps nothing with a GPU's compute. No step is shorter than that."
+    ]
+
+
+def _notes_on_communication(workload: Workload) -> list[str]:
+    graph, ranks = workload.graph, workload.world.size
+    if not workload.placements:
+        return ["The ranks do not communicate; they run independently."]
+    notes: list[str] = []
+    if len(set(workload.placements.values())) > 1:
+        notes.append("A rank's communications run one at a time, in the order of the trace.")
+    small = sum(
+        not placement.shift
+        and int(graph.nodes.comm_bytes[index]) < ranks
+        and graph.node(index).collective is not Collective.ALL_GATHER
+        for index, placement in workload.placements.items()
+    )
+    if small:
+        notes.append(f"ASTRA-sim rounds {small} collectives of under {ranks} bytes up to {ranks}.")
+    return notes

@@ -1,4 +1,4 @@
-"""Write one Chakra trace per rank, in either encoding of time."""
+"""Write one Chakra trace per rank, with compute times in microseconds or exact."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place
-from onerank.converters.targets.astra_sim.lower import Step, tag_of
-from onerank.ir import Graph, Kind
+from onerank.converters.targets.expand_symmetry import Placement, shift_rank
+from onerank.converters.targets.lower import LoweredStep, tag_of
+from onerank.ir import Graph, Kind, World
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.edges import I64
 
@@ -20,76 +20,89 @@ COMM = {Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step, and where its communications go on the ranks that have it.
+    """A step, the ranks that run it, and the groups and peers of its communication.
 
     Attributes:
-        graph: the graph the step was lowered from.
+        graph: the graph that the step was lowered from.
         step: the nodes, the same on all of `ranks`.
-        places: place of each communication, by graph index.
-        layout: the grid of ranks.
-        ranks: the ranks that have this step.
-        numbers: number of each group, by its ranks.
+        placements: placement of each communication, by graph index.
+        world: all ranks of the export.
+        ranks: the ranks that run this step.
+        group_numbers: number of each group, by its ranks.
     """
 
     graph: Graph
-    step: Step
-    places: dict[int, Place]
-    layout: Layout
+    step: LoweredStep
+    placements: dict[int, Placement]
+    world: World
     ranks: Sequence[int]
-    numbers: dict[tuple[int, ...], int]
+    group_numbers: dict[tuple[int, ...], int]
 
-    def ends(self, place: Place) -> dict[int, int]:
-        """Return for each rank the group's number, or for a send or receive the peer."""
-        if place.shift:
-            return {rank: self.layout.shifted(rank, place.shift) for rank in self.ranks}
-        found: dict[int, int] = {}
+    def targets(self, placement: Placement) -> dict[int, int]:
+        """Return by rank the number of a collective's group, or the peer of a send or receive."""
+        if placement.shift:
+            return {rank: shift_rank(self.world, rank, placement.shift) for rank in self.ranks}
+        numbers: dict[int, int] = {}
         for rank in self.ranks:
-            if rank not in found:
-                members = place.group(self.layout, rank)
-                found |= dict.fromkeys(members, self.numbers[members])
-        return found
+            if rank not in numbers:
+                members = placement.group_ranks(self.world, rank)
+                numbers |= dict.fromkeys(members, self.group_numbers[members])
+        return numbers
 
 
 def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
     """Write `PREFIX.R.et` for each rank R of a step.
 
-    The step is encoded once; a rank's file differs only in groups, peers and rank. Compute carries
-    its time as `duration_micros`, or (roofline) as operations of 1 ps each.
+    The step is encoded once: the ranks' files differ only in groups and peers.
+
+    Args:
+        workload: a step and its ranks.
+        prefix: path of the files without rank and suffix.
+        roofline: encode compute times exactly, as operations of 1 ps each; otherwise as
+            `duration_micros`.
+
+    Raises:
+        OSError: a file cannot be written.
     """
     graph = workload.graph
-    ends = {index: (graph.node(index).kind, place) for index, place in workload.places.items()}
-    slots = {end: slot for slot, end in enumerate(dict.fromkeys(ends.values()))}
+    uses = {
+        index: (graph.node(index).kind, placement)
+        for index, placement in workload.placements.items()
+    }
+    slots = {use: slot for slot, use in enumerate(dict.fromkeys(uses.values()))}
     template = Template(
         _messages(workload, roofline=roofline),
         {
-            1 + number: slots[ends[index]]
+            1 + number: slots[uses[index]]  # message 0 is the metadata
             for number, index in enumerate(workload.step.index)
-            if index in ends
+            if index in uses
         },
     )
-    found = {place: workload.ends(place) for _, place in slots}
+    targets = {placement: workload.targets(placement) for _, placement in slots}
     for rank in workload.ranks:
-        values = [_ending(kind, found[place][rank], rank) for kind, place in slots]
+        values = [
+            _target_attributes(kind, targets[placement][rank], rank) for kind, placement in slots
+        ]
         with prefix.with_name(f"{prefix.name}.{rank}.et").open("wb", buffering=0) as file:
             file.write(template.fill(values).data)
 
 
 def micros(durations_ns: list[int]) -> list[int]:
-    """Round each duration to microseconds so that no running sum is off by a microsecond.
+    """Return the durations in microseconds, with every running sum off by less than one.
 
-    ASTRA-sim runs 0 us as 1 ns; the rounding counts that in.
+    The remainder of each rounding is carried to the next duration.
     """
     rounded: list[int] = []
-    ahead = 0
+    ahead = 0  # simulated minus exact time so far, in ns
     for duration in durations_ns:
         whole = max((duration - ahead + 500) // 1000, 0)
         rounded.append(whole)
-        ahead += (whole * 1000 or 1) - duration
+        ahead += (whole * 1000 or 1) - duration  # ASTRA-sim runs 0 us as 1 ns
     return rounded
 
 
 def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
-    """Return the metadata and the nodes that all ranks have in common, without their ends."""
+    """Return the metadata and the nodes, without the attributes that differ between ranks."""
     graph, step = workload.graph, workload.step
     index = np.array(step.index, dtype=np.int64)
     nodes = graph.nodes.take(index)
@@ -99,33 +112,39 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     compute = np.flatnonzero(types == COMP)
     whole: I64 = nodes.duration_ns // 1000
     whole[compute] = micros(nodes.duration_ns[compute].tolist())
-    made = NodeWriter(len(index))
-    everyone = np.arange(len(index))
-    made.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)
-    made.write_flag("is_cpu_op", value=False)
-    made.write_integers("duration_ns", "int64_val", everyone, nodes.duration_ns)
+    writer = NodeWriter(len(index))
+    all_nodes = np.arange(len(index))
+    writer.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)
+    writer.write_flag("is_cpu_op", value=False)
+    writer.write_integers("duration_ns", "int64_val", all_nodes, nodes.duration_ns)
     if roofline:
+        # 1000 operations of 1 ps are 1 ns. Without the extra 500 ASTRA-sim truncates: a chain of
+        # 1000 nodes lost 27 ns.
         exact = nodes.duration_ns[compute]
-        made.write_integers("num_ops", "int64_val", compute, exact * 1000 + 500)
-        made.write_integers("tensor_size", "uint64_val", compute, np.ones_like(exact))
-    talks = np.flatnonzero(types != COMP)
-    made.write_integers("comm_size", "int64_val", talks, nodes.comm_bytes[talks])
-    calls = np.flatnonzero(types == COMM[Kind.COLLECTIVE])
-    made.write_integers("comm_type", "int64_val", calls, nodes.collective[calls])
+        writer.write_integers("num_ops", "int64_val", compute, exact * 1000 + 500)
+        writer.write_integers("tensor_size", "uint64_val", compute, np.ones_like(exact))
+    communications = np.flatnonzero(types != COMP)
+    writer.write_integers(
+        "comm_size", "int64_val", communications, nodes.comm_bytes[communications]
+    )
+    collectives = np.flatnonzero(types == COMM[Kind.COLLECTIVE])
+    writer.write_integers("comm_type", "int64_val", collectives, nodes.collective[collectives])
     messages = np.flatnonzero((types != COMP) & (types != COMM[Kind.COLLECTIVE]))
     tags = np.array([tag_of(graph.node(at)) for at in index[messages].tolist()], dtype=np.int64)
-    made.write_integers("comm_tag", "int32_val", messages, tags)
-    return [header(VERSION), *made.messages()]
+    writer.write_integers("comm_tag", "int32_val", messages, tags)
+    return [header(VERSION), *writer.messages()]
 
 
-def _ending(kind: Kind, end: int, rank: int) -> bytes:
-    """Return a collective's group, or a message's ends, as attributes."""
+def _target_attributes(kind: Kind, target: int, rank: int) -> bytes:
+    """Return the attributes that name a collective's group, or a message's two ranks."""
     if kind is Kind.COLLECTIVE:
-        return _group(end)
-    source, target = (rank, end) if kind is Kind.SEND else (end, rank)
-    return attribute("comm_src", "int32_val", source) + attribute("comm_dst", "int32_val", target)
+        return _group_attribute(target)
+    source, destination = (rank, target) if kind is Kind.SEND else (target, rank)
+    return attribute("comm_src", "int32_val", source) + attribute(
+        "comm_dst", "int32_val", destination
+    )
 
 
 @lru_cache(maxsize=1 << 12)
-def _group(number: int) -> bytes:
+def _group_attribute(number: int) -> bytes:
     return attribute("pg_name", "string_val", str(number))

@@ -1,11 +1,11 @@
-"""Decompose collectives into the messages that NCCL's algorithms send.
+"""Decompose collectives into the messages of NCCL's algorithms.
 
 - ring: all-reduce, all-gather, reduce-scatter; broadcast and reduce along a chain.
 - tree: all-reduce over double binary trees (Sanders, Speck, Träff 2009), laid out as in NCCL 2.28
   (`ncclGetBtree` and `ncclGetDtree` in `src/graph/trees.cc`; the balanced pattern in
   `src/graph/connect.cc`): a binary tree over nodes and its complement, with a chain inside each
-  node. The first child joins the first GPU of a node, the second child the second GPU. Each channel
-  starts its chains at another GPU.
+  node. The first child joins the first GPU of a node, the second child the second GPU. Each pair of
+  trees starts its chains at another GPU.
 - doubling: all-gather and reduce-scatter with one GPU per node (PAT: Jeaugey 2025, arXiv
   2506.20252).
 - pairs: all-to-all as a pairwise exchange, gather, scatter.
@@ -18,6 +18,7 @@ reductions are not modelled.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from onerank.converters.nccl import H100, Choice, Interconnect, Topology, choose
@@ -30,40 +31,43 @@ def tree(nodes: Sequence[Sequence[int]], number: int) -> list[int]:
     """Return the parent of each position, `ROOT` for the root.
 
     Args:
-        nodes: positions of each node, in order.
-        number: of the tree; odd ones are complements, and every second begins one GPU later.
+        nodes: for each node the positions of its GPUs in the group.
+        number: number of the tree. Odd trees are complements; each pair starts one GPU later.
     """
     parents = [ROOT] * sum(len(node) for node in nodes)
-    turned = [_turned(node, number // 2) for node in nodes]
-    above = [_parent(len(nodes), node, complement=number % 2 == 1) for node in range(len(nodes))]
-    joined = [0] * len(nodes)  # children so far
-    for node, chain in enumerate(turned):
-        for place in range(1, len(chain)):
-            parents[chain[place]] = chain[place - 1]
-        if above[node] != ROOT:
-            upper = turned[above[node]]
-            parents[chain[0]] = upper[min(joined[above[node]], len(upper) - 1)]
-            joined[above[node]] += 1
+    chains = [_rotated(node, number // 2) for node in nodes]
+    node_parents = [
+        _parent(len(nodes), node, complement=number % 2 == 1) for node in range(len(nodes))
+    ]
+    children = [0] * len(nodes)  # joined so far
+    for chain, upper_node in zip(chains, node_parents, strict=True):
+        for lower, upper in pairwise(reversed(chain)):
+            parents[lower] = upper
+        if upper_node != ROOT:
+            upper_chain = chains[upper_node]
+            parents[chain[0]] = upper_chain[min(children[upper_node], len(upper_chain) - 1)]
+            children[upper_node] += 1
     return parents
 
 
 def depth(nodes: Sequence[Sequence[int]]) -> int:
-    """Return NCCL's measure of a tree's depth: hops inside a node, and levels of nodes."""
+    """Return the depth of a tree as NCCL counts it: hops inside a node plus levels of nodes."""
     return max(len(node) for node in nodes) - 1 + (len(nodes).bit_length() - 1)
 
 
-def _turned(node: Sequence[int], by: int) -> list[int]:
+def _rotated(node: Sequence[int], by: int) -> list[int]:
     first = by % len(node)
     return [*node[first:], *node[:first]]
 
 
 def _parent(count: int, node: int, *, complement: bool) -> int:
+    """Return a node's parent in the binary tree over `count` nodes, or in its complement."""
     if not complement:
         return _binary(count, node)
-    if count % 2:  # shifted by one
+    if count % 2:  # the complement of an odd number of nodes is the tree shifted by one
         up = _binary(count, (node - 1) % count)
         return ROOT if up == ROOT else (up + 1) % count
-    up = _binary(count, count - 1 - node)  # mirrored
+    up = _binary(count, count - 1 - node)  # the mirrored tree
     return ROOT if up == ROOT else count - 1 - up
 
 
@@ -77,10 +81,13 @@ def _binary(count: int, node: int) -> int:
 
 
 _BARRIER_BYTES = 4
+"""NCCL reduces one float for a barrier."""
 
-_CHUNK_BYTES = 512 << 10  # of a channel: an eighth of NCCL_BUFFSIZE
+_CHUNK_BYTES = 512 << 10
+"""Chunk of a channel: an eighth of NCCL_BUFFSIZE."""
 
-_MOST_CHUNKS = 256  # by then filling the pipeline is no time
+_MOST_CHUNKS = 256
+"""Limit on the simulated chunks; with more, filling the pipeline takes negligible time."""
 
 _NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
 
@@ -89,12 +96,12 @@ class Message(NamedTuple):
     """A send or receive of one member of a group.
 
     Attributes:
-        sends: whether it is a send.
+        sends: True for a send, False for a receive.
         peer: position of the other end in the group.
         size_bytes: payload.
-        step: the same number at both ends, and no other between the two.
-        after: places in the member's list of what must have ended before.
-        behind: place of the send that must have started before; None for none.
+        step: number that both ends have, and no other message between them.
+        after: positions in the member's list of the messages that must have ended.
+        started: position of the send that must have started, or None.
     """
 
     sends: bool
@@ -102,19 +109,19 @@ class Message(NamedTuple):
     size_bytes: int
     step: int
     after: tuple[int, ...] = ()
-    behind: int | None = None
+    started: int | None = None
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A collective of a group.
 
     Attributes:
-        collective: which.
-        size_bytes: input of a member; of an all-gather its own shard.
-        nodes: positions of the members, by the node they are on.
+        collective: kind of the collective.
+        size_bytes: input of a member; for an all-gather its shard.
+        nodes: for each node the positions of its GPUs in the group.
         root: position of the root of a broadcast, reduce, gather or scatter.
-        interconnect: what the GPUs are, which NCCL's choice depends on.
+        interconnect: links between the GPUs, by which NCCL chooses the algorithm.
     """
 
     collective: Collective
@@ -125,7 +132,7 @@ class Call:
 
     @property
     def ranks(self) -> int:
-        """Members of the group."""
+        """Number of members of the group."""
         return sum(len(node) for node in self.nodes)
 
     @cached_property
@@ -137,8 +144,8 @@ class Call:
         )
 
 
-def steps(call: Call) -> int:
-    """Return the number of steps: those of the messages are below."""
+def count_steps(call: CollectiveCall) -> int:
+    """Return the number of steps; the messages have steps from 0 to below that."""
     count = call.ranks
     if call.collective in _PAIRS:
         return count
@@ -152,170 +159,177 @@ def steps(call: Call) -> int:
 
 
 @lru_cache(maxsize=4096)
-def messages(call: Call, position: int) -> list[Message]:
-    """Return what a member sends and receives."""
+def messages(call: CollectiveCall, position: int) -> list[Message]:
+    """Return the messages that the member at `position` sends and receives, in order."""
     if call.collective in (Collective.ALL_REDUCE, Collective.BARRIER):
-        return (_by_trees if call.choice.algorithm == "tree" else _around)(call, position)
+        return (_tree_all_reduce if call.choice.algorithm == "tree" else _ring_all_reduce)(
+            call, position
+        )
     if call.choice.algorithm == "pat":
-        return _by_doubling(call, position)
-    return _OTHERS[call.collective](call, position)
+        return _recursive_doubling(call, position)
+    return _DECOMPOSERS[call.collective](call, position)
 
 
 def _share(size: int, parts: int, part: int) -> int:
-    """Return the bytes of one of nearly equal parts, 1 at least."""
+    """Return the bytes of one of nearly equal parts, at least 1."""
     return max(1, size * (part + 1) // parts - size * part // parts)
 
 
 def _ring(
     count: int, position: int, first: int, last: int, size: Callable[[int], int]
 ) -> list[Message]:
-    """Pass parts around: in step s a member sends what it got in step s - 1.
+    """Return the messages of a ring: in step s a member sends the part received in step s - 1.
 
     Args:
-        count: members.
-        position: of this one.
+        count: number of members.
+        position: position of the member.
         first: number of the first step.
-        last: number behind the last step.
-        size: bytes of the part that begins at a position.
+        last: number of the last step plus one.
+        size: returns the bytes of the part that starts at a position.
     """
-    made: list[Message] = []
-    got: int | None = None
+    ring: list[Message] = []
+    received: int | None = None
     sent: int | None = None
     for step in range(first, last):
-        after = () if got is None else (got,)
+        after = () if received is None else (received,)
         bytes_out, bytes_in = size((position - step) % count), size((position - 1 - step) % count)
-        made.append(Message(True, (position + 1) % count, bytes_out, step, after, sent))
-        made.append(Message(False, (position - 1) % count, bytes_in, step))
-        sent, got = len(made) - 2, len(made) - 1
-    return made
+        ring.append(Message(True, (position + 1) % count, bytes_out, step, after, sent))
+        ring.append(Message(False, (position - 1) % count, bytes_in, step))
+        sent, received = len(ring) - 2, len(ring) - 1
+    return ring
 
 
-def _around(call: Call, position: int) -> list[Message]:
-    """An all-reduce: each part goes around once to be summed and once to be spread."""
+def _ring_all_reduce(call: CollectiveCall, position: int) -> list[Message]:
+    """Each part goes around the ring twice: to be summed, then to be distributed."""
     whole = _BARRIER_BYTES if call.collective is Collective.BARRIER else call.size_bytes
     count = call.ranks
     return _ring(count, position, 0, 2 * (count - 1), lambda part: _share(whole, count, part))
 
 
-def _spread(call: Call, position: int) -> list[Message]:
-    """An all-gather: each shard goes around."""
+def _ring_all_gather(call: CollectiveCall, position: int) -> list[Message]:
+    """Each shard goes around the ring."""
     return _ring(call.ranks, position, 0, call.ranks - 1, lambda _: max(1, call.size_bytes))
 
 
-def _gather_sums(call: Call, position: int) -> list[Message]:
-    """A reduce-scatter: each part goes around, summed on its way."""
+def _ring_reduce_scatter(call: CollectiveCall, position: int) -> list[Message]:
+    """Each part goes around the ring and is summed on its way."""
     count = call.ranks
     return _ring(count, position, 0, count - 1, lambda part: _share(call.size_bytes, count, part))
 
 
-def _distances(call: Call) -> list[int]:
-    """Return how far the steps of PAT reach: a gather's farthest first, while it has least."""
+def _distances(call: CollectiveCall) -> list[int]:
+    """Return the distance of each step's peers in PAT.
+
+    An all-gather starts with the farthest peer, while a member has the fewest shards.
+    """
     distances = [1 << power for power in range((call.ranks - 1).bit_length())]
     return distances if call.collective in _SUMS else distances[::-1]
 
 
-def _by_doubling(call: Call, position: int) -> list[Message]:
-    """Pass on all that came so far, in as many steps as the group can be doubled to."""
+def _recursive_doubling(call: CollectiveCall, position: int) -> list[Message]:
+    """PAT: in each step a member sends all shards (sums) that it has; log2(members) steps."""
     count = call.ranks
     shard = call.size_bytes // count if call.collective in _SUMS else call.size_bytes
-    made: list[Message] = []
-    got: tuple[int, ...] = ()
+    doubling: list[Message] = []
+    received: tuple[int, ...] = ()
     for step, distance in enumerate(_distances(call)):
         size = max(1, shard) * -(-(count - distance) // (2 * distance))
-        behind = None if step == 0 else 2 * (step - 1)
-        made.append(Message(True, (position + distance) % count, size, step, got, behind))
-        made.append(Message(False, (position - distance) % count, size, step))
-        got = (*got, len(made) - 1)
-    return made
+        started = None if step == 0 else 2 * (step - 1)
+        doubling.append(Message(True, (position + distance) % count, size, step, received, started))
+        doubling.append(Message(False, (position - distance) % count, size, step))
+        received = (*received, len(doubling) - 1)
+    return doubling
 
 
-def _chunks(size: int, channels: int, deep: int) -> int:
-    """Return the pieces that follow each other, as `computeCollWorkFunc` of NCCL cuts them."""
+def _chunks(size: int, channels: int, hops: int) -> int:
+    """Return the number of pipelined chunks per channel, as NCCL's `computeCollWorkFunc` cuts."""
     chunk = _CHUNK_BYTES
-    for least, smallest in ((deep * 8, 128 << 10), (deep * 4, 64 << 10), (deep, 32 << 10)):
+    for least, smallest in ((hops * 8, 128 << 10), (hops * 4, 64 << 10), (hops, 32 << 10)):
         while size // (channels * chunk) < least and chunk > smallest:
             chunk //= 2
     return min(max(1, -(-size // (channels * chunk))), _MOST_CHUNKS)
 
 
-def _chain(call: Call, position: int) -> list[Message]:
-    """A broadcast goes from the root along the ring, a reduce along it to the root."""
-    count, chunks = call.ranks, steps(call)
+def _chain(call: CollectiveCall, position: int) -> list[Message]:
+    """Broadcast from the root along the ring, or reduce along the ring to the root."""
+    count, chunks = call.ranks, count_steps(call)
     place = (position - call.root) % count
     down = call.collective is Collective.BROADCAST
-    before, behind = (-1, 1) if down else (1, -1)
-    has_before = place > 0 if down else place < count - 1
-    has_behind = place < count - 1 if down else place > 0
-    made: list[Message] = []
+    source, destination = (-1, 1) if down else (1, -1)
+    receives = place > 0 if down else place < count - 1
+    sends = place < count - 1 if down else place > 0
+    chain: list[Message] = []
     sent: int | None = None
     for chunk in range(chunks):
         size = _share(call.size_bytes, chunks, chunk)
         after: tuple[int, ...] = ()
-        if has_before:
-            made.append(Message(False, (position + before) % count, size, chunk))
-            after = (len(made) - 1,)
-        if has_behind:
-            made.append(Message(True, (position + behind) % count, size, chunk, after, sent))
-            sent = len(made) - 1
-    return made
+        if receives:
+            chain.append(Message(False, (position + source) % count, size, chunk))
+            after = (len(chain) - 1,)
+        if sends:
+            chain.append(Message(True, (position + destination) % count, size, chunk, after, sent))
+            sent = len(chain) - 1
+    return chain
 
 
-def _trees(call: Call) -> list[list[int]]:
-    """Return the trees, two for each GPU of a node that a channel begins at."""
+def _trees(call: CollectiveCall) -> list[list[int]]:
+    """Return the trees: a pair for each GPU of a node at which a channel starts."""
     heads = min(*(len(node) for node in call.nodes), max(1, call.choice.channels // 2))
     return [tree(call.nodes, number) for number in range(2 * heads)]
 
 
-def _tree_chunks(call: Call) -> int:
+def _tree_chunks(call: CollectiveCall) -> int:
     return _chunks(call.size_bytes, call.choice.channels, depth(call.nodes))
 
 
-def _by_trees(call: Call, position: int) -> list[Message]:
-    """An all-reduce: each tree sums its share on the way up and spreads it on the way down."""
+def _tree_all_reduce(call: CollectiveCall, position: int) -> list[Message]:
+    """Each tree sums its share on the way up and distributes it on the way down."""
     trees, chunks = _trees(call), _tree_chunks(call)
     whole = _BARRIER_BYTES if call.collective is Collective.BARRIER else call.size_bytes
-    made: list[Message] = []
-    newest: dict[int, int] = {}  # last send to each peer: chunks keep their order
+    tree_messages: list[Message] = []
+    newest: dict[int, int] = {}  # last send to each peer, since chunks keep their order
 
     def send(peer: int, size: int, step: int, after: Sequence[int]) -> None:
-        made.append(Message(True, peer, size, step, tuple(after), newest.get(peer)))
-        newest[peer] = len(made) - 1
+        tree_messages.append(Message(True, peer, size, step, tuple(after), newest.get(peer)))
+        newest[peer] = len(tree_messages) - 1
 
     def receive(peer: int, size: int, step: int) -> int:
-        made.append(Message(False, peer, size, step))
-        return len(made) - 1
+        tree_messages.append(Message(False, peer, size, step))
+        return len(tree_messages) - 1
 
     for number, parents in enumerate(trees):
         up = parents[position]
-        below = [child for child, parent in enumerate(parents) if parent == position]
+        children = [child for child, parent in enumerate(parents) if parent == position]
         for chunk in range(chunks):
             size = _share(whole, len(trees) * chunks, number * chunks + chunk)
             step = 2 * (number * chunks + chunk)
-            got = [receive(child, size, step) for child in below]
+            received = [receive(child, size, step) for child in children]
             if up != ROOT:
-                send(up, size, step, got)
-                got = [receive(up, size, step + 1)]
-            for child in below:
-                send(child, size, step + 1, got)
-    return made
+                send(up, size, step, received)
+                received = [receive(up, size, step + 1)]
+            for child in children:
+                send(child, size, step + 1, received)
+    return tree_messages
 
 
-def _exchange(call: Call, position: int) -> list[Message]:
-    """Each member sends a part to each: in step s to the one that is s further."""
+def _pairwise_exchange(call: CollectiveCall, position: int) -> list[Message]:
+    """All-to-all: in step s each member sends a part to the member at distance s."""
     count = call.ranks
-    made: list[Message] = []
+    exchange: list[Message] = []
     sent: int | None = None
     for step in range(1, count):
-        to, source = (position + step) % count, (position - step) % count
-        size_out, size_in = (_share(call.size_bytes, count, part) for part in (to, position))
-        made.append(Message(True, to, size_out, step, (), sent))
-        sent = len(made) - 1
-        made.append(Message(False, source, size_in, step))
-    return made
+        destination, source = (position + step) % count, (position - step) % count
+        size_out, size_in = (
+            _share(call.size_bytes, count, part) for part in (destination, position)
+        )
+        exchange.append(Message(True, destination, size_out, step, (), sent))
+        sent = len(exchange) - 1
+        exchange.append(Message(False, source, size_in, step))
+    return exchange
 
 
-def _star(call: Call, position: int) -> list[Message]:
-    """A gather or scatter: the root has a message for each."""
+def _star(call: CollectiveCall, position: int) -> list[Message]:
+    """Gather or scatter: one message between the root and each other member."""
     to_root = call.collective is Collective.GATHER
     count = call.ranks
 
@@ -325,27 +339,27 @@ def _star(call: Call, position: int) -> list[Message]:
     if position != call.root:
         step = (position - call.root) % count
         return [Message(to_root, call.root, size(position), step)]
-    made: list[Message] = []
+    star: list[Message] = []
     for step in range(1, count):
         member = (call.root + step) % count
-        behind = step - 2 if step > 1 and not to_root else None
-        made.append(Message(not to_root, member, size(member), step, (), behind))
-    return made
+        started = step - 2 if step > 1 and not to_root else None
+        star.append(Message(not to_root, member, size(member), step, (), started))
+    return star
 
 
 _SUMS = (Collective.REDUCE_SCATTER, Collective.REDUCE_SCATTER_BLOCK)
 
 _PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
 
-_OTHERS: dict[Collective, Callable[[Call, int], list[Message]]] = {
-    Collective.ALL_GATHER: _spread,
-    Collective.REDUCE_SCATTER: _gather_sums,
-    Collective.REDUCE_SCATTER_BLOCK: _gather_sums,
+_DECOMPOSERS: dict[Collective, Callable[[CollectiveCall, int], list[Message]]] = {
+    Collective.ALL_GATHER: _ring_all_gather,
+    Collective.REDUCE_SCATTER: _ring_reduce_scatter,
+    Collective.REDUCE_SCATTER_BLOCK: _ring_reduce_scatter,
     Collective.BROADCAST: _chain,
     Collective.REDUCE: _chain,
-    Collective.ALL_TO_ALL: _exchange,
+    Collective.ALL_TO_ALL: _pairwise_exchange,
     Collective.GATHER: _star,
     Collective.SCATTER: _star,
 }
 
-SUPPORTED = (Collective.ALL_REDUCE, Collective.BARRIER, *_OTHERS)
+SUPPORTED = (Collective.ALL_REDUCE, Collective.BARRIER, *_DECOMPOSERS)

@@ -1,60 +1,117 @@
 """Emit the operations of one rank as lines of GOAL, with unique tags."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
 from onerank.converters.nccl import Interconnect
-from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place, place
-from onerank.converters.targets.astra_sim.limitations import count_left_out, timed_compute
-from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
+from onerank.converters.targets.expand_symmetry import Placement, place_communications, shift_rank
 from onerank.converters.targets.goal.collective_algorithms import (
     SUPPORTED,
-    Call,
+    CollectiveCall,
     Message,
+    count_steps,
     messages,
-    steps,
 )
-from onerank.ir import Graph, Kind
+from onerank.converters.targets.lower import (
+    LoweredStep,
+    count_dropped,
+    lower_workload,
+    tag_of,
+    timed_compute,
+)
+from onerank.ir import Graph, Kind, World
 from onerank.ir.errors import ExportError
 
-CPUS = 256
-"""txt2bin holds the number of a cpu in a byte."""
+MOST_CPUS = 256
+"""txt2bin stores the number of a cpu in one byte."""
 
 SENDS, RECEIVES, HOST, STORAGE = "sends", "receives", "host", "storage"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A step, the ranks that run it, where its communication goes, and each node's cpu."""
+class Machine:
+    """The nodes of the simulated cluster, by which NCCL chooses algorithms.
+
+    Attributes:
+        gpus_per_node: number of consecutive ranks that share a node.
+        interconnect: links between the GPUs.
+    """
+
+    gpus_per_node: int
+    interconnect: Interconnect
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredRank:
+    """A lowered step and the ranks that run it.
+
+    Attributes:
+        graph: the graph that the step was lowered from.
+        ranks: the ranks that run it.
+        world: all ranks of the export.
+        placements: placement of each communication, by graph index.
+        step: the nodes, the same on all of `ranks`.
+        cpus: cpu of each node of the step, by graph index.
+        left_out: nodes that are not in the step, by reason.
+    """
 
     graph: Graph
     ranks: Sequence[int]
-    layout: Layout
-    places: dict[int, Place]
-    step: Step
-    cpu: dict[int, int]
+    world: World
+    placements: dict[int, Placement]
+    step: LoweredStep
+    cpus: dict[int, int]
     left_out: Counter[str]
 
 
-def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = "") -> Part:
-    """Lower a graph for the ranks that run it; `along` is as for `place`.
+def lower_rank(
+    graph: Graph, world: World, ranks: Sequence[int], *, unequal_along: str = ""
+) -> LoweredRank:
+    """Lower a graph for the ranks that run it.
+
+    Args:
+        graph: one rank's step.
+        world: all ranks of the export.
+        ranks: the ranks that run the graph.
+        unequal_along: as for `place_communications`.
 
     Raises:
-        ExportError: it cannot be run, or has more streams and groups than GOAL has cpus.
+        ExportError: the graph has no GPU work, its communication cannot be placed, or its streams
+            and groups are more than GOAL's cpus.
+        GraphError: the graph has a cycle.
     """
     require_gpu_work(graph)
-    places, dropped = place(graph, layout, along=along, supported=SUPPORTED)
+    placements, dropped = place_communications(graph, world, SUPPORTED, unequal_along=unequal_along)
+    lanes = _lanes(graph, placements)
+    step = lower_workload(graph, lanes)
+    cpu_of_lane: dict[Hashable, int] = {}
+    cpus: dict[int, int] = {}
+    for index in step.index:
+        # A receive's lane is one peer, tag and size. A cpu for each could exceed the limit.
+        lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
+        cpus[index] = cpu_of_lane.setdefault(lane, len(cpu_of_lane))
+    if len(cpu_of_lane) > MOST_CPUS:
+        raise ExportError(
+            f"the graph has {len(cpu_of_lane)} streams and groups; GOAL has {MOST_CPUS} cpus",
+            code="goal-too-many-cpus",
+        )
+    left_out = Counter(count_dropped(graph) | dropped)
+    return LoweredRank(graph, ranks, world, placements, step, cpus, left_out)
+
+
+def _lanes(graph: Graph, communications: Iterable[int]) -> list[Hashable | None]:
+    """Return the lane of each node; None for nodes that do not reach the simulator."""
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         node = graph.node(index)
         lanes[index] = HOST if node.name == NAME else ("compute", node.value("stream"))
     for index in storage_delays(graph).nonzero()[0].tolist():
         lanes[index] = STORAGE
-    for index in places:
+    for index in communications:
         node = graph.node(index)
         if node.kind is Kind.RECV:
             lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
@@ -62,211 +119,221 @@ def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = 
             lanes[index] = SENDS
         else:
             lanes[index] = ("collectives", node.text("group"))
-    step = lower(graph, lanes)
-    if not step.index:
-        raise ExportError(
-            f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes",
-            code="export-empty-graph",
-        )
-    cpus: dict[Hashable, int] = {}
-    cpu: dict[int, int] = {}
-    for index in step.index:
-        lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
-        cpu[index] = cpus.setdefault(lane, len(cpus))
-    if len(cpus) > CPUS:
-        raise ExportError(
-            f"the graph has {len(cpus)} streams and groups; GOAL has {CPUS} cpus",
-            code="goal-too-many-cpus",
-        )
-    left_out = Counter(count_left_out(graph) | dropped)
-    return Part(graph, ranks, layout, places, step, cpu, left_out)
+    return lanes
 
 
-_MOST = 2**32 - 1
-"""Tags are 32 bits wide, and the highest means any."""
+_MOST_TAGS = 2**32 - 1
+"""Tags have 32 bits, and the highest is the wildcard."""
 
-Ends = tuple[int, int, int, int]
+Route = tuple[int, int, int, int]
 """Source, destination, tag as captured, bytes."""
 
 
-class Tags:
-    """Hands out tags, the same to all ranks that meet, and finds out who does not."""
+class TagAllocator:
+    """Allocates tags that are unique in the job, and checks that communication matches.
+
+    All members of a collective, and both ends of a message, get the same tag.
+    """
 
     def __init__(self) -> None:
         self._next = 0
-        self._calls: dict[tuple[tuple[int, ...], int], tuple[Call, int]] = {}
-        self._left: Counter[tuple[tuple[int, ...], int]] = Counter()
-        self._messages: dict[tuple[Ends, int], int] = {}
-        self._sent: Counter[Ends] = Counter()
-        self._received: Counter[Ends] = Counter()
+        self._calls: dict[tuple[tuple[int, ...], int], tuple[CollectiveCall, int]] = {}
+        self._callers: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._messages: dict[tuple[Route, int], int] = {}
+        self._sent: Counter[Route] = Counter()
+        self._received: Counter[Route] = Counter()
 
-    def of_call(self, members: tuple[int, ...], instance: int, call: Call) -> int:
-        """Return the tag of the first step of a group's call; that of step s is s more.
+    def call_tag(self, members: tuple[int, ...], instance: int, call: CollectiveCall) -> int:
+        """Return the tag of the first step of a collective; step s has the tag plus s.
 
         Args:
             members: ranks of the group.
             instance: number of the call among those of the group.
-            call: what is called.
+            call: the call of one member.
 
         Raises:
-            ExportError: another member calls something else.
+            ExportError: another member calls another collective, or the tags are used up.
         """
         key = members, instance
         if key not in self._calls:
-            self._calls[key] = call, self._take(steps(call))
+            self._calls[key] = call, self._allocate(count_steps(call))
         known, tag = self._calls[key]
         if (known.collective, known.size_bytes) != (call.collective, call.size_bytes):
             raise ExportError(
-                f"call {instance} of the ranks {list(members)} is {_named(known)} on one of them "
-                f"and {_named(call)} on another: the traces are not of one job",
+                f"call {instance} of the ranks {list(members)} is {_call_text(known)} on one of "
+                f"them and {_call_text(call)} on another\n  give the traces of one job",
                 code="goal-calls-differ",
             )
-        self._left[key] += 1
+        self._callers[key] += 1
         return tag
 
-    def of_message(self, ends: Ends, *, sends: bool) -> int:
-        """Return the tag of the next such message of a rank."""
-        seen = self._sent if sends else self._received
-        key = ends, seen[ends]
-        seen[ends] += 1
+    def message_tag(self, route: Route, *, sends: bool) -> int:
+        """Return the tag of a rank's next message on a route.
+
+        Raises:
+            ExportError: the tags are used up.
+        """
+        # The k-th send on a route meets the k-th receive, as in NCCL, which has no tags.
+        counts = self._sent if sends else self._received
+        key = route, counts[route]
+        counts[route] += 1
         if key not in self._messages:
-            self._messages[key] = self._take(1)
+            self._messages[key] = self._allocate(1)
         return self._messages[key]
 
     def check(self) -> None:
-        """Check that all that is sent is received, and that groups are complete.
+        """Check that every send has a receive, and that every member makes each call.
 
         Raises:
-            ExportError: somebody would wait for ever.
+            ExportError: a rank would wait for ever.
         """
-        for ends in self._sent | self._received:
-            if self._sent[ends] != self._received[ends]:
-                source, target, _, size = ends
+        for route in self._sent | self._received:
+            if self._sent[route] != self._received[route]:
+                source, destination, _, size = route
                 raise ExportError(
-                    f"rank {source} sends {self._sent[ends]} messages of {size} bytes to rank "
-                    f"{target}, which receives {self._received[ends]}: the traces are not of one "
-                    "job, or leave out a stage",
+                    f"rank {source} sends {self._sent[route]} messages of {size} bytes to rank "
+                    f"{destination}, which receives {self._received[route]}\n"
+                    "  give the traces of one job, and of all its stages",
                     code="goal-unmatched-p2p",
                 )
-        for (members, instance), calls in self._left.items():
-            if calls != len(members):
+        for (members, instance), callers in self._callers.items():
+            if callers != len(members):
                 known, _ = self._calls[members, instance]
                 raise ExportError(
-                    f"call {instance} of the ranks {list(members)}, {_named(known)}, is made by "
-                    f"{calls} of them: the traces are not of one job",
+                    f"{callers} of {len(members)} members make call {instance} of the ranks "
+                    f"{list(members)}, {_call_text(known)}\n  give the traces of one job",
                     code="goal-calls-missing",
                 )
 
-    def _take(self, count: int) -> int:
+    def _allocate(self, count: int) -> int:
         first = self._next
         self._next += count
-        if self._next > _MOST:
+        if self._next > _MOST_TAGS:
             raise ExportError(
-                f"the job's communication takes over {_MOST} tags, the most GOAL's binary form "
-                "holds: export fewer ranks or micro-batches",
+                f"the job's communication takes over {_MOST_TAGS} tags, the most that GOAL's "
+                "binary form can store\n  export fewer ranks or micro-batches",
                 code="goal-too-many-tags",
             )
         return first
 
 
-def _named(call: Call) -> str:
+def _call_text(call: CollectiveCall) -> str:
     return f"{call.collective.name} of {call.size_bytes} bytes"
 
 
 @dataclass(slots=True)
 class RankBlock:
-    """Writes the operations of one rank.
+    """Writer of the operations of one rank.
 
     Attributes:
-        lines: of its block.
-        ends: label of the operation that ends each node of the step.
-        operations: how many there are.
-        instances: calls of each group so far.
+        lowered: the step that the rank runs.
+        rank: the rank.
+        tags: tags of the whole job.
+        machine: the nodes of the cluster.
+        lines: lines of the block.
+        ends: label of the last operation of each node of the step.
+        operations: number of operations.
+        calls: number of calls of each group.
     """
 
-    part: Part
+    lowered: LoweredRank
     rank: int
-    tags: Tags
-    gpus_per_node: int
-    interconnect: Interconnect
+    tags: TagAllocator
+    machine: Machine
     lines: list[str] = field(default_factory=list[str])
     ends: list[int] = field(default_factory=list[int])
     operations: int = 0
-    instances: Counter[tuple[int, ...]] = field(default_factory=Counter[tuple[int, ...]])
+    calls: Counter[tuple[int, ...]] = field(default_factory=Counter[tuple[int, ...]])
 
     def write(self) -> None:
-        """Write all nodes of the step, in its order."""
-        graph = self.part.graph
-        for number, index in enumerate(self.part.step.index):
-            awaited = [self.ends[other] for other in self.part.step.waits_for[number]]
-            node = graph.node(index)
-            if index not in self.part.places:
-                cpu = self.part.cpu[index]
-                self.ends.append(self._operation(f"calc {node.duration_ns} cpu {cpu}", awaited))
-            elif node.kind is Kind.COLLECTIVE:
-                self.ends.append(self._collective(index, awaited))
-            else:
-                self.ends.append(self._message(index, awaited))
+        """Write all nodes of the step in issue order.
 
-    def _operation(self, text: str, awaited: Sequence[int]) -> int:
+        Raises:
+            ExportError: members of a group make different calls, or the tags are used up.
+        """
+        lowered = self.lowered
+        for number, index in enumerate(lowered.step.index):
+            predecessors = [self.ends[other] for other in lowered.step.waits_for[number]]
+            node = lowered.graph.node(index)
+            if index not in lowered.placements:
+                calc = f"calc {node.duration_ns} cpu {lowered.cpus[index]}"
+                self.ends.append(self._operation(calc, predecessors))
+            elif node.kind is Kind.COLLECTIVE:
+                self.ends.append(self._collective(index, predecessors))
+            else:
+                self.ends.append(self._message(index, predecessors))
+
+    def _operation(self, text: str, predecessors: Sequence[int]) -> int:
+        """Write an operation; return its label."""
         label = self.operations
         self.operations += 1
         self.lines.append(f"l{label}: {text}")
-        self.lines += [f"l{label} requires l{other}" for other in awaited]
+        self.lines += [f"l{label} requires l{other}" for other in predecessors]
         return label
 
-    def _message(self, index: int, awaited: Sequence[int]) -> int:
-        node, layout = self.part.graph.node(index), self.part.layout
-        peer = layout.shifted(self.rank, self.part.places[index].shift)
+    def _message(self, index: int, predecessors: Sequence[int]) -> int:
+        """Write a send or receive; return its label."""
+        lowered = self.lowered
+        node = lowered.graph.node(index)
+        peer = shift_rank(lowered.world, self.rank, lowered.placements[index].shift)
         size, sends = node.value("comm_bytes"), node.kind is Kind.SEND
         ends = (self.rank, peer) if sends else (peer, self.rank)
-        tag = self.tags.of_message((*ends, tag_of(node), size), sends=sends)
-        cpu = self.part.cpu[index]
-        return self._operation(_moves(peer, size, tag, cpu, sends=sends), awaited)
+        tag = self.tags.message_tag((*ends, tag_of(node), size), sends=sends)
+        text = _message_text(peer, size, tag, lowered.cpus[index], sends=sends)
+        return self._operation(text, predecessors)
 
-    def _collective(self, index: int, awaited: Sequence[int]) -> int:
-        node = self.part.graph.node(index)
-        members = self.part.places[index].group(self.part.layout, self.rank)
-        captured = self.part.places[index].group(self.part.layout, self.part.layout.rank)
-        root = node.root
-        call = Call(
+    def _collective(self, index: int, predecessors: Sequence[int]) -> int:
+        """Write a collective as messages between two empty operations; return the last's label."""
+        lowered = self.lowered
+        node = lowered.graph.node(index)
+        placement = lowered.placements[index]
+        members = placement.group_ranks(lowered.world, self.rank)
+        # The recorded root is a rank of the captured group; its position is that of all groups.
+        captured = placement.group_ranks(lowered.world, lowered.graph.job.rank)
+        call = CollectiveCall(
             node.collective,
             node.value("comm_bytes"),
-            nodes_of(members, self.gpus_per_node),
-            captured.index(root) if root in captured else 0,
-            self.interconnect,
+            positions_by_node(members, self.machine.gpus_per_node),
+            captured.index(node.root) if node.root in captured else 0,
+            self.machine.interconnect,
         )
-        instance = self.instances[members]
-        self.instances[members] += 1
-        tag = self.tags.of_call(members, instance, call)
-        cpu = self.part.cpu[index]
-        begin = self._operation(f"calc 0 cpu {cpu}", awaited)
-        own = messages(call, members.index(self.rank))
+        instance = self.calls[members]
+        self.calls[members] += 1
+        tag = self.tags.call_tag(members, instance, call)
+        cpu = lowered.cpus[index]
+        begin = self._operation(f"calc 0 cpu {cpu}", predecessors)
+        member_messages = messages(call, members.index(self.rank))
         first = self.operations
-        for message in own:
-            text = _moves(members[message.peer], message.size_bytes, tag + message.step, cpu,
-                          sends=message.sends)  # fmt: skip
+        for message in member_messages:
+            text = _message_text(
+                members[message.peer],
+                message.size_bytes,
+                tag + message.step,
+                cpu,
+                sends=message.sends,
+            )
             label = self._operation(text, [first + other for other in message.after] or [begin])
-            if message.behind is not None:
-                self.lines.append(f"l{label} irequires l{first + message.behind}")
-        return self._operation(f"calc 0 cpu {cpu}", [first + last for last in _last(own)])
+            if message.started is not None:
+                self.lines.append(f"l{label} irequires l{first + message.started}")
+        last = [first + position for position in _last(member_messages)]
+        return self._operation(f"calc 0 cpu {cpu}", last)
 
 
-def _moves(peer: int, size: int, tag: int, cpu: int, *, sends: bool) -> str:
-    what, to = ("send", "to") if sends else ("recv", "from")
-    return f"{what} {size}b {to} {peer} tag {tag} cpu {cpu} nic 0"
+def _message_text(peer: int, size: int, tag: int, cpu: int, *, sends: bool) -> str:
+    operation, direction = ("send", "to") if sends else ("recv", "from")
+    return f"{operation} {size}b {direction} {peer} tag {tag} cpu {cpu} nic 0"
 
 
 @lru_cache(maxsize=4096)
-def nodes_of(members: tuple[int, ...], gpus_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of the members by node."""
-    found: dict[int, list[int]] = {}
+def positions_by_node(members: tuple[int, ...], gpus_per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each node the positions of its GPUs in the group."""
+    positions: dict[int, list[int]] = {}
     for position, rank in enumerate(members):
-        found.setdefault(rank // gpus_per_node, []).append(position)
-    return tuple(tuple(positions) for positions in found.values())
+        positions.setdefault(rank // gpus_per_node, []).append(position)
+    return tuple(tuple(of_node) for of_node in positions.values())
 
 
-def _last(own: Sequence[Message]) -> Iterator[int]:
-    """Yield the places that no other message of the member waits for."""
-    awaited = {place for message in own for place in message.after}
-    yield from (place for place in range(len(own)) if place not in awaited)
+def _last(member_messages: Sequence[Message]) -> Iterator[int]:
+    """Yield the positions of messages that no other message of the member waits for."""
+    awaited = {position for message in member_messages for position in message.after}
+    yield from (position for position in range(len(member_messages)) if position not in awaited)

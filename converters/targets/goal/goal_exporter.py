@@ -15,12 +15,18 @@ from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.nccl import H100, Interconnect
-from onerank.converters.targets.astra_sim.expand_symmetry import layout_of
-from onerank.converters.targets.astra_sim.limitations import NO_IDLE_TIME
-from onerank.converters.targets.astra_sim.lower import check_peers
-from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
-from onerank.converters.targets.goal.collective_algorithms import Call
-from onerank.converters.targets.goal.emit_rank import Part, RankBlock, Tags, nodes_of, part_of
+from onerank.converters.targets.expand_symmetry import unequal_axis, world_of
+from onerank.converters.targets.goal.collective_algorithms import CollectiveCall
+from onerank.converters.targets.goal.emit_rank import (
+    LoweredRank,
+    Machine,
+    RankBlock,
+    TagAllocator,
+    lower_rank,
+    positions_by_node,
+)
+from onerank.converters.targets.lower import NO_IDLE_TIME, check_peers
+from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replacing
 from onerank.ir.errors import ExportError
@@ -29,19 +35,19 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
-    """What was exported.
+class GoalExport:
+    """Contents and limitations of an exported schedule.
 
     Attributes:
         path: the file.
         ranks: number of ranks.
-        operations: lines that calculate, send or receive, of all ranks.
-        gpu_time_ns: summed GPU compute per rank, of the rank with most; with host time its waits
-            for the host too.
-        cpus: streams and lanes of communication, of the rank with most.
-        algorithms: collective and algorithm -> calls of the rank with most.
-        left_out: what of the graph is not in the schedule -> how many nodes.
-        notes: sentences a reader of the simulator's figures should know.
+        operations: number of `calc`, `send` and `recv` operations of all ranks.
+        gpu_time_ns: summed GPU compute of the rank with most; includes host delays if the export
+            has them.
+        cpus: number of cpus of the rank with most: streams and communication lanes.
+        algorithms: number of calls by collective and algorithm, the maximum over the ranks.
+        left_out: nodes of the graph that are not in the schedule, by reason.
+        notes: caveats for the reader of the simulator's figures, one sentence each.
     """
 
     path: Path
@@ -63,18 +69,17 @@ def export(
     interconnect: Interconnect = H100,
     host_time: bool = False,
     notes: Sequence[str] = (),
-) -> Export:
-    """Write the step that `graph` holds for every rank of its job.
+) -> GoalExport:
+    """Write the step of one rank as the step of every rank of its job.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
-        path: file to write; it appears complete, or not at all.
+        path: output file; it appears complete, or not at all.
         ranks: number of ranks; needed only for a graph whose job has no world.
-        gpus_per_node: consecutive ranks that share a node.
-        interconnect: the GPUs as NCCL sees them; its choices depend on them.
-        host_time: let the GPU wait for its host as it did, see `insert_host_delays`; the host is a
-            cpu.
-        notes: further notes of the export.
+        gpus_per_node: number of consecutive ranks that share a node.
+        interconnect: links between the GPUs, by which NCCL chooses algorithms.
+        host_time: insert host delays, see `insert_host_delays`; the host is a cpu.
+        notes: caveats on how the graph was made.
 
     Raises:
         ExportError: the graph cannot represent all ranks.
@@ -82,87 +87,87 @@ def export(
         OSError: the file cannot be written.
     """
     check_all_equal(graph.job)
-    layout = layout_of(graph.job, ranks)
+    world = world_of(graph.job, ranks)
     idle = f"{NO_IDLE_TIME}."
     if host_time:
         graph, idle = insert_host_delays(graph)
-    part = part_of(graph, layout, range(layout.ranks))
-    check_peers(graph, part.step, part.places, layout)
-    return _write([part], Path(path), gpus_per_node, interconnect, [*notes, idle])
+    lowered = lower_rank(graph, world, range(world.size))
+    check_peers(graph, lowered.step, lowered.placements, world)
+    return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, idle])
 
 
 def export_ranks(
-    made: Sequence[RankGraph],
+    rank_graphs: Sequence[RankGraph],
     path: str | Path,
     *,
     gpus_per_node: int = GPUS_PER_NODE,
     interconnect: Interconnect = H100,
     notes: Sequence[str] = (),
-) -> Export:
-    """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
+) -> GoalExport:
+    """Write the steps of unequal ranks, each for the ranks that it represents.
 
     Args:
-        made: graphs that together hold for every rank of one world.
+        rank_graphs: graphs that together represent every rank of one world.
         path: as for `export`.
         gpus_per_node: as for `export`.
         interconnect: as for `export`.
         notes: as for `export`.
 
     Raises:
-        ExportError: as for `export`.
+        ExportError: a step cannot run on its ranks, or the ranks' communication does not match.
+        GraphError: a graph has a cycle.
         OSError: the file cannot be written.
     """
-    given = [(one.graph, layout_of(one.graph.job, None), one.ranks) for one in made]
-    graphs, changed = levelled(given, along=given[0][1].apart)
-    parts = [
-        part_of(graph, layout, ranks, along=layout.apart)
-        for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
+    for entry in rank_graphs:
+        world_of(entry.graph.job, None)
+    world = rank_graphs[0].graph.job.world
+    axis = unequal_axis(world)
+    equalized, changed = equalize_all_to_alls(rank_graphs, world, unequal_along=axis)
+    lowered = [
+        lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
-    waiting = any(NAME in graph.strings.values for graph in graphs)
-    idle = [] if waiting else [f"{NO_IDLE_TIME}."]
-    told = [*notes, *([UNEVEN] if changed else []), *idle]
-    return _write(parts, Path(path), gpus_per_node, interconnect, told)
+    has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
+    idle = [] if has_delays else [f"{NO_IDLE_TIME}."]
+    notes = [*notes, *([UNEVEN] if changed else []), *idle]
+    return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)
 
 
 def _write(
-    parts: Sequence[Part],
-    path: Path,
-    gpus_per_node: int,
-    interconnect: Interconnect,
-    told: Sequence[str],
-) -> Export:
-    if gpus_per_node < 1:
+    lowered_ranks: Sequence[LoweredRank], path: Path, machine: Machine, notes: Sequence[str]
+) -> GoalExport:
+    if machine.gpus_per_node < 1:
         raise ExportError(
-            f"{gpus_per_node} GPUs per node: expected 1 or more", code="goal-gpus-per-node"
+            f"{machine.gpus_per_node} GPUs per node: expected 1 or more", code="goal-gpus-per-node"
         )
-    of = {rank: part for part in parts for rank in part.ranks}
-    tags = Tags()
+    by_rank = {rank: lowered for lowered in lowered_ranks for rank in lowered.ranks}
+    tags = TagAllocator()
     operations = 0
     with replacing(path) as file:
-        file.write(f"num_ranks {len(of)}\n".encode())
-        for rank in sorted(of):
-            block = RankBlock(of[rank], rank, tags, gpus_per_node, interconnect)
+        file.write(f"num_ranks {len(by_rank)}\n".encode())
+        for rank in sorted(by_rank):
+            block = RankBlock(by_rank[rank], rank, tags, machine)
             block.write()
             operations += block.operations
             _write_block(file, rank, block.lines)
         tags.check()
-    left_out = sum((part.left_out for part in parts), Counter[str]())
-    return Export(
+    left_out = sum((lowered.left_out for lowered in lowered_ranks), Counter[str]())
+    return GoalExport(
         path=path,
-        ranks=len(of),
+        ranks=len(by_rank),
         operations=operations,
         gpu_time_ns=max(
-            int(part.graph.nodes.duration_ns[part.graph.gpu_compute].sum()) for part in parts
+            int(lowered.graph.nodes.duration_ns[lowered.graph.gpu_compute].sum())
+            for lowered in lowered_ranks
         ),
-        cpus=max(len(set(part.cpu.values())) for part in parts),
-        algorithms=_algorithms(parts, gpus_per_node, interconnect),
-        left_out={what: count for what, count in left_out.items() if count},
+        cpus=max(len(set(lowered.cpus.values())) for lowered in lowered_ranks),
+        algorithms=_algorithms(lowered_ranks, machine),
+        left_out={reason: count for reason, count in left_out.items() if count},
         notes=[
-            *told,
-            "Messages are payload alone: reductions take no time, and neither does starting one "
-            "but for the simulator's own o and g.",
-            f"Ranks {gpus_per_node} by {gpus_per_node} share a node: that chooses NCCL's "
-            "algorithms. Every rank has one interface, nic 0, for all its messages.",
+            *notes,
+            "Messages are payload only: reductions and launches take no time, except for the "
+            "simulator's o and g.",
+            f"Every {machine.gpus_per_node} consecutive ranks share a node, which determines "
+            "NCCL's algorithms. Every rank has one interface, nic 0, for all its messages.",
         ],
     )
 
@@ -171,21 +176,23 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
     file.write(("\n".join([f"rank {rank} {{", *lines, "}"]) + "\n").encode())
 
 
-def _algorithms(
-    parts: Sequence[Part], gpus_per_node: int, interconnect: Interconnect
-) -> dict[str, int]:
-    """Return the number of calls of each kind on the rank with most calls."""
-    most: Counter[str] = Counter()
-    for part in parts:
-        found: Counter[str] = Counter()
-        for index, placed in part.places.items():
-            node = part.graph.node(index)
+def _algorithms(lowered_ranks: Sequence[LoweredRank], machine: Machine) -> dict[str, int]:
+    """Return the number of calls by collective and algorithm, the maximum over the ranks."""
+    maximum: Counter[str] = Counter()
+    for lowered in lowered_ranks:
+        counts: Counter[str] = Counter()
+        for index, placement in lowered.placements.items():
+            node = lowered.graph.node(index)
             if node.kind is not Kind.COLLECTIVE:
-                found["point to point"] += 1
+                counts["point to point"] += 1
                 continue
-            members = placed.group(part.layout, part.ranks[0])
-            nodes = nodes_of(members, gpus_per_node)
-            call = Call(node.collective, node.value("comm_bytes"), nodes, interconnect=interconnect)
-            found[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
-        most |= found
-    return dict(most)
+            members = placement.group_ranks(lowered.world, lowered.ranks[0])
+            call = CollectiveCall(
+                node.collective,
+                node.value("comm_bytes"),
+                positions_by_node(members, machine.gpus_per_node),
+                interconnect=machine.interconnect,
+            )
+            counts[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
+        maximum |= counts
+    return dict(maximum)

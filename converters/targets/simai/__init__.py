@@ -1,5 +1,5 @@
 """Export graphs as SimAI workload text."""
 
-from onerank.converters.targets.simai.simai_exporter import Export, export
+from onerank.converters.targets.simai.simai_exporter import SimaiExport, export
 
-__all__ = ["Export", "export"]
+__all__ = ["SimaiExport", "export"]

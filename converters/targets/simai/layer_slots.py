@@ -14,12 +14,13 @@ NAMES = {
     Collective.ALL_TO_ALL: "ALLTOALL",
 }
 LARGEST_GATHER_BYTES = 16 << 30
-"""Beyond it SimAI leaves an empty report for all-gathers and reduce-scatters, exit code 0."""
+"""Largest all-gather or reduce-scatter; with more SimAI exits with 0 and writes an empty report."""
 _MOST_BYTES = 1 << 50
+"""Largest plausible message: a pebibyte."""
 
 
 class Slot(Enum):
-    """A group of columns: compute, communication, its bytes."""
+    """A group of three columns of a row: compute, communication, bytes."""
 
     FORWARD = "forward"
     INPUT = "input-gradient"
@@ -27,40 +28,43 @@ class Slot(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A communication in a row.
+class SlotCall:
+    """A communication in a slot of a row.
 
     Attributes:
-        slot: its columns.
-        name: collective and group, as SimAI writes them.
-        size_bytes: the whole message; of an all-gather and a reduce-scatter the full tensor.
+        slot: the columns.
+        name: collective and group in SimAI's spelling.
+        size_bytes: the whole message; for an all-gather and a reduce-scatter the full tensor.
     """
 
     slot: Slot
     name: str
     size_bytes: int
 
-    def pieces(self) -> "list[Call]":
-        """Return calls that SimAI can run and that together move the same bytes."""
+    def split(self) -> "list[SlotCall]":
+        """Return calls within SimAI's limit that together move the same bytes."""
         if not self.name.startswith(("ALLGATHER", "REDUCESCATTER")):
             return [self]
         count = -(-self.size_bytes // LARGEST_GATHER_BYTES)
         return [
-            Call(self.slot, self.name, self.size_bytes * (at + 1) // count - done)
+            SlotCall(
+                self.slot,
+                self.name,
+                self.size_bytes * (at + 1) // count - self.size_bytes * at // count,
+            )
             for at in range(count)
-            for done in [self.size_bytes * at // count]
         ]
 
 
 @dataclass(slots=True)
 class Losses:
-    """What of the communication the format cannot say.
+    """Communication that the format cannot express.
 
     Attributes:
-        bytes_lost: why a call is not in the file -> per-rank bytes of all such calls.
-        calls_lost: the same reason -> how many they are.
-        moved: calls in the weight-gradient columns that other phases make.
-        messages: sends and receives of the pipeline.
+        bytes_lost: per-rank bytes of the calls that are not in the file, by reason.
+        calls_lost: number of these calls, by reason.
+        moved: number of calls of other phases in the weight-gradient columns, by phase and group.
+        messages: number of sends and receives of the pipeline.
     """
 
     bytes_lost: Counter[str] = field(default_factory=Counter[str])
@@ -69,24 +73,28 @@ class Losses:
     messages: int = 0
 
     def lose(self, reason: str, size_bytes: int) -> None:
-        """Count a call that the file lacks."""
+        """Count a call that is not in the file."""
         self.bytes_lost[reason] += size_bytes
         self.calls_lost[reason] += 1
 
 
-class Slots:
-    """Places the calls of one rank's graph."""
+class SlotAssigner:
+    """Assigns the collectives of one rank's graph to slots, and counts losses."""
 
     def __init__(self, graph: Graph, losses: Losses) -> None:
         self._graph = graph
         self._losses = losses
         self._groups: dict[str, tuple[str, int]] = {}
 
-    def place(self, node: Node, slot: Slot) -> Call | None:
-        """Return the SimAI call for a communication, None if there is none.
+    def assign(self, node: Node, slot: Slot) -> SlotCall | None:
+        """Return the SimAI call of a communication; None if the format has none.
+
+        Args:
+            node: the communication.
+            slot: slot of the phase that issues it.
 
         Raises:
-            ExportError: the communication has no recorded bytes, or its group is not known.
+            ExportError: the communication has no plausible size, or its group is undefined.
         """
         size, losses = node.value("comm_bytes"), self._losses
         if node.kind is not Kind.COLLECTIVE:
@@ -94,15 +102,15 @@ class Slots:
             return None
         if size < 0:
             raise ExportError(
-                f"node {node.id} ({node.name!r}) does not say how many bytes it moves; set its "
-                "comm_bytes",
+                f"node {node.id} ({node.name!r}) does not record how many bytes it moves\n"
+                "  set its comm_bytes",
                 code="export-no-bytes",
             )
         group, ranks = self._group(node)
         if size * ranks > _MOST_BYTES:
             raise ExportError(
-                f"node {node.id} ({node.name!r}) moves {size} bytes among {ranks} ranks, more than "
-                "any network: the trace's comm_bytes is damaged",
+                f"node {node.id} ({node.name!r}) moves {size} bytes among {ranks} ranks; expected "
+                f"at most {_MOST_BYTES} in total\n  correct its comm_bytes",
                 code="simai-too-many-bytes",
             )
         if ranks == 1:
@@ -114,39 +122,43 @@ class Slots:
         elif size == 0:
             losses.lose("of 0 bytes", size)
         else:
+            # comm_bytes of an all-gather is the shard; SimAI counts the full tensor.
             full = size * (ranks if node.collective is Collective.ALL_GATHER else 1)
             return self._call(NAMES[node.collective], group, full, slot)
         return None
 
-    def _call(self, name: str, group: str, size: int, slot: Slot) -> Call:
+    def _call(self, name: str, group: str, size: int, slot: Slot) -> SlotCall:
+        # A name without suffix means the TP group in the forward and input-gradient columns and
+        # the DP group in the weight-gradient column.
         if group == "ep":
-            return Call(slot, f"{name}_EP", size)
+            return SlotCall(slot, f"{name}_EP", size)
         if group == "edp":
             self._count_moved(slot, "edp")
-            return Call(Slot.WEIGHT, f"{name}_DP_EP", size)
+            return SlotCall(Slot.WEIGHT, f"{name}_DP_EP", size)
         if group == "dp":
             self._count_moved(slot, "dp")
-            return Call(Slot.WEIGHT, name, size)
-        return Call(Slot.INPUT if slot is Slot.WEIGHT else slot, name, size)  # a group of tp
+            return SlotCall(Slot.WEIGHT, name, size)
+        return SlotCall(Slot.INPUT if slot is Slot.WEIGHT else slot, name, size)
 
     def _count_moved(self, slot: Slot, group: str) -> None:
         if slot is not Slot.WEIGHT:
             self._losses.moved[f"{slot.value} of {group}"] += 1
 
     def _group(self, node: Node) -> tuple[str, int]:
-        """Return "tp", "dp", "ep" or "edp" ("" for another) and the number of ranks."""
+        """Return the axis of a node's group, "tp", "dp", "ep", "edp" or "", and its rank count."""
         name = node.text("group")
         if name not in self._groups:
-            self._groups[name] = self._known(self._graph.job.group(name), node)
+            self._groups[name] = self._identify(self._graph.job.group(name), node)
         return self._groups[name]
 
-    def _known(self, group: ProcessGroup | None, node: Node) -> tuple[str, int]:
+    def _identify(self, group: ProcessGroup | None, node: Node) -> tuple[str, int]:
+        """Identify a group by its ranks; groups with the ranks of several axes go by their axis."""
         world, rank = self._graph.job.world, self._graph.job.rank
         if group is None and node.text("group"):
-            known = ", ".join(repr(group.name) for group in self._graph.job.groups) or "none"
+            names = ", ".join(repr(group.name) for group in self._graph.job.groups) or "none"
             raise ExportError(
                 f"node {node.id} ({node.name!r}) is of group {node.text('group')!r}; the job's "
-                f"groups are {known}",
+                f"groups are {names}",
                 code="export-unknown-group",
             )
         ranks = tuple(sorted(group.ranks)) if group else tuple(range(world.size))
@@ -155,6 +167,7 @@ class Slots:
         if world.ep > 1:
             lines |= {"ep": "ep", "edp": "edp"}
         axis = group.axis if group else ""
-        wanted = sorted(lines, key=lambda one: (one != axis, [*lines].index(one)))
-        found = (one for one in wanted if world.line(lines[one], rank) == ranks)
-        return next(found, ""), len(ranks)
+        # Several lines can have the same ranks; the group's recorded axis decides.
+        candidates = sorted(lines, key=lambda name: (name != axis, [*lines].index(name)))
+        matches = (name for name in candidates if world.line(lines[name], rank) == ranks)
+        return next(matches, ""), len(ranks)

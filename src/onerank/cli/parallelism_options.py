@@ -93,11 +93,12 @@ class ParallelismOptions:
         default=False,
         is_eager=True,
     )
-    torchrun: bool = option(
-        "SCRIPT is one that torchrun starts: run it as it is.  [default: where it, or a module "
-        "next to it, names torch.distributed]",
+    torchrun: bool | None = option(
+        "Whether SCRIPT distributes itself: it then runs as torchrun would start it, and is not "
+        "sliced.  [default: whether it creates a process group before it trains]",
+        "--torchrun/--no-torchrun",
         heading=SCRIPT,
-        default=False,
+        default=None,
     )
     nproc_per_node: int | None = option(
         "Ranks of a node, for such a script.  [default: up to 8 that divide the world]",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_command
+from raised import raises_code
 from torch.distributed import fsdp
 
 from onerank import read
@@ -63,6 +64,79 @@ def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path)
             [],
             Options(World.of(dp=4), torchrun=True, sharding_plan=ShardingPlan(("Net",), {})),
         )
+
+
+OFF = """
+import os, sys, torch
+import torch.distributed as dist
+ddp = "RANK" in os.environ  # as nanoGPT decides
+if "--group" in sys.argv and ddp:
+    dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(2, 8)).sum().backward()
+    if "--group" in sys.argv and ddp:
+        dist.all_reduce(model.bias.grad)
+    optimizer.step()
+"""
+"""Names torch.distributed; whether it uses it, its arguments say."""
+
+QUICK = WindowPlan(warm_up=1, pure=1)
+
+
+def _collectives(path: Path, args: list[str], options: Options) -> list[tuple[str, int]]:
+    graph = capture(path, args, options).graph
+    return [(node.name, node.value("comm_bytes")) for node in graph if node.kind.is_communication]
+
+
+def test_the_script_decides_whether_it_distributes_itself(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(OFF)
+    replicas = Options(World.of(dp=8), windows=QUICK)
+    # 8 x 8 weights and 8 biases of 4 bytes, or the biases alone
+    assert _collectives(path, [], replicas) == [("all_reduce", 288)]
+    assert _collectives(path, ["--group"], replicas) == [("all_reduce", 32)]
+    not_launched = Options(World.of(dp=8), windows=QUICK, torchrun=False)
+    assert _collectives(path, ["--group"], not_launched) == [("all_reduce", 288)]
+    with raises_code("nothing-parallel") as caught:
+        capture(path, [], Options(World.of(dp=8), windows=QUICK, torchrun=True))
+    assert "--no-torchrun" in str(caught.value)
+    with raises_code("dp-strategy-unused") as caught:
+        capture(path, ["--group"], Options(World.of(dp=8), windows=QUICK, data_parallel="ddp"))
+    assert "--no-torchrun" in str(caught.value)
+
+
+def test_a_world_of_one_has_no_environment_of_torchrun(tmp_path):
+    path = tmp_path / "train.py"
+    start = "assert not dist.is_initialized()\nif ddp:\n    torch.cuda.set_device(7)\nif ddp and "
+    path.write_text(OFF.replace("if ", start, 1))
+    assert _collectives(path, [], Options(windows=QUICK)) == []
+
+
+def test_a_hugging_face_script_whose_branch_of_several_gpus_is_off_is_sliced(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import argparse, torch, transformers\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--ddp', action='store_true')\n"
+        "if parser.parse_args().ddp:\n"
+        "    import torch.distributed as dist\n"
+        "    dist.init_process_group('gloo')\n"
+        "config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,\n"
+        "    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4)\n"
+        "model = transformers.LlamaForCausalLM(config)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "tokens = torch.randint(64, (2, 8))\n"
+        "while True:\n"
+        "    model(tokens, labels=tokens).loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    size = ("--tp", 2, "--warm-up", 1, "--timed-steps", 1)
+    done = run_command("capture", "run", path, *size, "-o", tmp_path / "t.et")
+    assert done.returncode == 0, done.stderr
+    reduced = [n.value("comm_bytes") for n in read(tmp_path / "t.et") if n.name == "all_reduce"]
+    assert reduced.count(2 * 8 * 32 * 4) >= 4  # two of forward, two of backward
 
 
 def test_a_library_that_leaves_torchruns_ranks_alone_is_told_of(tmp_path):

@@ -94,7 +94,7 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     assert "overlap" not in note
     made = export(graph, tmp_path, ranks=2, host_time=True)
     assert made.gpu_time_ns == 1800  # the median step
-    assert "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time." in made.notes
+    assert "GPU compute is on 2 streams; ASTRA-sim runs one node at a time." in made.notes
 
 
 def test_communication_keeps_its_order(tmp_path: Path) -> None:

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from onerank.cli.render.tables import counted, lines, rank_list, size, table, time
-from onerank.converters.targets.astra_sim import Export
+from onerank.converters.targets.astra_sim import AstraSimExport
 from onerank.converters.targets.astra_sim.check import Finding
-from onerank.converters.targets.goal import Export as GoalExport
-from onerank.converters.targets.simai import Export as SimaiExport
+from onerank.converters.targets.goal import GoalExport
+from onerank.converters.targets.simai import SimaiExport
 
 _GROUPS = 16
 
 
-def render_export(done: Export) -> None:
+def render_export(done: AstraSimExport) -> None:
     """Print what an export wrote."""
     named = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
     more = [f"and {len(named) - _GROUPS} more"] if len(named) > _GROUPS else []

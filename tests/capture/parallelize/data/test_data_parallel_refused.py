@@ -143,7 +143,7 @@ REFUSED = {
     "distributes itself": (
         "ddp",
         "    torch.distributed.init_process_group('gloo')\n" + SGD + TRAIN,
-        "names torch.distributed, so it is run as it is",
+        r"(?s)creates process groups of its own.*--no-torchrun",
     ),
     "wraps itself elsewhere": (
         "ddp",

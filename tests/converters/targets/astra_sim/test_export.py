@@ -1,4 +1,4 @@
-"""What the exported directory holds, to the byte where a person could write it down."""
+"""The files of an ASTRA-sim export."""
 
 import json
 import os
@@ -55,8 +55,8 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     assert made.groups == {1: (0, 1, 2, 3)}
     assert made.left_out == {"host operations": 2}
     assert made.notes == [
-        "Host time and GPU idle time are not in the workload; how long the step took is not known "
-        "(GPU compute: 12678 ns).",
+        "Host time and GPU idle time are not in the workload; the duration of the step is not "
+        "known (GPU compute: 12678 ns).",
         "Assumed: one switch, 450.0 GB/s and 500.0 ns between any two ranks, 3350.0 GB/s of "
         "memory.",
     ]
@@ -126,7 +126,7 @@ def test_communications_of_different_groups_keep_one_order(tmp_path: Path) -> No
     assert "A rank's communications run one at a time, in the order of the trace." in made.notes
 
 
-def test_what_moves_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> None:
     step = Step()
     before = step.kernel("before", 1000)
     alone = step.collective(Collective.BROADCAST, 64, "alone", before)
@@ -144,7 +144,7 @@ def test_what_moves_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
     before_node, after_node = read_records(tmp_path / "workload.0.et").nodes
     assert (before_node.name, after_node.name) == ("before", "after")
     assert tuple(after_node.data_deps) == (0,)
-    assert "There is no communication between ranks; they run side by side." in made.notes
+    assert "The ranks do not communicate; they run independently." in made.notes
 
 
 def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
@@ -197,23 +197,23 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     assert export(step.build(measured), tmp_path).notes[:2] == [
         "Host time and GPU idle time are not in the workload: the median step without the profiler "
         "is 10000 ns, GPU compute 7000 ns, the difference 3000 ns.",
-        "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time, where the trace "
-        "overlaps 2000 ns.",
+        "GPU compute is on 2 streams; ASTRA-sim runs one node at a time, and in the trace they "
+        "overlap for 2000 ns.",
     ]
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
     assert export(step.build(annotated), tmp_path).notes[:2] == [
         "Host time and GPU idle time are not in the workload; for B200 they are not known "
         "(GPU compute: 7000 ns).",
-        "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time.",
+        "GPU compute is on 2 streams; ASTRA-sim runs one node at a time.",
     ]
 
 
 def test_small_collectives_are_noted(tmp_path: Path) -> None:
     made = export(one(Collective.ALL_REDUCE, 2, "all"), tmp_path)
-    assert made.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to that."
+    assert made.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to 4."
 
 
-def test_a_graph_of_another_tool_takes_its_ranks_from_the_caller(tmp_path: Path) -> None:
+def test_a_graph_without_a_world_needs_the_number_of_ranks(tmp_path: Path) -> None:
     made = export(small_step(Job(), group=""), tmp_path, ranks=8)
     assert made.groups == {1: tuple(range(8))}
     assert read_records(tmp_path / "workload.7.et").nodes[1].attributes["pg_name"].value == "1"
@@ -226,7 +226,7 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
+def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
     # busy for 3500 of 7000 ns, idle for 2000, 500 and 1000; a step of 5250 leaves half of these
     graph = step_with_gaps(measurement=Measurement(step_ns=(5250, 5250, 9000)))
     made = export(graph, tmp_path, host_time=True)
@@ -251,7 +251,7 @@ def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
     )
 
 
-SUBSTITUTES = {
+FALLBACKS = {
     # of 4 ranks; 102 bytes passed on 3 times are 12 shards of 26 (25.5, rounded up)
     "BROADCAST": (102, "ALL_GATHER", 26, "all-gather of 1/n of the bytes per rank: the same"),
     "REDUCE": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same bytes per rank: the sa"),
@@ -276,15 +276,17 @@ def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
     assert sum(not node.data_deps for node in nodes) == 2  # the first send, the first receive
 
 
-@pytest.mark.parametrize("given", SUBSTITUTES)
-def test_collectives_that_astra_sim_lacks(given: str, tmp_path: Path) -> None:
-    size, becomes, bytes_per_rank, note = SUBSTITUTES[given]
-    made = export(one(Collective[given], size, "tp", TP4), tmp_path)
+@pytest.mark.parametrize("lacking", FALLBACKS)
+def test_collectives_that_astra_sim_lacks(lacking: str, tmp_path: Path) -> None:
+    size, becomes, bytes_per_rank, note = FALLBACKS[lacking]
+    made = export(one(Collective[lacking], size, "tp", TP4), tmp_path)
     (node,) = read_records(tmp_path / "workload.1.et").nodes
     assert values(node)["comm_type"] == ("int64_val", int(Collective[becomes]))
     assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
-    spelled = given.lower().replace("_", "-")
-    assert any(f"ASTRA-sim has no {spelled}: 1 became {note}" in said for said in made.notes)
+    spelled = lacking.lower().replace("_", "-")
+    assert any(
+        f"ASTRA-sim has no {spelled}: 1 became {note}" in export_note for export_note in made.notes
+    )
     assert made.left_out == {}
 
 
@@ -305,19 +307,21 @@ def test_ranks_are_matched_without_reading_all_files(
     step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm, sent)
     graph = step.build(TP2_DP2)
     whole = export(graph, tmp_path / "out")
-    monkeypatch.setattr("onerank.converters.targets.astra_sim.exporter._READ_BACK", 1)
+    monkeypatch.setattr("onerank.converters.targets.astra_sim.exporter._MOST_NODES_READ_BACK", 1)
     part = export(graph, tmp_path / "part")
     assert part.notes == [
         *whole.notes[:-1],
-        "Of 4 ranks the files of 0, 3 were read back and checked; the others hold the same step, "
-        "and their communication was matched.",
+        "Of 4 ranks the files of 0, 3 were read back and checked; the other files repeat these "
+        "steps, and their communication was matched.",
         whole.notes[-1],
     ]
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "part" / path.name).read_bytes() == path.read_bytes()
-    ends = Workload.ends
+    targets = Workload.targets
     monkeypatch.setattr(
-        Workload, "ends", lambda work, at: ends(work, at) | ({1: 0} if at.shift else {})
+        Workload,
+        "targets",
+        lambda work, placement: targets(work, placement) | ({1: 0} if placement.shift else {}),
     )
     with pytest.raises(ExportError, match=r"workload\.1\.et.*\[unmatched-recv\]"):
         export(graph, tmp_path / "wrong")
@@ -333,7 +337,7 @@ exit $STATUS
 @pytest.mark.parametrize(
     ("finishing", "status", "expected"), [("0 1 2 3", 134, 0), ("0 1 3", 0, 1), ("", 0, 1)]
 )
-def test_the_script_trusts_lines_alone(
+def test_the_script_trusts_only_finished_lines(
     finishing: str, status: int, expected: int, tmp_path: Path
 ) -> None:
     export(small_step(), tmp_path / "out")
@@ -358,8 +362,8 @@ def test_the_script_trusts_lines_alone(
     assert "ASTRA_SIM_BIN is not set" in ran.stderr
 
 
-@pytest.mark.parametrize(("topology", "told"), [("Switch", True), ("FullyConnected", False)])
-def test_the_script_tells_that_the_other_backend_counts_switches_twice(topology, told, tmp_path):
+@pytest.mark.parametrize(("topology", "warns"), [("Switch", True), ("FullyConnected", False)])
+def test_the_script_warns_that_the_aware_backend_counts_switches_twice(topology, warns, tmp_path):
     export(small_step(), tmp_path / "out")
     network = tmp_path / "out" / "network.yml"
     network.write_text(network.read_text().replace("Switch", topology))
@@ -372,4 +376,4 @@ def test_the_script_tells_that_the_other_backend_counts_switches_twice(topology,
         script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0
-    assert ("takes twice its time: use the unaware" in ran.stderr) == told
+    assert ("takes twice its time: use the unaware" in ran.stderr) == warns

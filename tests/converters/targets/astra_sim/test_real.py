@@ -13,7 +13,7 @@ from onerank.annotate import recost
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import Export, export, export_ranks
+from onerank.converters.targets.astra_sim import AstraSimExport, export, export_ranks
 from onerank.ir import (
     Collective,
     Graph,
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(made: Export, encoding: str) -> tuple[dict[int, int], dict[int, int]]:
+def run(made: AstraSimExport, encoding: str) -> tuple[dict[int, int], dict[int, int]]:
     """Run an export, tracing every node; return GPU time and cycles of each rank."""
     system = "system_roofline.json" if encoding == "roofline" else "system.json"
     text = (made.directory / system).read_text()

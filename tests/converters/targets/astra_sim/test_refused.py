@@ -1,5 +1,6 @@
-"""What cannot be exported to ASTRA-sim, and why; nothing is left behind."""
+"""Graphs and arguments that the ASTRA-sim export refuses; no file remains."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from onerank.ir import (
     ProcessGroup,
     World,
 )
-from onerank.ir.errors import ExportError, GraphError
+from onerank.ir.errors import GraphError
 
 
-def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
+def test_other_content_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with raises_code("export-output-not-ours"):
         export(small_step(), tmp_path)
@@ -34,38 +35,40 @@ def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "hint"),
     [
-        ((0, 1), "capture with --cp 2 --dp 4, of which it is a line"),
+        ((0, 1), "capture with --cp 2 --dp 4, which have such groups"),
         ((0, 1, 2, 3), "capture with --cp 4 --dp 2"),
         ((0, 4), "capture with --cp 4 --dp 2"),
-        ((0, 2), "or the group one of the axes dp$"),  # neither a row nor a column
-        ((0, 1, 3), "or the group one of the axes dp$"),
+        ((0, 2), "or give the group one of the axes dp$"),  # neither a row nor a column
+        ((0, 1, 3), "or give the group one of the axes dp$"),
     ],
 )
-def test_groups_inside_an_axis_are_told_the_axes_to_capture_with(ranks, hint, tmp_path) -> None:
-    """As of FSDP that reshards to a part of its ranks after forward."""
+def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_path) -> None:
+    """FSDP that reshards to a part of its ranks after forward has such groups."""
     job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
-    with pytest.raises(ExportError, match=hint):
+    with raises_code("export-group-not-placeable") as caught:
         export(one(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+    assert re.search(hint, str(caught.value))
 
 
 def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
     step = Step()
     for stream in range(100):
         step.kernel("gemm", 1000, stream=stream)
-    with pytest.raises(ExportError, match="100 nodes are ready at once") as caught:
+    with raises_code("export-check-failed") as caught:
         export(step.build(TP4), tmp_path / "out")
+    assert "100 nodes are ready at once" in str(caught.value)
     assert "[ready-width]" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("graph", "message"),
+    ("graph", "code"),
     [
-        (one(Collective.NONE, 64, "tp"), "node 0 .'nccl:none'. is of an unknown collective"),
-        (one(Collective.BROADCAST, -1, "tp"), "does not say how many bytes"),
-        (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
-        (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),
-        (one(Collective.ALL_REDUCE, 64, "ep"), "of group 'ep'; the job's groups are 'tp', 'dp', "),
+        (one(Collective.NONE, 64, "tp"), "export-unknown-collective"),
+        (one(Collective.BROADCAST, -1, "tp"), "export-no-bytes"),
+        (one(Collective.ALL_REDUCE, -1, "tp"), "export-no-bytes"),
+        (one(Collective.ALL_REDUCE, 64, "odd"), "export-group-not-placeable"),
+        (one(Collective.ALL_REDUCE, 64, "ep"), "export-unknown-group"),
         (
             one(
                 Collective.ALL_REDUCE,
@@ -73,18 +76,20 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
                 "tp",
                 Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1), "tp"),)),
             ),
-            r"has the ranks \[0, 1\], but the line of axis 'tp' through rank 0 has \[0, 1, 2, 3\]",
+            "export-group-off-axis",
         ),
-        (small_step(Job()), "has 1 rank and a simulated network needs at least 2"),
+        (small_step(Job()), "export-one-rank"),
         (
             small_step(Job(world=World({"tp": 1, "dp": 1}))),
-            "has 1 rank and a simulated network needs at le",
+            "export-one-rank",
         ),
-        (small_step(Job(world=World({"tp": 2}), rank=2)), "of rank 2, but .* tp 2 = 2 ranks"),
+        (small_step(Job(world=World({"tp": 2}), rank=2)), "export-rank-outside-world"),
     ],
 )
-def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
+def test_a_graph_that_cannot_represent_the_other_ranks(
+    graph: Graph, code: str, tmp_path: Path
+) -> None:
+    with raises_code(code):
         export(graph, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -99,7 +104,7 @@ def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Pat
 
 
 def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> None:
-    """`onerank storage` takes the measured step away, which had no such reads."""
+    """`onerank storage` removes the measured step, which had no such reads."""
     graph = with_storage(
         step_with_gaps(measurement=Measurement(step_ns=(9,))),
         Storage(gbps=1.0, batch_bytes=1000),
@@ -109,14 +114,15 @@ def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> 
 
 
 def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"8 ranks .* world has tp 2 \* dp 2 = 4 ranks"):
+    with raises_code("export-rank-count") as caught:
         export(small_step(TP2_DP2), tmp_path, ranks=8)
+    assert "tp 2 * dp 2 = 4 ranks" in str(caught.value)
 
 
 def test_a_cpu_capture_must_be_annotated_first(tmp_path: Path) -> None:
     step = Step()
     step.collective(Collective.ALL_REDUCE, 64, "tp", step.host())
-    with pytest.raises(ExportError, match="annotate it for a GPU first: annotate --target H100"):
+    with raises_code("graph-no-gpu-time"):
         export(step.build(TP4), tmp_path)
 
 
@@ -128,7 +134,7 @@ def test_memory_nodes_are_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_run(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="none of the graph's 1 nodes takes GPU time"):
+    with raises_code("export-empty-graph"):
         export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
 
 
@@ -140,7 +146,7 @@ def test_a_cycle_is_named(tmp_path: Path) -> None:
         export(step.build(TP4), tmp_path)
 
 
-def test_a_pipeline_stage_cannot_stand_for_all(tmp_path: Path) -> None:
+def test_a_pipeline_stage_cannot_represent_all_ranks(tmp_path: Path) -> None:
     job = Job(world=World({"pp": 4}), rank=1)
     step = Step()
     step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000, step.message(Kind.RECV, 0, 512)))
@@ -148,29 +154,29 @@ def test_a_pipeline_stage_cannot_stand_for_all(tmp_path: Path) -> None:
         export(step.build(job), tmp_path)
     step = Step()
     step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000))
-    with pytest.raises(ExportError, match="would be sent 1 times and received 0 times"):
+    with raises_code("export-unmatched-p2p"):
         export(step.build(job), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("peer", "message"), [(1, "own rank 1 as its peer"), (-1, "has the peer -1; exp.* 0 to 3")]
+    ("peer", "code"), [(1, "export-peer-is-self"), (-1, "export-peer-out-of-range")]
 )
-def test_a_message_needs_another_rank(peer: int, message: str, tmp_path: Path) -> None:
+def test_a_message_needs_another_rank(peer: int, code: str, tmp_path: Path) -> None:
     step = Step()
     step.message(Kind.SEND, peer, 512)
-    with pytest.raises(ExportError, match=message):
+    with raises_code(code):
         export(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code"),
     [
-        ({"name": "a/b"}, "must be letters, digits"),
-        ({"name": "step_roofline"}, "must not end in _roofline"),
-        ({"bandwidth_gb_per_s": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
-        ({"latency_ns": -1}, "the latency is -1 ns"),
+        ({"name": "a/b"}, "export-bad-name"),
+        ({"name": "step_roofline"}, "export-reserved-name"),
+        ({"bandwidth_gb_per_s": 0}, "export-bandwidth"),
+        ({"latency_ns": -1}, "export-latency"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
+def test_arguments(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:
+    with raises_code(code):
         export(small_step(), tmp_path, **arguments)

@@ -23,7 +23,7 @@ from onerank.converters.targets.goal import export, export_ranks
 from onerank.converters.targets.goal.collective_algorithms import (
     ROOT,
     SUPPORTED,
-    Call,
+    CollectiveCall,
     Message,
     messages,
     tree,
@@ -39,7 +39,6 @@ from onerank.ir import (
     Reason,
     World,
 )
-from onerank.ir.errors import ExportError
 
 TRACES = Path(__file__).parents[4] / "traces"
 BINARIES = os.environ.get("LOGGOPSIM_DIR", "")
@@ -49,15 +48,15 @@ TP2_DP2 = Job(
 )
 
 
-def step_of(job: Job, *calls: dict[str, Any], apart: bool = False) -> Graph:
-    """Return a kernel of 1 us, the calls one after another (or beside each other), a kernel."""
+def step_of(job: Job, *calls: dict[str, Any], concurrent: bool = False) -> Graph:
+    """Return a kernel of 1 us, the calls in sequence or concurrently, a kernel of 0.5 us."""
     builder = GraphBuilder()
     first = newest = builder.add(kind=Kind.KERNEL, stream=7, duration_ns=1000, name="before")
     last = builder.add(kind=Kind.KERNEL, stream=7, duration_ns=500, name="after")
     builder.edge(first, last, Reason.STREAM_ORDER)
     for columns in calls:
         call = builder.add(stream=20, **columns)
-        builder.edge(first if apart else newest, call, Reason.SYNC)
+        builder.edge(first if concurrent else newest, call, Reason.SYNC)
         builder.edge(call, last, Reason.SYNC)
         newest = call
     return builder.build(job)
@@ -101,7 +100,7 @@ def test_every_line(tmp_path: Path) -> None:
     )
     assert (made.ranks, made.operations, made.gpu_time_ns, made.cpus) == (4, 32, 1500, 2)
     assert made.algorithms == {"all_reduce by ring": 1}
-    # the other group of the axis has tags of its own
+    # the other group of the axis has other tags
     assert set(
         re.findall(r"tag (\d+)", text.partition("rank 1 {\n")[2].partition("rank 2")[0])
     ) == {
@@ -110,12 +109,12 @@ def test_every_line(tmp_path: Path) -> None:
     }
 
 
-def test_calls_on_their_own_overlap(tmp_path: Path) -> None:
+def test_independent_calls_share_the_interface(tmp_path: Path) -> None:
     """450 MB on each of two groups: one interface takes them one after the other."""
     calls = [call_of(Collective.ALL_REDUCE, group, 450_000_000) for group in ("tp", "dp")]
     ends: list[int] = []
-    for apart in (False, True):
-        export(step_of(TP2_DP2, *calls, apart=apart), tmp_path / "job.goal")
+    for concurrent in (False, True):
+        export(step_of(TP2_DP2, *calls, concurrent=concurrent), tmp_path / "job.goal")
         ends.append(run(parse(tmp_path / "job.goal"), Fraction(1, 450))[0])
     assert ends == [pytest.approx(1500 + 2_000_000, rel=1e-4)] * 2
 
@@ -129,8 +128,8 @@ def group_of(nodes: int, per_node: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(n * per_node, (n + 1) * per_node)) for n in range(nodes))
 
 
-def heard(call: Call) -> list[list[tuple[Message, frozenset[int]]]]:
-    """Return each member's messages with whose data they may hold, from who waits for whom."""
+def with_origins(call: CollectiveCall) -> list[list[tuple[Message, frozenset[int]]]]:
+    """Return each member's messages with the members whose data they can contain."""
     lists = [messages(call, position) for position in range(call.ranks)]
     place = {
         (position, message.peer, message.step): (position, at)
@@ -141,18 +140,18 @@ def heard(call: Call) -> list[list[tuple[Message, frozenset[int]]]]:
     known: dict[tuple[int, int], frozenset[int]] = {}
     pending = [(position, at) for position, own in enumerate(lists) for at in range(len(own))]
     while pending:
-        left: list[tuple[int, int]] = []
+        blocked: list[tuple[int, int]] = []
         for position, at in pending:
             message = lists[position][at]
             needs = [(position, other) for other in message.after]
             if not message.sends:
                 needs = [place[message.peer, position, message.step]]
-            if all(one in known for one in needs):
-                known[position, at] = frozenset({position}).union(*(known[one] for one in needs))
+            if all(need in known for need in needs):
+                known[position, at] = frozenset({position}).union(*(known[need] for need in needs))
             else:
-                left.append((position, at))
-        assert len(left) < len(pending), "members wait for each other"
-        pending = left
+                blocked.append((position, at))
+        assert len(blocked) < len(pending), "members wait for each other"
+        pending = blocked
     return [
         [(message, known[position, at]) for at, message in enumerate(own)]
         for position, own in enumerate(lists)
@@ -160,16 +159,16 @@ def heard(call: Call) -> list[list[tuple[Message, frozenset[int]]]]:
 
 
 @pytest.mark.parametrize("collective", SUPPORTED)
-def test_all_is_received_that_is_sent(collective: Collective) -> None:
+def test_every_send_has_its_receive(collective: Collective) -> None:
     for layout, size in product(LAYOUTS, [3, 40_000, 64 << 20]):
-        check_ends(Call(collective, size, group_of(*layout)))
+        check_ends(CollectiveCall(collective, size, group_of(*layout)))
 
 
-def check_ends(call: Call) -> None:
+def check_ends(call: CollectiveCall) -> None:
     """Check that each message has two ends, and a step that no other has between the two."""
     sent: dict[tuple[int, int, int], int] = {}
     received: dict[tuple[int, int, int], int] = {}
-    for position, own in enumerate(heard(call)):
+    for position, own in enumerate(with_origins(call)):
         for message, _ in own:
             ends = (position, message.peer) if message.sends else (message.peer, position)
             found = sent if message.sends else received
@@ -180,9 +179,9 @@ def check_ends(call: Call) -> None:
 
 @pytest.mark.parametrize(("layout", "size"), [*product(LAYOUTS, [40_000, 64 << 20])])
 def test_an_all_reduce_reaches_everybody(layout: tuple[int, int], size: int) -> None:
-    call = Call(Collective.ALL_REDUCE, size, group_of(*layout))
+    call = CollectiveCall(Collective.ALL_REDUCE, size, group_of(*layout))
     everyone = frozenset(range(call.ranks))
-    for own in heard(call):
+    for own in with_origins(call):
         complete = {
             (message.peer, message.step): message.size_bytes
             for message, whose in own
@@ -204,23 +203,23 @@ def test_an_all_reduce_reaches_everybody(layout: tuple[int, int], size: int) -> 
 def test_bytes_of_each_member(collective: Collective, share: Fraction) -> None:
     """As in doc/PERFORMANCE.md of nccl-tests."""
     size = 8 << 20
-    call = Call(collective, size, group_of(1, 8))
+    call = CollectiveCall(collective, size, group_of(1, 8))
     for position in range(8):
         own = messages(call, position)
-        assert sum(one.size_bytes for one in own if one.sends) == size * share
-        assert sum(one.size_bytes for one in own if not one.sends) == size * share
+        assert sum(message.size_bytes for message in own if message.sends) == size * share
+        assert sum(message.size_bytes for message in own if not message.sends) == size * share
 
 
 @pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
 @pytest.mark.parametrize("nodes", [16, 21])
-def test_one_gpu_per_node_doubles_what_it_has(collective: Collective, nodes: int) -> None:
+def test_one_gpu_per_node_uses_recursive_doubling(collective: Collective, nodes: int) -> None:
     """PAT: as many bytes as a ring in log2 steps, a gather's far ones first, when they are few."""
     shard = 512
     size = shard if collective is Collective.ALL_GATHER else shard * nodes
-    call = Call(collective, size, group_of(nodes, 1))
+    call = CollectiveCall(collective, size, group_of(nodes, 1))
     assert call.choice.algorithm == "pat"
     everyone = frozenset(range(nodes))
-    for own in heard(call):
+    for own in with_origins(call):
         sent = [message for message, _ in own if message.sends]
         assert len(sent) == (nodes - 1).bit_length()
         assert sum(message.size_bytes for message in sent) == shard * (nodes - 1)
@@ -231,8 +230,8 @@ def test_one_gpu_per_node_doubles_what_it_has(collective: Collective, nodes: int
 
 @pytest.mark.parametrize("root", [0, 3])
 def test_a_broadcast_goes_down_a_chain(root: int) -> None:
-    call = Call(Collective.BROADCAST, 1 << 20, group_of(1, 4), root=root)
-    whose = heard(call)
+    call = CollectiveCall(Collective.BROADCAST, 1 << 20, group_of(1, 4), root=root)
+    whose = with_origins(call)
     assert sum(message.sends for message, _ in whose[root]) == len(whose[root]) > 0
     for position in range(4):
         got = [message.size_bytes for message, held in whose[position]
@@ -245,7 +244,9 @@ def test_a_broadcast_goes_down_a_chain(root: int) -> None:
     [((1, 8), 1 << 30, "ring"), ((8, 8), 64 << 10, "tree"), ((8, 8), 4 << 30, "ring")],
 )
 def test_nccls_choice_by_size(layout: tuple[int, int], size: int, algorithm: str) -> None:
-    assert Call(Collective.ALL_REDUCE, size, group_of(*layout)).choice.algorithm == algorithm
+    assert (
+        CollectiveCall(Collective.ALL_REDUCE, size, group_of(*layout)).choice.algorithm == algorithm
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16])
@@ -285,7 +286,7 @@ def test_every_collective_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
-def test_pipelines_take_the_closed_forms_time(schedule: str, tmp_path: Path) -> None:
+def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Path) -> None:
     """(M + P - 1) (f + b) of equal stages; interleaved: the bubble over V."""
     kind = Schedule.parse(schedule)
     ranks, batches = 4 // kind.chunks, 8
@@ -313,14 +314,14 @@ def test_stages_of_two_jobs_are_refused(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_cannot_be_run_alike_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="of stage 0 of 4, and the stages"):
+def test_graphs_that_cannot_represent_all_ranks_are_refused(tmp_path: Path) -> None:
+    with raises_code("ranks-single-stage"):
         export(captures()[0], tmp_path / "job.goal")
     unknown = step_of(TP2_DP2, call_of(Collective.NONE, "tp", 8))
     with raises_code("export-unknown-collective"):
         export(unknown, tmp_path / "job.goal")
     cpu, _ = convert_directory(TRACES / "cpu-llama-2l-tp4")
-    with pytest.raises(ExportError, match="annotate --target H100"):
+    with raises_code("graph-no-gpu-time"):
         export(cpu, tmp_path / "job.goal")
     assert not [*tmp_path.iterdir()]
 
@@ -346,7 +347,7 @@ def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
     assert exposed > 0
 
 
-def test_the_gpu_waits_for_its_host_on_a_cpu_of_its_own(tmp_path: Path) -> None:
+def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
     """Busy for 1.5 of 4 us; a step of 3 us leaves three fifths of the idle time."""
     builder = GraphBuilder()
     newest = -1
@@ -369,7 +370,7 @@ def test_the_gpu_waits_for_its_host_on_a_cpu_of_its_own(tmp_path: Path) -> None:
     assert not any("idle time are not" in note for note in made.notes)
 
 
-def test_with_host_time_the_step_lasts_what_it_lasted(tmp_path: Path) -> None:
+def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:
     """Without a network: the H200 capture's median step; the replay shows the profiled one's."""
     graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
     export(graph, tmp_path / "job.goal", host_time=True)
@@ -383,7 +384,7 @@ def test_with_host_time_the_step_lasts_what_it_lasted(tmp_path: Path) -> None:
     assert ends[0] < replayed
 
 
-def test_it_is_the_same_every_time(real: Graph, tmp_path: Path) -> None:
+def test_the_output_is_reproducible(real: Graph, tmp_path: Path) -> None:
     made = [export(real, tmp_path / name).path.read_bytes() for name in "ab"]
     assert made[0] == made[1]
 

@@ -1,15 +1,17 @@
-"""Which nodes reach ASTRA-sim and what each waits for."""
+"""Lowering: the nodes that a simulator runs and the dependencies between them."""
+
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onerank.converters.targets.astra_sim.lower import Step, hold_back, lower
+from onerank.converters.targets.lower import LoweredStep, lower
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
 HOST = None
 
 
-def lowered(lanes: list[str | None], edges: list[tuple[int, int]]) -> Step:
+def lowered(lanes: list[str | None], edges: list[tuple[int, int]]) -> LoweredStep:
     return lower(graph_of(len(lanes), edges), lanes)
 
 
@@ -25,13 +27,13 @@ def graph_of(count: int, edges: list[tuple[int, int]]) -> Graph:
 def test_host_nodes_become_an_edge() -> None:
     # kernel 0 -> synchronise 1 -> host 2 -> launch 3 -> kernel 4 on another stream
     step = lowered(["7", HOST, HOST, HOST, "8"], [(0, 1), (1, 2), (2, 3), (3, 4)])
-    assert step == Step(index=[0, 4], waits_for=[[], [0]])
+    assert step == LoweredStep(index=[0, 4], waits_for=[[], [0]])
 
 
 def test_a_host_node_joins_streams() -> None:
     # kernels 0, 1 on stream 7 and 2 on stream 8 -> synchronise 3 -> kernel 4 on stream 9
     step = lowered(["7", "7", "8", HOST, "9"], [(0, 1), (0, 3), (1, 3), (2, 3), (3, 4)])
-    assert step == Step(index=[0, 1, 2, 4], waits_for=[[], [0], [], [1, 2]])
+    assert step == LoweredStep(index=[0, 1, 2, 4], waits_for=[[], [0], [], [1, 2]])
 
 
 def test_an_edge_that_others_imply_is_dropped() -> None:
@@ -48,11 +50,11 @@ def test_a_sync_edge_between_streams_stays() -> None:
 def test_a_lane_is_chained_lowest_index_first() -> None:
     # 0 has to wait for 2, so the order is 1, 2, 0
     step = lowered(["comm", "comm", "comm"], [(2, 0)])
-    assert step == Step(index=[1, 2, 0], waits_for=[[], [0], [1]])
+    assert step == LoweredStep(index=[1, 2, 0], waits_for=[[], [0], [1]])
 
 
-def reached(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
-    """Return for each node all it waits for, directly or not; edges point to higher numbers."""
+def ancestors(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
+    """Return the ancestors of each node; edges point to higher numbers."""
     before: list[set[int]] = [set() for _ in range(count)]
     for source, target in sorted(edges, key=lambda edge: edge[1]):
         before[target] |= before[source] | {source}
@@ -69,36 +71,20 @@ def test_lowering_keeps_the_order_and_no_more(data: st.DataObject) -> None:
     step = lowered(lanes, edges)
     kept = [index for index, lane in enumerate(lanes) if lane is not HOST]
     chains = [
-        (one, other)
+        pair
         for lane in ("a", "b")
-        for one, other in zip(
-            [index for index in kept if lanes[index] == lane],
-            [index for index in kept if lanes[index] == lane][1:],
-            strict=False,
-        )
+        for pair in pairwise([index for index in kept if lanes[index] == lane])
     ]
-    whole = reached(count, [*edges, *chains])
-    direct = [(one, two) for two, awaited in enumerate(step.waits_for) for one in awaited]
-    small = reached(len(step), direct)
+    whole = ancestors(count, [*edges, *chains])
+    direct = [
+        (predecessor, number)
+        for number, predecessors in enumerate(step.waits_for)
+        for predecessor in predecessors
+    ]
+    small = ancestors(len(step), direct)
     assert step.index == kept
     for number, index in enumerate(kept):
         assert {kept[other] for other in small[number]} == whole[index] & set(kept)
         for other in step.waits_for[number]:
             others = set(step.waits_for[number]) - {other}
             assert not any(other in small[third] for third in others)
-
-
-def test_receives_are_held_back_until_only_they_are_missing() -> None:
-    # receives 0 and 3 for kernels 2 (after 1) and 4 (after 2); receive 5 for two kernels
-    step = Step([*range(8)], [[], [], [0, 1], [], [2, 3], [], [4, 5], [5]])
-    hold_back(step, [0, 3, 5])
-    assert step.waits_for == [[1], [], [0], [2], [3], [], [4, 5], [5]]
-
-
-def test_two_receives_of_one_kernel_and_one_of_none() -> None:
-    step = Step([*range(4)], [[], [], [], [0, 1, 2]])
-    hold_back(step, [0, 1])
-    assert step.waits_for == [[2], [2], [], [0, 1]]
-    step = Step([*range(2)], [[], []])
-    hold_back(step, [1])
-    assert step.waits_for == [[], []]
