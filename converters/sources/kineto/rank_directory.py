@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -132,8 +133,8 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
             code="step-of-capture",
         )
     workers = min(len(ranks), os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as temporary:
-        jobs = [(rank, Path(temporary) / f"{rank.name}.et", step) for rank in ranks]
+    with _scratch_directory(output) as scratch:
+        jobs = [(rank, Path(scratch) / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
             results = [_convert(*job) for job in jobs]
         else:
@@ -146,6 +147,21 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
         ]
 
 
+@contextmanager
+def _scratch_directory(output: Path) -> Generator[str]:
+    """Yield a temporary directory; an error that names a file in it names its path in `output`."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as scratch:
+            yield scratch
+    except OSError as error:
+        path = Path(error.filename or output)
+        if path.parent.name.startswith(".onerank-"):
+            error.filename = str(output / path.name)
+        elif path.name.startswith(".onerank-"):
+            error.filename = str(output)
+        raise
+
+
 _Result = tuple[Path, int, Conversion]
 """A written trace, its number of nodes, and the report of its conversion."""
 
@@ -156,7 +172,7 @@ def _run_jobs(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> 
     try:
         for future in futures:
             yield future.result()
-    except OneRankError:
+    except (OneRankError, OSError):
         pool.shutdown(cancel_futures=True)
         raise
 
