@@ -289,7 +289,8 @@ class DependencyEdges:
         np.add.at(excluded_ns, self.enclosing[called], whole[called])
         threads, begun = np.array(list(blocked), dtype=np.int64).reshape(-1, 2).T
         around = self.timeline.innermost(threads, begun)
-        # A call of the recorder is no time of the operator that it stands in, so its wait is none.
+        # The time of a recorder's call is already excluded from the operator around it, so its wait
+        # must not be excluded again.
         for waited_ns, within in zip(blocked.values(), around, strict=True):
             operator = within if within < 0 or self._is_kept[within] else self.enclosing[within]
             if operator >= 0 and self.timeline.in_mark[within] < 0:
@@ -308,7 +309,7 @@ class DependencyEdges:
     def add_launch_order(self, self_times_ns: I64, threads: ThreadSequences) -> None:
         """Let operations wait for what their operator called before it launched them.
 
-        If it called nothing that took longer than its gpu_rows time, the launch edge suffices.
+        The launch edge suffices if the operator launched within its self time.
         """
         gpu, kept = self.gpu, self.kept
         operator = gpu.operator[self.gpu_rows]
