@@ -26,7 +26,7 @@ from torch import Tensor
 
 from onerank.capture.bench.gpu_board import Board
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, memory
-from onerank.capture.collective_kernels.launch_plan import plan
+from onerank.capture.collective_kernels.launch_plan import plan_launch
 from onerank.capture.collective_kernels.network import Curve, Link, Network
 
 BETWEEN_MARKS = 4
@@ -137,7 +137,7 @@ class Measuring:
 
     def paced(self, name: str, size: int, us: float, moves: list[Move]) -> Callable[[], object]:
         """Return what runs the stand-in once."""
-        made = plan(
+        made = plan_launch(
             name,
             size,
             "all",

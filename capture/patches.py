@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -238,13 +239,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # Models.
     Patch(
-        "transformers.PreTrainedModel",
+        "transformers.modeling_utils.PreTrainedModel",
         ("__init__", "post_init"),
-        "Initialize weights when they are sharded, one part at a time.",
-        ("parallelize.data.lazy_init",),
+        "Initialize weights when they are sharded, one part at a time; build fewer layers.",
+        ("parallelize.data.lazy_init", "parallelize.fewer_layers"),
     ),
     Patch(
-        "transformers.PreTrainedModel",
+        "transformers.modeling_utils.PreTrainedModel",
         ("from_pretrained",),
         "Load weights whole: they are sliced, or made of shards, once they are all there.",
         ("parallelize.auto_slicer", "parallelize.data.lazy_init"),
@@ -383,6 +384,67 @@ def _patched(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
         for name, by in replacements.items():
             undo.enter_context(replaced(target, name, by))
         yield
+
+
+class _ImportHook:
+    """A finder that calls functions after their module has been imported."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callable[[], object]]] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        callbacks = self.callbacks.get(name)
+        if not callbacks:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def executed(module: Any) -> None:
+                del loader.exec_module  # an attribute of the instance, which hid the method
+                execute(module)
+                for callback in list(callbacks):
+                    callback()
+
+            loader.exec_module = executed
+        return spec
+
+
+_import_hook = _ImportHook()
+
+
+@contextlib.contextmanager
+def after_import(
+    module: str, install: Callable[[], AbstractContextManager[None]]
+) -> Generator[None]:
+    """Enter a context once a module is imported, at once if it is; leave it with this one.
+
+    Args:
+        module: dotted name of a module that the script may import.
+        install: returns the context, such as one that patches the module.
+    """
+    with contextlib.ExitStack() as undo:
+        if module in sys.modules:
+            undo.enter_context(install())
+            yield
+            return
+        callbacks = _import_hook.callbacks.setdefault(module, [])
+
+        def imported() -> None:
+            undo.enter_context(install())
+
+        callbacks.append(imported)
+        if _import_hook not in sys.meta_path:
+            sys.meta_path.insert(0, _import_hook)
+        try:
+            yield
+        finally:
+            callbacks.remove(imported)
+            if not any(_import_hook.callbacks.values()):
+                sys.meta_path.remove(_import_hook)
 
 
 def rebound(owner: str, replacements: Mapping[str, Any]) -> AbstractContextManager[None]:

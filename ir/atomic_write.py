@@ -1,12 +1,16 @@
 """Files that appear under their name only when complete."""
 
 import contextlib
+import io
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @contextmanager
@@ -36,12 +40,14 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # report the first error, not the cleanup's
             temporary.unlink()
-        if isinstance(error, OSError):
+        # An error of another file, raised while this one was open, keeps that file's name.
+        own = (None, str(temporary), str(path.parent))
+        if isinstance(error, OSError) and (error.filename and str(error.filename)) in own:
             error.filename, error.filename2 = str(path), None
         raise
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes | memoryview) -> None:
     """Write a file that appears under its name only when complete.
 
     Raises:
@@ -49,3 +55,22 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     with replacing(path) as file:
         file.write(data)
+
+
+def write_tables(
+    tables: "Mapping[Path, pl.DataFrame]", *, compression_level: int | None = None
+) -> None:
+    """Write tables as parquet (zstd); no file appears before all are complete.
+
+    Polars encodes into memory: when its own write fails it reports no errno and no path.
+
+    Raises:
+        OSError: a file cannot be written; the error names it.
+    """
+    with contextlib.ExitStack() as stack:
+        for path, table in tables.items():
+            file = stack.enter_context(replacing(path))
+            encoded = io.BytesIO()
+            table.write_parquet(encoded, compression="zstd", compression_level=compression_level)
+            file.write(encoded.getbuffer())
+            file.flush()

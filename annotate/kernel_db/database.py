@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import polars as pl
 
-from onerank.ir.atomic_write import replacing
+from onerank.ir.atomic_write import write_tables
 from onerank.ir.errors import DatabaseError, first_line
 
 COLD, WARM = "cold", "warm"
@@ -137,8 +137,7 @@ def write_database(table: pl.DataFrame, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(path) as file:
-        table.write_parquet(file, compression="zstd", compression_level=19)
+    write_tables({path: table}, compression_level=19)
 
 
 def read_database(path: Path) -> pl.DataFrame:

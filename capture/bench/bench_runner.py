@@ -17,18 +17,18 @@ from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace_calls import Wanted
 from onerank.ir.errors import CaptureError, first_line
 
-_AT_A_TIME = 64
-MOST_COPIES = 64
+_MAX_BATCH = 64
+MAX_COPIES = 64
 _HOLD_S = 1.8
 _HOST_CACHE = 32 << 20
 _NOT_IN_GRAPHS = frozenset(
     f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
 )
-"""Operators that draw: a graph's replays are each given their place in the sequence first."""
+"""Random operators: before each replay, a CUDA graph sets their position in the sequence."""
 
 
 class _Found(NamedTuple):
-    """A call that runs, and what it launches with its operands out of the cache and in it."""
+    """A call that runs, and its kernels with a cold and with a warm cache."""
 
     call: BenchCall
     cold: Launched
@@ -62,15 +62,15 @@ class Bench:
         begin: Callable[[Sequence[int]], Any] = lambda _: None,
         end: Callable[[int], Any] = lambda _: None,
     ) -> Generator[Measured]:
-        """Yield what is measured.
+        """Yield the measurements of calls.
 
         Args:
-            wanted: what to measure, in order.
-            account: is filled in, call by call before its end.
-            seconds: no call is begun after so long.
-            alone: positions of calls that are not to be tried together with others.
+            wanted: requests in order of priority.
+            account: counts the outcome of each call before `end` is called for it.
+            seconds: time limit; no call begins after it.
+            alone: positions of calls that form a batch of one.
             begin: is called with the positions of the calls that are tried next.
-            end: is called with the position of each call when it is done.
+            end: is called with the position of each finished call.
         """
         deadline = time.monotonic() + seconds
         done_count = 0
@@ -94,7 +94,7 @@ class Bench:
         batch_bytes = 0
         for at, request in enumerate(wanted):
             size = sum(2 * call.nbytes for call in request.layouts)
-            full = len(batch) == _AT_A_TIME or batch_bytes + size > room
+            full = len(batch) == _MAX_BATCH or batch_bytes + size > room
             if batch and (full or at in alone or batch[-1] in alone):
                 yield batch
                 batch, batch_bytes = [], 0
@@ -142,11 +142,11 @@ class Bench:
         yield from chosen
 
     def _flush(self) -> None:
-        """Fill the cache: half of it is read, half of it written."""
+        """Evict the cache by a copy of its size: half is read, half written."""
         self._room[0].copy_(self._room[1])
 
     def _warm(self, call: BenchCall) -> Made:
-        """Return the call on operands of its own after a first run.
+        """Create operands for a call, run it once, and return it.
 
         Raises:
             CaptureError: it cannot run.
@@ -182,13 +182,13 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _states(self, nbytes: int) -> Iterator[tuple[Cache, int]]:
-        """Yield states of the cache that operands of so many bytes can be in, and their copies.
+        """Yield the cache states to measure for operands of `nbytes`, with the number of copies.
 
-        Copies that take turns and fill the cache twice are cold; so is what overflows it alone.
-        What is so small that it would take too many copies is in the cache in any step.
+        Copies that take turns are cold if together they have twice the cache's size. Operands that
+        would need more than 64 copies are measured warm only.
         """
         copies = math.ceil(2 * self.cache_bytes / max(1, nbytes))
-        if copies <= MOST_COPIES:
+        if copies <= MAX_COPIES:
             yield "cold", copies
         if nbytes <= self.cache_bytes / 2:
             yield "warm", 1
@@ -226,7 +226,7 @@ class Bench:
         )
 
     def _refuse_broken(self, error: Exception) -> None:
-        """Raise what leaves the device unusable, so that nothing is measured on it any more."""
+        """Raise `BrokenDeviceError` if an error has left the device unusable."""
         if not self.on_gpu:
             return
         try:
@@ -236,10 +236,12 @@ class Bench:
 
 
 def _fitting(request: Wanted, found: list[_Found], outcome: Account) -> list[_Found]:
-    """Return the layouts that launch what the trace did; the first where none does."""
+    """Return the layouts that launch a kernel of the trace; the first layout if none does."""
     repeatable = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
     if found and not repeatable:
-        outcome.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
+        outcome.failed[
+            f"{found[0].call.op}: launches no kernel, or different ones cold and warm"
+        ] += 1
     found = repeatable
     if not request.kernels or not found:
         return found
@@ -257,12 +259,11 @@ def _fitting(request: Wanted, found: list[_Found], outcome: Account) -> list[_Fo
 
 
 def _refuse_waiting(function: Callable[[], Any]) -> None:
-    """Refuse a call that makes the host wait: no CUDA graph can hold it.
-
-    A capture that fails half-way would leave torch's allocator and generator behind.
-    """
+    """Raise `RuntimeError` for a call that makes the host wait: no CUDA graph can contain it."""
+    # Checked before the graph capture: a capture that fails half-way would leave the state of
+    # torch's allocator and generator behind.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode is a prototype
+        warnings.simplefilter("ignore")  # the warning that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         function()
@@ -271,7 +272,7 @@ def _refuse_waiting(function: Callable[[], Any]) -> None:
 
 
 class BrokenDeviceError(Exception):
-    """A call left the device in an error that only a new process ends."""
+    """A call has left the device in an error state that lasts as long as the process."""
 
 
 def _memory(device: torch.device) -> int:

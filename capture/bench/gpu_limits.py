@@ -8,7 +8,7 @@ from math import prod
 from statistics import geometric_mean
 from typing import Any
 
-from onerank.capture.bench.bench_runner import MOST_COPIES, Bench
+from onerank.capture.bench.bench_runner import MAX_COPIES, Bench
 from onerank.capture.bench.layer_calls import linear, scaled
 from onerank.capture.bench.measured_call import BenchCall, Operand
 from onerank.capture.bench.random_operands import make
@@ -137,7 +137,7 @@ def _hold(
 ) -> SustainedCall:
     """Run a call for two seconds; its operands overflow the cache unless they are very small."""
     copies = -(-2 * bench.cache_bytes // call.nbytes)
-    copies = copies if copies <= MOST_COPIES else 1
+    copies = copies if copies <= MAX_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
     is_driver_copy = (
         call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1

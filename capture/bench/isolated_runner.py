@@ -1,7 +1,7 @@
-"""Benchmark kernels in a process of their own, so that a call that kills it costs only itself.
+"""Benchmark calls in a child process, so that a call that crashes it is the only one lost.
 
-The process reports each call that it begins. When it dies, another one continues with the calls
-that remain; calls that were in flight together are then tried one by one, to name the next culprit.
+The child reports each call that it begins. If it dies, another child continues with the remaining
+calls. The calls that were tried together are then tried one by one, which identifies the culprit.
 """
 
 import faulthandler
@@ -22,105 +22,106 @@ from onerank.capture.bench.trace_calls import Wanted
 from onerank.capture.isolation import ProcessDiedError, process_events
 from onerank.ir.errors import CaptureError
 
-_MOST_DEATHS = 12
+_MAX_DEATHS = 12
 
 Message = Measured | tuple[str, Any]
-"""What a child tells: a measurement; ("begin", positions); ("end", (position, account));
-("broken", why); ("finished", account)."""
+"""A child's report: a measurement; ("begin", positions); ("end", (position, account));
+("broken", reason); ("finished", account); ("died", exit code)."""
 Start = Callable[[Sequence[Wanted], frozenset[int], float], Iterator[Message]]
-"""Starts a child: what to measure, positions to be tried by themselves, seconds. It ends without
-"finished" when the child dies, with ("died", exit code)."""
+"""Starts a child: (requests, positions to try one by one, seconds) -> its reports."""
 
 
-def measured_apart(
+def measure_isolated(
     wanted: Sequence[Wanted],
     account: Account,
     start: Start,
     *,
     seconds: float = math.inf,
-    told: Callable[[], Any] = lambda: None,
+    advance: Callable[[], Any] = lambda: None,
 ) -> Generator[Measured]:
-    """Yield what children measure, one after another until all is done or time is up.
+    """Yield the measurements of successive children, until all calls are done or time is up.
 
     Args:
-        wanted: what to measure, in order.
-        account: is filled in, also when the caller closes the generator before its end.
+        wanted: requests in order of priority.
+        account: counts the outcomes, also if the caller closes the generator early.
         start: starts a child.
-        seconds: no call is begun after so long.
-        told: is called after each call.
+        seconds: time limit; no call begins after it.
+        advance: is called after each call.
 
     Raises:
         CaptureError: a child dies before it tries a call.
     """
-    until = time.monotonic() + seconds
-    left = list(range(len(wanted)))
-    alone: set[int] = set()
-    for _ in range(_MOST_DEATHS):
-        run = _Run(left)
-        given = [wanted[at] for at in left]
-        by_themselves = frozenset(place for place, at in enumerate(left) if at in alone)
+    deadline = time.monotonic() + seconds
+    remaining = list(range(len(wanted)))
+    isolated: set[int] = set()  # tried together with a call that ended the child
+    for _ in range(_MAX_DEATHS):
+        run = _ChildRun(remaining)
+        requests = [wanted[position] for position in remaining]
+        one_by_one = frozenset(
+            index for index, position in enumerate(remaining) if position in isolated
+        )
         try:
-            for message in start(given, by_themselves, until - time.monotonic()):
+            for message in start(requests, one_by_one, deadline - time.monotonic()):
                 if isinstance(message, Measured):
                     yield message
-                elif run.takes(message):
-                    told()
+                elif run.update(message):
+                    advance()
         except (KeyboardInterrupt, GeneratorExit):
-            account.untried["interrupted"] += len(run.left())
+            account.untried["interrupted"] += len(run.remaining())
             raise
         finally:
             account.add(run.account)
-        left = run.left()
+        remaining = run.remaining()
         if not run.finished and not run.tried:
             raise CaptureError(
-                f"what measures {run.why} before it tried a call; see above",
+                f"the measuring process {run.reason} before it tried a call; its output is above",
                 code="bench-process-died",
             )
         if not run.finished and len(run.tried) == 1:
             culprit = run.tried[0]
-            account.failed[f"{wanted[culprit].layouts[0].op}: {run.why}"] += 1
-            left = [at for at in left if at != culprit]
-            told()
-        alone |= set(run.tried)
-        if not left:
+            account.failed[f"{wanted[culprit].layouts[0].op}: {run.reason}"] += 1
+            remaining = [position for position in remaining if position != culprit]
+            advance()
+        isolated |= set(run.tried)
+        if not remaining:
             return
-        if run.finished or time.monotonic() >= until:
-            account.untried[NO_TIME] += len(left)
+        if run.finished or time.monotonic() >= deadline:
+            account.untried[NO_TIME] += len(remaining)
             return
-    account.untried[f"{_MOST_DEATHS} calls before them ended the process"] += len(left)
+    account.untried[f"{_MAX_DEATHS} calls before them ended the process"] += len(remaining)
 
 
 @dataclass(slots=True)
-class _Run:
-    """What became of one child. Positions are those of the parent."""
+class _ChildRun:
+    """The progress of one child; its positions are translated to the parent's."""
 
-    given: list[int]
+    positions: list[int]
     account: Account = field(default_factory=Account)
     tried: list[int] = field(default_factory=list[int])
     done: set[int] = field(default_factory=set[int])
     finished: bool = False
-    why: str = "ended the process"
+    reason: str = "ended the process"
 
-    def takes(self, message: tuple[str, Any]) -> bool:
-        """Take note of a message; return whether it ends a call."""
-        kind, told = message
+    def update(self, message: tuple[str, Any]) -> bool:
+        """Apply a message; return whether it ends a call."""
+        kind, content = message
         if kind == "begin":
-            self.tried = [self.given[place] for place in told]
+            self.tried = [self.positions[index] for index in content]
         elif kind == "end":
-            place: int
-            place, self.account = told
-            self.done.add(self.given[place])
+            index: int
+            index, self.account = content
+            self.done.add(self.positions[index])
         elif kind == "finished":
-            self.account, self.finished = told, True
+            self.account, self.finished = content, True
         elif kind == "broken":
-            self.why = f"left the GPU in an error: {told}"
-        elif kind == "died" and not self.why.startswith("left"):
-            self.why = _cause(told)
+            self.reason = f"left the GPU in an error: {content}"
+        elif kind == "died" and not self.reason.startswith("left"):
+            self.reason = _cause(content)
         return kind == "end"
 
-    def left(self) -> list[int]:
-        """Return the calls that were not done."""
-        return [at for at in self.given if at not in self.done]
+    def remaining(self) -> list[int]:
+        """Return the positions of calls that are not done."""
+        return [position for position in self.positions if position not in self.done]
 
 
 def _cause(code: int | None) -> str:
@@ -153,19 +154,19 @@ def _measure(
 ) -> None:
     """Measure in this process; report each measurement, and each call as it begins and ends."""
     faulthandler.enable()
-    where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
     account = Account(asked=len(wanted))
 
-    def end(place: int) -> None:
-        report(("end", (place, account)))
+    def end(position: int) -> None:
+        report(("end", (position, account)))
 
-    def begin(places: Sequence[int]) -> None:
-        report(("begin", list(places)))
+    def begin(positions: Sequence[int]) -> None:
+        report(("begin", list(positions)))
 
     try:
-        bench = Bench(where)
+        bench = Bench(torch_device)
         measured = bench.measure(
             wanted, account, seconds=seconds, alone=alone, begin=begin, end=end
         )
@@ -174,6 +175,6 @@ def _measure(
         report(("finished", account))
     except BrokenDeviceError as error:
         report(("broken", str(error)))
-    except Exception:  # noqa: BLE001  costs the call that was tried, like a signal
+    except Exception:  # noqa: BLE001  loses only the tried call, as a signal does
         traceback.print_exc()
         sys.exit(1)

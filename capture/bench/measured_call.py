@@ -20,9 +20,9 @@ class Operand:
 
     Attributes:
         shape: its sizes.
-        dtype: as torch names it without `torch.`.
+        dtype: torch's name without `torch.`.
         strides: in elements; None for a contiguous tensor.
-        host: whether it lies in the host's memory, as a Python number does.
+        host: whether it is in host memory, as the tensor of a Python number is.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, each once."""
+        """Bytes of its elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def swapped(self, first: int, second: int) -> Self:
@@ -45,12 +45,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class BenchCall:
-    """One call.
+    """A call of an operator with operands by shape, dtype and layout.
 
     Attributes:
         op: `aten::mm`.
-        arguments: by position in the schema: an `Operand`, a tuple of them (None where one of a
-            list is left out), or a plain value.
+        arguments: by position in the schema: an `Operand`, a tuple of them (with None for an absent
+            tensor of a list), or a plain value.
         tf32: whether products of float32 may run in TF32.
         same: (position, earlier position) of arguments that are the same tensors.
     """
@@ -65,14 +65,14 @@ class BenchCall:
         """Read a call from the texts of a node's columns.
 
         Raises:
-            CaptureError: an argument is of a kind that cannot be made again.
+            CaptureError: an argument cannot be created again.
         """
         if not values:
             raise CaptureError(
                 f"{op}: its argument values were not recorded", code="bench-no-arguments"
             )
         columns = [json.loads(text) for text in (shapes, types, values)]
-        arguments = tuple(_argument(op, *one) for one in zip(*columns, strict=True))
+        arguments = tuple(_argument(op, *column) for column in zip(*columns, strict=True))
         return cls(op, arguments, same=tuple(_same(arguments, columns[2])))
 
     def operands(self) -> Iterator[Operand]:
@@ -81,7 +81,7 @@ class BenchCall:
             if isinstance(argument, Operand):
                 yield argument
             elif isinstance(argument, tuple):
-                yield from (one for one in argument if isinstance(one, Operand))
+                yield from (item for item in argument if isinstance(item, Operand))
 
     def with_operands(self, operands: list[Operand]) -> Self:
         """Return the call with other operands, in the order of `operands()`."""
@@ -89,17 +89,17 @@ class BenchCall:
 
         def put(argument: Any) -> Any:
             if isinstance(argument, tuple):
-                return tuple(put(one) for one in argument)
+                return tuple(put(item) for item in argument)
             return next(remaining) if isinstance(argument, Operand) else argument
 
         return replace(self, arguments=tuple(put(argument) for argument in self.arguments))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all operands on the device, one that is passed twice once."""
+        """Bytes of all operands on the device; a tensor that is passed twice counts once."""
         repeated = {position for position, _ in self.same}
         distinct_arguments = tuple(
-            one for at, one in enumerate(self.arguments) if at not in repeated
+            argument for position, argument in enumerate(self.arguments) if position not in repeated
         )
         return sum(
             operand.nbytes
@@ -108,7 +108,7 @@ class BenchCall:
         )
 
     def texts(self) -> tuple[str, str, str]:
-        """Return (shapes, types, values) as a node of this call has them in its columns."""
+        """Return (shapes, types, values) as the columns of a node of this call contain them."""
         earlier, ids = dict(self.same), itertools.count(1)
         rows: list[tuple[Any, str, Any]] = []
         for position, argument in enumerate(self.arguments):
@@ -118,13 +118,13 @@ class BenchCall:
                      for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
-        """Return what a node does not record: strides, host operands by position, and TF32."""
+        """Return the properties that a node does not record: strides, host operands, TF32."""
         layout: dict[str, Any] = {}
-        for position, one in enumerate(self.operands()):
-            if one.host:
+        for position, operand in enumerate(self.operands()):
+            if operand.host:
                 layout[str(position)] = "host"
-            elif one.strides is not None and one.strides != contiguous(one.shape):
-                layout[str(position)] = list(one.strides)
+            elif operand.strides not in (None, contiguous(operand.shape)):
+                layout[str(position)] = list(operand.strides or ())
         return {**layout, "tf32": True} if self.tf32 else layout
 
 
@@ -136,14 +136,14 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
     if kind.startswith("GenericList[") and "Tensor(" in kind:
         kinds = split_types(kind[len("GenericList[") : -1])
-        return tuple(_argument(op, *one) for one in zip(shape, kinds, value, strict=True))
+        return tuple(_argument(op, *item) for item in zip(shape, kinds, value, strict=True))
     if kind.startswith("Tensor("):
         name = kind[len("Tensor(") : -1]
         if "nullptr" in name:
             return None
         if name not in DTYPES:
             raise CaptureError(
-                f"{op}: nobody knows how to make a tensor of {name}", code="bench-unknown-dtype"
+                f"{op}: tensors of type {name} cannot be created", code="bench-unknown-dtype"
             )
         return Operand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
     if value == "<None>":
@@ -156,7 +156,7 @@ def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, 
     seen: dict[str, int] = {}
     for position, (argument, value) in enumerate(zip(arguments, values, strict=True)):
         if isinstance(argument, Operand) or (
-            isinstance(argument, tuple) and any(isinstance(one, Operand) for one in argument)
+            isinstance(argument, tuple) and any(isinstance(item, Operand) for item in argument)
         ):
             first = seen.setdefault(json.dumps(value), position)
             if first < position:
@@ -171,7 +171,7 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
         value = [next(ids), 0, 0, prod(argument.shape), size, place]
         return list(argument.shape), TENSOR_TYPES[argument.dtype], value
     if isinstance(argument, tuple):
-        parts = [_texts(one, ids) for one in argument]
+        parts = [_texts(item, ids) for item in argument]
         kinds = ",".join(kind for _, kind, _ in parts)
         return [part[0] for part in parts], f"GenericList[{kinds}]", [part[2] for part in parts]
     if argument is None:
@@ -185,17 +185,17 @@ Cache = Literal["cold", "warm"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A call that was measured.
+    """The measurement of a call.
 
     Attributes:
-        call: the call, its layout told.
-        launched: its kernels.
-        timing: its time.
+        call: the call, with its layout.
+        launched: the kernels it launched.
+        timing: time of the call.
         l2: whether its operands were in the last-level cache.
-        sm_clock_mhz: median as the replays ran where the call was held, else right after them.
-        temperature_c: the same.
-        power_w: of the board, where the call was held.
-        date: UTC.
+        sm_clock_mhz: median during a sustained run; otherwise read right after the replays.
+        temperature_c: temperature right after the replays.
+        power_w: power of the board during a sustained run; otherwise None.
+        date: end of the measurement, UTC.
     """
 
     call: BenchCall
@@ -213,16 +213,16 @@ NO_TIME = "no time was left"
 
 @dataclass(slots=True)
 class Account:
-    """What became of the calls that were asked for.
+    """Counts of the requested calls by outcome.
 
     Attributes:
-        asked: how many calls.
-        done: calls measured.
-        other_kernels: operators of a trace that launched other kernels here, in every layout ->
-            calls.
-        failed: why calls could not be measured -> how many.
-        inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
-        untried: why calls were not tried, or not to their end -> how many.
+        asked: requested calls.
+        done: measured calls.
+        other_kernels: operator -> calls that launched other kernels than in the trace, in every
+            layout.
+        failed: reason -> calls that could not be measured.
+        inner: "outer > inner" -> calls of an outer operator whose kernels an inner one launches.
+        untried: reason -> calls that were not tried, or not finished.
     """
 
     asked: int = 0
@@ -233,7 +233,7 @@ class Account:
     untried: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, other: "Account") -> None:
-        """Add what became of the calls that another account tells the end of."""
+        """Add the finished calls of another account; `asked` and `untried` stay."""
         self.done += other.done
         self.other_kernels.update(other.other_kernels)
         self.failed.update(other.failed)

@@ -2,19 +2,19 @@
 
 from onerank.capture.collective_kernels.launch_plan import (
     CollectiveEmulation,
-    Plan,
+    LaunchPlan,
     collective_emulation,
-    plan,
+    plan_launch,
 )
 from onerank.capture.collective_kernels.network import Link, Network, load_network, uniform
 
 __all__ = [
     "CollectiveEmulation",
+    "LaunchPlan",
     "Link",
     "Network",
-    "Plan",
     "collective_emulation",
     "load_network",
-    "plan",
+    "plan_launch",
     "uniform",
 ]

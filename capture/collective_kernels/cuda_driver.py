@@ -1,4 +1,4 @@
-"""The CUDA driver API, and GPU memory outside torch's allocator, as NCCL's is."""
+"""The CUDA driver API, and GPU memory outside torch's allocator, where NCCL also allocates."""
 
 import ctypes
 import functools
@@ -13,45 +13,45 @@ from onerank.ir.errors import CaptureError
 
 @functools.cache
 def driver() -> Any:
-    """Return the driver's functions.
+    """Return the CUDA driver library.
 
     Raises:
-        CaptureError: there is no driver.
+        CaptureError: it cannot be loaded.
     """
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError as error:
         raise CaptureError(
-            f"stand-in kernels need the CUDA driver: {error}", code="collective-no-driver"
+            f"collective kernels need the CUDA driver: {error}", code="collective-no-driver"
         ) from error
     pointer, count = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
     return library
 
 
-def allocate(size: int, needs: str, way_out: str) -> int:
-    """Return the address of `size` bytes on the current GPU, which stay until the process ends.
+def allocate(size: int, purpose: str, remedy: str) -> int:
+    """Return the address of `size` bytes on the current GPU, allocated until the process ends.
 
     Args:
         size: bytes.
-        needs: what needs them, for the error.
-        way_out: what to do where they are not free.
+        purpose: what the memory is for, for the error.
+        remedy: what to do if the memory is not free, for the error.
 
     Raises:
-        CaptureError: they are not.
+        CaptureError: the memory is not free.
     """
     pointer = ctypes.c_uint64()
     if driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
         free, _ = torch.cuda.mem_get_info()
         raise CaptureError(
-            f"{needs}: {size} bytes, and the GPU has {free} free: {way_out}",
+            f"{purpose} need {size} bytes, but the GPU has {free} free: {remedy}",
             code="collective-memory",
         )
     return pointer.value
 
 
-class _Bytes:
-    """Memory of the GPU as torch takes it from others."""
+class _DeviceBytes:
+    """GPU memory with the interface through which torch accepts foreign memory."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -63,9 +63,9 @@ class _Bytes:
 
 
 def allocate_outside_torch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor [elements], not initialised, that no memory statistics of torch count.
+    """Return an uninitialised tensor [elements] that torch's memory statistics exclude.
 
-    Off CUDA it is an ordinary one.
+    On other devices it is an ordinary tensor.
 
     Raises:
         CaptureError: the memory is not free.
@@ -74,6 +74,6 @@ def allocate_outside_torch(elements: int, dtype: torch.dtype, device: torch.devi
         return torch.empty(elements, dtype=dtype, device=device)
     size = elements * dtype.itemsize
     with torch.cuda.device(device):
-        needs = "what absent ranks add to sums needs memory"
-        address = allocate(size, needs, "make the job smaller")
-        return torch.as_tensor(_Bytes(address, size), device=device).view(dtype)
+        purpose = "random values for sums that lack rows of absent ranks"
+        address = allocate(size, purpose, "make the job smaller")
+        return torch.as_tensor(_DeviceBytes(address, size), device=device).view(dtype)

@@ -1,9 +1,9 @@
 """Launch one kernel per emulated call, on the stream that NCCL would use.
 
-The kernel is either a marker or paced: it lasts as long as the collective would. Streams follow
-ProcessGroupNCCL since torch 2.8: a call with `async_op=False` runs on the caller's stream. Any
-other call runs on the stream of its group, or of its pair of ranks for a send or receive outside a
-batch; that stream first waits for the caller's stream.
+The kernel is a marker, or paced: it lasts as long as the collective would. Streams follow
+ProcessGroupNCCL since torch 2.8. A call with `async_op=False` runs on the caller's stream. Any
+other call runs on its group's stream, or outside a batch on the stream of its pair of ranks; that
+stream first waits for the caller's stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move
-from onerank.capture.collective_kernels.launch_plan import CollectiveEmulation, Plan, plan
+from onerank.capture.collective_kernels.launch_plan import (
+    CollectiveEmulation,
+    LaunchPlan,
+    plan_launch,
+)
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall
@@ -26,45 +30,40 @@ class Streams:
     """One stream per key and device, created on first use."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
 
     def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
     ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Go to the key's stream, behind what the current stream was given so far.
+        """Make the key's stream current; it waits for the current stream's work so far.
 
         Returns:
-            The stream that was the current one, and the one that now is.
+            The previous stream, and the key's stream.
         """
-        place = (key, device)
-        if place not in self._made:
+        stream_key = (key, device)
+        if stream_key not in self._streams:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
-            self._made[place] = torch.cuda.Stream(device, priority=-1 if high else 0)
-        side = self._made[place]
-        before = torch.cuda.current_stream(device.index)  # torch looks an index up sooner
-        side.wait_event(before.record_event())
+            self._streams[stream_key] = torch.cuda.Stream(device, priority=-1 if high else 0)
+        side = self._streams[stream_key]
+        previous = torch.cuda.current_stream(device.index)  # an index is faster than a device
+        side.wait_event(previous.record_event())
         torch.cuda.set_stream(side)
-        return before, side
+        return previous, side
 
 
 class Engine:
-    """Stand-ins of one process.
-
-    Attributes:
-        paced: whether calls hold the GPU as on the stand-in's network; else they leave a marker.
-            Always off without a network.
-    """
+    """Launches the collective kernels of one process, on all its GPUs."""
 
     def __init__(self, emulation: CollectiveEmulation) -> None:
         self._emulation = emulation
         self._paced = emulation.network is not None
         self._kernels: dict[torch.device, CollectiveKernels] = {}
-        self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
+        self._plans: dict[tuple[str, int, str, str | None], LaunchPlan] = {}
         self._streams = Streams()
 
     @property
     def paced(self) -> bool:
-        """Whether calls take their time on the network."""
+        """Whether calls last as long as on the network; always False without a network."""
         return self._paced
 
     @paced.setter
@@ -74,11 +73,11 @@ class Engine:
     def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
     ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Go to the stream that NCCL would use for an asynchronous call; see `Streams.enter`."""
+        """Make the stream current that NCCL would use for an asynchronous call."""
         return self._streams.enter(key, device, high_priority=high_priority)
 
     def mark(self, device: torch.device) -> None:
-        """Leave a marker on the current stream."""
+        """Launch a marker on the current stream."""
         self._on(device).mark()
 
     def pace(self, call: CommCall, device: torch.device, moves: Sequence[Move]) -> None:
@@ -88,16 +87,16 @@ class Engine:
             CaptureError: the network has no entry for the group.
         """
         kernels = self._on(device)
-        # Made anew for each call, plans would take the host longer than NCCL's own launches do.
+        # Planning each call again would take the host longer than NCCL's own launch.
         key = (call.collective, call.bytes, call.group, call.reduction)
         if key not in self._plans:
             self._plans[key] = self._plan(call, kernels.interconnect)
         kernels.pace(call.collective, self._plans[key], moves)
 
-    def _plan(self, call: CommCall, interconnect: Interconnect) -> Plan:
+    def _plan(self, call: CommCall, interconnect: Interconnect) -> LaunchPlan:
         network = self._emulation.network
         assert network is not None, "no network to pace for"
-        return plan(
+        return plan_launch(
             call.collective,
             call.bytes,
             call.group,

@@ -1,5 +1,5 @@
-// What stands in for a collective on a GPU: it moves the bytes that NCCL's kernel would, in the
-// time of the network, holds as much of a multiprocessor, and draws the power of the link.
+// The kernel that emulates a collective: it moves the bytes that NCCL's kernel would, in the time of
+// the network, occupies as much of a multiprocessor, and draws the power of the link.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -15,16 +15,16 @@ struct Work {
 
 constexpr int LOADS_BUFFER = 1, STORES = 2, STORES_BUFFER = 4, SKIPS = 8;
 constexpr u64 CHUNK = 262144;
-// NCCL's own (`ncclCollUnroll`, src/include/device.h). How many bytes are on their way at once
-// decides what share of the memory a kernel gets beside others.
+// NCCL's unroll factors (`ncclCollUnroll`, src/include/device.h). The number of bytes in flight
+// determines the share of memory bandwidth that a kernel gets next to others.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
 constexpr int UNROLL = 4;
 #else
 constexpr int UNROLL = __CUDA_ARCH__ / 100 == 12 ? 6 : 8;
 #endif
 constexpr int LANES = 32;
-// What a channel may fall behind its link and still make up: the link's own buffering, and the
-// grain of the timer.
+// Delay behind the link that a channel may still make up: the link's buffering, and the resolution
+// of the timer.
 constexpr double SLACK_NS = 4000.0;
 
 template <int N> struct Bits { u32 word[N]; };
@@ -66,10 +66,10 @@ __device__ __forceinline__ u64 now_ns() {
   return t;
 }
 
-// Of one thread.
+// One thread's loads and stores.
 struct Place { u64 source, target, buffer; };
 
-// Move COUNT elements, one of each row of a warp.
+// Move COUNT elements, one per row of a warp.
 template <typename T, int COUNT>
 __device__ __forceinline__ void step(const Place& place, int pass, u32& sink) {
   constexpr int ROW = LANES * sizeof(T);
@@ -113,21 +113,21 @@ __device__ __forceinline__ void move(
     }
 }
 
-// Wait for each other: the movers alone.
+// Barrier of the moving threads only.
 __device__ __forceinline__ void meet(int movers) {
   asm volatile("bar.sync 1, %0;" :: "r"(movers) : "memory");
 }
 
-// Draw the power of a link, while `crossed` tells how many bytes went over it: products of a warp's
-// registers, by each of three warps. No kernel on one GPU sends bits over a link, and what is left
-// idle of a multiprocessor that moves bytes are its tensor cores. Beside NCCL's collectives an H200
-// drew 30 to 40 W more than beside kernels that only moved the bytes, and where it was at its limit
-// it clocked 2 to 3% lower (benchmarks/results/2026-11-22-collectives-under-load-2xh200.txt).
+// Draw the power of a link while bytes cross it (`crossed`): three warps multiply registers on the
+// tensor cores, which a multiprocessor that moves bytes leaves idle. A kernel on one GPU cannot use
+// the link itself. Next to NCCL's collectives an H200 drew 30 to 40 W more than next to kernels that
+// only moved the bytes, and at its power limit it clocked 2 to 3% lower
+// (benchmarks/results/2026-11-22-collectives-under-load-2xh200.txt).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr u32 BYTES_PER_PRODUCT = 44;
 constexpr int ROUND = 128, AT_ONCE = 8;
 
-// Two numbers of 0.5 to 1, of either sign: zeros would draw little.
+// Two numbers of magnitude 0.5 to 1, of random sign: zeros would draw little power.
 __device__ __forceinline__ u32 random_pair(u32 k) {
   return (clock() + threadIdx.x * 7919u + k) * 2654435761u & 0x807f807fu | 0x3f003f00u;
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void draw(
     drawn += ROUND * BYTES_PER_PRODUCT;
     #pragma unroll
     for (int k = 0; k < ROUND; k++) {
-      u32* to = sum[k % AT_ONCE];  // several at once: each takes long to come out
+      u32* to = sum[k % AT_ONCE];  // several independent ones, to hide their latency
       asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -155,7 +155,7 @@ __device__ __forceinline__ void draw(
   }
   u32 sink = 0;
   #pragma unroll
-  for (int k = 0; k < 4 * AT_ONCE; k++) sink ^= sum[k / 4][k % 4];  // else some were left out
+  for (int k = 0; k < 4 * AT_ONCE; k++) sink ^= sum[k / 4][k % 4];  // else the compiler would remove some
   if (nowhere) store(nowhere, sink);
 }
 #else
@@ -184,7 +184,7 @@ onerank_standin_paced(const __grid_constant__ Work work) {
     for (int s = 0; s < work.segment_count; s++) {
       const Segment segment = work.segments[s];
       const u64 odd = segment.source | segment.target | segment.bytes | segment.period | 16;
-      const u64 unit = odd & (~odd + 1);  // the widest access that all of them allow
+      const u64 unit = odd & (~odd + 1);  // the widest aligned access
       const u64 units = segment.bytes / unit;
       u64 at = units * blockIdx.x / gridDim.x * unit;
       const u64 end = units * (blockIdx.x + 1) / gridDim.x * unit;
@@ -219,11 +219,11 @@ onerank_standin_paced(const __grid_constant__ Work work) {
         at += bytes;
         filled += CHUNK;
         meet(work.movers);
-        if (threadIdx.x == 0) {  // to read the timer takes long
+        if (threadIdx.x == 0) {  // reading the timer is slow
           due += bytes * work.ns_per_byte;
           double elapsed;
           do elapsed = (double)(now_ns() - start); while (elapsed < due);
-          due = fmax(due, elapsed - SLACK_NS);  // a link does not catch up
+          due = fmax(due, elapsed - SLACK_NS);  // a link does not make up for lost time
         }
         meet(work.movers);
       }

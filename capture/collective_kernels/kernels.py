@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onerank.capture.collective_kernels.cuda_driver import allocate, driver
-from onerank.capture.collective_kernels.launch_plan import WALKS, Plan, Traffic
+from onerank.capture.collective_kernels.launch_plan import PASSES, LaunchPlan, Traffic
 from onerank.converters.nccl import interconnect_of
 from onerank.ir.errors import CaptureError
 
@@ -21,25 +21,25 @@ PACED = "onerank_standin_paced"
 
 SEGMENTS = 24
 
+# A channel's receive buffer: NCCL's default for the Simple protocol (`NCCL_BUFFSIZE`).
 BUFFER_BYTES = 4 << 20
-"""A channel's receive buffer, NCCL's default for the Simple protocol (`NCCL_BUFFSIZE`)."""
 
+# Shared memory of a block of every NCCL kernel on an H200 (NCCL 2.28.9, from the profiler): 20
+# warps of (8 * 32 + 1) * 16 bytes (`src/include/device.h`, `ncclShmemDynamicSize`) and the state
+# of the block. Next to such a block no block of a matrix product fits on the multiprocessor.
 SHARED_BYTES = 103_808
-"""Shared memory of a block of every NCCL kernel on an H200 (NCCL 2.28.9, as the profiler tells):
-20 warps of (8 * 32 + 1) * 16 bytes (`src/include/device.h`, `ncclShmemDynamicSize`) and the state
-of the block. With it no block of a matrix product fits beside."""
 
-MOST_THREADS = 640
-"""Threads of a block."""
+MAX_THREADS = 640
+"""Most threads of a block."""
 
+# Threads of a block that draw the power of the link: three warps, each on its own tensor core.
 LINK_THREADS = 96
-"""Those that draw the power of the link: three warps on tensor cores of their own."""
 
 LOADS_BUFFER, STORES, STORES_BUFFER, SKIPS = 1, 2, 4, 8
 
 
 class Segment(ctypes.Structure):
-    """`bytes` bytes walked over: read at `source + i % period`, stored at `target + i` unless 0."""
+    """`bytes` bytes: read from `source + i % period`, stored to `target + i` unless it is 0."""
 
     _fields_ = (
         ("source", ctypes.c_uint64),
@@ -50,10 +50,10 @@ class Segment(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    """The argument of the paced kernel.
+    """The argument of the paced kernel, as `struct Work` in kernels.cu.
 
-    Its traffic is flags of each pass: `own` of one part in `ranks`, `peers` of the rest. Threads
-    after the first `movers` draw the power of the link.
+    Traffic flags of each pass: `own` for this rank's part, one in `ranks`; `peers` for the others.
+    Threads after the first `movers` draw the power of the link.
     """
 
     _fields_ = (
@@ -75,14 +75,14 @@ SOURCE = Path(__file__).with_name("kernels.cu").read_text()
 
 
 class Memory(NamedTuple):
-    """Contiguous bytes from an address on."""
+    """A contiguous range of device memory: address and size."""
 
     start: int
     bytes: int
 
 
 Move = tuple[Memory, Memory | None]
-"""(source, target): a shorter source repeats, without a target it is only read."""
+"""(source, target): a shorter source repeats; without a target the source is only read."""
 
 
 def memory(tensor: Tensor) -> Memory:
@@ -90,14 +90,13 @@ def memory(tensor: Tensor) -> Memory:
     return Memory(tensor.data_ptr(), tensor.nbytes)
 
 
-MOST_CHANNELS = 32
+MAX_CHANNELS = 32
 
-EDGES_NS = 2000.0
-"""Time of a kernel that its own timer does not see, before its first and after its last
-instruction; on an H200 a kernel paced for 7.7 us lasted 9.6."""
+# Time before a kernel's first and after its last instruction, which its timer does not include:
+# on an H200 a kernel paced for 7.7 us lasted 9.6 us.
+LAUNCH_OVERHEAD_NS = 2000.0
 
-_MOST_READY = 4096
-"""Launches kept, of a kilobyte each."""
+_MAX_PREPARED = 4096  # cached launches, of a kilobyte each
 
 _torch: Any = torch
 
@@ -107,7 +106,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 _NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 
-_Key = tuple[str, Plan, tuple[Move, ...]]
+_Key = tuple[str, LaunchPlan, tuple[Move, ...]]
 
 
 def _flags(traffic: Traffic) -> int:
@@ -120,30 +119,30 @@ def _flags(traffic: Traffic) -> int:
 
 _FLAGS = {
     collective: (
-        tuple(_flags(walk.peers) for walk in walks),
-        tuple(SKIPS if walk.skips_own else _flags(walk.own or walk.peers) for walk in walks),
+        tuple(_flags(step.peers) for step in passes),
+        tuple(SKIPS if step.skips_local else _flags(step.local or step.peers) for step in passes),
     )
-    for collective, walks in WALKS.items()
+    for collective, passes in PASSES.items()
 }
-"""Of each collective the fields `peers` and `own` of `Work`."""
+"""The fields `peers` and `own` of `Work` for each collective."""
 
 
 class _Launch:
-    """What a launch on some stream takes: grid, block, shared bytes and argument."""
+    """A prepared launch: kernel, blocks, threads, shared bytes and argument."""
 
     def __init__(
         self, function: Any, blocks: int, threads: int, shared: int = 0, work: Work | None = None
     ) -> None:
         self.function, self.blocks, self.threads, self.shared = function, blocks, threads, shared
-        self._work = work  # which `arguments` points at
+        self._work = work  # `arguments` points into it: keep it alive
         self.arguments = work and (ctypes.c_void_p * 1)(ctypes.addressof(work))
 
 
 class CollectiveKernels:
-    """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
+    """The collective kernels on one GPU, compiled by NVRTC, which torch includes.
 
     Attributes:
-        interconnect: what the GPU is, to NCCL.
+        interconnect: the GPU's interconnect, as NCCL's tuning distinguishes them.
 
     Raises:
         CaptureError: torch cannot compile them, or the channels' buffers do not fit.
@@ -154,16 +153,16 @@ class CollectiveKernels:
         major, minor = torch.cuda.get_device_capability(device)
         self.interconnect = interconnect_of(10 * major + minor, torch.cuda.get_device_name(device))
         self._index = device.index
-        self._ready: dict[_Key, list[_Launch]] = {}
+        self._prepared: dict[_Key, list[_Launch]] = {}
         with torch.cuda.device(device):
             self._marker = _compile(MARKER)
             self._paced = _compile(PACED) if paced else None
             self._buffer = 0
-            if paced:  # where NCCL's are
+            if paced:  # outside torch's allocator, as NCCL's buffers are
                 self._buffer = allocate(
-                    MOST_CHANNELS * BUFFER_BYTES,
-                    "the stand-in kernels need memory for their channels' buffers, as NCCL does",
-                    "make the job smaller, or give --collective-kernels off",
+                    MAX_CHANNELS * BUFFER_BYTES,
+                    "channel buffers of the collective kernels, as NCCL has them,",
+                    "make the job smaller, or use --collective-kernels off",
                 )
         if self._paced is not None:
             self._check(
@@ -174,53 +173,55 @@ class CollectiveKernels:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread of the paced kernel."""
+        """Registers per thread of the paced kernel."""
         count = ctypes.c_int()
         self._check(self._driver.cuFuncGetAttribute(ctypes.byref(count), _NUM_REGS, self._paced))
         return count.value
 
     def mark(self) -> None:
-        """Leave a kernel of a microsecond on the current stream."""
+        """Launch the marker, a kernel of one microsecond, on the current stream."""
         self._launch(_Launch(self._marker, 1, 32))
 
-    def pace(self, collective: str, plan: Plan, moves: Sequence[Move]) -> None:
-        """Launch what stands in for a call on the current stream.
+    def pace(self, collective: str, plan: LaunchPlan, moves: Sequence[Move]) -> None:
+        """Launch the kernel that emulates a call on the current stream.
 
         Args:
             collective: as in `CommCall`.
-            plan: its grid, bytes and time.
-            moves: what it reads and writes; the target of equal bytes may be the source itself.
+            plan: the kernel's grid, traffic and duration.
+            moves: memory that it reads and writes; source and target may be equal.
         """
-        assert self._paced is not None, "compiled for marks alone"
+        assert self._paced is not None, "only the marker is compiled"
         key = (collective, plan, tuple(moves))
-        if key not in self._ready:  # memory comes back in each step: the host has little time here
-            if len(self._ready) == _MOST_READY:
-                self._ready.clear()
-            self._ready[key] = self._prepare(*key)
-        for launch in self._ready[key]:
+        # A step reuses the addresses of the step before, so a cached launch saves host time.
+        if key not in self._prepared:
+            if len(self._prepared) == _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = self._prepare(*key)
+        for launch in self._prepared[key]:
             self._launch(launch)
 
-    def _prepare(self, collective: str, plan: Plan, moves: Sequence[Move]) -> list[_Launch]:
+    def _prepare(self, collective: str, plan: LaunchPlan, moves: Sequence[Move]) -> list[_Launch]:
         segments = [segment for move in moves for segment in _segments(*move)]
-        walked = sum(segment.bytes for segment in segments)
-        channels = min(plan.channels, MOST_CHANNELS)
-        made: list[_Launch] = []
+        total_bytes = sum(segment.bytes for segment in segments)
+        channels = min(plan.channels, MAX_CHANNELS)
+        launches: list[_Launch] = []
+        # The argument has room for 24 segments; like NCCL, further ones take another launch.
         for first in range(0, max(1, len(segments)), SEGMENTS):
-            work = Work()  # NCCL, too, launches anew where its argument is full
-            part = segments[first : first + SEGMENTS]
-            for place, segment in enumerate(part):
-                work.segments[place] = segment
-            work.segment_count = len(part)
+            work = Work()
+            batch = segments[first : first + SEGMENTS]
+            for index, segment in enumerate(batch):
+                work.segments[index] = segment
+            work.segment_count = len(batch)
             work.peers, work.own = _FLAGS[collective]
-            work.pass_count, work.ranks = len(WALKS[collective]), plan.ranks
+            work.pass_count, work.ranks = len(PASSES[collective]), plan.ranks
             work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
-            work.latency_ns = max(0.0, plan.latency_ns - EDGES_NS) if first == 0 else 0.0
-            if walked:
-                work.ns_per_byte = plan.transfer_ns * channels / (walked * work.pass_count)
+            work.latency_ns = max(0.0, plan.latency_ns - LAUNCH_OVERHEAD_NS) if first == 0 else 0.0
+            if total_bytes:
+                work.ns_per_byte = plan.transfer_ns * channels / (total_bytes * work.pass_count)
             work.movers = plan.threads
-            threads = min(plan.threads + LINK_THREADS, MOST_THREADS)
-            made.append(_Launch(self._paced, channels, threads, SHARED_BYTES, work))
-        return made
+            threads = min(plan.threads + LINK_THREADS, MAX_THREADS)
+            launches.append(_Launch(self._paced, channels, threads, SHARED_BYTES, work))
+        return launches
 
     def _launch(self, launch: _Launch) -> None:
         self._check(
@@ -241,7 +242,7 @@ class CollectiveKernels:
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise CaptureError(
-                f"a stand-in kernel could not be launched: {reason}",
+                f"a collective kernel could not be launched: {reason}",
                 code="collective-launch-failed",
             )
 
@@ -263,7 +264,7 @@ def _compile(name: str) -> Any:
 
 
 def _segments(source: Memory, target: Memory | None) -> list[Segment]:
-    """Split a move so that most of it goes 16 bytes at a time."""
+    """Split a move so that the kernel can move most of it 16 bytes at a time."""
     start, period = source
     end, stored = target or (0, 0)
     size = stored if end else period
@@ -272,8 +273,8 @@ def _segments(source: Memory, target: Memory | None) -> list[Segment]:
     whole = size // 16 * 16
     if size > period or (start | end) % 16 or whole in (0, size):
         return [Segment(start, end, size, period)]
-    rest = end + whole if end else 0
+    tail = end + whole if end else 0
     return [
         Segment(start, end, whole, whole),
-        Segment(start + whole, rest, size - whole, size - whole),
+        Segment(start + whole, tail, size - whole, size - whole),
     ]

@@ -11,10 +11,10 @@ from onerank.ir.errors import CaptureError
 
 @dataclass(frozen=True)
 class CollectiveEmulation:
-    """Whether collectives hold the GPU as on a network, or only leave a mark.
+    """How collectives run on the GPU: paced as on the job's network, or as markers.
 
     Attributes:
-        network: the network of the job; None leaves a marker of a microsecond for each call.
+        network: the network of the job; None launches a marker of one microsecond for each call.
     """
 
     network: Network | None = None
@@ -23,43 +23,42 @@ class CollectiveEmulation:
 def collective_emulation(
     switch: str | None, network: Path | None, busbw_gb_per_s: float | None
 ) -> CollectiveEmulation:
-    """Return how the options emulate collectives.
+    """Return the emulation that the command-line options describe.
 
     Args:
-        switch: "on", "off", or None: on where a network is given.
-        network: file of the network.
-        busbw_gb_per_s: the same bus bandwidth for every group, GB/s.
+        switch: "on", "off", or None: on if a network is specified.
+        network: network file.
+        busbw_gb_per_s: bus bandwidth of every group, GB/s.
 
     Raises:
-        CaptureError: both networks are given, or none where one is needed, or it is not usable.
+        CaptureError: two networks are specified, or none for "on", or the network is invalid.
     """
     if network is not None and busbw_gb_per_s is not None:
         raise CaptureError(
             f"--network {network} and --busbw-gb-s {busbw_gb_per_s:g} both describe the network: "
-            "give "
-            "one of them",
+            "use one of them",
             code="network-given-twice",
         )
-    found = load_network(network) if network is not None else None
-    found = uniform(busbw_gb_per_s) if busbw_gb_per_s is not None else found
-    if switch == "on" and found is None:
+    job_network = load_network(network) if network is not None else None
+    if busbw_gb_per_s is not None:
+        job_network = uniform(busbw_gb_per_s)
+    if switch == "on" and job_network is None:
         raise CaptureError(
-            "--collective-kernels on: how long a collective takes depends on the network: give "
-            "--network FILE "
-            "or --busbw-gb-s G as well",
+            "--collective-kernels on needs the network, which determines the duration of "
+            "collectives: add --network FILE or --busbw-gb-s G",
             code="network-missing",
         )
-    return CollectiveEmulation(None if switch == "off" else found)
+    return CollectiveEmulation(None if switch == "off" else job_network)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What happens to each byte that a kernel loads. Those from and to peers pass NCCL's buffers.
+    """Memory accesses for each byte that a kernel loads; NCCL's buffers contain peers' bytes.
 
     Attributes:
-        loads_buffer: it is met by one that a peer sent.
+        loads_buffer: it is combined with a byte from the receive buffer.
         stores: the result is stored.
-        stores_buffer: a peer's byte comes in.
+        stores_buffer: a peer writes a byte into the receive buffer.
     """
 
     loads_buffer: bool = False
@@ -68,61 +67,61 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One pass of a kernel over the call's tensors.
+class TensorPass:
+    """One pass of a kernel over the call's tensors, which have one part for each rank.
 
     Attributes:
-        peers: traffic of the bytes.
-        own: traffic of one part in as many as there are ranks, which begins or ends its way here;
-            None: that of the others.
-        skips_own: the pass leaves that part out.
+        peers: traffic of the other ranks' parts.
+        local: traffic of this rank's part, where the ring begins or ends; None: as `peers`.
+        skips_local: the pass excludes this rank's part.
     """
 
     peers: Traffic
-    own: Traffic | None = None
-    skips_own: bool = False
+    local: Traffic | None = None
+    skips_local: bool = False
 
 
-_PASSES_ON = Traffic()
-_RECEIVES = Traffic(loads_buffer=True)
-_REDUCES = Traffic(loads_buffer=True, stores=False)
-_SENDS = Traffic(stores=False, stores_buffer=False)
-_KEEPS = Traffic(stores_buffer=False)
+_FORWARD = Traffic()
+_RECEIVE = Traffic(loads_buffer=True)
+_REDUCE = Traffic(loads_buffer=True, stores=False)
+_SEND = Traffic(stores=False, stores_buffer=False)
+_KEEP = Traffic(stores_buffer=False)
 
-WALKS: dict[str, tuple[Walk, ...]] = {
-    "all_reduce": (Walk(_REDUCES, own=_KEEPS), Walk(_PASSES_ON, skips_own=True)),
-    "reduce_scatter": (Walk(_RECEIVES, own=_KEEPS),),
-    "all_gather": (Walk(_PASSES_ON, own=_KEEPS),),
-    "broadcast": (Walk(_PASSES_ON),),
-    "reduce": (Walk(_RECEIVES),),
-    "all_to_all": (Walk(_RECEIVES, own=_KEEPS),),
-    "gather": (Walk(_PASSES_ON),),
-    "scatter": (Walk(_PASSES_ON),),
-    "send": (Walk(_SENDS),),
-    "recv": (Walk(_PASSES_ON),),
-    "barrier": (Walk(_PASSES_ON),),
+# After NCCL's ring primitives (`src/device/all_gather.h`, `reduce_scatter.h`, `all_reduce.h`): a
+# `recvReduceSend` loads a local element and a peer's, a `recvCopySend` stores what it forwards. Of
+# n parts an all-reduce receives n - 1 to reduce, the last of which it stores, and n - 1 to store.
+PASSES: dict[str, tuple[TensorPass, ...]] = {
+    "all_reduce": (TensorPass(_REDUCE, local=_KEEP), TensorPass(_FORWARD, skips_local=True)),
+    "reduce_scatter": (TensorPass(_RECEIVE, local=_KEEP),),
+    "all_gather": (TensorPass(_FORWARD, local=_KEEP),),
+    "broadcast": (TensorPass(_FORWARD),),
+    "reduce": (TensorPass(_RECEIVE),),
+    "all_to_all": (TensorPass(_RECEIVE, local=_KEEP),),
+    "gather": (TensorPass(_FORWARD),),
+    "scatter": (TensorPass(_FORWARD),),
+    "send": (TensorPass(_SEND),),
+    "recv": (TensorPass(_FORWARD),),
+    "barrier": (TensorPass(_FORWARD),),
 }
-"""Passes of each collective over its tensors, after NCCL's ring primitives
-(`src/device/all_gather.h`, `reduce_scatter.h`, `all_reduce.h`): a `recvReduceSend` loads its own
-element and a peer's, a `recvCopySend` stores what it passes on. Of n parts an all-reduce receives
-n - 1 to reduce, the last of which it stores, and n - 1 more to store."""
+"""Passes of each collective over its tensors."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The kernel that stands in for a call on this GPU.
+class LaunchPlan:
+    """The kernel that emulates a call on this GPU.
 
     Attributes:
-        algorithm: "ring", "tree", "nvls", "nvls_tree", "pat", or "p2p" for sends and receives. All
-            move their bytes as a ring does: NVLS a tenth more, of an all-reduce among 8.
+        algorithm: "ring", "tree", "nvls", "nvls_tree", "pat", or "p2p" for sends and receives. The
+            traffic is a ring's for all of them; NVLS would move a tenth more for an all-reduce of
+            8 ranks.
         protocol: "ll", "ll128" or "simple".
-        ranks: of the group.
-        channels: blocks, each on a multiprocessor of its own.
-        threads: threads of each block.
-        bytes_read: bytes it loads from device memory.
-        bytes_written: bytes it stores there, those that peers would write included.
-        latency_ns: time before the first byte is through.
-        transfer_ns: time of the bytes on the wire.
+        ranks: size of the group.
+        channels: number of blocks, one per multiprocessor.
+        threads: threads of each block that move bytes.
+        bytes_read: bytes loaded from device memory.
+        bytes_written: bytes stored there, including those that peers would write.
+        latency_ns: time until the first byte arrives.
+        transfer_ns: time of the bytes on the network.
     """
 
     algorithm: str
@@ -141,7 +140,7 @@ class Plan:
         return self.latency_ns + self.transfer_ns
 
 
-def plan(
+def plan_launch(
     collective: str,
     count_bytes: int,
     group: str,
@@ -150,8 +149,8 @@ def plan(
     network: Network,
     interconnect: Interconnect,
     scaled: bool = False,
-) -> Plan:
-    """Return what stands in for a call of a group.
+) -> LaunchPlan:
+    """Return the grid, traffic and duration of the kernel that emulates a call.
 
     Args:
         collective: as in `CommCall`.
@@ -159,8 +158,8 @@ def plan(
         group: the group's name.
         ranks: its global ranks; rank // node_size is a rank's node.
         network: the network of the job.
-        interconnect: what the GPUs are.
-        scaled: whether a reduction divides or multiplies as it sums, as AVG does.
+        interconnect: the GPU's interconnect, as NCCL's tuning distinguishes them.
+        scaled: whether a reduction also scales, as AVG and PREMUL_SUM do.
 
     Raises:
         CaptureError: the network has no entry for the group.
@@ -172,21 +171,23 @@ def plan(
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
     transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gb_per_s
     if collective in link.measured:
-        whole_ns = 1000 * link.measured[collective].time_us(count_bytes)
-        latency_ns = min(latency_ns, whole_ns)
-        transfer_ns = whole_ns - latency_ns
-    whole = count_bytes * (len(ranks) if collective == "all_gather" else 1)
-    if collective == "scatter":  # this rank's part of it
-        whole //= len(ranks)
-    kept = len(ranks) if collective == "reduce_scatter" else 1  # a part in so many is stored
+        measured_ns = 1000 * link.measured[collective].time_us(count_bytes)
+        latency_ns = min(latency_ns, measured_ns)
+        transfer_ns = measured_ns - latency_ns
+    total = count_bytes * (len(ranks) if collective == "all_gather" else 1)
+    if collective == "scatter":  # `count_bytes` are all ranks' parts; a rank moves one of them
+        total //= len(ranks)
+    # A reduce-scatter loads every part and stores only this rank's.
+    loads_per_store = len(ranks) if collective == "reduce_scatter" else 1
     read = written = 0
-    for walk in WALKS[collective]:
-        own = whole // len(ranks) if walk.own or walk.skips_own else 0
-        for part, traffic in ((whole - own, walk.peers), (own, walk.own)):
+    for tensor_pass in PASSES[collective]:
+        separate = tensor_pass.local or tensor_pass.skips_local
+        local = total // len(ranks) if separate else 0
+        for part, traffic in ((total - local, tensor_pass.peers), (local, tensor_pass.local)):
             if traffic is not None:
                 read += part * (1 + traffic.loads_buffer)
-                written += part // kept * traffic.stores + part * traffic.stores_buffer
-    return Plan(
+                written += part // loads_per_store * traffic.stores + part * traffic.stores_buffer
+    return LaunchPlan(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
         ranks=len(ranks),

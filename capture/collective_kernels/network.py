@@ -13,8 +13,8 @@ A network file looks like this. Bandwidths are bus bandwidths in GB/s, as nccl-t
     latency_us = 60            # default: NCCL's latency model
     all_gather = [[1048576, 31], [67108864, 1450]]   # measured: input bytes of a rank, us
 
-Collectives on one link differ, and they reach their bus bandwidth only at large sizes. So measured
-times take precedence over the bandwidth.
+Collectives reach different bus bandwidths on one link, and only at large sizes. So measured times
+take precedence over the bandwidth.
 """
 
 import bisect
@@ -39,35 +39,35 @@ class Curve:
     """Measured times of a collective.
 
     Attributes:
-        points: (bytes, us), bytes as in `CommCall` and rising.
+        points: (bytes, us), bytes as in `CommCall`, ascending.
     """
 
     points: tuple[tuple[int, float], ...]
 
     def time_us(self, count_bytes: int) -> float:
-        """Return the time of a size: between points on a line in logarithms.
+        """Return the time of a size, interpolated linearly in log(bytes) and log(time).
 
-        Below the smallest it is the smallest's, above the largest the bytes take as long as there.
+        Smaller sizes take the first point's time; larger sizes have the last point's bandwidth.
         """
         size, time = self.points[-1]
         if count_bytes >= size:
             return time * count_bytes / size
-        place = bisect.bisect(self.points, count_bytes, key=lambda point: point[0])
-        if place == 0:
+        index = bisect.bisect(self.points, count_bytes, key=lambda point: point[0])
+        if index == 0:
             return self.points[0][1]
-        (low, fast), (high, slow) = self.points[place - 1 : place + 1]
-        share = math.log(count_bytes / low) / math.log(high / low)
-        return fast * (slow / fast) ** share
+        (low, fast), (high, slow) = self.points[index - 1 : index + 1]
+        fraction = math.log(count_bytes / low) / math.log(high / low)
+        return fast * (slow / fast) ** fraction
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a group reaches.
+    """The performance of a group's collectives.
 
     Attributes:
         busbw_gb_per_s: bus bandwidth of a large collective, GB/s.
-        latency_us: time of an empty collective; None takes NCCL's model.
-        measured: times by collective, which go before both.
+        latency_us: time of an empty collective; None uses NCCL's latency model.
+        measured: measured times by collective; they replace bandwidth and latency.
     """
 
     busbw_gb_per_s: float
@@ -77,14 +77,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Links by group. A group's own entry goes before its size's, that before the default.
+    """Links by group. The order of precedence is: group name, group size, default.
 
     Attributes:
-        default: link of every group without an entry; None refuses such groups.
+        default: link of groups without an entry; None makes such groups an error.
         groups: links by the group's name.
         sizes: links by the group's number of ranks.
         node_size: GPUs of one node.
-        nvls: whether NCCL may have the NVSwitches of a node reduce and copy.
+        nvls: whether NCCL may use NVLS, reductions and copies in the NVSwitches of a node.
     """
 
     default: Link | None = None
@@ -97,23 +97,23 @@ class Network:
         """Return the link of a group.
 
         Raises:
-            CaptureError: no entry is for it.
+            CaptureError: no entry applies to it.
         """
-        found = self.groups.get(group) or self.sizes.get(ranks) or self.default
-        if found is None:
+        link = self.groups.get(group) or self.sizes.get(ranks) or self.default
+        if link is None:
             raise CaptureError(
                 f"the network has no entry for group {group!r} of {ranks} ranks: add "
                 f"[group.{group}], [size.{ranks}] or [default] with busbw_gb_per_s",
                 code="network-unknown-group",
             )
-        return found
+        return link
 
 
 def uniform(busbw_gb_per_s: float) -> Network:
     """Return a network on which every group reaches the same bus bandwidth.
 
     Raises:
-        CaptureError: it is no positive number.
+        CaptureError: the bandwidth is not a positive number.
     """
     return Network(Link(_positive("--busbw-gb-s", busbw_gb_per_s)))
 
@@ -122,7 +122,7 @@ def load_network(path: Path) -> Network:
     """Read a network file.
 
     Raises:
-        CaptureError: it cannot be read, or an entry is not what it should be.
+        CaptureError: the file cannot be read, or an entry is invalid.
     """
     try:
         text = path.read_text()
@@ -132,37 +132,37 @@ def load_network(path: Path) -> Network:
             f"--network {path}: cannot be read ({reason})", code="network-unreadable"
         ) from error
     try:
-        given = tomllib.loads(text)
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CaptureError(
             f"--network {path}: not TOML: {error}", code="network-not-toml"
         ) from error
     known = ("default", "group", "size", "node_size", "nvls")
-    _only(path, "the file", given, known)
-    if not any(key in given for key in ("default", "group", "size")):
+    _check_keys(path, "the file", content, known)
+    if not any(key in content for key in ("default", "group", "size")):
         raise CaptureError(
             f"--network {path}: has no [default], [group.NAME] or [size.N] entry",
             code="network-empty",
         )
-    node_size = given.get("node_size", NODE_SIZE)
+    node_size = content.get("node_size", NODE_SIZE)
     if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1:
         raise CaptureError(
             f"--network {path}: node_size is {node_size!r}; expected a whole number of GPUs, "
             "1 or more",
             code="network-node-size",
         )
-    nvls = given.get("nvls", False)
+    nvls = content.get("nvls", False)
     if not isinstance(nvls, bool):
         raise CaptureError(
             f"--network {path}: nvls is {nvls!r}; expected true or false", code="network-nvls"
         )
-    default = _link(path, "[default]", given["default"]) if "default" in given else None
+    default = _link(path, "[default]", content["default"]) if "default" in content else None
     groups = {
         name: _link(path, f"[group.{name}]", entry)
-        for name, entry in _table(path, "[group]", given.get("group", {})).items()
+        for name, entry in _table(path, "[group]", content.get("group", {})).items()
     }
     sizes: dict[int, Link] = {}
-    for name, entry in _table(path, "[size]", given.get("size", {})).items():
+    for name, entry in _table(path, "[size]", content.get("size", {})).items():
         if not name.isdecimal() or int(name) < 2:
             raise CaptureError(
                 f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more",
@@ -172,68 +172,70 @@ def load_network(path: Path) -> Network:
     return Network(default, groups, sizes, node_size, nvls)
 
 
-def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
+def _table(path: Path, entry_name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CaptureError(
-            f"--network {path}: {place} is {value!r}; expected a table", code="network-not-a-table"
+            f"--network {path}: {entry_name} is {value!r}; expected a table",
+            code="network-not-a-table",
         )
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
-def _link(path: Path, place: str, value: Any) -> Link:
-    entry = _table(path, place, value)
-    _only(path, place, entry, (*_KEYS, *COLLECTIVES))
+def _link(path: Path, entry_name: str, value: Any) -> Link:
+    entry = _table(path, entry_name, value)
+    _check_keys(path, entry_name, entry, (*_KEYS, *COLLECTIVES))
     if "busbw_gb_per_s" not in entry:
         raise CaptureError(
-            f"--network {path}: {place} has no busbw_gb_per_s (GB/s)", code="network-no-bandwidth"
+            f"--network {path}: {entry_name} has no busbw_gb_per_s (GB/s)",
+            code="network-no-bandwidth",
         )
     figures = {
-        key: _positive(f"--network {path}: {place} {key}", entry[key])
+        key: _positive(f"--network {path}: {entry_name} {key}", entry[key])
         for key in _KEYS
         if key in entry
     }
     measured = {
-        key: _curve(f"--network {path}: {place} {key}", entry[key])
+        key: _curve(f"--network {path}: {entry_name} {key}", entry[key])
         for key in COLLECTIVES
         if key in entry
     }
     return Link(**figures, measured=measured)
 
 
-def _curve(place: str, value: Any) -> Curve:
+def _curve(entry_name: str, value: Any) -> Curve:
     points: list[tuple[int, float]] = []
     if not isinstance(value, list) or not value:
         raise CaptureError(
-            f"{place} is {value!r}; expected [bytes, us] pairs", code="network-bad-times"
+            f"{entry_name} is {value!r}; expected [bytes, us] pairs", code="network-bad-times"
         )
     for pair in value:  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(pair, list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise CaptureError(
-                f"{place} has {pair!r}; expected [bytes, us]", code="network-bad-times"
+                f"{entry_name} has {pair!r}; expected [bytes, us]", code="network-bad-times"
             )
-        size, time = (_positive(f"{place} {pair}", figure) for figure in pair)  # pyright: ignore[reportUnknownVariableType]
+        size, time = (_positive(f"{entry_name} {pair}", figure) for figure in pair)  # pyright: ignore[reportUnknownVariableType]
         if points and size <= points[-1][0]:
             raise CaptureError(
-                f"{place}: {size:g} bytes after {points[-1][0]}; expected sizes that rise",
+                f"{entry_name}: {size:g} bytes after {points[-1][0]}; expected ascending sizes",
                 code="network-times-not-ascending",
             )
         points.append((int(size), time))
     return Curve(tuple(points))
 
 
-def _only(path: Path, place: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
-    if unknown := sorted(set(given) - set(known)):
+def _check_keys(path: Path, entry_name: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
+    if unknown := sorted(set(table) - set(known)):
         raise CaptureError(
-            f"--network {path}: {place} has unknown {', '.join(unknown)}; "
+            f"--network {path}: {entry_name} has unknown {', '.join(unknown)}; "
             f"expected {', '.join(known)}",
             code="network-unknown-key",
         )
 
 
-def _positive(place: str, value: Any) -> float:
+def _positive(entry_name: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise CaptureError(
-            f"{place} is {value!r}; expected a number above 0", code="network-not-positive"
+            f"{entry_name} is {value!r}; expected a number above 0", code="network-not-positive"
         )
     return float(value)

@@ -1,4 +1,4 @@
-"""Work handles of asynchronous calls, and marks where they are awaited."""
+"""Work handles of asynchronous calls, and a profiler range for each wait."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from onerank.ir.errors import CaptureError
 _torch: Any = torch
 _c10d: Any = distributed_c10d
 
-WAIT_MARK = "onerank::wait"
+WAIT_RANGE = "onerank::wait"
 
 
 def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
-    """Return a future that holds `tensors`, done once the current streams come to here.
+    """Return a future of `tensors` that completes with the current streams' work so far.
 
-    Only that of an asynchronous call has other streams wait.
+    Waiting for the future of an asynchronous call makes the waiting stream wait for it.
     """
-    # DDP's reducer and `work.get_future().value()` read the tensors from the future; it must know
-    # the devices, to have the waiting stream wait.
+    # DDP's reducer and `work.get_future().value()` read the tensors from the future. Without the
+    # devices the future would not make the waiting stream wait.
     devices = {tensor.device for tensor in tensors if tensor.is_cuda} if asynchronous else ()
     future = _torch.futures.Future(devices=list(devices))
     future.set_result(tensors)
@@ -36,12 +36,12 @@ def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
 
 
 class AsyncWork(_c10d.Work):
-    """What an asynchronous call returns.
+    """The work handle of an asynchronous call.
 
-    On CUDA it ends when its stream gets there, and whoever waits makes their current stream wait;
-    until then the call's tensors are kept, as ProcessGroupNCCL keeps them. Each wait is marked in
-    the profiler's streams by a range `onerank::wait` with the call's number. torch's C++ code waits
-    through here too, except for DDP's reducer: it asks for the future.
+    On CUDA the call completes when its stream reaches its event, and `wait` makes the current
+    stream wait for that event. Like ProcessGroupNCCL's handle, it keeps the call's tensors alive
+    until then. Each wait is a profiler range `onerank::wait` with the call's sequence number.
+    torch's C++ code also waits through `wait`, except DDP's reducer, which waits for the future.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class AsyncWork(_c10d.Work):
         stream: torch.cuda.Stream | None,
         pending: Pending,
     ) -> None:
-        """Make the handle.
+        """Record the call's end on its stream, and add the handle to `pending`.
 
         Args:
             sequence: number of the call.
-            outputs: what the call returns.
-            kept: every tensor it touches.
-            stream: CUDA's that it runs on, None for a CPU.
-            pending: handles not waited for yet.
+            outputs: the tensors that the call returns.
+            kept: every tensor that the call reads or writes.
+            stream: the CUDA stream of the call; None on a CPU.
+            pending: the handles that have not been waited for.
         """
         super().__init__()
         self._sequence = sequence
         self._outputs: list[Tensor] = list(outputs)
-        self._faded: list[weakref.ref[Tensor]] = []
+        self._released: list[weakref.ref[Tensor]] = []
         self._kept: Sequence[Tensor] = kept
         self._pending = pending
         self._stream = stream
@@ -73,14 +73,14 @@ class AsyncWork(_c10d.Work):
 
     @untraced
     def wait(self, timeout: object = None) -> bool:
-        """Let the current stream wait for the call."""
+        """Make the current stream wait for the call."""
         text = msgspec.json.encode({"sequence": self._sequence}).decode()
-        mark = _torch.autograd._record_function_with_args_enter(WAIT_MARK, text)
+        wait_range = _torch.autograd._record_function_with_args_enter(WAIT_RANGE, text)
         try:
             if self._stream is not None:
                 torch.cuda.current_stream(self._stream.device_index).wait_event(self._event)
         finally:
-            _torch.autograd._record_function_with_args_exit(mark)
+            _torch.autograd._record_function_with_args_exit(wait_range)
         self._kept = ()
         self._pending.discard(self)
         return True
@@ -94,7 +94,7 @@ class AsyncWork(_c10d.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Return the call's future; waiting for the future leaves no mark."""
+        """Return the call's future; waiting for the future records no range."""
         if self._stream is None:
             return completed_future(self.result(), asynchronous=True)
         with torch.cuda.stream(self._stream):
@@ -104,64 +104,63 @@ class AsyncWork(_c10d.Work):
         """Return the call's outputs.
 
         Raises:
-            CaptureError: they were freed because no caller waited in time.
+            CaptureError: the script dropped them, and the call completed before it waited.
         """
-        found = self._outputs or [tensor for ref in self._faded if (tensor := ref()) is not None]
-        if len(found) < len(self._faded):
+        live = self._outputs or [tensor for ref in self._released if (tensor := ref()) is not None]
+        if len(live) < len(self._released):
             raise CaptureError(
-                f"the tensors of asynchronous call {self._sequence} are gone: keep them, or wait "
-                "for the call, before you ask for its result",
+                f"{len(self._released) - len(live)} of {len(self._released)} tensors of "
+                f"asynchronous call {self._sequence} are freed: keep them, or call wait() before "
+                "result()",
                 code="work-tensors-freed",
             )
-        return found
+        return live
 
     def is_completed(self) -> bool:
-        """Whether the call is over."""
+        """Whether the call has completed."""
         return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
-        """Whether the call went well: always."""
+        """Return True: an emulated call cannot fail."""
         return True
 
     def exception(self) -> None:
-        """Return what went wrong: nothing."""
+        """Return None: an emulated call cannot fail."""
 
     def release(self) -> None:
-        """Stop keeping the tensors of a call that is over."""
-        self._faded = [weakref.ref(tensor) for tensor in self._outputs]
+        """Keep only weak references to the tensors of a completed call."""
+        self._released = [weakref.ref(tensor) for tensor in self._outputs]
         self._outputs, self._kept = [], ()
 
 
 class Pending:
-    """Handles that no caller has waited for yet.
+    """Handles that have not been waited for."""
 
-    torch's C++ code may keep a handle after Python has dropped it, which would lose its methods.
-    All handles are therefore kept. Their tensors are kept until the call is over, as
-    ProcessGroupNCCL does.
-    """
+    # torch's C++ code may keep a handle after Python has dropped it, which would lose its Python
+    # methods: so handles of completed calls stay too, without their tensors.
 
     def __init__(self) -> None:
         self._running: dict[int, AsyncWork] = {}
-        self._over: dict[int, AsyncWork] = {}
+        self._completed: dict[int, AsyncWork] = {}
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
 
     def add(self, work: AsyncWork) -> None:
-        """Keep a handle, and let go of the tensors of calls that are over."""
+        """Add a handle, and release the tensors of completed calls."""
         with self._lock:
             if not _capturing():
                 for key, earlier in list(self._running.items()):
                     if earlier.is_completed():
                         earlier.release()
-                        self._over[key] = self._running.pop(key)
+                        self._completed[key] = self._running.pop(key)
             self._running[id(work)] = work
 
     def discard(self, work: AsyncWork) -> None:
-        """Forget a handle that was waited for."""
+        """Remove a handle that was waited for."""
         with self._lock:
             self._running.pop(id(work), None)
-            self._over.pop(id(work), None)
+            self._completed.pop(id(work), None)
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, which forbids to ask for an event."""
+    """Whether a CUDA graph is being captured, which forbids event queries."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,10 +1,9 @@
 """Emulated c10d operators: the content of a collective's tensors when peers do not exist.
 
-Every peer is assumed to hold what this rank holds. Exceptions are receives, whose content is
-unknown, and small integers that the script itself sends
-(`onerank.capture.fake_world.integer_payloads`). An emulated operator launches at most one kernel if
-sizes agree, so that the profile stays close to the real job's. Values stay finite and dense:
-kernels run up to 13% faster on zeros than on data.
+Every peer is assumed to have the same tensors as this rank. Exceptions are receives, whose content
+is unknown and therefore random, and small integers that the script itself sends
+(`onerank.capture.fake_world.integer_payloads`). If sizes are equal, an emulated operator launches
+at most one kernel, so that the profile stays close to the real job's.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from onerank.ir.errors import CaptureError
 if TYPE_CHECKING:
     from onerank.capture.fake_world.recorder import Recorder
 
-# The spread of freshly initialised weights: a receive often fills parameters or activations.
+# Standard deviation of freshly initialised weights: a receive often fills parameters or
+# activations. Random, since a bf16 matrix product ran 13% faster on zeros (H200).
 RECEIVED_STD = 0.02
 
 
 class Receiver:
-    """Fills what a peer would have sent, from separate generators.
-
-    The job's global generators keep their state: a dropout mask must not depend on the recorder.
-    """
+    """Fills receive buffers with random values."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        # Not the global generators: the job's dropout masks must not depend on the recorder.
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def fill(self, tensor: Tensor) -> None:
@@ -51,17 +49,17 @@ class Receiver:
             tensor.zero_()
         elif tensor.element_size() == 1:  # no float8 kernel draws random numbers
             wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-            tensor.copy_(wide.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device)))
+            tensor.copy_(wide.normal_(0.0, RECEIVED_STD, generator=self._generator(tensor.device)))
         else:
-            tensor.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device))
+            tensor.normal_(0.0, RECEIVED_STD, generator=self._generator(tensor.device))
 
-    def _on(self, device: torch.device) -> torch.Generator:
+    def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
 
 
-_registry: Any = distributed_c10d  # of groups; it has no public names and no types in torch
+_c10d: Any = distributed_c10d  # torch's group registry has no public names and no types
 
 _REDUCTIONS = {
     kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()
@@ -69,21 +67,21 @@ _REDUCTIONS = {
 
 
 def replicate(
-    issue: CollectiveLaunch, output: Tensor, source: Tensor, collective: str = "all_gather"
+    launch: CollectiveLaunch, output: Tensor, source: Tensor, collective: str = "all_gather"
 ) -> None:
-    """Gather from equal peers: the own shard in every place."""
-    _check_multiple(collective, output, source, issue.group.size)
+    """Gather from equal peers: this rank's shard for every rank."""
+    _check_multiple(collective, output, source, launch.group.size)
     check_contiguous(output)
     check_contiguous(source)
-    issue.fill([(output, source)])
+    launch.fill([(output, source)])
 
 
-def take_chunk(issue: CollectiveLaunch, output: Tensor, source: Tensor, operation: Any) -> None:
-    """Reduce-scatter with the identity as its sum: the own piece of the input."""
-    _check_multiple("reduce_scatter", source, output, issue.group.size)
+def take_chunk(launch: CollectiveLaunch, output: Tensor, source: Tensor, operation: Any) -> None:
+    """Reduce-scatter without peers: this rank's piece of the input."""
+    _check_multiple("reduce_scatter", source, output, launch.group.size)
     check_contiguous(output)
     check_contiguous(source)
-    issue.reduce_scatter(output, source, operation)
+    launch.reduce_scatter(output, source, operation)
 
 
 def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
@@ -96,19 +94,20 @@ def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -
         )
 
 
-class Kernels:
+class C10dOperators:
     """The `c10d::*` operators of a process without peers.
 
-    Each takes its arguments by the names of the operator's schema, and returns what that promises.
+    Each method takes the arguments by their names in the operator's schema, and returns values of
+    the schema's types.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._receiver = Receiver(seed=recorder.rank)
-        self._values = IntegerPayloads(recorder)
+        self._integers = IntegerPayloads(recorder)
 
     def install(self, undo: contextlib.ExitStack) -> None:
-        """Override the operators, and let `undo` put torch's own back."""
+        """Override the operators; `undo` restores torch's kernels."""
         kernels: dict[str, Callable[[Any], object]] = {
             "allreduce_": self._all_reduce,
             "allreduce_coalesced_": self._all_reduce_coalesced,
@@ -134,191 +133,206 @@ class Kernels:
         }
         override(kernels, self._refusal, undo)
 
-    def _refusal(self, operator: str, why: str) -> CaptureError:
+    def _refusal(self, operator: str, reason: str) -> CaptureError:
         error = CaptureError(
-            f"c10d::{operator} cannot be recorded: {why}", code="collective-unsupported"
+            f"c10d::{operator} cannot be recorded: {reason}", code="collective-unsupported"
         )
-        self._recorder.refused = error  # a script may catch it
+        self._recorder.refused = error  # a script may catch it, and the trace would lack the call
         return error
 
-    def _issue(
+    def _launch(
         self,
         collective: str,
         args: Any,
-        counted: Sequence[Tensor],
-        touched: Sequence[Tensor] = (),
+        payload: Sequence[Tensor],
+        others: Sequence[Tensor] = (),
         *,
         stream: object = None,
         **details: Any,
     ) -> CollectiveLaunch:
-        """Record a call; within the context that is returned it is emulated where it would run."""
+        """Record a call, and return the context in which it is emulated on its stream.
+
+        Args:
+            collective: as in `CommCall`.
+            args: the operator's arguments.
+            payload: the tensors whose bytes count.
+            others: tensors that it also reads or writes.
+            stream: selects one of the group's streams.
+            details: further arguments of `Recorder.record`.
+        """
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
         if hasattr(args, "reduce_op"):
             details["reduction"] = _REDUCTIONS[args.reduce_op.op()]
-        tensors = [*counted, *touched]
-        if collective == "barrier":  # has no payload, but an empty tensor that names the device
+        tensors = [*payload, *others]
+        if collective == "barrier":  # no payload, but an empty tensor that has the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
-        call = self._recorder.record(collective, group, counted, **details)
+        call = self._recorder.record(collective, group, payload, **details)
         return CollectiveLaunch(self._recorder, group, call, tensors, stream)
 
-    # A reduction of more than a few numbers is the identity, not W times the own value: repeated
-    # sums would overflow.
+    # A reduction of more than a few numbers is the identity, not W times this rank's value:
+    # repeated sums would overflow.
 
     def _all_reduce(self, args: Any) -> object:
         if args.sparse_indices is not None:
             raise self._refusal("allreduce_", SPARSE)
-        with self._issue("all_reduce", args, args.tensors) as issue:
-            issue.reduce(args.tensors, args.reduce_op)
-            return args.tensors, issue.done(args.tensors)
+        with self._launch("all_reduce", args, args.tensors) as launch:
+            launch.reduce(args.tensors, args.reduce_op)
+            return args.tensors, launch.finish(args.tensors)
 
     def _all_reduce_coalesced(self, args: Any) -> object:
-        with self._issue("all_reduce", args, args.tensors) as issue:
-            issue.reduce(args.tensors, args.reduce_op)
-            return issue.done(args.tensors)
+        with self._launch("all_reduce", args, args.tensors) as launch:
+            launch.reduce(args.tensors, args.reduce_op)
+            return launch.finish(args.tensors)
 
     def _reduce(self, args: Any) -> object:
-        with self._issue("reduce", args, args.tensors, peer=args.root_rank) as issue:
-            if issue.group.rank == args.root_rank:
-                issue.reduce(args.tensors, args.reduce_op)
+        with self._launch("reduce", args, args.tensors, peer=args.root_rank) as launch:
+            if launch.group.rank == args.root_rank:
+                launch.reduce(args.tensors, args.reduce_op)
             else:
-                issue.keep(args.tensors)
-            return issue.done(args.tensors)
+                launch.keep(args.tensors)
+            return launch.finish(args.tensors)
 
     def _broadcast(self, args: Any) -> object:
-        # Beyond small integers nobody here knows what the root holds; what this rank initialised
-        # is the nearest.
-        with self._issue("broadcast", args, args.tensors, peer=args.root_rank) as issue:
-            self._values.broadcast(issue.group, args.root_rank, args.tensors)
-            issue.keep(args.tensors)
-            return args.tensors, issue.done(args.tensors)
+        # The root's values are unknown, except small integers: what this rank initialised comes
+        # closest.
+        with self._launch("broadcast", args, args.tensors, peer=args.root_rank) as launch:
+            self._integers.broadcast(launch.group, args.root_rank, args.tensors)
+            launch.keep(args.tensors)
+            return args.tensors, launch.finish(args.tensors)
 
     def _all_gather(self, args: Any) -> object:
         outputs = _flatten(args.output_tensors)
-        with self._issue("all_gather", args, args.input_tensors, outputs) as issue:
+        with self._launch("all_gather", args, args.input_tensors, outputs) as launch:
             rows = zip(args.output_tensors, args.input_tensors, strict=True)
-            sources = [own for row, own in rows for _ in row]
-            issue.fill(list(zip(outputs, sources, strict=True)))
-            return args.output_tensors, issue.done(outputs)
+            sources = [source for row, source in rows for _ in row]
+            launch.fill(list(zip(outputs, sources, strict=True)))
+            return args.output_tensors, launch.finish(outputs)
 
     def _all_gather_coalesced(self, args: Any) -> object:
         outputs = _flatten(args.output_lists)
-        with self._issue("all_gather", args, args.input_list, outputs) as issue:
-            sources = [own for _ in args.output_lists for own in args.input_list]
-            issue.fill(list(zip(outputs, sources, strict=True)))
-            return issue.done(outputs)
+        with self._launch("all_gather", args, args.input_list, outputs) as launch:
+            sources = [source for _ in args.output_lists for source in args.input_list]
+            launch.fill(list(zip(outputs, sources, strict=True)))
+            return launch.finish(outputs)
 
     def _all_gather_base(self, args: Any) -> object:
-        with self._issue("all_gather", args, [args.input_tensor], [args.output_tensor]) as issue:
-            replicate(issue, args.output_tensor, args.input_tensor)
-            return args.output_tensor, issue.done([args.output_tensor])
+        with self._launch("all_gather", args, [args.input_tensor], [args.output_tensor]) as launch:
+            replicate(launch, args.output_tensor, args.input_tensor)
+            return args.output_tensor, launch.finish([args.output_tensor])
 
     def _all_gather_base_coalesced(self, args: Any) -> object:
-        with self._issue("all_gather", args, args.inputs, args.outputs) as issue:
+        with self._launch("all_gather", args, args.inputs, args.outputs) as launch:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                replicate(issue, output, source)
-            return issue.done(args.outputs)
+                replicate(launch, output, source)
+            return launch.finish(args.outputs)
 
     def _reduce_scatter(self, args: Any) -> object:
         inputs, outputs = _flatten(args.input_tensors), args.output_tensors
-        with self._issue("reduce_scatter", args, inputs, outputs) as issue:
-            rank = issue.group.rank
-            self._take(issue, outputs, args.input_tensors)
+        with self._launch("reduce_scatter", args, inputs, outputs) as launch:
+            rank = launch.group.rank
+            self._take_parts(launch, outputs, args.input_tensors)
             for row in args.input_tensors:
-                issue.read([*row[:rank], *row[rank + 1 :]])
-            return outputs, issue.done(outputs)
+                launch.read([*row[:rank], *row[rank + 1 :]])
+            return outputs, launch.finish(outputs)
 
     def _reduce_scatter_base(self, args: Any) -> object:
         pair = [args.input_tensor], [args.output_tensor]
-        with self._issue("reduce_scatter", args, *pair) as issue:
-            take_chunk(issue, args.output_tensor, args.input_tensor, args.reduce_op)
-            return args.output_tensor, issue.done([args.output_tensor])
+        with self._launch("reduce_scatter", args, *pair) as launch:
+            take_chunk(launch, args.output_tensor, args.input_tensor, args.reduce_op)
+            return args.output_tensor, launch.finish([args.output_tensor])
 
     def _reduce_scatter_base_coalesced(self, args: Any) -> object:
-        with self._issue("reduce_scatter", args, args.inputs, args.outputs) as issue:
+        with self._launch("reduce_scatter", args, args.inputs, args.outputs) as launch:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                take_chunk(issue, output, source, args.reduce_op)
-            return issue.done(args.outputs)
+                take_chunk(launch, output, source, args.reduce_op)
+            return launch.finish(args.outputs)
 
     def _all_to_all(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
-        with self._issue("all_to_all", args, inputs, outputs) as issue:
-            issue.fill(list(zip(outputs, inputs, strict=True)))
-            return outputs, issue.done(outputs)
+        with self._launch("all_to_all", args, inputs, outputs) as launch:
+            launch.fill(list(zip(outputs, inputs, strict=True)))
+            return outputs, launch.finish(outputs)
 
     def _all_to_all_base(self, args: Any) -> object:
         splits = {
             "in_split_sizes": args.input_split_sizes,
             "out_split_sizes": args.output_split_sizes,
         }
-        with self._issue("all_to_all", args, [args.input], [args.output], **splits) as issue:
+        with self._launch("all_to_all", args, [args.input], [args.output], **splits) as launch:
             check_contiguous(args.output)
             check_contiguous(args.input)
-            issue.fill([(args.output, args.input)])
-            return issue.done([args.output])
+            launch.fill([(args.output, args.input)])
+            return launch.finish([args.output])
 
     def _gather(self, args: Any) -> object:
-        outputs = _flatten(args.output_tensors)  # empty but on the root
-        with self._issue("gather", args, args.input_tensors, outputs, peer=args.root_rank) as issue:
+        outputs = _flatten(args.output_tensors)  # empty except on the root
+        with self._launch(
+            "gather", args, args.input_tensors, outputs, peer=args.root_rank
+        ) as launch:
             rows = zip(args.output_tensors, args.input_tensors, strict=False)
-            sources = [own for row, own in rows for _ in row]
-            issue.fill(list(zip(outputs, sources, strict=True)))
+            sources = [source for row, source in rows for _ in row]
+            launch.fill(list(zip(outputs, sources, strict=True)))
             if not outputs:
-                issue.read(args.input_tensors)
-            return issue.done(outputs)
+                launch.read(args.input_tensors)
+            return launch.finish(outputs)
 
     def _gather_base(self, args: Any) -> object:
-        outputs = [args.output_tensor] if args.output_tensor.numel() else []  # on the root alone
+        outputs = (
+            [args.output_tensor] if args.output_tensor.numel() else []
+        )  # empty except on the root
         pair = [args.input_tensor], outputs
-        with self._issue("gather", args, *pair, peer=args.root_rank) as issue:
+        with self._launch("gather", args, *pair, peer=args.root_rank) as launch:
             for output in outputs:
-                replicate(issue, output, args.input_tensor, "gather")
+                replicate(launch, output, args.input_tensor, "gather")
             if not outputs:
-                issue.read([args.input_tensor])
-            return args.output_tensor, issue.done(outputs)
+                launch.read([args.input_tensor])
+            return args.output_tensor, launch.finish(outputs)
 
     def _scatter(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
-        with self._issue("scatter", args, outputs, _flatten(inputs), peer=args.root_rank) as issue:
-            known = self._values.scatter(issue.group, args.root_rank, outputs, inputs)
-            if issue.group.rank == args.root_rank:
-                self._take(issue, outputs, inputs)
+        with self._launch(
+            "scatter", args, outputs, _flatten(inputs), peer=args.root_rank
+        ) as launch:
+            known = self._integers.scatter(launch.group, args.root_rank, outputs, inputs)
+            if launch.group.rank == args.root_rank:
+                self._take_parts(launch, outputs, inputs)
             else:
                 if not known:
                     self._fill(outputs)
-                issue.keep(outputs)
-            return outputs, issue.done(outputs)
+                launch.keep(outputs)
+            return outputs, launch.finish(outputs)
 
     def _send(self, args: Any) -> object:
-        with self._pair("send", args, peer=args.dst) as issue:
-            self._values.send(issue.group.ranks[args.dst], args.tensors)
-            issue.read(args.tensors)
-            return issue.done(args.tensors)
+        with self._pair("send", args, peer=args.dst) as launch:
+            self._integers.send(launch.group.ranks[args.dst], args.tensors)
+            launch.read(args.tensors)
+            return launch.finish(args.tensors)
 
     def _recv(self, args: Any) -> object:
-        with self._pair("recv", args, peer=args.src) as issue:
-            source = issue.group.ranks[args.src]
-            known = self._values.receive("recv", source, None, args.tensors)
-            return self._received(issue, args.tensors, known=known)
+        with self._pair("recv", args, peer=args.src) as launch:
+            source = launch.group.ranks[args.src]
+            known = self._integers.receive("recv", source, None, args.tensors)
+            return self._received(launch, args.tensors, known=known)
 
     def _recv_any_source(self, args: Any) -> object:
-        with self._pair("recv", args, peer=None) as issue:
-            return self._received(issue, args.tensors)
+        with self._pair("recv", args, peer=None) as launch:
+            return self._received(launch, args.tensors)
 
     def _received(
-        self, issue: CollectiveLaunch, tensors: Sequence[Tensor], *, known: bool = False
+        self, launch: CollectiveLaunch, tensors: Sequence[Tensor], *, known: bool = False
     ) -> ScriptObject:
         if not known:
             self._fill(tensors)
-        issue.keep(tensors)
-        return issue.done(tensors)
+        launch.keep(tensors)
+        return launch.finish(tensors)
 
     def _pair(self, collective: str, args: Any, peer: int | None) -> CollectiveLaunch:
-        # A pair of ranks has a stream of its own, unless the call is one of a batch.
+        # ProcessGroupNCCL has a stream per pair of ranks, but runs a batch on the group's stream.
         group = dist.ProcessGroup.unbox(args.process_group)
-        batched = group in _registry._world.pg_coalesce_state
-        return self._issue(
+        batched = group in _c10d._world.pg_coalesce_state
+        return self._launch(
             collective,
             args,
             args.tensors,
@@ -329,18 +343,18 @@ class Kernels:
         )
 
     def _barrier(self, args: Any) -> object:
-        with self._issue("barrier", args, []) as issue:
-            return issue.done([args.tensor])
+        with self._launch("barrier", args, []) as launch:
+            return launch.finish([args.tensor])
 
     def _monitored_barrier(self, args: Any) -> None:
-        with self._issue("barrier", args, [], asynchronous=False):
+        with self._launch("barrier", args, [], asynchronous=False):
             pass
 
-    def _take(
-        self, issue: CollectiveLaunch, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
+    def _take_parts(
+        self, launch: CollectiveLaunch, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
     ) -> None:
-        own = [row[issue.group.rank] for row in rows]
-        issue.fill(list(zip(outputs, own, strict=True)))
+        parts = [row[launch.group.rank] for row in rows]
+        launch.fill(list(zip(outputs, parts, strict=True)))
 
     def _fill(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

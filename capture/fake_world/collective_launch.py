@@ -1,10 +1,8 @@
 """Launch one emulated call: its result, its stream and its work handle.
 
-Small sums over absent peers are multiplied by the group size, since every peer is assumed to hold
-this rank's value. Scripts act on such numbers (a loss, a squared norm, a token count):
-Megatron-LM rescales gradients only above a norm limit, and scripts compare a sum of ones with the
-world size. Larger sums keep this rank's part, because no script acts on their magnitude and a
-multiplication takes time.
+Every peer is assumed to contribute this rank's value. A sum of up to 16 elements is therefore
+multiplied by the group size: scripts act on such numbers (a loss, a squared norm, a token count).
+A larger sum keeps this rank's part.
 """
 
 from __future__ import annotations
@@ -29,15 +27,16 @@ if TYPE_CHECKING:
 
 _profiling: Any = torch.autograd  # its ranges have no public names and no types in torch
 
-# Not `record_param_comms`: the observers parse ranges of that name and crash on one of ours.
-MARK = "onerank::comm"
+# Not `record_param_comms`: torch's observers parse ranges of that name, and a range of that name
+# from Python crashes the process (SIGSEGV).
+COMM_RANGE = "onerank::comm"
 
 
-class Mark:
-    """The range of one call."""
+class CallRange:
+    """Context manager: the profiler range of one call."""
 
-    # No generator of `contextmanager`: the host has little time here. So it is with
-    # `CollectiveLaunch`.
+    # This class and `CollectiveLaunch` avoid `contextlib.contextmanager`, whose generators cost
+    # host time in every call, and so in the step that is measured.
     __slots__ = ("_range", "_tensors", "_text")
 
     def __init__(self, call: CommCall, tensors: Sequence[Tensor] = ()) -> None:
@@ -45,30 +44,34 @@ class Mark:
         self._text, self._tensors = as_json(call), tensors
 
     def __enter__(self) -> None:
-        """Begin it."""
-        self._range = _profiling._record_function_with_args_enter(MARK, *self._tensors, self._text)
+        """Begin the range."""
+        self._range = _profiling._record_function_with_args_enter(
+            COMM_RANGE, *self._tensors, self._text
+        )
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the range."""
         _profiling._record_function_with_args_exit(self._range)
 
 
-_FEW = 16
+# Megatron-LM rescales gradients only above a norm limit, and scripts compare a sum of ones with the
+# world size. No script acts on the magnitude of larger sums, and multiplying them takes GPU time.
+_SMALL_SUM_ELEMENTS = 16
 
 
 @torch.no_grad()
 def sum_equal_parts(part: Tensor, operation: Any, ranks: int) -> None:
-    """Make a few numbers of this rank what as many ranks alike have for a sum, in place.
+    """Multiply a small sum by the group size in place, as if all ranks contributed this part.
 
     Args:
-        part: this rank's part, of any shape; left alone where it has more than a few elements.
-        operation: the reduction, as `c10d` operators are given it; left alone are all but sums.
-        ranks: how many ranks the group has.
+        part: this rank's part, any shape; more than 16 elements stay unchanged.
+        operation: the reduction, as `c10d` operators receive it; only sums are multiplied.
+        ranks: size of the group.
     """
-    if part.numel() > _FEW or ranks == 1 or operation.op() != dist.ReduceOp.SUM:
+    if part.numel() > _SMALL_SUM_ELEMENTS or ranks == 1 or operation.op() != dist.ReduceOp.SUM:
         return
     narrow = part.dtype == torch.bool or (part.is_floating_point() and part.element_size() == 1)
-    if not narrow:  # a bool is no number, and of float8 no kernel takes a product
+    if not narrow:  # torch multiplies no float8 tensors
         with torch.inference_mode(part.is_inference()):
             part.data.mul_(ranks)
 
@@ -79,19 +82,19 @@ _torch: Any = torch
 _c10d: Any = distributed_c10d
 
 Fill = tuple[Tensor, Tensor]
-"""(target, source): the target is filled with the source, over and over."""
+"""(target, source): the source is repeated over the target."""
 
 
 class CollectiveLaunch:
-    """A call between its entry and its return, within the profiler's mark.
+    """Context manager: one emulated call, inside its profiler range.
 
-    The emulation says what the call writes and reads; `done` ends it. On CUDA all that runs lies on
-    the stream where NCCL would be, and ends in a kernel that the converters know by its name: one
-    that moves the call's bytes in the time of the network, or a marker.
+    The operator declares what the call writes and reads; `finish` launches the call's kernel. On
+    CUDA everything runs on the stream that NCCL would use. The last kernel, which the converters
+    recognise by its name, moves the call's bytes in the time of the network, or is a marker.
 
     Attributes:
-        group: the group asked.
-        paced: whether the call takes its time on the network.
+        group: the group of the call.
+        paced: whether the call lasts as long as on the network.
     """
 
     def __init__(
@@ -105,99 +108,99 @@ class CollectiveLaunch:
         """Prepare a call.
 
         Args:
-            recorder: who keeps it.
-            group: the group asked.
-            call: what was asked.
-            tensors: all that it reads and writes.
-            key: names the group's stream on which an asynchronous call runs.
+            recorder: the recorder that has recorded the call.
+            group: the group of the call.
+            call: the record of the call.
+            tensors: every tensor that it reads or writes.
+            key: selects one of the group's streams for an asynchronous call.
         """
         self.group = group
         self._recorder = recorder
         self._call = call
         self._tensors = tensors
         self._key = (group.name, key)
-        self._mark = Mark(call, tensors)
+        self._range = CallRange(call, tensors)
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if torch.version.cuda is None:  # the kernels are CUDA's
+        if torch.version.cuda is None:  # ROCm: the emulation kernels are CUDA code
             self._device = None
         self.paced = self._device is not None and recorder.paced and group.size > 1
         self._moves: list[Move] = []
-        self._before: torch.cuda.Stream | None = None
+        self._caller_stream: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> CollectiveLaunch:
-        """Begin the mark, and go to the stream where the call runs."""
-        self._mark.__enter__()
+        """Begin the range, and switch to the stream where the call runs."""
+        self._range.__enter__()
         if self._device is not None and self._call.asynchronous:
-            self._before, self._stream = self._recorder.engine.enter(
+            self._caller_stream, self._stream = self._recorder.engine.enter(
                 self._key, self._device, high_priority=self.group.high_priority
             )
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Go back, and end the mark."""
-        if self._before is not None:
-            torch.cuda.set_stream(self._before)
-        self._mark.__exit__()
+        """Switch back to the caller's stream, and end the range."""
+        if self._caller_stream is not None:
+            torch.cuda.set_stream(self._caller_stream)
+        self._range.__exit__()
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        """Fill each target from its source."""
-        rest: list[Fill] = []
+        """Fill each target from its source, in the call's paced kernel where memory allows it."""
+        copies: list[Fill] = []
         for target, source in fills:
             if self.paced and _same_memory(target, source):
                 self._moves.append((memory(source), memory(target)))
             else:
-                rest.append((target, source))
-        if rest:
-            tile_each([target for target, _ in rest], [source for _, source in rest])
+                copies.append((target, source))
+        if copies:
+            tile_each([target for target, _ in copies], [source for _, source in copies])
 
     def reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
-        """Leave this rank's part in each tensor, or what is made up of a sum that needs others."""
-        rows = self._recorder.partial_sums
+        """Reduce in place: keep this rank's part, or fill a sum that lacks rows of absent peers."""
+        sums = self._recorder.partial_sums
         for tensor in tensors:
             if self._recorder.script_communicates:
                 sum_equal_parts(tensor, operation, self.group.size)
-            asks = rows.may_lack_rows(tensor)
-            made_up = rows.filled_sum(self._call, tensor, operation) if asks else None
-            if made_up is None:
+            candidate = sums.may_lack_rows(tensor)
+            random_sum = sums.filled_sum(self._call, tensor, operation) if candidate else None
+            if random_sum is None:
                 self.keep([tensor])
             else:
-                self.fill([(tensor, made_up)])
+                self.fill([(tensor, random_sum)])
 
     def reduce_scatter(self, target: Tensor, source: Tensor, operation: Any) -> None:
-        """Fill the target with its part of the source, and read the other parts."""
+        """Fill the target with this rank's part of the source, and read the other parts."""
         size, rank = target.numel(), self.group.rank
-        rows, made_up = self._recorder.partial_sums, None
-        if rows.may_lack_rows(target):
+        sums, random_sum = self._recorder.partial_sums, None
+        if sums.may_lack_rows(target):
             part = flat(source).narrow(0, rank * size, size).view(target.shape)
-            made_up = rows.filled_sum(self._call, part, operation)
-        if made_up is not None:
-            self.fill([(target, made_up)])
+            random_sum = sums.filled_sum(self._call, part, operation)
+        if random_sum is not None:
+            self.fill([(target, random_sum)])
             self.read([source])
         elif self.paced and _same_memory(target, source):
             whole, size = memory(source), target.nbytes
-            own = Memory(whole.start + rank * size, size)
-            after = own.start + size
+            part_memory = Memory(whole.start + rank * size, size)
+            end = part_memory.start + size
             self._moves += [
-                (own, memory(target)),
-                (Memory(whole.start, own.start - whole.start), None),
-                (Memory(after, whole.start + whole.bytes - after), None),
+                (part_memory, memory(target)),
+                (Memory(whole.start, part_memory.start - whole.start), None),
+                (Memory(end, whole.start + whole.bytes - end), None),
             ]
         else:
             tile(target, flat(source).narrow(0, rank * size, size))
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Leave tensors as they are, although the call reads and writes them."""
+        """Keep the values of tensors that the call reads and writes."""
         if self.paced:
             self._moves += [(memory(t), memory(t)) for t in tensors if t.is_contiguous()]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
-        """Leave tensors as they are; the call reads them."""
+        """Declare tensors that the call only reads."""
         if self.paced:
             self._moves += [(memory(t), None) for t in tensors if t.is_contiguous()]
 
-    def done(self, outputs: Sequence[Tensor]) -> ScriptObject:
-        """End the call and return its handle."""
+    def finish(self, outputs: Sequence[Tensor]) -> ScriptObject:
+        """Launch the call's kernel and return its work handle."""
         engine, call = self._recorder.engine, self._call
         if self.paced and self._device is not None:
             engine.pace(call, self._device, self._moves)
@@ -210,13 +213,13 @@ class CollectiveLaunch:
 
 
 def _same_memory(target: Tensor, source: Tensor) -> bool:
-    """Whether bytes can be moved as they are."""
+    """Whether a plain copy of bytes fills the target: contiguous CUDA memory of equal dtype."""
     plain = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
     return plain and source.numel() > 0 and source.is_cuda and target.is_cuda
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The same memory without autograd history or version counter, as NCCL would write it."""
+    """Return an alias without autograd history or version counter, as NCCL would write it."""
     return tensor.data
 
 
@@ -225,46 +228,48 @@ def check_contiguous(tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise CaptureError(
             f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first",
+            f"{tensor.stride()}: pass a contiguous one, from .contiguous()",
             code="collective-not-contiguous",
         )
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A one-dimensional view of a contiguous tensor's memory."""
+    """Return a one-dimensional view of a contiguous tensor's memory."""
     check_contiguous(tensor)
     return raw(tensor).view(-1)
 
 
 def tile(output: Tensor, source: Tensor) -> None:
-    """Fill `output` with `source`, over and over: equal sizes copy, W times the size replicates."""
+    """Repeat `source` over `output`: equal sizes copy, W times the size replicates W times."""
     target, piece = flat(output), flat(source)
     if target.numel() == piece.numel():
         target.copy_(piece)
         return
     target, piece = _widen(target, piece)
-    size, room = piece.numel(), target.numel()
-    if size == 0:  # no byte of ours to repeat
+    size, total = piece.numel(), target.numel()
+    if size == 0:  # this rank contributes no element to repeat
         target.zero_()
         return
-    whole = room // size * size
+    # One broadcasting copy: a copy for each rank would be 1,024 kernels at W = 1024.
+    whole = total // size * size
     if whole:
-        target[:whole].view(-1, size).copy_(piece.expand(room // size, size))
-    if whole < room:
-        target[whole:].copy_(piece[: room - whole])
+        target[:whole].view(-1, size).copy_(piece.expand(total // size, size))
+    if whole < total:
+        target[whole:].copy_(piece[: total - whole])
 
 
 def _widen(*tensors: Tensor) -> list[Tensor]:
-    # A replicating copy moves one element a thread: 16 bytes at a time, where they divide.
+    # A broadcasting copy moves one element per thread. The widest dtype, complex128, moves 16
+    # bytes at a time where sizes and offsets are multiples of 16 bytes.
     step = 16 // tensors[0].element_size()
-    same = len({tensor.dtype for tensor in tensors}) == 1
-    if same and not any(t.numel() % step or t.storage_offset() % step for t in tensors):
+    same_dtype = len({tensor.dtype for tensor in tensors}) == 1
+    if same_dtype and not any(t.numel() % step or t.storage_offset() % step for t in tensors):
         return [tensor.view(torch.complex128) for tensor in tensors]
     return list(tensors)
 
 
 def tile_each(outputs: list[Tensor], sources: list[Tensor]) -> None:
-    """Fill each output from the source of the same place, all in one call where shapes agree."""
+    """Fill each output from the source of the same index, in one call if shapes are equal."""
     pairs = list(zip(outputs, sources, strict=True))
     if any(output.shape != source.shape for output, source in pairs):
         for output, source in pairs:
@@ -272,4 +277,6 @@ def tile_each(outputs: list[Tensor], sources: list[Tensor]) -> None:
     elif len(pairs) == 1:
         raw(outputs[0]).copy_(raw(sources[0]))
     elif pairs:
-        _torch._foreach_copy_([raw(output) for output in outputs], [raw(own) for own in sources])
+        _torch._foreach_copy_(
+            [raw(output) for output in outputs], [raw(source) for source in sources]
+        )

@@ -1,4 +1,4 @@
-"""The key-value store of a world whose other ranks do not exist."""
+"""The key-value store of a world whose other ranks are absent."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ _Store: Any = _dist.Store  # not exported by name
 
 
 class FakeStore(_Store):
-    """What a script finds under its default store.
+    """The default store of torch.distributed.
 
-    Other ranks are taken to count (`add`) what this rank counts, and before it does: so a barrier
-    by counting ends. What only they would set is not there.
+    Each `add` counts for all ranks, so that a barrier by counting ends. A key that only another
+    rank would set is missing.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self._rank = rank
         self._size = world_size
-        self._held: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value."""
-        self._held[key] = _bytes(value)
+        """Set a value."""
+        self._values[key] = _bytes(value)
 
     def get(self, key: str) -> bytes:
         """Return a value.
 
         Raises:
-            CaptureError: this rank has set none.
+            CaptureError: this rank has not set it.
         """
         self.wait([key])
-        return self._held[key]
+        return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Count for all ranks, and return the sum."""
-        total = int(self._held.get(key, b"0")) + amount * self._size
-        self._held[key] = str(total).encode()
+        """Add `amount` once for each rank, and return the sum."""
+        total = int(self._values.get(key, b"0")) + amount * self._size
+        self._values[key] = str(total).encode()
         return total
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set a value where it is `expected`, or nothing is there and nothing was expected."""
-        if self._held.get(key, b"") == _bytes(expected):
-            self._held[key] = _bytes(value)
-        return self._held.get(key, _bytes(expected))
+        """Set a value if it equals `expected`, or is missing and `expected` is empty; return it."""
+        if self._values.get(key, b"") == _bytes(expected):
+            self._values[key] = _bytes(value)
+        return self._values.get(key, _bytes(expected))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value."""
-        self._held[key] = self._held.get(key, b"") + _bytes(value)
+        self._values[key] = self._values.get(key, b"") + _bytes(value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return several values."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Keep several values."""
+        """Set several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
-        return all(key in self._held for key in keys)
+        """Whether all keys are present."""
+        return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
         """Return if all keys are present.
@@ -75,25 +75,24 @@ class FakeStore(_Store):
         Raises:
             CaptureError: this rank has not set one of them, and no other rank exists to set it.
         """
-        missing = [key for key in keys if key not in self._held]
+        missing = [key for key in keys if key not in self._values]
         if missing:
             raise CaptureError(
-                f"the script waits for key {missing[0]!r} of torch.distributed's store, which rank "
-                f"{self._rank} has not set, and other ranks are not there to set it: let them send "
-                "it by broadcast_object_list or send_object_list, for which the script is run as "
-                "the rank that sends",
+                f"the script waits for key {missing[0]!r} of torch.distributed's store: rank "
+                f"{self._rank} has not set it, and other ranks are absent. Send the value by "
+                "broadcast_object_list or send_object_list, which onerank emulates",
                 code="store-key-missing",
             )
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value, and return whether there was one."""
-        return self._held.pop(key, None) is not None
+        """Remove a value, and return whether the key was present."""
+        return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return how many values there are."""
-        return len(self._held)
+        """Return the number of keys."""
+        return len(self._values)
 
-    getNumKeys = num_keys  # noqa: N815  as C++ asks, through the prefixes torch puts before keys
+    getNumKeys = num_keys  # noqa: N815  the names that C++ calls through a PrefixStore
     deleteKey = delete_key  # noqa: N815
 
     def set_timeout(self, timeout: object) -> None:

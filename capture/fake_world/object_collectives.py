@@ -1,8 +1,9 @@
 """Collectives of Python objects, such as `all_gather_object`, when peers do not exist.
 
 torch pickles objects into tensors, and uninitialised memory does not unpickle. So these collectives
-return this rank's own objects, or the objects that another rank was found to send (`senders`), and
-record the messages that torch would send: sizes and pickles.
+return the objects that a run of the script as the sending rank produced (`senders`), or this rank's
+objects where there is no such run. They record the messages that torch would send: sizes and
+pickles.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_record import Group, Payload
-from onerank.capture.fake_world.collective_launch import Mark
+from onerank.capture.fake_world.collective_launch import CallRange
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
     from onerank.capture.fake_world.recorder import Recorder
 
-STEPS = 2
-"""Steps whose messages are found; the last one's are repeated."""
+LEARNED_STEPS = 2
+"""Steps whose messages are learned from runs of their senders; later steps repeat the last one."""
 
 Address = int | tuple[int, int]
-"""A rank; or for what all ranks of a group get, how many they are and the hash of their tuple."""
+"""The receiver of a message: a global rank, or a group as (size, hash of its tuple of ranks)."""
 
 
 def group_address(ranks: tuple[int, ...]) -> Address:
@@ -39,38 +40,38 @@ class Messages(Protocol):
 
     @property
     def collects_sends(self) -> bool:
-        """Whether what this process's rank sends is of use to anyone."""
+        """Whether another rank may still need what this process's rank sends."""
         ...
 
     def send(self, to: Address, objects: list[Any]) -> None:
-        """Note what this process's rank sends to a rank, or to all of a group."""
+        """Record what this process's rank sends to a rank, or to a whole group."""
         ...
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return what rank `src` sends next to this process's rank, or to all of a group."""
+        """Return the next message from rank `src` to this process's rank, or to a whole group."""
         ...
 
     def skip(self, src: int, to: Address) -> None:
-        """Take note that what rank `src` sends next to all of a group need not be known."""
+        """Count a message from rank `src` to a whole group whose content is not needed."""
         ...
 
     def next_step(self) -> None:
-        """Take note that the script has taken a step."""
+        """Count a step of the script."""
         ...
 
 
 @dataclass(frozen=True)
 class MessageRequest:
-    """The message number `index` from a rank to an address, and the rank that waits for it."""
+    """A request of rank `receiver` for message number `index` from rank `src` to an address."""
 
     src: int
     to: Address
     index: int
-    waiting: int
+    receiver: int
 
 
 RunAsRank = Callable[[int, Messages], None]
-"""Runs the script as another rank, with messages of its own."""
+"""Runs the script as another rank, with that rank's messages."""
 
 c10d: Any = distributed_c10d  # much of it has no public names or no types
 
@@ -86,7 +87,7 @@ class ObjectCollectives:
 
     @property
     def replacements(self) -> dict[str, Callable[[Any], object]]:
-        """Name of torch's function -> what takes its place."""
+        """Name of torch's function -> its replacement."""
         return {
             "all_gather_object": self._all_gather,
             "gather_object": self._gather,
@@ -114,24 +115,24 @@ class ObjectCollectives:
     def _broadcast(self, args: Any) -> None:
         if group := self._recorder.group_if_member(args.group):
             root = _root(group, args.src, args.group_src)
-            told = self._told("broadcast_object_list", group, root, args.object_list)
-            if len(told) == len(args.object_list):
-                args.object_list[:] = told
+            objects = self._root_objects("broadcast_object_list", group, root, args.object_list)
+            if len(objects) == len(args.object_list):
+                args.object_list[:] = objects
             self._sizes("broadcast", group, len(args.object_list), root)
             self._pickles("broadcast", group, args.object_list, root)
 
     def _scatter(self, args: Any) -> None:
         if group := self._recorder.group_if_member(args.group):
             root = _root(group, args.src, args.group_src)
-            given, out = args.scatter_object_input_list, args.scatter_object_output_list
-            if group.rank == root and given is None:  # as torch says it
+            inputs, out = args.scatter_object_input_list, args.scatter_object_output_list
+            if group.rank == root and inputs is None:  # torch's own message
                 raise ValueError("source rank must provide non-None scatter_object_input_list")
-            given = self._told("scatter_object_list", group, root, given or out[:1])
-            if len(given) == group.size:
-                out[0] = given[group.rank]
+            objects = self._root_objects("scatter_object_list", group, root, inputs or out[:1])
+            if len(objects) == group.size:
+                out[0] = objects[group.rank]
             self._sizes("broadcast", group, 1, root)
-            # each gets as much as the largest takes
-            self._pickles("scatter", group, [max(given, key=_pickled_size)], root)
+            # torch pads every pickle to the size of the largest.
+            self._pickles("scatter", group, [max(objects, key=_pickled_size)], root)
             self._sizes("scatter", group, 1, root)
 
     def _send(self, args: Any) -> None:
@@ -155,54 +156,59 @@ class ObjectCollectives:
         self._pickles("recv", group, args.object_list, peer)
         return group.ranks[peer]
 
-    def _told(self, function: str, group: Group, root: int, own: list[Any]) -> list[Any]:
-        """Return the root's objects: this rank's own where it has some, or nobody can tell."""
+    def _root_objects(self, function: str, group: Group, root: int, local: list[Any]) -> list[Any]:
+        """Return the root's objects; `local`, this rank's, if they are complete or unknown.
+
+        A script that filled the list on every rank passes objects that are complete already: no
+        run of the sender is made for them.
+        """
         messages, to = self._recorder.messages, group_address(group.ranks)
         if group.rank == root:
             if messages is not None:
-                messages.send(to, own)
-            return own
+                messages.send(to, local)
+            return local
         if messages is None:
             _warn_unknown(function, group, root)
-            return own
-        if not any(map(_awaits, own)):
+            return local
+        if not any(map(_is_placeholder, local)):
             messages.skip(group.ranks[root], to)
-            return own
+            return local
         try:
             return messages.receive(group.ranks[root], to)
         except CaptureError as error:
             _warn_unknown(function, group, root, f" ({error})")
-            return own
+            return local
 
     def _sizes(self, collective: str, group: Group, count: int, peer: int | None = None) -> None:
-        self._note(collective, group, Payload("int64", count, 8 * count), peer)
+        self._record(collective, group, Payload("int64", count, 8 * count), peer)
 
     def _pickles(
         self, collective: str, group: Group, objects: list[Any], peer: int | None = None
     ) -> list[bytes]:
         pickled = [pickle.dumps(item) for item in objects]
         size = sum(len(item) for item in pickled)
-        self._note(collective, group, Payload("uint8", size, size), peer)
+        self._record(collective, group, Payload("uint8", size, size), peer)
         return pickled
 
-    def _note(self, collective: str, group: Group, payload: Payload, peer: int | None) -> None:
-        paired = collective in ("send", "recv")
-        tag = 0 if paired else None
+    def _record(self, collective: str, group: Group, payload: Payload, peer: int | None) -> None:
+        point_to_point = collective in ("send", "recv")
+        tag = 0 if point_to_point else None
         call = self._recorder.record(
-            collective, group, payload, peer=peer, tag=tag, asynchronous=paired
+            collective, group, payload, peer=peer, tag=tag, asynchronous=point_to_point
         )
-        with Mark(call):
+        with CallRange(call):
             pass
 
 
-def _awaits(one: object) -> bool:
-    """Whether an object holds the place of what is to come: None or, as torch itself has it, {}."""
-    return one is None or (isinstance(one, (dict, list, tuple, set, str, bytes)) and not one)
+def _is_placeholder(item: object) -> bool:
+    """Whether an object only reserves a place: None or empty, as torch's own callers pass {}."""
+    return item is None or (isinstance(item, (dict, list, tuple, set, str, bytes)) and not item)
 
 
 def _fill(objects: list[Any], pickled: bytes, group: Group) -> None:
-    for place in range(group.size):
-        objects[place] = pickle.loads(pickled)
+    # One copy for each rank, as torch unpickles one for each.
+    for index in range(group.size):
+        objects[index] = pickle.loads(pickled)
 
 
 def _pickled_size(item: object) -> int:
@@ -210,15 +216,16 @@ def _pickled_size(item: object) -> int:
 
 
 def _root(group: Group, rank: int | None, group_rank: int | None) -> int:
-    """Return the root within the group; without one torch takes global rank 0."""
+    """Return the root's rank within the group; as in torch, the default is global rank 0."""
     return _group_rank(group, 0 if rank is None and group_rank is None else rank, group_rank)
 
 
 def _peer(group: Group, rank: int | None, group_rank: int | None) -> int:
-    """Return the peer within the group.
+    """Return the peer's rank within the group.
 
     Raises:
-        ValueError: there is no such peer, or it is this rank; torch raises the same.
+        ValueError: not exactly one rank was passed, or it is this rank; torch raises the same.
+        CaptureError: the group has no such rank.
     """
     peer = _group_rank(group, rank, group_rank)
     if peer == group.rank:
@@ -229,23 +236,24 @@ def _peer(group: Group, rank: int | None, group_rank: int | None) -> int:
 def _group_rank(group: Group, rank: int | None, group_rank: int | None) -> int:
     if (rank is None) == (group_rank is None):
         raise ValueError(
-            f"a rank was given as {rank} in the world and {group_rank} in group {group.name!r}: "
-            "give one of both"
+            f"got global rank {rank} and rank {group_rank} of group {group.name!r}: pass exactly "
+            "one of them"
         )
     if rank is None:
         return cast("int", group_rank)
     if rank not in group.ranks:
         raise CaptureError(
-            f"rank {rank} is not in group {group.name!r}: ranks {group.ranks}",
+            f"rank {rank} is not in group {group.name!r}, which has ranks {group.ranks}",
             code="group-rank-not-member",
         )
     return group.ranks.index(rank)
 
 
-def _warn_unknown(function: str, group: Group, root: int, why: str = "") -> None:
+def _warn_unknown(function: str, group: Group, root: int, reason: str = "") -> None:
     if group.rank != root:
         warnings.warn(
-            f"{function}: rank {group.ranks[root]} is not there to send its objects; "
-            f"rank {group.ranks[group.rank]} keeps its own{why}",
+            f"{function}: the objects of rank {group.ranks[root]}, an absent rank, are unknown; "
+            f"rank {group.ranks[group.rank]} keeps its own objects{reason}",
+            # The frames between this call and the script's: the warning names the script's line.
             stacklevel=4 if function.startswith("recv") else 5,
         )

@@ -1,4 +1,4 @@
-"""Peers of the rank: absent ones, or real ones under torchrun."""
+"""The other ranks of the job: absent and emulated, or real processes under torchrun."""
 
 import os
 import time
@@ -14,20 +14,20 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 
 RENDEZVOUS_S = 10.0
-"""Longer than any instrument takes to set up."""
+"""Longest wait for the other ranks; setting up any profiler takes less."""
 
 
 class Peers(Protocol):
-    """What a capture needs of the other ranks."""
+    """What a capture needs of the other ranks: a world, and its process groups."""
 
     groups: dict[str, tuple[int, ...]]
 
     def start(self) -> None:
-        """Make the world there for the script."""
+        """Set up the world for the script."""
         ...
 
     def stop(self) -> None:
-        """Leave the world."""
+        """Tear the world down."""
         ...
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -36,60 +36,64 @@ class Peers(Protocol):
 
 
 class RealPeers:
-    """The other processes of a torchrun launch; nothing is recorded, all is communicated.
+    """The other processes of a torchrun launch, with real communication and no recorder.
 
-    For holding a slice against the job it stands for.
+    A capture of the real job is the reference for a captured slice.
 
     Attributes:
-        paced: False, since they take the time of their own network.
-        communicated: 0, since nobody counts their calls.
+        groups: global ranks of each group that this rank created, by name.
+        paced: False: the real network gives collectives their duration.
+        communicated: 0: calls are not counted.
+
+    Raises:
+        CaptureError: torchrun launched another rank or world size, or did not launch this process.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         launched = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         if launched != (str(rank), str(world_size)):
-            found = "nothing" if None in launched else f"rank {launched[0]} of {launched[1]}"
+            actual = "nothing" if None in launched else f"rank {launched[0]} of {launched[1]}"
             raise CaptureError(
-                f"real peers were asked for as rank {rank} of {world_size}, but torchrun launched "
-                f"{found}: launch {world_size} processes with torchrun",
+                f"expected a torchrun launch of rank {rank} of {world_size}, but torchrun launched "
+                f"{actual}: launch {world_size} processes with torchrun",
                 code="real-job-rank-count",
             )
         self.groups: dict[str, tuple[int, ...]] = {}
         self.paced = False
         self.communicated = 0
         self._size = world_size
-        self._meetings = 0
+        self._rendezvous_count = 0
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     def start(self) -> None:
-        """Leave the process group to the script, or to the first group asked for."""
+        """Do nothing: the script, or the first `new_group`, creates the default process group."""
 
     def stop(self) -> None:
-        """Leave together, so that no rank tears down what another still uses."""
+        """Wait for the other ranks, which may still communicate, and destroy the process group."""
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
     def rendezvous(self) -> bool:
-        """Wait for the other ranks, without a collective; after `RENDEZVOUS_S` go on without them.
+        """Wait for the other ranks for up to `RENDEZVOUS_S`; return whether all arrived.
 
-        Returns whether all came.
+        It counts arrivals in the default store. A collective would appear in the profile.
         """
         if not dist.is_initialized():
             return True
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self._meetings += 1
-        key = f"onerank/meeting/{self._meetings}"
+        self._rendezvous_count += 1
+        key = f"onerank/rendezvous/{self._rendezvous_count}"
         latest = time.monotonic() + RENDEZVOUS_S
-        here = store.add(key, 1)
-        while here < self._size and time.monotonic() < latest:
+        arrived = store.add(key, 1)
+        while arrived < self._size and time.monotonic() < latest:
             time.sleep(1e-4)
-            here = store.add(key, 0)
-        return here >= self._size
+            arrived = store.add(key, 0)
+        return arrived >= self._size
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create the group with its peers; each rank asks for the groups that it belongs to."""
+        """Create the group together with its other members; the ranks outside it take no part."""
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         self.groups[name] = tuple(ranks)
@@ -106,14 +110,14 @@ def peers_of(
     messages: Messages | None = None,
     emulation: CollectiveEmulation | None = None,
 ) -> Recorder | RealPeers:
-    """Return the peers of a rank.
+    """Return the other ranks of a job, as rank `rank` sees them.
 
     Args:
         rank: global rank.
         world_size: ranks of the job.
-        real: whether the others are there.
-        messages: what absent ones send as Python objects.
-        emulation: what takes the place of absent ones' collectives.
+        real: whether the other ranks are processes of the same torchrun launch.
+        messages: objects and small integers that absent ranks send.
+        emulation: how collectives with absent ranks run on CUDA.
     """
     if real:
         return RealPeers(rank, world_size)

@@ -2,10 +2,10 @@
 
 The process gets torch's `fake` process group with real group objects. Every `c10d::*` operator is
 overridden in the dispatcher (`c10d_ops`): DDP's C++ reducer, FSDP2, functional collectives and
-compiled code all pass through it. Each call becomes a `CommCall`, marked in the profile by a range
-named `onerank::comm`. The execution trace holds the call as JSON without the group's ranks, which
-`Recorder.groups` holds once; Kineto holds only the name; `rf_id` joins the two. Everything inside
-the range is emulation, not work of the job.
+compiled code all pass through it. Each call becomes a `CommCall`, and a profiler range named
+`onerank::comm`. The execution trace contains the call as JSON. The ranks of its group are in
+`Recorder.groups`, once per group. Kineto contains only the range's name; `rf_id` joins the two.
+Everything inside the range is emulation, not work of the job.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.engine import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
-from onerank.capture.fake_world import c10d_ops as emulate
 from onerank.capture.fake_world.async_work import Pending
+from onerank.capture.fake_world.c10d_ops import C10dOperators
 from onerank.capture.fake_world.c10d_patches import C10dPatches
 from onerank.capture.fake_world.object_collectives import Messages
 from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
@@ -32,23 +32,24 @@ c10d: Any = distributed_c10d  # the group registry has no public names and no ty
 
 WORLD = "world"
 
-_LARGEST_WORLD = 10_000_000
+_LARGEST_WORLD = 10_000_000  # ranks; the tuples of larger groups do not fit into memory
 
 
 class Recorder:
-    """Stands for rank `rank` of `world_size` while started.
+    """Makes this process rank `rank` of `world_size` while started, and records its calls.
 
     Attributes:
         rank: global rank.
         world_size: ranks of the job.
-        messages: what other ranks send as Python objects, if it can be known.
+        messages: objects and small integers that other ranks send; None if the script does not
+            distribute itself.
         calls: every call so far, in issue order.
         groups: global ranks of each group that this rank belongs to, by name.
-        refused: the last call that could not be recorded, None if all could.
-        engine: what takes the collectives' place on CUDA.
-        pending: handles of asynchronous calls that nobody has waited for.
-        partial_sums: what is made up of sums that need absent peers, of a script's own calls.
-        steps: how many a script that distributes itself has taken.
+        refused: the error of the last unsupported call, even if the script caught it; else None.
+        engine: launches the kernels that emulate collectives on CUDA.
+        pending: work handles of asynchronous calls that have not been waited for.
+        partial_sums: fills rows of a script's sums that only absent ranks contribute to.
+        steps: steps so far of a script that distributes itself.
     """
 
     def __init__(
@@ -58,26 +59,27 @@ class Recorder:
         messages: Messages | None = None,
         emulation: CollectiveEmulation | None = None,
     ) -> None:
-        """Prepare to stand for a rank.
+        """Create a recorder that is not started.
 
         Args:
             rank: global rank.
             world_size: ranks of the job.
-            messages: what other ranks send as Python objects, if it can be known.
-            emulation: what takes a collective's place on CUDA; None leaves markers.
+            messages: objects and small integers that other ranks send, for a script that
+                distributes itself.
+            emulation: how collectives run on CUDA; None launches marker kernels.
 
         Raises:
-            CaptureError: there is no such world, or no such rank in it.
+            CaptureError: the world is too large, or the rank is not in it.
         """
         if world_size > _LARGEST_WORLD:
             raise CaptureError(
-                f"a world of {world_size} ranks: expected up to {_LARGEST_WORLD}, whose groups fit "
-                "into memory",
+                f"a world of {world_size} ranks: groups of more than {_LARGEST_WORLD} ranks do "
+                "not fit into memory",
                 code="world-too-large",
             )
         if not 0 <= rank < world_size:
             raise CaptureError(
-                f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}",
+                f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}",
                 code="rank-out-of-range",
             )
         self.rank = rank
@@ -88,7 +90,7 @@ class Recorder:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.engine = Engine(emulation or CollectiveEmulation())
         self.pending = Pending()
-        self.partial_sums = PartialSums(watching=self.script_communicates)
+        self.partial_sums = PartialSums(enabled=self.script_communicates)
         self.steps = 0
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = StagePurposes()
@@ -98,12 +100,12 @@ class Recorder:
 
     @property
     def script_communicates(self) -> bool:
-        """Whether the script distributes itself: else what communicates is ours."""
+        """Whether the script distributes itself; otherwise onerank's parallelization does."""
         return self.messages is not None
 
     @property
     def paced(self) -> bool:
-        """Whether collectives on CUDA take their time on the network, or only leave a marker."""
+        """Whether collectives on CUDA last as long as on the network; otherwise, markers."""
         return self.engine.paced
 
     @paced.setter
@@ -116,14 +118,14 @@ class Recorder:
         return len(self.calls)
 
     def rendezvous(self) -> bool:
-        """Go on: absent ranks are never late."""
+        """Return True at once: absent ranks are never late."""
         return True
 
     def start(self) -> None:
-        """Create the world of several ranks, and record what calls torch.distributed.
+        """Patch torch.distributed, and create the world if it has several ranks.
 
         Raises:
-            CaptureError: there is a default process group already.
+            CaptureError: a default process group exists already.
         """
         if dist.is_initialized():
             raise CaptureError(
@@ -133,17 +135,18 @@ class Recorder:
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave)
-            facade = C10dPatches(self)
-            facade.install(undo)
-            if self.world_size > 1:  # alone, a script has no process group that it did not create
-                facade.create_world()
-            emulate.Kernels(self).install(undo)
+            patches = C10dPatches(self)
+            patches.install(undo)
+            # In a world of one rank the script alone decides whether a process group exists.
+            if self.world_size > 1:
+                patches.create_world()
+            C10dOperators(self).install(undo)
             undo.enter_context(self._purposes.recorded())
             undo.enter_context(self._exchanges.watched())
             self._undo = undo.pop_all()
 
     def next_step(self) -> None:
-        """Take note that the script, which distributes itself, has taken a step."""
+        """Count a step of a script that distributes itself."""
         self.steps += 1
         if self.messages is not None:
             self.messages.next_step()
@@ -151,11 +154,11 @@ class Recorder:
         self.partial_sums.next_step()
 
     def stop(self) -> None:
-        """Undo all that `start` did; the calls stay."""
+        """Undo all patches of `start` and destroy the world; the recorded calls stay."""
         self._undo.close()
 
     def _leave(self) -> None:
-        if dist.is_initialized():  # a script may have destroyed it itself
+        if dist.is_initialized():  # a script may have called destroy_process_group
             dist.destroy_process_group()
         self._known.clear()
 
@@ -167,13 +170,13 @@ class Recorder:
             ranks: global ranks of its members, this one among them.
 
         Raises:
-            CaptureError: this rank is not among them, or the name is in use.
+            CaptureError: this rank is not a member, or the name is in use for other ranks.
         """
         members = tuple(sorted(ranks))
         if self.rank not in members:
             raise CaptureError(
-                f"group {name!r} has ranks {members} without rank {self.rank}, which this process "
-                "stands for: create only the groups that it belongs to",
+                f"group {name!r} has ranks {members} without the captured rank {self.rank}: "
+                "create only the groups that it belongs to",
                 code="group-without-rank",
             )
         if self.groups.get(name, members) != members:
@@ -187,7 +190,10 @@ class Recorder:
     def register(
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, high_priority: bool = False
     ) -> None:
-        """Give a group its name: what its creator called it, made unique by torch's own name."""
+        """Name a group by its description; append torch's name if that is in use for other ranks.
+
+        A group without a description gets torch's name.
+        """
         name = group.group_desc
         if name == "default_pg":
             name = WORLD
@@ -199,29 +205,30 @@ class Recorder:
         self._known[group] = Group(name, ranks, ranks.index(self.rank), high_priority)
 
     def group_of(self, group: dist.ProcessGroup | None) -> Group:
-        """Look a group up; None is the world.
+        """Return the record of a process group; None is the world.
 
         Raises:
-            CaptureError: it was not made through torch.distributed since `start`.
+            CaptureError: it was not created through torch.distributed since `start`.
         """
-        found: dist.ProcessGroup = group or c10d._get_default_group()
-        if found not in self._known:
+        process_group: dist.ProcessGroup = group or c10d._get_default_group()
+        if process_group not in self._known:
             raise CaptureError(
-                f"process group {found.group_name!r} ({found.group_desc!r}) was not created "
-                "through torch.distributed while the recorder was on: use dist.new_group",
+                f"process group {process_group.group_name!r} ({process_group.group_desc!r}) was "
+                "not created through torch.distributed while the recorder was started: use "
+                "dist.new_group",
                 code="group-unknown",
             )
-        return self._known[found]
+        return self._known[process_group]
 
     def group_if_member(self, group: dist.ProcessGroup | None) -> Group | None:
-        """Look a group up, which is None where this rank is no member of it."""
+        """Return the record of a process group; None if this rank is not a member."""
         return None if c10d._rank_not_in_group(group) else self.group_of(group)
 
     def record(
         self,
         collective: str,
         group: Group,
-        counted: Payload | Sequence[Tensor],
+        payload: Payload | Sequence[Tensor],
         *,
         peer: int | None = None,
         tag: int | None = None,
@@ -230,12 +237,12 @@ class Recorder:
         out_split_sizes: Sequence[int] = (),
         reduction: str | None = None,
     ) -> CommCall:
-        """Keep a call, the next in order.
+        """Append a call to `calls` and return it.
 
         Args:
             collective: as in `CommCall`.
-            group: the group asked.
-            counted: the tensors whose bytes count, or their sum; of a scatter, one rank's.
+            group: the group of the call.
+            payload: the tensors whose bytes count, or their total; of a scatter, one rank's part.
             peer: rank of the peer or root within the group.
             tag: as in `CommCall`.
             asynchronous: as in `CommCall`.
@@ -244,32 +251,33 @@ class Recorder:
             reduction: as in `CommCall`.
 
         Raises:
-            CaptureError: the group has no such peer, or a type is not known.
+            CaptureError: the group has no such peer, or a dtype is unknown.
         """
         if peer is not None and not 0 <= peer < group.size:
             raise CaptureError(
-                f"{collective} with rank {peer} of group {group.name!r}: its ranks are 0 to "
+                f"{collective} with rank {peer} of group {group.name!r}, whose ranks are 0 to "
                 f"{group.size - 1}",
                 code="peer-out-of-range",
             )
-        payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
-        if collective == "scatter":  # a part for each, which the root alone has
-            payload = payload.times(group.size)
+        tensors = None if isinstance(payload, Payload) else payload
+        total = payload if isinstance(payload, Payload) else payload_of(collective, payload)
+        if collective == "scatter":  # NCCL counts the parts of all ranks, on every rank
+            total = total.times(group.size)
         purpose = None
-        if collective in ("send", "recv") and not isinstance(counted, Payload):
-            purpose = self._purposes.of(collective, counted)
+        if collective in ("send", "recv") and tensors is not None:
+            purpose = self._purposes.of(collective, tensors)
             if purpose is None:
-                key = Key(collective, group.name, peer, payload.bytes)
-                purpose = self._exchanges.of(key, counted)
+                key = Key(collective, group.name, peer, total.bytes)
+                purpose = self._exchanges.of(key, tensors)
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),
                 collective=collective,
                 group=group.name,
                 group_ranks=group.ranks,
-                bytes=payload.bytes,
-                dtype=payload.dtype,
-                elements=payload.elements,
+                bytes=total.bytes,
+                dtype=total.dtype,
+                elements=total.elements,
                 peer=None if peer is None else group.ranks[peer],
                 tag=tag,
                 asynchronous=asynchronous,

@@ -3,13 +3,12 @@
 A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
 neighbours through `send_object_list`. Often the first rank broadcasts what it read from a file.
 Other scripts exchange shapes and token ids as tensors (`integer_payloads`). Only the sender's code
-knows these values. So a child process runs the script as the sending rank, up to the send. Messages
-which that rank needs are found in the same way, one process at a time; messages of the captured
-rank are known.
+knows these values. So a child process runs the script as the sending rank, up to the send. If that
+rank itself waits for a message, another child runs the script as its sender. The captured rank
+reports its own messages.
 
-Each message costs a run, and no run may start in a timed step. So the messages of the second step
-are reused in every later step. The child processes descend from one that was forked before the
-script ran, and therefore before CUDA was initialised.
+Each missing message costs one run of the script, and no run may start in a timed step. So the
+messages of the second step are reused in every later step.
 """
 
 import contextlib
@@ -25,20 +24,27 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from onerank.capture.fake_world.object_collectives import STEPS, Address, MessageRequest, RunAsRank
+from onerank.capture.fake_world.object_collectives import (
+    LEARNED_STEPS,
+    Address,
+    MessageRequest,
+    RunAsRank,
+)
 from onerank.ir.errors import CaptureError
 
-_exit = os._exit  # the script may see another
+_exit = os._exit  # the script may replace os._exit
 
-# The script is run by a closure over the captured rank's state, which only a fork has.
+# `run_as_rank` is a closure over the captured rank's state. It cannot be pickled, so the children
+# are forks. CUDA does not survive a fork: the children descend from one process that was forked
+# before the script ran, and therefore before CUDA was initialised.
 _FORK = multiprocessing.get_context("fork")
 
-_TOLD = 1500  # characters of a child's last words
+_OUTPUT_TAIL = 1500  # characters of a failed sender's output that its error repeats
 
 
 @dataclass
-class _Log:
-    """Messages so far, pickled."""
+class _MessageLog:
+    """Pickled messages that are known so far, by (sender, address), in sending order."""
 
     sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
 
@@ -47,61 +53,65 @@ class _Log:
         return messages[request.index] if request.index < len(messages) else None
 
 
-def _serve_at(stage: Connection, other_end: Connection, run_as_rank: RunAsRank) -> NoReturn:
-    other_end.close()  # else this process would not see the captured rank hang up
-    serve(stage, run_as_rank)
+def _serve_at(server_end: Connection, client_end: Connection, run_as_rank: RunAsRank) -> NoReturn:
+    # While this process keeps the client's end open, it gets no end-of-file from the client.
+    client_end.close()
+    serve(server_end, run_as_rank)
 
 
-def serve(stage: Connection, run_as_rank: RunAsRank) -> NoReturn:
-    """Answer the captured rank until it hangs up."""
+def serve(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
+    """Answer the message requests of the captured rank until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    actors: list[Any] = []
+    senders: list[Any] = []
 
     def leave(*_: object) -> NoReturn:
-        for actor in actors:
-            actor.kill()
+        for sender in senders:
+            sender.kill()
         _exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    log = _Log()
+    log = _MessageLog()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            request = stage.recv()
+            request = connection.recv()
             if not isinstance(request, MessageRequest):
                 src, to, message = request
                 log.sent.setdefault((src, to), []).append(message)
                 continue
             try:
-                stage.send(_find(request, log, run_as_rank, actors, [], captured=request.waiting))
+                message = _resolve(
+                    request, log, run_as_rank, senders, [], captured=request.receiver
+                )
+                connection.send(message)
             except CaptureError as error:
-                stage.send(str(error))
+                connection.send(str(error))
     leave()
 
 
-def _find(
+def _resolve(
     request: MessageRequest,
-    log: _Log,
+    log: _MessageLog,
     run_as_rank: RunAsRank,
-    actors: list[Any],
+    senders: list[Any],
     waiting: list[MessageRequest],
     *,
     captured: int,
 ) -> bytes:
-    """Run the script as the sender, and as those whom it waits for, until the message is there."""
+    """Run the script as the sender, and as the ranks it waits for, until the message is logged."""
     while (message := log.find(request)) is None:
         if request in waiting or request.src == captured:
             raise CaptureError(
-                f"rank {request.waiting} waits for rank {request.src}, and that for rank "
-                f"{request.waiting}",
+                f"rank {request.receiver} waits for rank {request.src}, which waits for rank "
+                f"{request.receiver}",
                 code="sender-cycle",
             )
-        sent, needs = _run_sender(request, log, run_as_rank, actors)
+        sent, needs = _run_sender(request, log, run_as_rank, senders)
         for to, messages in sent.items():
             log.sent[request.src, to] = max(log.sent.get((request.src, to), []), messages, key=len)
         if log.find(request) is not None:
             continue
         if needs is not None:
-            _find(needs, log, run_as_rank, actors, [*waiting, request], captured=captured)
+            _resolve(needs, log, run_as_rank, senders, [*waiting, request], captured=captured)
         else:
             raise CaptureError(
                 f"rank {request.src} ran to its end without sending them",
@@ -111,70 +121,74 @@ def _find(
 
 
 def _run_sender(
-    request: MessageRequest, log: _Log, run_as_rank: RunAsRank, actors: list[Any]
+    request: MessageRequest, log: _MessageLog, run_as_rank: RunAsRank, senders: list[Any]
 ) -> tuple[dict[Address, list[bytes]], MessageRequest | None]:
     """Run the script as the sender in a child; return what it sent and what it waits for."""
-    theirs, ours = _FORK.Pipe(duplex=False)
-    with tempfile.TemporaryFile() as said:
-        child = _FORK.Process(target=_play, args=(request, log, run_as_rank, ours, said.fileno()))
+    receiving_end, sending_end = _FORK.Pipe(duplex=False)
+    with tempfile.TemporaryFile() as output:
+        child = _FORK.Process(
+            target=_run_as_sender, args=(request, log, run_as_rank, sending_end, output.fileno())
+        )
         child.start()
-        actors.append(child)
-        ours.close()
+        senders.append(child)
+        sending_end.close()
         try:
-            return theirs.recv()
+            return receiving_end.recv()
         except EOFError:
-            said.seek(0)
-            words = said.read().decode(errors="replace").strip()[-_TOLD:]
+            output.seek(0)
+            tail = output.read().decode(errors="replace").strip()[-_OUTPUT_TAIL:]
             raise CaptureError(
-                f"as rank {request.src} it failed:\n{words}", code="sender-failed"
+                f"as rank {request.src} it failed:\n{tail}", code="sender-failed"
             ) from None
         finally:
-            theirs.close()
+            receiving_end.close()
             child.join()
-            actors.clear()
+            senders.clear()
 
 
-def _play(
+def _run_as_sender(
     request: MessageRequest,
-    log: _Log,
+    log: _MessageLog,
     run_as_rank: RunAsRank,
     report: Connection,
-    said: int,
+    output: int,
 ) -> NoReturn:
-    """Run the script as a rank, report, and end this process."""
+    """Run the script as a rank with its output in file descriptor `output`, report, and exit."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whoever stood in for them is away
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # The parent's replacements of the streams, inherited by the fork, do not work in this process.
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    part = _Part(request, log, report)
+    messages = _SenderMessages(request, log, report)
     try:
-        run_as_rank(request.src, part)
-        part.leave(None)
-    except BaseException:  # noqa: BLE001  its own words are the report
-        if part.reached:
-            part.leave(None)
+        run_as_rank(request.src, messages)
+        messages.leave(None)
+    except BaseException:  # noqa: BLE001  its traceback becomes the parent's error message
+        if messages.reached:
+            messages.leave(None)
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
     _exit(1)
 
 
-class _Part:
-    """The messages of a rank that is played up to one that it sends, or lacks.
+class _SenderMessages:
+    """Messages of an absent rank, which runs until it sends the requested one or lacks another.
 
-    Where earlier messages were asked for, it goes on until there are twice as many: those to come
-    then cost few runs. No further than the steps whose messages are sought.
+    A run goes on until the channel has twice as many messages as were known before it, so that the
+    number of runs grows with the logarithm of the number of messages. It ends after the last step
+    that is learned.
     """
 
     collects_sends = True
 
-    def __init__(self, request: MessageRequest, log: _Log, report: Connection) -> None:
+    def __init__(self, request: MessageRequest, log: _MessageLog, report: Connection) -> None:
         self._request = request
         self._log = log
         self._report = report
         self._sent: dict[Address, list[bytes]] = {}
-        self._received: dict[tuple[int, Address], int] = {}
+        self._received: dict[tuple[int, Address], int] = {}  # messages so far
         self._steps = 0
 
     @property
@@ -183,23 +197,23 @@ class _Part:
         return len(self._sent.get(self._request.to, [])) > self._request.index
 
     def next_step(self) -> None:
-        """Take note of a step; leave behind the last whose messages are sought."""
+        """Count a step; end the process after the last step that is learned."""
         self._steps += 1
-        if self._steps >= STEPS and self.reached:
+        if self._steps >= LEARNED_STEPS and self.reached:
             self.leave(None)
 
     def send(self, to: Address, objects: list[Any]) -> None:
-        """Note a message; leave when there are as many as make the run worth it."""
+        """Log a message; end the process once the channel has twice the known messages."""
         messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
         if to == self._request.to and len(messages) > 2 * self._request.index:
             self.leave(None)
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return a message, or leave to have it found."""
-        me = self._request.src
-        channel = src, me if to is None else to
-        needs = MessageRequest(*channel, self._received.get(channel, 0), me)
+        """Return a known message; for an unknown one, report it and end the process."""
+        rank = self._request.src
+        channel = src, rank if to is None else to
+        needs = MessageRequest(*channel, self._received.get(channel, 0), rank)
         self._received[channel] = needs.index + 1
         message = self._log.find(needs)
         if message is None:
@@ -207,23 +221,23 @@ class _Part:
         return pickle.loads(message)
 
     def skip(self, src: int, to: Address) -> None:
-        """Count a message that need not be known."""
+        """Count a message whose content is not needed."""
         self._received[src, to] = self._received.get((src, to), 0) + 1
 
     def leave(self, needs: MessageRequest | None) -> NoReturn:
-        """Report what was sent and what is needed, and end this process."""
+        """Report the sent messages and the missing one, and end this process."""
         self._report.send((self._sent, needs))
         self._report.close()
         _exit(0)
 
 
 class SenderProcesses:
-    """The messages of the rank that is captured.
+    """The messages of the captured rank, learned from runs of the script as their senders.
 
     Args:
-        rank: the rank that is captured.
-        run_as_rank: runs the script as another rank, with messages of its own, in a child process.
-        progress: told in a few words what goes on.
+        rank: global rank that is captured.
+        run_as_rank: runs the script as another rank, with that rank's messages, in a child process.
+        progress: receives one short line per rank that is run.
     """
 
     def __init__(self, rank: int, run_as_rank: RunAsRank, progress: Callable[[str], None]) -> None:
@@ -231,96 +245,99 @@ class SenderProcesses:
         self._run_as_rank = run_as_rank
         self._progress = progress
         self._steps = 0
+        # Until the last learned step: messages of all steps. From then on: those of that step.
         self._received: dict[tuple[int, Address], list[bytes | None]] = {}
         self._failed: dict[tuple[int, Address], CaptureError] = {}
-        self._asked: set[int] = set()
+        self._announced: set[int] = set()  # ranks whose run was reported as progress
         self._in_step: dict[tuple[int, Address], int] = {}
 
     @contextlib.contextmanager
     def ready(self) -> Generator["SenderProcesses"]:
-        """Keep the process that children descend from while the context lasts."""
-        self._stage, offstage = _FORK.Pipe()
-        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._run_as_rank))
-        prompter.start()
-        offstage.close()
+        """Keep the server process, from which the senders are forked, while the context lasts."""
+        self._connection, server_end = _FORK.Pipe()
+        server = _FORK.Process(
+            target=_serve_at, args=(server_end, self._connection, self._run_as_rank)
+        )
+        server.start()
+        server_end.close()
         try:
             yield self
         finally:
-            self._stage.close()
-            prompter.terminate()
-            prompter.join()
+            self._connection.close()
+            server.terminate()
+            server.join()
 
     def next_step(self) -> None:
-        """Take note that the script has taken a step."""
+        """Count a step of the script; after the last learned step, keep only its messages."""
         self._steps += 1
-        if self._steps < STEPS:
-            self._in_step = {channel: len(all_) for channel, all_ in self._received.items()}
-        elif self._steps == STEPS:
-            for channel, begun in self._in_step.items():
-                del self._received[channel][:begun]
-        if self._steps >= STEPS:
+        if self._steps < LEARNED_STEPS:
+            self._in_step = {channel: len(known) for channel, known in self._received.items()}
+        elif self._steps == LEARNED_STEPS:
+            for channel, start in self._in_step.items():
+                del self._received[channel][:start]
+        if self._steps >= LEARNED_STEPS:
             self._in_step = {}
 
     @property
     def collects_sends(self) -> bool:
-        """Whether messages are still sought."""
-        return self._steps < STEPS
+        """Whether messages are still being learned."""
+        return self._steps < LEARNED_STEPS
 
     def send(self, to: Address, objects: list[Any]) -> None:
-        """Note what the captured rank sends."""
+        """Report a message of the captured rank to the server process."""
         if self.collects_sends:
-            self._stage.send((self._rank, to, pickle.dumps(objects)))
+            self._connection.send((self._rank, to, pickle.dumps(objects)))
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return what rank `src` sends next to the captured rank, or to all of a group.
+        """Return the next message from rank `src` to the captured rank, or to a whole group.
 
         Raises:
-            CaptureError: the script, run as another rank, does not get to send it; or no message
-                came this way in the step whose messages are repeated.
+            CaptureError: the script, run as another rank, does not reach the send; or the last
+                learned step had no such message on this channel.
         """
         channel = src, self._rank if to is None else to
-        if self._steps >= STEPS:
+        if self._steps >= LEARNED_STEPS:
             return self._repeated(channel)
         messages = self._received.setdefault(channel, [])
-        message = self._found(*channel, len(messages))
+        message = self._request(*channel, len(messages))
         messages.append(message)
         return pickle.loads(message)
 
     def skip(self, src: int, to: Address) -> None:
-        """Take note that what rank `src` sends next to all of a group need not be known."""
+        """Count a message from rank `src` to a whole group whose content is not needed."""
         channel = src, to
-        if self._steps >= STEPS:
+        if self._steps >= LEARNED_STEPS:
             self._in_step[channel] = self._in_step.get(channel, 0) + 1
         else:
             self._received.setdefault(channel, []).append(None)
 
     def _repeated(self, channel: tuple[int, Address]) -> list[Any]:
-        place = self._in_step.get(channel, 0)
-        self._in_step[channel] = place + 1
-        message = next(iter(self._received.get(channel, [])[place:]), None)
+        index = self._in_step.get(channel, 0)
+        self._in_step[channel] = index + 1
+        message = next(iter(self._received.get(channel, [])[index:]), None)
         if message is None:
             raise CaptureError(
-                f"rank {self._rank} waits for objects of rank {channel[0]} that no message of the "
-                "second step stands for, and later steps are taken to repeat it",
+                f"rank {self._rank} receives more objects from rank {channel[0]} in this step "
+                f"than in step {LEARNED_STEPS}, whose messages every later step repeats",
                 code="sender-not-repeated",
             )
         return pickle.loads(message)
 
-    def _found(self, src: int, to: Address, index: int) -> bytes:
+    def _request(self, src: int, to: Address, index: int) -> bytes:
         if error := self._failed.get((src, to)):
             raise error
-        if src not in self._asked:
-            self._asked.add(src)
+        if src not in self._announced:
+            self._announced.add(src)
             self._progress(f"running as rank {src}, to learn what it sends")
-        self._stage.send(MessageRequest(src, to, index, self._rank))
+        self._connection.send(MessageRequest(src, to, index, self._rank))
         try:
-            answer = self._stage.recv()
+            answer = self._connection.recv()
         except EOFError:
-            answer = "the process that was to run it has ended"
+            answer = "the process that runs the senders has ended"
         if isinstance(answer, str):
             self._failed[src, to] = CaptureError(
-                f"rank {self._rank} waits for objects that rank {src} sends, and the script run as "
-                f"other ranks did not get there: {answer}",
+                f"rank {self._rank} waits for objects from rank {src}, and running the script as "
+                f"their sender failed: {answer}",
                 code="sender-failed",
             )
             raise self._failed[src, to]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.parallelize.ema_copies import copies_of
+from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
 from onerank.capture.parallelize.tensor.slicer import Sliced
-from onerank.capture.patches import live, patched
+from onerank.capture.patches import after_import, live, patched
 from onerank.ir.errors import SliceError
 
 _SLICED = "_onerank_sliced"
@@ -50,19 +50,11 @@ class ModelSlicing:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Patch module calls and moves for the duration of the context."""
-        apply, load = nn.Module._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
-        call = nn.Module.__call__
+        apply, call = nn.Module._apply, nn.Module.__call__  # pyright: ignore[reportPrivateUsage]
 
         def apply_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._visit_all(module)
             return apply(module, *args, **kwargs)
-
-        def load_whole(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            self._loading += 1
-            try:
-                return load(kind, *args, **kwargs)
-            finally:
-                self._loading -= 1
 
         # A patch, not a global forward pre-hook: slicing registers hooks on the model, and torch
         # would not run hooks in this call that are registered while its pre-hooks run.
@@ -71,11 +63,10 @@ class ModelSlicing:
                 self._before_forward(module)
             return call(module, *args, **kwargs)
 
-        from_pretrained = classmethod(load_whole)
         try:
             with (
                 patched("torch.nn.Module", {"_apply": apply_sliced, "__call__": call_sliced}),
-                patched("transformers.PreTrainedModel", {"from_pretrained": from_pretrained}),
+                after_import(MODELING, self._loads_whole),
             ):
                 yield
         finally:
@@ -83,6 +74,24 @@ class ModelSlicing:
                 self._failure is not None
             ):  # the script may have caught the error that was raised earlier
                 raise self._failure
+
+    @contextlib.contextmanager
+    def _loads_whole(self) -> Generator[None]:
+        """Slice no model while transformers loads its weights."""
+        from transformers.modeling_utils import PreTrainedModel
+
+        load = PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+
+        def load_whole(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loading += 1
+            try:
+                return load(kind, *args, **kwargs)
+            finally:
+                self._loading -= 1
+
+        replacement = {"from_pretrained": classmethod(load_whole)}
+        with patched(f"{MODELING}.PreTrainedModel", replacement):
+            yield
 
     def _slice(self, model: nn.Module) -> None:
         parts = [part for part in model.modules() if self.slices(part)]

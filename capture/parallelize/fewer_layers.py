@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.configuration_utils import PretrainedConfig
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModel
 
+from onerank.capture.parallelize.hugging_face import MODELING, PretrainedConfig
+from onerank.capture.patches import after_import, patched
 from onerank.converters.expand.layers import Pattern, check_depths
 from onerank.ir.errors import DepthError, first_line
 
@@ -76,6 +75,17 @@ class FewerLayers:
         if depth is None:
             yield
             return
+        try:
+            with after_import(MODELING, lambda: self._patched(depth)):
+                yield
+        finally:
+            if self._failure is not None:  # the script may have caught it where it was raised
+                raise self._failure
+
+    @contextlib.contextmanager
+    def _patched(self, depth: Depth) -> Generator[None]:
+        from transformers.modeling_utils import PreTrainedModel
+
         original = PreTrainedModel.__init__
 
         @functools.wraps(original)  # transformers reads the signature
@@ -88,15 +98,8 @@ class FewerLayers:
                     raise
             original(model, config, *args, **kwargs)
 
-        PreTrainedModel.__init__ = built  # pyright: ignore[reportAttributeAccessIssue]
-        try:
+        with patched(f"{MODELING}.PreTrainedModel", {"__init__": built}):
             yield
-        finally:
-            PreTrainedModel.__init__ = original
-            if (
-                self._failure is not None
-            ):  # the script may have caught the error that was raised earlier
-                raise self._failure
 
     def check_built(self, script: Path) -> None:
         """Check that there was a model to build with fewer layers.
@@ -161,6 +164,8 @@ class FewerLayers:
         return Layers(depth, pattern)
 
     def _fingerprints(self, model: str, text: Any, depth: int) -> list[Fingerprint]:
+        from transformers.models.auto.modeling_auto import AutoModel
+
         self._probing = True
         try:
             with torch.device("meta"):

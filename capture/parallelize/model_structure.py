@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
+from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.ir.errors import SliceError
 
 

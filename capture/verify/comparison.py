@@ -1,4 +1,4 @@
-"""Compare two tensors that should be equal."""
+"""Compare tensors that should be equal, and summarise the differences."""
 
 import math
 from collections.abc import Iterable
@@ -11,35 +11,35 @@ from torch import Tensor
 ABSOLUTE = 1e-5
 RELATIVE = {torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
 RELATIVE_OTHERS = 1e-5
-"""`torch.allclose(atol=1e-5)` with its own rtol in fp32 and wider types, and those of
-`torch.testing.assert_close` in bf16 and fp16."""
+"""Tolerances of repeated steps: `torch.allclose` with atol 1e-5. The rtol of fp32 and wider types
+is its default; the rtol of bf16 and fp16 is that of `torch.testing.assert_close`."""
 
+# Tolerance of slices, whose sums run in another order. |actual - expected| may be 1e-5 x max(1,
+# largest element), or twice the rounding noise of the weights if that is larger. It must also be at
+# most a thousandth of the tensor's largest element, plus a millionth of the model's largest
+# gradient: some gradients are zero except for rounding (a key's bias).
 SLICES_RELATIVE = 1e-3
 SLICES_FLOOR = 1e-6
 ROUNDINGS = 2
-"""Sums in another order: |found - expected| may be 1e-5 (of the tensor's largest element, where
-that is above 1), or twice what another rounding of the model's weights changes, and must be below a
-thousandth of the tensor's largest element, beyond a millionth of the largest gradient of the model:
-some gradients are zero but for rounding (a key's bias)."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Tensors of one sort, held against what they should be.
+    """Differences of the tensors of one kind from their expected values.
 
     Attributes:
-        check: "profiled" (a step under the instruments against the same step without), "plain"
-            (the same script twice, no instrument in either) or "slices" (the sliced model against
-            the unsliced one).
+        check: "profiled" (a step with a profiler against the same step without one), "plain" (the
+            same step in two runs, neither with a profiler) or "slices" (the sliced model against
+            the whole one).
         what: "loss", "outputs", "logits", "gradients" or "weights".
-        module: class and name of the module, for gradients and weights; "" else.
-        dtype: of the tensors.
-        tensors: how many were compared.
-        equal: of these, bit by bit the same.
-        max_abs: largest |found - expected|.
-        max_rel: the same, over the largest |expected| of its tensor.
-        breaches: tensors that differ by more than the tolerance.
-        worst: the tensor with the largest `max_rel`.
-        tolerance: what was allowed, in words.
+        module: class and name of the module for gradients of slices, otherwise "".
+        dtype: dtype of the tensors.
+        tensors: number of compared tensors.
+        equal: number of tensors that are equal bit by bit.
+        max_abs: largest |actual - expected|.
+        max_rel: largest |actual - expected| over the largest |expected| of its tensor.
+        breaches: number of tensors that differ by more than the tolerance.
+        worst: the breaching tensor with the largest `max_rel`; without a breach, of all tensors.
+        tolerance: the tolerance in words.
     """
 
     check: str
@@ -57,17 +57,17 @@ class Comparison(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor's difference from what it should be.
+    """One tensor's difference from its expected value.
 
     Attributes:
         what: as in `Comparison`.
         module: as in `Comparison`.
-        name: the tensor, for people.
-        dtype: of what was found.
-        equal: whether bit by bit the same.
+        name: label of the tensor in the report.
+        dtype: dtype of the actual tensor.
+        equal: whether the tensors are equal bit by bit.
         max_abs: as in `Comparison`.
         max_rel: as in `Comparison`.
-        breach: whether it is too much.
+        breach: whether the difference exceeds the tolerance.
     """
 
     what: str
@@ -80,25 +80,27 @@ class Difference:
     breach: bool
 
 
-def repeated(what: str, name: str, found: Tensor, expected: Tensor, *, equal: bool) -> Difference:
-    """Compare a tensor of a repeated computation: `torch.allclose`, NaN equal to NaN.
+def compare_repeated(
+    what: str, name: str, actual: Tensor, expected: Tensor, *, equal: bool
+) -> Difference:
+    """Compare a tensor of a repeated step by `torch.allclose`, with NaN equal to NaN.
 
-    `equal` says whether all its bits are the same, of which these may be samples.
+    The tensors may be samples; `equal` states whether the whole tensors are equal bit by bit.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return _unlike(what, "", name, found)
-    relative = RELATIVE.get(found.dtype, RELATIVE_OTHERS)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return _mismatched(what, "", name, actual)
+    relative = RELATIVE.get(actual.dtype, RELATIVE_OTHERS)
     breach = not equal and not torch.allclose(
-        found.double(), expected.double(), rtol=relative, atol=ABSOLUTE, equal_nan=True
+        actual.double(), expected.double(), rtol=relative, atol=ABSOLUTE, equal_nan=True
     )
-    return _difference(what, "", name, found, expected, equal=equal, breach=breach)
+    return _difference(what, "", name, actual, expected, equal=equal, breach=breach)
 
 
-def reordered(
+def compare_reordered(
     what: str,
     module: str,
     name: str,
-    found: Tensor,
+    actual: Tensor,
     expected: Tensor,
     *,
     floor: float = 0.0,
@@ -106,21 +108,27 @@ def reordered(
 ) -> Difference:
     """Compare an fp32 tensor with one whose sums ran in another order.
 
-    `floor` is the largest absolute difference that means nothing; `rounding` is what rounding the
-    weights changes in the tensor, 0 where that was not tried.
+    Args:
+        what: as in `Comparison`.
+        module: as in `Comparison`.
+        name: label of the tensor in the report.
+        actual: the computed tensor.
+        expected: the reference.
+        floor: absolute difference that is always allowed within the relative limit.
+        rounding: rounding noise of the tensor (`slice_check.rounding_noise`), 0 if not measured.
     """
-    if found.shape != expected.shape:
-        return _unlike(what, module, name, found)
-    error, largest = _largest(found.double() - expected.double()), _largest(expected)
-    near = max(ABSOLUTE * max(1.0, largest), ROUNDINGS * rounding)
-    allowed = min(near, SLICES_RELATIVE * largest + floor)
-    breach = not error <= allowed  # a NaN breaches
-    equal = bool(torch.equal(found, expected))
-    return _difference(what, module, name, found, expected, equal=equal, breach=breach)
+    if actual.shape != expected.shape:
+        return _mismatched(what, module, name, actual)
+    error, largest = _largest(actual.double() - expected.double()), _largest(expected)
+    noise = max(ABSOLUTE * max(1.0, largest), ROUNDINGS * rounding)
+    allowed = min(noise, SLICES_RELATIVE * largest + floor)
+    breach = not error <= allowed  # not `error > allowed`: NaN must be a breach
+    equal = bool(torch.equal(actual, expected))
+    return _difference(what, module, name, actual, expected, equal=equal, breach=breach)
 
 
-def summed_up(check: str, tolerance: str, differences: Iterable[Difference]) -> list[Comparison]:
-    """Return one row for each kind of tensor."""
+def summarize(check: str, tolerance: str, differences: Iterable[Difference]) -> list[Comparison]:
+    """Return one row for each kind of tensor, module and dtype."""
     rows: dict[tuple[str, str, str], list[Difference]] = {}
     for difference in differences:
         rows.setdefault((difference.what, difference.module, difference.dtype), []).append(
@@ -137,7 +145,7 @@ def summed_up(check: str, tolerance: str, differences: Iterable[Difference]) -> 
             max_abs=max(_order(member.max_abs) for member in members),
             max_rel=max(_order(member.max_rel) for member in members),
             breaches=sum(member.breach for member in members),
-            worst=max(members, key=lambda one: (one.breach, _order(one.max_rel))).name,
+            worst=max(members, key=lambda member: (member.breach, _order(member.max_rel))).name,
             tolerance=tolerance,
         )
         for (what, module, dtype), members in rows.items()
@@ -156,23 +164,23 @@ def _difference(
     what: str,
     module: str,
     name: str,
-    found: Tensor,
+    actual: Tensor,
     expected: Tensor,
     *,
     equal: bool,
     breach: bool,
 ) -> Difference:
-    gap = (found.double() - expected.double()).abs()
-    both = found.isnan() & expected.isnan()
-    if found.numel() and bool(both.any()):
-        gap = gap.masked_fill(both, 0.0)
-    error = 0.0 if equal else _largest(gap)
+    errors = (actual.double() - expected.double()).abs()
+    both_nan = actual.isnan() & expected.isnan()
+    if actual.numel() and bool(both_nan.any()):
+        errors = errors.masked_fill(both_nan, 0.0)
+    error = 0.0 if equal else _largest(errors)
     largest = _largest(expected.double().nan_to_num())
     relative = error / largest if largest else (math.inf if error else 0.0)
-    dtype = str(found.dtype).removeprefix("torch.")
+    dtype = str(actual.dtype).removeprefix("torch.")
     return Difference(what, module, name, dtype, equal, error, relative, breach)
 
 
-def _unlike(what: str, module: str, name: str, found: Tensor) -> Difference:
-    dtype = str(found.dtype).removeprefix("torch.")
+def _mismatched(what: str, module: str, name: str, actual: Tensor) -> Difference:
+    dtype = str(actual.dtype).removeprefix("torch.")
     return Difference(what, module, name, dtype, False, math.inf, math.inf, breach=True)

@@ -1,13 +1,13 @@
 """Verify a capture's numerics against reference runs.
 
-- Instruments: the script runs twice as the same rank with the same seeds, each time in a process of
-  its own, once through the windows of a capture and once through the same number of plain steps.
-  Loss, outputs and gradients of every step must agree.
+- Instruments: the script runs twice as the same rank with the same seeds, each time in a separate
+  process: once through the windows of a capture, once through the same number of plain steps. Loss,
+  outputs and gradients of every step must agree.
 - Slices: the script's first batch for a Hugging Face model goes through the whole model and through
-  all its slices, which run as threads of one process and really communicate, in fp32. Loss, logits
+  all its slices, which run as threads of one process with real communication, in fp32. Loss, logits
   and every gradient must agree.
 
-Both use torch's deterministic kernels, which a capture does not.
+Both use torch's deterministic kernels; a capture does not.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ from onerank.capture.verify.comparison import (
     RELATIVE_OTHERS,
     Comparison,
     Difference,
-    repeated,
-    summed_up,
+    compare_repeated,
+    summarize,
 )
-from onerank.capture.verify.slice_check import compare_slices, without_copies
-from onerank.capture.verify.step_probe import Probe, Sample, Step, load_steps
-from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
+from onerank.capture.verify.slice_check import compare_slices, without_replicas
+from onerank.capture.verify.step_probe import Probe, Sample, StepRecord, load_steps
+from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS is not deterministic
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
     "PYTHONHASHSEED": "0",
 }
 
@@ -60,12 +60,12 @@ _NONDETERMINISTIC = "does not have a deterministic implementation"
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """What was compared, and what was not.
+    """The comparisons of a verification, and the checks that were not made.
 
     Attributes:
-        comparisons: one row for each check and sort of tensor.
-        not_checked: sentences on what was left out, and why.
-        notes: sentences on how it was compared.
+        comparisons: one row for each check and kind of tensor.
+        not_checked: checks that were skipped, with the reason.
+        notes: conditions of the comparisons, such as tolerances.
     """
 
     comparisons: list[Comparison]
@@ -86,21 +86,21 @@ def verify(
     Args:
         script: as for `capture`.
         args: as for `capture`.
-        options: as for `capture`; the windows' plan is shortened.
-        progress: told in a few words what goes on.
+        options: as for `capture`, except that the window plan is shortened.
+        progress: receives one short line per stage.
 
     Raises:
-        CaptureError: the script cannot be run as asked, or does not repeat.
+        CaptureError: the script cannot run with these options, or its two runs differ in inputs.
     """
     options = decide_torchrun(script, args, options, progress)
     rows, notes = _instruments(script, args, options, progress)
-    why_not = ""
+    skip_reason = ""
     if uses_torch_distributed(script, options):
-        why_not = "the script uses torch.distributed, so that no model was sliced"
-    elif without_copies(options.world).size == 1:
-        why_not = f"in a world of {options.world} no model is sliced"
-    if not why_not:
-        found, why_not, more = run_isolated(
+        skip_reason = "the script uses torch.distributed, so no model was sliced"
+    elif without_replicas(options.world).size == 1:
+        skip_reason = f"in a world of {options.world} no model is sliced"
+    if not skip_reason:
+        slice_rows, skip_reason, slice_notes = run_isolated(
             _slices,
             script,
             list(args),
@@ -108,9 +108,9 @@ def verify(
             progress=progress,
             environment=_ENVIRONMENT | _EAGER,
         )
-        rows += found
-        notes += more
-    not_checked = [f"slices against the whole model: {why_not}"] if why_not else []
+        rows += slice_rows
+        notes += slice_notes
+    not_checked = [f"slices against the whole model: {skip_reason}"] if skip_reason else []
     return Verification(rows, not_checked, notes)
 
 
@@ -119,17 +119,17 @@ def _instruments(
 ) -> tuple[list[Comparison], list[str]]:
     options = replace(options, windows=WindowPlan(warm_up=1, pure=1, settle=False), raw_dir=None)
     notes = [
-        f"allowed of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
+        f"tolerance of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
         + ", ".join(f"{rtol:g} ({_name(dtype)})" for dtype, rtol in RELATIVE.items())
         + f", {RELATIVE_OTHERS:g} (fp32 and others); of large tensors a checksum of all bits, the "
-        "norm and 16,384 elements are held against each other"
+        "norm and 16,384 elements are compared"
     ]
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        watched, plain = Path(directory, "watched"), Path(directory, "plain")
+        instrumented, plain = Path(directory, "instrumented"), Path(directory, "plain")
         environment = _ENVIRONMENT
         count, kernels = run_isolated(
             _instrumented_run,
-            *(script, list(args), options, watched),
+            *(script, list(args), options, instrumented),
             progress=progress,
             environment=environment,
         )
@@ -141,49 +141,52 @@ def _instruments(
         )
         if kernels:
             notes.append("without a deterministic implementation: " + ", ".join(kernels))
-        return _compare_steps(load_steps(watched), load_steps(plain)), notes
+        return _compare_steps(load_steps(instrumented), load_steps(plain)), notes
 
 
-def _compare_steps(watched: list[Step], plain: list[Step]) -> list[Comparison]:
+def _compare_steps(instrumented: list[StepRecord], plain: list[StepRecord]) -> list[Comparison]:
     tolerance = "torch.allclose"
     differences: dict[str, list[Difference]] = {"plain": [], "profiled": []}
-    for number, (found, expected) in enumerate(zip(watched, plain, strict=True)):
-        if found.inputs != expected.inputs:
+    for number, (actual, expected) in enumerate(zip(instrumented, plain, strict=True)):
+        if actual.inputs != expected.inputs:
             raise CaptureError(
-                f"step {number} got other inputs in one run of the script than in the other, so "
-                "that nothing can be compared: seed every source of its data (torch, numpy and "
-                "random are seeded before it starts), and shuffle with a seed",
+                f"the inputs of step {number} differ between two runs of the script, so that its "
+                "results cannot be compared: seed every source of data (torch, numpy and random "
+                "are seeded before the script starts), and shuffle with a seed",
                 code="verify-inputs-differ",
             )
-        rows = differences["profiled" if found.profiled else "plain"]
-        for what, mine, theirs in (
-            ("loss", found.losses, expected.losses),
-            ("outputs", found.outputs, expected.outputs),
+        rows = differences["profiled" if actual.profiled else "plain"]
+        for what, actual_samples, expected_samples in (
+            ("loss", actual.losses, expected.losses),
+            ("outputs", actual.outputs, expected.outputs),
         ):
-            pairs = zip(mine, theirs, strict=True)
-            rows += [_compared(what, f"step {number}", *pair) for pair in pairs]
+            pairs = zip(actual_samples, expected_samples, strict=True)
+            rows += [_compare_samples(what, f"step {number}", *pair) for pair in pairs]
         rows += [
-            _compared("gradients", f"{name}, step {number}", sample, expected.gradients[name])
-            for name, sample in found.gradients.items()
+            _compare_samples(
+                "gradients", f"{name}, step {number}", sample, expected.gradients[name]
+            )
+            for name, sample in actual.gradients.items()
         ]
     return [
         row
         for check, members in differences.items()
-        for row in summed_up(check, tolerance, members)
+        for row in summarize(check, tolerance, members)
     ]
 
 
-def _compared(what: str, name: str, found: Sample, expected: Sample) -> Difference:
-    equal = found.shape == expected.shape and found.checksum == expected.checksum
-    difference = repeated(what, name, found.values, expected.values, equal=equal)
-    norms = torch.tensor([found.norm]), torch.tensor([expected.norm])
-    relative = RELATIVE.get(found.values.dtype, RELATIVE_OTHERS)
+def _compare_samples(what: str, name: str, actual: Sample, expected: Sample) -> Difference:
+    equal = actual.shape == expected.shape and actual.checksum == expected.checksum
+    difference = compare_repeated(what, name, actual.values, expected.values, equal=equal)
+    # The norm covers the elements that are not among the samples.
+    norms = torch.tensor([actual.norm]), torch.tensor([expected.norm])
+    relative = RELATIVE.get(actual.values.dtype, RELATIVE_OTHERS)
     near = torch.allclose(*norms, rtol=relative, atol=ABSOLUTE, equal_nan=True)
     return replace(difference, breach=difference.breach or not (equal or near))
 
 
-class _Watched(Windows):
-    """A capture's windows, with a probe that sees every step."""
+class _ProbedWindows(Windows):
+    """A capture's windows, with a probe that records every step."""
 
     probe: Probe | None = None
 
@@ -193,8 +196,8 @@ class _Watched(Windows):
         super().boundary(skipped=skipped)
 
 
-class _Plain(_Watched):
-    """As many steps, and no instrument."""
+class _PlainSteps(_ProbedWindows):
+    """`count` steps without profilers, recorded by the probe."""
 
     count: int = 1
 
@@ -207,10 +210,10 @@ class _Plain(_Watched):
 def _instrumented_run(
     script: Path, args: list[str], options: Options, directory: Path, progress: Progress
 ) -> tuple[int, list[str]]:
-    """Run the script through a capture's windows; return its steps and kernels that vary."""
+    """Run the script through a capture's windows; return (steps, nondeterministic operators)."""
 
-    def watch(*given: Any) -> Windows:
-        windows = _Watched(*given)
+    def make_windows(*arguments: Any) -> Windows:
+        windows = _ProbedWindows(*arguments)
         windows.probe = probe
         return windows
 
@@ -218,36 +221,44 @@ def _instrumented_run(
     probe = Probe(directory)
     with warnings.catch_warnings(record=True) as caught, _repeatable():
         warnings.simplefilter("always")
-        with probe.installed(), run_as_rank(script, args, options, progress, watch) as played:
-            count = _steps(played)
-    texts = [str(one.message) for one in caught if _NONDETERMINISTIC in str(one.message)]
+        with (
+            probe.installed(),
+            run_as_rank(script, args, options, progress, make_windows) as rank_run,
+        ):
+            count = _steps(rank_run)
+    messages = [str(warning.message) for warning in caught]
+    texts = [message for message in messages if _NONDETERMINISTIC in message]
     return count, sorted({text.split(_NONDETERMINISTIC)[0].strip() for text in texts})
 
 
 def _plain_run(
     script: Path, args: list[str], options: Options, to: tuple[Path, int], progress: Progress
 ) -> None:
-    """Run the script without an instrument; `to` says where to keep what, and of how many steps."""
+    """Run the script without profilers; `to` is (directory of the records, number of steps)."""
     directory, count = to
 
-    def watch(*given: Any) -> Windows:
-        windows = _Plain(*given)
+    def make_windows(*arguments: Any) -> Windows:
+        windows = _PlainSteps(*arguments)
         windows.probe, windows.count = probe, count
         return windows
 
     directory.mkdir()
     probe = Probe(directory)
-    with _repeatable(), probe.installed(), run_as_rank(script, args, options, progress, watch):
+    with (
+        _repeatable(),
+        probe.installed(),
+        run_as_rank(script, args, options, progress, make_windows),
+    ):
         pass
 
 
-def _steps(played: RankRun) -> int:
-    return played.windows.steps
+def _steps(rank_run: RankRun) -> int:
+    return rank_run.windows.steps
 
 
 @contextlib.contextmanager
 def _repeatable() -> Generator[None]:
-    """Seed all generators a script may use, and ask for deterministic kernels."""
+    """Seed the generators of random, numpy and torch, and use deterministic kernels."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -263,36 +274,36 @@ def _repeatable() -> Generator[None]:
 def _slices(
     script: Path, args: list[str], options: Options, progress: Progress
 ) -> tuple[list[Comparison], str, list[str]]:
-    """Run the script up to its first batch and put that through whole model and slices.
+    """Run the script up to its first batch, and run that through the whole model and its slices.
 
     Returns:
-        The comparisons, why there are none, and notes.
+        The comparisons; the reason if there are none, otherwise ""; and notes.
     """
-    found: list[tuple[list[Comparison], str, list[str]]] = []
+    results: list[tuple[list[Comparison], str, list[str]]] = []
     failures: list[OneRankError] = []
 
-    def called(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+    def compare_first_call(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled() or not models.slices(model):
             return original(model, *inputs, **keywords)
-        nn.Module.__call__ = original  # what it compares calls modules too
+        nn.Module.__call__ = original  # the comparison itself calls modules
         windows.complete = True
         try:
-            found.append(compare_slices(model, inputs, keywords, options, progress))
+            results.append(compare_slices(model, inputs, keywords, options, progress))
         except OneRankError as error:
-            failures.append(error)  # the script may catch what passes through it
+            failures.append(error)  # the script may catch an exception that passes through it
         raise CaptureComplete
 
-    models = slicing(ExactPeers(options.rank, ThreadedWorld(options.world.size)), options)
+    models = slicing(ThreadedPeers(options.rank, ThreadedWorld(options.world.size)), options)
     original = nn.Module.__call__
-    windows = _Plain(options.windows, Path(os.devnull), Modules(), progress)
-    # module hooks for all models do not get keywords
-    with patched("torch.nn.Module", {"__call__": called}), _repeatable():
+    windows = _PlainSteps(options.windows, Path(os.devnull), Modules(), progress)
+    # Not a global forward hook: those get no keyword arguments.
+    with patched("torch.nn.Module", {"__call__": compare_first_call}), _repeatable():
         run_script(script, args, windows, lambda: None, module=options.module)
     if failures:
         raise failures[0]
-    if found:
-        return found[0]
-    return [], "the first step called no model to slice with gradients", []
+    if results:
+        return results[0]
+    return [], "the first step called no sliceable model with gradients enabled", []
 
 
 def _name(dtype: torch.dtype) -> str:

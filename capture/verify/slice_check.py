@@ -1,8 +1,8 @@
 """Run one batch through a whole model and all its slices, and compare against rounding noise.
 
-The slicing itself shows which elements of the whole model a slice holds: a copy of the model whose
-parameters hold their own indices is sliced too. So any slicing that only moves elements can be
-verified, and one that loses or changes elements is detected.
+A copy of the model whose parameter values are their own indices is sliced too, which shows the
+elements of the whole model that a slice has. So any slicing that only moves elements can be
+verified, and a slicing that loses or changes elements is detected.
 """
 
 import contextlib
@@ -33,24 +33,31 @@ from onerank.capture.verify.comparison import (
     SLICES_RELATIVE,
     Comparison,
     Difference,
-    reordered,
-    summed_up,
+    compare_reordered,
+    summarize,
 )
-from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
+from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World
 
 
 @dataclass
-class Result:
-    """What a model, or its slice, made of a batch: detached, on the model's device."""
+class StepResult:
+    """Loss, logits and gradients of a model or slice: detached, on the model's device."""
 
     loss: Tensor
     logits: Tensor | None
     gradients: dict[str, Tensor]
 
 
-def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> Result:
-    """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
+def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> StepResult:
+    """Run forward and backward, and the reductions before an optimizer's step.
+
+    Args:
+        model: a model or slice.
+        batch: positional arguments of its call.
+        named: keyword arguments of its call.
+        what: "logits" also returns logits, and takes a loss from them if the output has none.
+    """
     partials = partial_gradients(model)
     for _, partial in partials:
         partial.deferred = True
@@ -60,18 +67,18 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
         if loss is None and logits is None:
             logits = output.logits
         if loss is None:
-            loss = _projected(logits)
+            loss = _projection(logits)
         loss.backward()
     reduce_deferred(partials)
     _before_optimizer_step(model)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return Result(loss.detach(), None if logits is None else logits.detach(), gradients)
+    return StepResult(loss.detach(), None if logits is None else logits.detach(), gradients)
 
 
 def _loss_and_logits(output: Any) -> tuple[Any, Any]:
-    """Return what a model made of a batch: by name, or by shape where it returns a tuple."""
+    """Return loss and logits of an output: by name, or by shape if it is a tuple."""
     if hasattr(output, "loss") or hasattr(output, "logits"):
         return getattr(output, "loss", None), getattr(output, "logits", None)
     values = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -81,21 +88,23 @@ def _loss_and_logits(output: Any) -> tuple[Any, Any]:
 
 
 def _before_optimizer_step(model: nn.Module) -> None:
-    """Let slices finish what they leave to that moment: the sum of a tied weight's gradients."""
+    """Run the optimizer hooks with which slices sum the gradients of a tied weight."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     registered: Any = importlib.import_module("torch.optim.optimizer")
     for hook in list(registered._global_optimizer_pre_hooks.values()):
         hook(optimizer, (), {})
 
 
-def _projected(output: Any) -> Tensor:
-    """Return a loss for a model that a script gives no labels: a fixed mean of the outputs."""
+def _projection(output: Any) -> Tensor:
+    """Return a loss for a batch without labels: the mean of outputs with fixed random weights."""
     generator = torch.Generator(output.device).manual_seed(0)
     weights = torch.randn(output.shape, generator=generator, device=output.device)
     return (output * weights).mean()
 
 
 def as_fp32(value: Any) -> Any:
+    """Return a copy of nested tensors, with floating-point tensors in fp32."""
+
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().clone()
@@ -107,7 +116,7 @@ def as_fp32(value: Any) -> Any:
 
 @contextlib.contextmanager
 def computed_in_fp32() -> Generator[None]:
-    """Let fp32 products be computed in fp32, not in TF32."""
+    """Compute fp32 products in fp32, not in TF32."""
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
@@ -119,42 +128,42 @@ def computed_in_fp32() -> Generator[None]:
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
-def rounding_of(model: nn.Module, batch: Any, named: Any, expected: Result) -> Result:
-    """Run a step with each weight moved to the fp32 number beside it, up or down at random.
+def rounding_noise(model: nn.Module, batch: Any, named: Any, expected: StepResult) -> StepResult:
+    """Run a step with each weight moved to a neighbouring fp32 number, up or down at random.
 
     Args:
-        model: in fp32; it is left as it is.
+        model: fp32 model; it stays unchanged.
         batch: positional arguments of its call.
         named: keyword arguments of its call.
-        expected: what it makes of them as it is.
+        expected: the result of the unchanged model.
 
     Returns:
-        The largest changes, a scalar each: of the loss, the logits and each gradient.
+        The largest absolute change of the loss, the logits and each gradient, as scalars.
     """
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in moved.parameters():
             up = torch.rand(weight.shape, generator=generator).to(weight.device) < 0.5
-            far = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
-            weight.copy_(torch.nextafter(weight, far))
-    found = run_step(moved, batch, named)
+            direction = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
+            weight.copy_(torch.nextafter(weight, direction))
+    result = run_step(moved, batch, named)
     logits = None
-    if found.logits is not None and expected.logits is not None:
-        logits = _change(found.logits, expected.logits)
+    if result.logits is not None and expected.logits is not None:
+        logits = _change(result.logits, expected.logits)
     gradients = {
-        name: _change(found.gradients[name], gradient)
+        name: _change(result.gradients[name], gradient)
         for name, gradient in expected.gradients.items()
-        if name in found.gradients
+        if name in result.gradients
     }
-    return Result(_change(found.loss, expected.loss), logits, gradients)
+    return StepResult(_change(result.loss, expected.loss), logits, gradients)
 
 
-def _change(found: Tensor, expected: Tensor) -> Tensor:
+def _change(actual: Tensor, expected: Tensor) -> Tensor:
     if not expected.numel():
         return torch.zeros(())
-    change = (found.double() - expected.double()).abs().max()
-    return change.nan_to_num(0.0, 0.0, 0.0)  # it excuses nothing
+    change = (actual.double() - expected.double()).abs().max()
+    return change.nan_to_num(0.0, 0.0, 0.0)  # NaN or infinite noise must not widen the tolerance
 
 
 _TOLERANCE = (
@@ -163,18 +172,26 @@ _TOLERANCE = (
 )
 
 _ROUNDED = (
-    f"in place of the first, {ROUNDINGS} x what another rounding of the weights changes, which was "
-    "tried as some differed by more"
+    f"in place of the first, {ROUNDINGS} x the change by another rounding of the weights, measured "
+    "because some tensors differed by more"
 )
 
 
 @dataclass
 class _Slice:
-    """A rank's slice: its result, weights before the step, and where its elements stem from."""
+    """A rank's slice: its result, weights before the step, and its elements' origins.
+
+    Attributes:
+        rank: global rank.
+        shares_sequence: ranks of its context-parallel group.
+        result: result of its step.
+        weights: parameters by name before the step.
+        positions: parameters of the sliced copy whose values are positions in the whole model.
+    """
 
     rank: int
     shares_sequence: tuple[int, ...]
-    result: Result
+    result: StepResult
     weights: dict[str, Tensor]
     positions: dict[str, Tensor]
 
@@ -189,57 +206,58 @@ def compare_slices(
     """Run `model` whole and as slices on one batch, in fp32 and without dropout.
 
     Args:
-        model: a whole model; it is left as it is.
+        model: a whole model; it stays unchanged.
         inputs: positional arguments of its call.
         keywords: keyword arguments of its call.
         options: world and tp_style of the slices.
-        progress: told in a few words what goes on.
+        progress: receives one short line per slice.
 
     Returns:
-        The comparisons; why there are none, or ""; and notes.
+        The comparisons; the reason if there are none, otherwise ""; and notes.
 
     Raises:
-        SliceError: the model cannot be sliced as asked.
+        SliceError: the model cannot be sliced with these options.
     """
-    world = without_copies(options.world)
-    routed = _routed_alike(options)
+    world = without_replicas(options.world)
+    routed = _with_equal_routing(options)
     parameters = sum(p.numel() for p in model.parameters())
     needed = 4 * parameters * _COPIES
     free = _free_bytes(_device(model))
     does_not_fit = (
         f"whole model and {world.size} slices do not fit: {parameters:,} parameters x 4 bytes x "
-        f"{_COPIES} = {needed / 1e9:.1f} GB and activations, and {free / 1e9:.1f} GB are free on "
+        f"{_COPIES} = {needed / 1e9:.1f} GB and activations, but {free / 1e9:.1f} GB are free on "
         f"{_device(model)}; verify fewer layers"
     )
     if needed > free:
         return [], does_not_fit, []
     try:
         with computed_in_fp32():
-            given = tuple(inputs), dict(keywords)
-            rows, why_none, notes = _compare(model, given, world, routed, progress)
+            call = tuple(inputs), dict(keywords)
+            rows, missing_reason, notes = _compare(model, call, world, routed, progress)
     except torch.OutOfMemoryError:
         return [], does_not_fit, []
     if routed.moe_routing != options.moe_routing and expert_layers(model):
         notes.append(
-            f"experts went by the model's own routers, not by --moe-routing {options.moe_routing}: "
-            "static routes are those of a rank, and each rank here has a part of the sequence"
+            f"the model's routers chose the experts, not --moe-routing {options.moe_routing}: "
+            "static routes are per rank, and each rank has only a part of the sequence"
         )
-    return rows, why_none, notes
+    return rows, missing_reason, notes
 
 
-def _routed_alike(options: Options) -> Options:
-    """Let routers decide where ranks route a part of the sequence each: tables are per rank."""
+def _with_equal_routing(options: Options) -> Options:
+    """Use the model's routers if each rank routes a part of the sequence: tables are per rank."""
     if options.sequence_parallel or "cp" in options.world.sizes:
         return replace(options, moe_routing=MODEL)
     return options
 
 
-# weights and gradients of the whole model and of the slices, and a copy that holds positions
+# Times the parameters' fp32 bytes: weights and gradients of the whole model and of the slices, and
+# the copy of positions.
 _COPIES = 8
 
 
-def without_copies(world: World) -> World:
-    """Return the ranks without those that hold the same slice of the model."""
+def without_replicas(world: World) -> World:
+    """Return the world without ranks that only replicate a slice."""
     sizes = world.sizes
     tp, cp, pp = (sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
     return World.of(tp=tp, cp=cp, dp=world.ep // math.gcd(world.ep, cp), pp=pp, ep=world.ep)
@@ -247,7 +265,7 @@ def without_copies(world: World) -> World:
 
 def _compare(
     model: nn.Module,
-    called_with: tuple[tuple[Any, ...], dict[str, Any]],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
     world: World,
     options: Options,
     progress: Progress,
@@ -255,25 +273,25 @@ def _compare(
     whole = copy.deepcopy(model).float().eval()
     for parameter in whole.parameters():
         parameter.grad = None
-    batch, named = as_fp32(called_with)
+    batch, named = as_fp32(call)
     starts, total = dict[str, int](), 1
     for name, parameter in whole.named_parameters():
         starts[name], total = total, total + parameter.numel()
 
-    def one_slice(peers: ExactPeers) -> _Slice:
-        own = replace(options, world=world, rank=peers.rank, real_job=True)
+    def run_slice(peers: ThreadedPeers) -> _Slice:
+        rank_options = replace(options, world=world, rank=peers.rank, real_job=True)
         progress(f"slice {peers.rank + 1} of {world.size}")
-        mine = copy.deepcopy(whole)
-        slicing(peers, own).slice_one(mine)
-        weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        result = run_step(mine, batch, named, what=_gives(world, peers.rank))
-        positions = copy.deepcopy(whole)
-        fill_with_positions(positions, starts)
-        slicing(peers, own).slice_one(positions)
-        places = {name: p.data.double() for name, p in positions.named_parameters()}
-        return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, places)
+        sliced = copy.deepcopy(whole)
+        slicing(peers, rank_options).slice_one(sliced)
+        weights = {name: p.detach().clone() for name, p in sliced.named_parameters()}
+        result = run_step(sliced, batch, named, what=_outputs_of(world, peers.rank))
+        position_model = copy.deepcopy(whole)
+        fill_with_positions(position_model, starts)
+        slicing(peers, rank_options).slice_one(position_model)
+        positions = {name: p.data.double() for name, p in position_model.named_parameters()}
+        return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, positions)
 
-    slices = ThreadedWorld(world.size).run(one_slice)
+    slices = ThreadedWorld(world.size).run(run_slice)
     progress("the whole model")
     reference = copy.deepcopy(whole)
     routing = parse_routing(options.moe_routing)
@@ -281,103 +299,114 @@ def _compare(
         apply_static_routing(reference, routing)
     expected = run_step(reference, batch, named)
 
-    def compared(rounding: Result | None) -> list[Difference]:
+    def compare_all(rounding: StepResult | None) -> list[Difference]:
         differences: list[Difference] = []
-        for found in slices:
-            if _gives(world, found.rank) != "nothing":
-                differences += _of_outputs(found, expected, world, rounding)
-            beside = [slices[rank] for rank in _fed_alike(world, found.rank)]
-            differences += _of_parameters(found, beside, expected, whole, starts, rounding=rounding)
+        for part in slices:
+            if _outputs_of(world, part.rank) != "nothing":
+                differences += _compare_outputs(part, expected, world, rounding)
+            peers = [slices[rank] for rank in _batch_ranks(world, part.rank)]
+            differences += _compare_parameters(
+                part, peers, expected, whole, starts, rounding=rounding
+            )
         return differences
 
-    differences, allowed = compared(None), _TOLERANCE
+    differences, allowed = compare_all(None), _TOLERANCE
     if any(difference.breach for difference in differences):
-        progress("the whole model, its weights rounded otherwise")
-        differences = compared(rounding_of(reference, batch, named, expected))
+        progress("the whole model, with its weights rounded differently")
+        differences = compare_all(rounding_noise(reference, batch, named, expected))
         allowed = f"{_TOLERANCE}; {_ROUNDED}"
-    rows = summed_up("slices", allowed, differences)
+    rows = summarize("slices", allowed, differences)
     notes = [
-        f"the slices of {world} ran as threads of one process that really communicate, in fp32 "
+        f"the slices of {world} ran as threads of one process with real communication, in fp32 "
         f"without TF32, autocast and dropout, on the first batch of {type(model).__name__}; "
-        f"allowed of a tensor: {allowed}"
+        f"tolerance of a tensor: {allowed}"
     ]
     return rows, "", notes
 
 
-def _of_outputs(
-    found: _Slice, expected: Result, world: World, rounding: Result | None
+def _compare_outputs(
+    part: _Slice, expected: StepResult, world: World, rounding: StepResult | None
 ) -> list[Difference]:
-    label = f"rank {found.rank}"
+    """Compare loss and logits of a slice with the whole model's."""
+    label = f"rank {part.rank}"
     noise = float(rounding.loss) if rounding else 0.0
-    differences = [reordered("loss", "", label, found.result.loss, expected.loss, rounding=noise)]
-    logits, whole = found.result.logits, expected.logits
+    differences = [
+        compare_reordered("loss", "", label, part.result.loss, expected.loss, rounding=noise)
+    ]
+    logits, whole = part.result.logits, expected.logits
     if logits is not None and whole is not None:
         shards = world.sizes.get("tp", 1)
-        if logits.shape[-1] * shards == whole.shape[-1]:  # some heads leave them sharded
-            whole = whole.chunk(shards, dim=-1)[world.point(found.rank).get("tp", 0)]
+        if (
+            logits.shape[-1] * shards == whole.shape[-1]
+        ):  # a vocabulary-parallel head keeps them sharded
+            whole = whole.chunk(shards, dim=-1)[world.point(part.rank).get("tp", 0)]
         noise = float(rounding.logits) if rounding and rounding.logits is not None else 0.0
-        differences.append(reordered("logits", "", label, logits, whole, rounding=noise))
+        differences.append(compare_reordered("logits", "", label, logits, whole, rounding=noise))
     return differences
 
 
-def _gives(world: World, rank: int) -> Literal["nothing", "loss", "logits"]:
-    """Return what a rank has: the last pipeline stage the loss, and logits unless of a part."""
+def _outputs_of(world: World, rank: int) -> Literal["nothing", "loss", "logits"]:
+    """Return the outputs to compare: only the last pipeline stage has any.
+
+    Under context parallelism its logits are those of a part of the sequence: only the loss counts.
+    """
     if world.point(rank).get("pp", 0) < world.sizes.get("pp", 1) - 1:
         return "nothing"
     return "loss" if "cp" in world.sizes else "logits"
 
 
-def _fed_alike(world: World, rank: int) -> list[int]:
-    """Return the ranks that got a batch of their own, which was the same for each."""
-    own = world.point(rank)
+def _batch_ranks(world: World, rank: int) -> list[int]:
+    """Return the ranks of the same tensor and pipeline index, which all run the same batch."""
+    point = world.point(rank)
     return [
         other
         for other in range(world.size)
-        if all(world.point(other)[axis] == own[axis] for axis in own if axis in ("tp", "pp"))
+        if all(world.point(other)[axis] == point[axis] for axis in point if axis in ("tp", "pp"))
     ]
 
 
-def _of_parameters(
-    found: _Slice,
-    beside: list[_Slice],
-    expected: Result,
+def _compare_parameters(
+    part: _Slice,
+    peers: list[_Slice],
+    expected: StepResult,
     whole: nn.Module,
     starts: dict[str, int],
     *,
-    rounding: Result | None,
+    rounding: StepResult | None,
 ) -> list[Difference]:
-    """Compare weights and gradients with the elements of the whole model's that they stem from.
+    """Compare weights and gradients of a slice with the whole model's elements at their origins.
 
-    What one rank alone holds for several (an expert) gets the gradients of all their batches. Of
-    ranks that share a sequence the mean counts, which data parallelism takes of them.
+    A parameter that one rank has for several (an expert) gets the gradients of all their batches.
+    Gradients of ranks that share a sequence are averaged, as data parallelism does.
     """
     largest = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
     parameters = dict(whole.named_parameters())
     changes = rounding.gradients if rounding else {}
     differences: list[Difference] = []
-    for name, positions in found.positions.items():
-        origin, places = origin_of(name, positions, starts)
-        known = places.flatten() >= 0  # the rest is padding
-        index = places.flatten()[known]
-        label = f"{origin}, rank {found.rank}"
-        weight = found.weights[name].flatten()[known]
-        wanted = parameters[origin].detach().flatten()[index]
-        differences.append(reordered("weights", "", label, weight, wanted))
+    for name, positions in part.positions.items():
+        origin, elements = origin_of(name, positions, starts)
+        known = elements.flatten() >= 0  # padding has no origin
+        index = elements.flatten()[known]
+        label = f"{origin}, rank {part.rank}"
+        weight = part.weights[name].flatten()[known]
+        whole_weight = parameters[origin].detach().flatten()[index]
+        differences.append(compare_reordered("weights", "", label, weight, whole_weight))
         holders = [
             other
-            for other in beside
+            for other in peers
             if name in other.positions and torch.equal(other.positions[name], positions)
         ]
-        batches = len(beside) // len(holders)
-        gradient = _mean_gradient(name, [h for h in holders if h.rank in found.shares_sequence])
+        batches = len(peers) // len(holders)
+        sequence = [holder for holder in holders if holder.rank in part.shares_sequence]
+        gradient = _mean_gradient(name, sequence)
         whole_gradient = expected.gradients.get(origin)
         if gradient is None and whole_gradient is None:
             continue
-        gradient = torch.zeros_like(found.weights[name]) if gradient is None else gradient
+        gradient = torch.zeros_like(part.weights[name]) if gradient is None else gradient
         if whole_gradient is None:
             whole_gradient = torch.zeros_like(parameters[origin])
         differences.append(
-            reordered(
+            compare_reordered(
                 "gradients",
                 _module_class(whole, origin),
                 label,
@@ -391,8 +420,9 @@ def _of_parameters(
 
 
 def _mean_gradient(name: str, slices: list[_Slice]) -> Tensor | None:
-    found = [one.result.gradients[name] for one in slices if name in one.result.gradients]
-    return torch.stack(found).sum(0) / len(slices) if found else None
+    """Return the mean over slices, where a missing gradient is zero; None if all lack it."""
+    gradients = [part.result.gradients[name] for part in slices if name in part.result.gradients]
+    return torch.stack(gradients).sum(0) / len(slices) if gradients else None
 
 
 def _module_class(model: nn.Module, parameter: str) -> str:
@@ -411,7 +441,7 @@ def _device(model: nn.Module) -> torch.device:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError):  # free pages leave out what caches would give back
+    with contextlib.suppress(OSError):  # free pages exclude reclaimable caches
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024

@@ -22,14 +22,14 @@ from onerank.capture.patches import patched
 from onerank.capture.profiling.module_scopes import profiler_on
 
 SAMPLES = 16384
-_BLOCK = 1 << 24  # elements whose bits are summed at a time
-_PERIOD = 65521  # positions weigh differently, so that elements that change places are seen
+_BLOCK = 1 << 24  # elements per partial checksum, which bounds its temporary memory
+_PERIOD = 65521  # weights repeat after so many positions; a swap of elements changes the sum
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is kept of a tensor: shape, checksum of its bits, norm, and elements of it."""
+    """A tensor's shape, checksum of all bits, norm, and up to 16,384 of its elements."""
 
     shape: tuple[int, ...]
     checksum: int
@@ -38,13 +38,13 @@ class Sample:
 
 
 @dataclass
-class Step:
-    """What one optimizer step saw.
+class StepRecord:
+    """The inputs, losses, outputs and gradients of one training step.
 
     Attributes:
-        profiled: whether a profiler was on when the step's last gradient was there.
-        inputs: checksums of the tensors that outermost modules were called with.
-        losses: tensors whose backward was asked for, in order.
+        profiled: whether a profiler was on at the optimizer's step.
+        inputs: checksums of the positional input tensors of outermost modules.
+        losses: tensors whose backward was called, in order.
         outputs: floating-point outputs of outermost modules, in order.
         gradients: by parameter name.
     """
@@ -57,18 +57,18 @@ class Step:
 
 
 class Probe:
-    """Writes a `Step` for every optimizer step while installed."""
+    """Records loss, outputs and gradients of steps while installed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._step = Step()
+        self._step = StepRecord()
         self._depth = 0
         self._names: Any = WeakTensorKeyDictionary()  # parameter -> name
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch modules, backward passes and optimizers while the context lasts."""
+        """Observe modules, backward passes and optimizers while the context lasts."""
         backward: Callable[..., None] = torch.autograd.backward
 
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,16 +88,16 @@ class Probe:
                 hook.remove()
 
     def step(self, number: int) -> None:
-        """Write what was seen since the last call."""
+        """Write the record since the last call as step `number`."""
         torch.save(self._step, self._directory / f"{number}.pt")
-        self._step = Step()
+        self._step = StepRecord()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth += 1
         if self._depth == 1:
-            self._step.inputs += [_checksum(t) for t in tree_leaves(inputs) if _is_kept(t)]
+            self._step.inputs += [_checksum(t) for t in tree_leaves(inputs) if _is_recorded(t)]
             if module not in self._seen:
                 self._seen.add(module)
                 self._names.update((p, name) for name, p in module.named_parameters())
@@ -107,52 +107,52 @@ class Probe:
             return
         self._depth -= 1
         if self._depth == 0:
-            # as they lie there: a model's output may gather what is sharded when it is asked
+            # Not through the output's methods: a ModelOutput may gather sharded logits on access.
             values = list(dict.values(output)) if isinstance(output, dict) else output
             self._step.outputs += _samples([values])
 
     def _gradients(self, optimizer: Any, *_: Any) -> None:
         self._step.profiled |= profiler_on()
         for group_number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
-                    unnamed = f"parameter {place} of group {group_number}"
+                    unnamed = f"parameter {index} of group {group_number}"
                     name = self._names.get(parameter, unnamed)
                     for sample in _samples([parameter.grad]):
                         self._step.gradients[name] = sample
 
 
-def load_steps(directory: Path) -> list[Step]:
-    """Read the steps that a probe wrote, in order."""
+def load_steps(directory: Path) -> list[StepRecord]:
+    """Read the records that a probe wrote, in the order of steps."""
     files = sorted(directory.glob("*.pt"), key=lambda path: int(path.stem))
     return [torch.load(path, weights_only=False) for path in files]
 
 
-def _is_kept(value: Any) -> bool:
+def _is_recorded(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
 @torch.no_grad()
 def _samples(values: Iterable[Any]) -> list[Sample]:
-    kept: list[Sample] = []
+    samples: list[Sample] = []
     for value in tree_leaves(list(values)):
-        if not _is_kept(value) or not (value.is_floating_point() or value.is_complex()):
+        if not _is_recorded(value) or not (value.is_floating_point() or value.is_complex()):
             continue
         local, flat = _flat(value)
-        places = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), SAMPLES)).long()
-        kept.append(
+        positions = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), SAMPLES)).long()
+        samples.append(
             Sample(
                 shape=tuple(local.shape),
                 checksum=_checksum(value),
                 norm=float(torch.linalg.vector_norm(flat.float())),
-                values=flat[places.to(flat.device)].cpu(),
+                values=flat[positions.to(flat.device)].cpu(),
             )
         )
-    return kept
+    return samples
 
 
 def _flat(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a tensor, and its values in one row."""
+    """Return this rank's part of a tensor, and its values flattened."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     local = local.detach()
     return local, (local.coalesce().values() if local.is_sparse else local).reshape(-1)
@@ -160,7 +160,7 @@ def _flat(tensor: Any) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _checksum(tensor: Any) -> int:
-    """Return a sum of the tensor's bits, weighed by their places, modulo 2 ** 64."""
+    """Return the sum of the elements' bits, weighted by position, modulo 2 ** 64."""
     flat = _flat(tensor)[1]
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

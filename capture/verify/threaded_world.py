@@ -4,8 +4,8 @@ One rank runs at a time, until a collective makes it wait for the others. So lib
 thread-safe, global state such as torch's default group can follow the running rank, and a run is
 reproducible. Reductions add in rank order.
 
-torch has a similar group for its own tests (torch/testing/_internal/distributed/
-multi_threaded_pg.py). It has no send and receive, which pipelines need.
+torch has a similar group for its tests (torch/testing/_internal/distributed/multi_threaded_pg.py),
+but without send and receive, which pipelines need.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _ReduceOp: Any = dist.ReduceOp
 _REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
 
 
-class _Received(_native.Work):
-    """A receive under way."""
+class _PendingReceive(_native.Work):
+    """The work handle of a receive; `wait` waits for the message and copies it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
@@ -44,14 +44,16 @@ class _Received(_native.Work):
 
 
 class ThreadedGroup(_native.ProcessGroup):
-    """One rank's view of a group; methods as torch.distributed calls them."""
+    """One rank's view of a process group, with the methods that torch.distributed calls."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], own: int, world: "ThreadedWorld") -> None:
-        super().__init__(ranks.index(own), len(ranks))
-        self.own, self.is_world = own, len(ranks) == world.size and name == "world"
-        self._ranks, self._exact, self._label = ranks, world, name
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], rank: int, world: "ThreadedWorld"
+    ) -> None:
+        super().__init__(ranks.index(rank), len(ranks))
+        self.global_rank, self.is_world = rank, len(ranks) == world.size and name == "world"
+        self._ranks, self._world, self._label = ranks, world, name
         self._calls: dict[tuple[Any, ...], int] = {}
-        self._name = f"exact:{name}:{'-'.join(map(str, ranks))}:{own}"
+        self._name = f"exact:{name}:{'-'.join(map(str, ranks))}:{rank}"
         entries = ("fake", None), self._name, {r: i for i, r in enumerate(ranks)}, "fake"
         for registry, entry in zip(_REGISTRIES, entries, strict=True):
             getattr(_c10d._world, registry)[self] = entry
@@ -69,27 +71,27 @@ class ThreadedGroup(_native.ProcessGroup):
         return "exact"
 
     def _get_backend(self, device: torch.device) -> "ThreadedGroup":
-        """Return what a batch of sends and receives is asked of: whether it runs as one call."""
+        """Return the object that torch asks whether a batch of sends and receives is one call."""
         return self
 
     def _number(self, *kind: Any) -> int:
         self._calls[kind] = self._calls.get(kind, -1) + 1
         return self._calls[kind]
 
-    def _exchange(self, what: str, part: Any, finish: Callable[[list[Any]], None]) -> Any:
-        key = (what, self._label, self._ranks, self._number())
-        self._exact.exchange(
-            self.own, key, part, place=self.rank(), size=self.size(), finish=finish
+    def _exchange(self, collective: str, part: Any, finish: Callable[[list[Any]], None]) -> Any:
+        key = (collective, self._label, self._ranks, self._number())
+        self._world.exchange(
+            self.global_rank, key, part, index=self.rank(), size=self.size(), finish=finish
         )
-        return _done()
+        return _completed_work()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         operation = _operation(opts)
 
         def finish(parts: list[list[Tensor]]) -> None:
-            for same in zip(*parts, strict=True):
-                total = _reduced(same, operation)
-                for tensor in same:
+            for tensors_of_ranks in zip(*parts, strict=True):
+                total = _reduced(tensors_of_ranks, operation)
+                for tensor in tensors_of_ranks:
                     tensor.data.copy_(total)
 
         return self._exchange("all_reduce", tensors, finish)
@@ -100,8 +102,8 @@ class ThreadedGroup(_native.ProcessGroup):
         operation, root = _operation(opts), int(opts.rootRank)
 
         def finish(parts: list[list[Tensor]]) -> None:
-            for same in zip(*parts, strict=True):
-                same[root].data.copy_(_reduced(same, operation))
+            for tensors_of_ranks in zip(*parts, strict=True):
+                tensors_of_ranks[root].data.copy_(_reduced(tensors_of_ranks, operation))
 
         return self._exchange("reduce", tensors, finish)
 
@@ -109,18 +111,18 @@ class ThreadedGroup(_native.ProcessGroup):
         root = int(opts.rootRank)
 
         def finish(parts: list[list[Tensor]]) -> None:
-            for same in zip(*parts, strict=True):
-                for tensor in same:
-                    tensor.data.copy_(same[root].data)
+            for tensors_of_ranks in zip(*parts, strict=True):
+                for tensor in tensors_of_ranks:
+                    tensor.data.copy_(tensors_of_ranks[root].data)
 
         return self._exchange("broadcast", tensors, finish)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: Any = None) -> Any:
         def finish(parts: list[Any]) -> None:
-            sources = [mine[0].data.clone() for _, mine in parts]
-            for theirs, _ in parts:
-                for place, source in zip(theirs[0], sources, strict=True):
-                    place.data.copy_(source)
+            sources = [shards[0].data.clone() for _, shards in parts]
+            for gathered, _ in parts:
+                for target, source in zip(gathered[0], sources, strict=True):
+                    target.data.copy_(source)
 
         return self._exchange("all_gather", (outputs, inputs), finish)
 
@@ -132,7 +134,7 @@ class ThreadedGroup(_native.ProcessGroup):
     ) -> Any:
         for output, source in zip(outputs, sources, strict=True):
             self.all_gather_single(output, source)
-        return _done()
+        return _completed_work()
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -140,10 +142,10 @@ class ThreadedGroup(_native.ProcessGroup):
         operation = _operation(opts)
 
         def finish(parts: list[Any]) -> None:
-            rows = [[t.data for t in mine[0]] for _, mine in parts]
+            rows = [[tensor.data for tensor in pieces[0]] for _, pieces in parts]
             totals = [_reduced(column, operation) for column in zip(*rows, strict=True)]
-            for (theirs, _), total in zip(parts, totals, strict=True):
-                theirs[0].data.copy_(total)
+            for (shards, _), total in zip(parts, totals, strict=True):
+                shards[0].data.copy_(total)
 
         return self._exchange("reduce_scatter", (outputs, inputs), finish)
 
@@ -155,14 +157,14 @@ class ThreadedGroup(_native.ProcessGroup):
     ) -> Any:
         for output, source in zip(outputs, sources, strict=True):
             self.reduce_scatter_single(output, source, opts)
-        return _done()
+        return _completed_work()
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], _: Any = None) -> Any:
         def finish(parts: list[Any]) -> None:
-            sources = [[t.data.clone() for t in mine] for _, mine in parts]
-            for receiver, (theirs, _) in enumerate(parts):
-                for sender, place in enumerate(theirs):
-                    place.data.copy_(sources[sender][receiver])
+            sources = [[tensor.data.clone() for tensor in pieces] for _, pieces in parts]
+            for receiver, (targets, _) in enumerate(parts):
+                for sender, target in enumerate(targets):
+                    target.data.copy_(sources[sender][receiver])
 
         return self._exchange("all_to_all", (outputs, inputs), finish)
 
@@ -184,24 +186,24 @@ class ThreadedGroup(_native.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         path = (self._label, self._ranks, self.rank(), to, tag)
         key = (*path, self._number("send", to, tag))
-        self._exact.mail[key] = [tensor.data.clone() for tensor in tensors]
-        self._exact.tell()
-        return _done()
+        self._world.mail[key] = [tensor.data.clone() for tensor in tensors]
+        self._world.notify()
+        return _completed_work()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         path = (self._label, self._ranks, source, self.rank(), tag)
         key = (*path, self._number("recv", source, tag))
-        mail = self._exact.mail
+        mail = self._world.mail
 
         def finish() -> None:
-            what = f"recv from rank {self._ranks[source]}"
-            self._exact.wait(self.own, lambda: key in mail, what)
+            call = f"recv from rank {self._ranks[source]}"
+            self._world.wait(self.global_rank, lambda: key in mail, call)
             for tensor, sent in zip(tensors, mail.pop(key), strict=True):
                 tensor.data.copy_(sent)
 
-        return _Received(finish)
+        return _PendingReceive(finish)
 
-    # torch 2.11 calls the same by these names
+    # The names that torch 2.11 calls.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -216,7 +218,7 @@ for _name in (
 
     def _refuse(*_: Any, name: str = _name, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"{name} between slices cannot be verified: the exact world has all_reduce, reduce, "
+            f"{name} between slices cannot be verified: supported are all_reduce, reduce, "
             "broadcast, all_gather, reduce_scatter, all_to_all, barrier, send and recv",
             code="verify-collective",
         )
@@ -224,16 +226,17 @@ for _name in (
     setattr(ThreadedGroup, _name, _refuse)
 
 
-def take_over(rank: int) -> None:
-    """Make the running rank's world torch's default group."""
+def set_default_group(rank: int) -> None:
+    """Make the world group of rank `rank` torch's default group."""
     groups = _c10d._world.pg_names
-    own = next(g for g in groups if isinstance(g, ThreadedGroup) and g.is_world and g.own == rank)
-    _c10d._update_default_pg(own)
+    threaded = [group for group in groups if isinstance(group, ThreadedGroup)]
+    world = next(group for group in threaded if group.is_world and group.global_rank == rank)
+    _c10d._update_default_pg(world)
 
 
 @contextlib.contextmanager
 def registries_restored() -> Generator[None]:
-    """Take the groups made inside out of torch's registries again."""
+    """Remove the groups that were created in the context from torch's registries."""
     world = _c10d._world
     before = {name: dict(getattr(world, name)) for name in _REGISTRIES}
     try:
@@ -253,19 +256,21 @@ def _operation(opts: Any) -> Any:
 
 
 def _reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
-    """Return the reduction, in the order of ranks."""
+    """Return the reduction of the ranks' tensors, in rank order."""
     stacked: Any = torch.stack([tensor.data for tensor in tensors])
     reductions = {"SUM": "sum", "AVG": "mean", "MAX": "amax", "MIN": "amin", "PRODUCT": "prod"}
     for name, method in reductions.items():
         if operation == getattr(_ReduceOp, name):
             return getattr(stacked, method)(0).to(stacked.dtype)
     raise CaptureError(
-        f"a reduction {operation} between slices cannot be verified", code="verify-reduction"
+        f"reduction {operation} between slices cannot be verified: supported are "
+        f"{', '.join(reductions)}",
+        code="verify-reduction",
     )
 
 
 def _pieces(large: Tensor, small: Tensor, size: int) -> list[Tensor]:
-    """Return the memory of `large` as `size` parts shaped like `small`."""
+    """Return views of `size` equal parts of `large`, each with the shape of `small`."""
     return [piece.view(small.shape) for piece in large.data.view(-1).chunk(size)]
 
 
@@ -274,7 +279,7 @@ def _rows(tensor: Tensor, splits: list[int] | None, size: int) -> list[Tensor]:
     return list(tensor.data.split(rows))
 
 
-def _done() -> Any:
+def _completed_work() -> Any:
     future: Any = torch.futures.Future()
     future.set_result(None)
     return _native._create_work_from_future(future)
@@ -282,69 +287,69 @@ def _done() -> Any:
 
 _T = TypeVar("_T")
 
-# What a slice replaces while its forward runs (`head`): it follows the rank that runs.
-_REPLACED = ((torch.nn.functional, "cross_entropy"),)
+# Functions that a slice replaces during its forward (`lm_head`): each rank has its own version.
+_PATCHED = ((torch.nn.functional, "cross_entropy"),)
 
 
 class ThreadedWorld:
-    """The ranks 0 to `size` - 1."""
+    """The ranks 0 to `size` - 1, each in a thread; one of them runs at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._baton = threading.Condition()
-        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._baton = threading.Condition()  # the running rank's thread holds its lock
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # condition, call by rank
         self._alive = size
         self._running = -1
         self._failure: BaseException | None = None
         self._posted: dict[tuple[Any, ...], dict[int, Any]] = {}
         self.mail: dict[tuple[Any, ...], list[Tensor]] = {}
 
-    def run(self, body: Callable[["ExactPeers"], _T]) -> list[_T]:
+    def run(self, body: Callable[["ThreadedPeers"], _T]) -> list[_T]:
         """Run `body` once for each rank; return what they return, by rank.
 
         Raises:
-            CaptureError: the ranks wait for each other in vain.
-            Exception: what the first rank to fail raised.
+            CaptureError: the ranks are in a deadlock, or a process group exists already.
+            Exception: the exception of the first rank that failed.
         """
         if dist.is_initialized():
             raise CaptureError(
-                "a process group exists already, and the ranks of an exact world need groups of "
-                "their own: destroy it first",
+                "a default process group exists already, and each rank of a threaded world creates "
+                "one: call destroy_process_group first",
                 code="verify-group-exists",
             )
         results: dict[int, _T] = {}
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         device = torch.cuda.current_device() if on_gpu else None
 
-        untouched = _replaced_now()
+        originals = _current_functions()
 
-        def one_rank(peers: ExactPeers) -> None:
+        def run_rank(peers: ThreadedPeers) -> None:
             with self._baton:
                 try:
-                    _replace(untouched)
+                    _install(originals)
                     if device is not None:
                         torch.cuda.set_device(device)
                     self._running = peers.rank
                     peers.start()
-                    # else autograd runs the backward of every rank in one thread for the GPU
+                    # Otherwise autograd runs the GPU backward of all ranks in one thread.
                     with torch.autograd.set_multithreading_enabled(False):
                         results[peers.rank] = body(peers)
                 except BaseException as error:  # noqa: BLE001  raised again below
                     self._fail(error)
                 finally:
                     self._alive -= 1
-                    self._look_for_deadlock()
+                    self._check_deadlock()
 
         with registries_restored():
             threads = [
-                threading.Thread(target=one_rank, args=(ExactPeers(rank, self),), daemon=True)
+                threading.Thread(target=run_rank, args=(ThreadedPeers(rank, self),), daemon=True)
                 for rank in range(self.size)
             ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        _replace(untouched)
+        _install(originals)
         if self._failure is not None:
             raise self._failure
         return [results[rank] for rank in range(self.size)]
@@ -355,23 +360,23 @@ class ThreadedWorld:
         key: tuple[Any, ...],
         part: Any,
         *,
-        place: int,
+        index: int,
         size: int,
         finish: Callable[[list[Any]], None],
     ) -> None:
-        """Post a rank's part of a call; the last of `size` to come finishes it for all.
+        """Post a rank's part of a call; the last of `size` ranks to arrive finishes it for all.
 
         Args:
             rank: global rank.
-            key: what tells the call from others.
-            part: what `finish` gets of this rank.
-            place: rank within the group.
-            size: ranks of the group.
-            finish: moves the data, given the parts by place.
+            key: identifies the call on every rank: collective, group, ranks, number.
+            part: this rank's tensors.
+            index: rank within the group.
+            size: size of the group.
+            finish: moves the data, given the parts of all ranks in group order.
         """
-        self._check_own(rank)
+        self._check_running(rank)
         posted = self._posted.setdefault(key, {})
-        posted[place] = part
+        posted[index] = part
         if len(posted) == size:
             finish([posted[number] for number in range(size)])
             del self._posted[key]
@@ -379,42 +384,40 @@ class ThreadedWorld:
         else:
             self.wait(rank, lambda: key not in self._posted, f"{key[0]} of group {key[1]!r}")
 
-    def wait(self, rank: int, done: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until `done`."""
-        self._check_own(rank)
+    def wait(self, rank: int, done: Callable[[], bool], call: str) -> None:
+        """Let other ranks run until `done`; `call` describes the wait in a deadlock's error."""
+        self._check_running(rank)
         if not done():
-            own = _replaced_now()
-            self._blocked[rank] = (done, what)
-            self._look_for_deadlock()
+            patches = _current_functions()
+            self._blocked[rank] = (done, call)
+            self._check_deadlock()
             self._baton.wait_for(lambda: done() or self._failure is not None)
             del self._blocked[rank]
-            _replace(own)
+            _install(patches)
         if self._failure is not None:
             raise _AbandonedError
         self._running = rank
-        take_over(rank)
+        set_default_group(rank)
 
-    def _check_own(self, rank: int) -> None:
+    def _check_running(self, rank: int) -> None:
         if rank != self._running:
             raise CaptureError(
-                f"the slice of rank {self._running} communicates as rank {rank}: slices share "
-                "something global, so that they cannot be verified in one process",
+                f"the slice of rank {self._running} communicates as rank {rank}: slices that share "
+                "global state cannot be verified in one process",
                 code="verify-shared-state",
             )
 
-    def tell(self) -> None:
-        """Let ranks that wait look again."""
+    def notify(self) -> None:
+        """Make waiting ranks evaluate their conditions again."""
         self._baton.notify_all()
 
-    def _look_for_deadlock(self) -> None:
+    def _check_deadlock(self) -> None:
         if self._failure is not None or not self._blocked or len(self._blocked) < self._alive:
             return
         if not any(done() for done, _ in self._blocked.values()):
-            waiting = "; ".join(f"rank {r} in {what}" for r, (_, what) in self._blocked.items())
+            waiting = "; ".join(f"rank {r} in {call}" for r, (_, call) in self._blocked.items())
             self._fail(
-                CaptureError(
-                    f"the slices wait for each other in vain: {waiting}", code="verify-deadlock"
-                )
+                CaptureError(f"deadlock between the slices: {waiting}", code="verify-deadlock")
             )
 
     def _fail(self, error: BaseException) -> None:
@@ -424,40 +427,40 @@ class ThreadedWorld:
 
 
 class _AbandonedError(BaseException):
-    """Another rank failed; no `except Exception` of a model may hold it up."""
+    """Another rank failed. A BaseException, so that no `except Exception` of a model stops it."""
 
 
-class ExactPeers:
-    """What a rank of an exact world has of the others; see `capture.peers.Peers`."""
+class ThreadedPeers:
+    """The other ranks, as a rank of a threaded world sees them (`fake_world.peers.Peers`)."""
 
     def __init__(self, rank: int, world: ThreadedWorld) -> None:
         self.rank = rank
         self.groups: dict[str, tuple[int, ...]] = {}
         self._world = world
-        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._process_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def start(self) -> None:
-        """Make this rank's default group."""
+        """Create this rank's default group."""
         self.new_group("world", range(self._world.size))
-        take_over(self.rank)
+        set_default_group(self.rank)
 
     def stop(self) -> None:
-        """Nothing is left to undo: the groups go with the world."""
+        """Do nothing: `ThreadedWorld.run` removes the groups."""
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return the group of `ranks`, this one among them; asked again, the same."""
+        """Return the group of `ranks`, which include this one; create it on the first call."""
         members = tuple(ranks)
         self.groups[name] = members
-        if (name, members) not in self._made:
+        if (name, members) not in self._process_groups:
             group = ThreadedGroup(name, members, self.rank, self._world)
-            self._made[name, members] = cast("dist.ProcessGroup", group)
-        return self._made[name, members]
+            self._process_groups[name, members] = cast("dist.ProcessGroup", group)
+        return self._process_groups[name, members]
 
 
-def _replaced_now() -> list[Any]:
-    return [getattr(module, name) for module, name in _REPLACED]
+def _current_functions() -> list[Any]:
+    return [getattr(module, name) for module, name in _PATCHED]
 
 
-def _replace(values: list[Any]) -> None:
-    for (module, name), value in zip(_REPLACED, values, strict=True):
+def _install(functions: list[Any]) -> None:
+    for (module, name), value in zip(_PATCHED, functions, strict=True):
         setattr(module, name, value)

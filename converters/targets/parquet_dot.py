@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from onerank.ir import Graph, Kind, Reason
+from onerank.ir.atomic_write import write_tables
 from onerank.ir.errors import ExportError
 
 NODES = "nodes.parquet"
@@ -18,13 +19,14 @@ _STYLES = {Reason.PROGRAM_ORDER: "dotted", Reason.STREAM_ORDER: "solid", Reason.
 def write_parquet(graph: Graph, directory: Path) -> tuple[Path, Path]:
     """Write `nodes.parquet` (one row per node) and `edges.parquet`; return their paths.
 
+    Neither appears before both are complete. Other files of the directory stay.
+
     Raises:
         OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     nodes, edges = directory / NODES, directory / EDGES
-    graph.nodes_frame().write_parquet(nodes)
-    graph.edges_frame().write_parquet(edges)
+    write_tables({nodes: graph.nodes_frame(), edges: graph.edges_frame()})
     return nodes, edges
 
 

@@ -39,7 +39,7 @@ FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Graph]]:
-    """Return what captures a form, one graph per class of equal ranks."""
+    """Return a function that captures a form, one graph per class of equal ranks."""
     known: dict[str, list[Graph]] = {}
 
     def graphs(form: str) -> list[Graph]:
@@ -48,7 +48,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[G
             directory = tmp_path_factory.mktemp(form)
             stages = world.sizes.get("pp", 1)
             ranks = [rank + world.size // stages * stage for stage in range(stages)]
-            known[form] = [capture_small(directory, kind, world, one, **options) for one in ranks]
+            known[form] = [capture_small(directory, kind, world, rank, **options) for rank in ranks]
         return known[form]
 
     return graphs
@@ -58,19 +58,19 @@ def exported(graphs: list[Graph], directory: Path, dp: int | None) -> AstraSimEx
     notes = replica_notes(graphs, dp) if dp else []
     scaled = [with_replicas(graph, dp) for graph in graphs] if dp else graphs
     if "pp" in scaled[0].job.world.sizes:
-        made = expand(scaled, Schedule.parse("1f1b"), 4)
-        return export_ranks(made, directory, notes=notes)
+        rank_graphs = expand(scaled, Schedule.parse("1f1b"), 4)
+        return export_ranks(rank_graphs, directory, notes=notes)
     return export(scaled[0], directory, notes=notes)
 
 
-def calls(made: AstraSimExport, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
+def calls(workload: AstraSimExport, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return (collective, bytes, ranks of its group) of each collective of a rank, in order."""
-    nodes = read_records(made.directory / f"workload.{rank}.et").nodes
+    nodes = read_records(workload.directory / f"workload.{rank}.et").nodes
     return [
         (
             cast("int", node.attributes["comm_type"].value),
             cast("int", node.attributes["comm_size"].value),
-            made.groups[int(cast("str", node.attributes["pg_name"].value))],
+            workload.groups[int(cast("str", node.attributes["pg_name"].value))],
         )
         for node in nodes
         if "comm_type" in node.attributes
@@ -79,13 +79,13 @@ def calls(made: AstraSimExport, rank: int) -> list[tuple[int, int, tuple[int, ..
 
 def test_replicas_of_pipeline_stages_and_slices(captured, tmp_path):
     graphs = captured("pp-tp-dp")
-    made = exported(graphs, tmp_path / "out", 8)
-    assert made.ranks == 2 * 8 * 2
+    workload = exported(graphs, tmp_path / "out", 8)
+    assert workload.ranks == 2 * 8 * 2
     assert (
         "Captured with dp 2, exported with dp 8: each replica repeats the captured work."
-        in made.notes
+        in workload.notes
     )
-    first, last = calls(made, 5), calls(made, 16 + 5)  # tp 1, dp 2 of both stages
+    first, last = calls(workload, 5), calls(workload, 16 + 5)  # tp 1, dp 2 of both stages
     replicas = tuple(range(1, 16, 2))
     assert {ranks for _, _, ranks in first} == {(4, 5), replicas}
     assert {ranks for _, _, ranks in last} == {(20, 21), tuple(16 + rank for rank in replicas)}
@@ -106,22 +106,22 @@ def test_astra_sim_runs_every_form_with_more_replicas(form, encoding, captured, 
     graphs = captured(form)
     world = graphs[0].job.world
     dp = 8 if "dp" in world.sizes else None
-    made = exported(graphs, tmp_path / "out", dp)
-    assert made.ranks == world.size // world.sizes.get("dp", 1) * (dp or 1)
-    ran = subprocess.run(
-        [made.directory / "run.sh", encoding, Path(BIN).resolve()],
+    workload = exported(graphs, tmp_path / "out", dp)
+    assert workload.ranks == world.size // world.sizes.get("dp", 1) * (dp or 1)
+    process = subprocess.run(
+        [workload.directory / "run.sh", encoding, Path(BIN).resolve()],
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    finished = re.findall(r"sys\[(\d+)\] finished, \d+ cycles", ran.stdout)
-    assert sorted(map(int, finished)) == list(range(made.ranks))
-    times = [int(time) for time in re.findall(r"sys\[\d+\], GPU time: (\d+)", ran.stdout)]
-    assert len(times) == made.ranks
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    finished = re.findall(r"sys\[(\d+)\] finished, \d+ cycles", process.stdout)
+    assert sorted(map(int, finished)) == list(range(workload.ranks))
+    times = [int(time) for time in re.findall(r"sys\[\d+\], GPU time: (\d+)", process.stdout)]
+    assert len(times) == workload.ranks
     off = 0 if encoding == "roofline" else 1000
-    assert abs(max(times) - made.gpu_time_ns) <= off
+    assert abs(max(times) - workload.gpu_time_ns) <= off
 
 
 @needs_astra_sim

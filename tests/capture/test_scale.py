@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver
 
-from onerank.capture.fake_world.collective_launch import MARK
+from onerank.capture.fake_world.collective_launch import COMM_RANGE
 from onerank.capture.fake_world.recorder import Recorder
 
 RANK, WORLD = 77_777, 100_000
@@ -50,7 +50,7 @@ def test_hybrid_shards_and_ddp_as_rank_77777(tmp_path):
         ("all_reduce", tuple(range(WORLD)), 64 * 4),
     }
     nodes = json.loads((tmp_path / "et.json").read_text())["nodes"]
-    marks = [node["inputs"]["values"][-1] for node in nodes if node["name"] == MARK]
+    marks = [node["inputs"]["values"][-1] for node in nodes if node["name"] == COMM_RANGE]
     assert len(marks) == len(recorder.calls)
     assert max(map(len, marks)) < 400  # characters: without 100,000 ranks
 

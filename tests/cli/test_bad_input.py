@@ -4,10 +4,11 @@ import gzip
 import os
 import resource
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from invoke_cli import TRACES, invoke
+from invoke_cli import ROOT, TRACES, invoke
 
 from onerank.cli import annotate, onerank
 
@@ -89,19 +90,55 @@ def test_a_directory_that_lets_nobody_write_is_named(traces, tmp_path, monkeypat
 
 def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path):
     out = tmp_path / "t.et"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
+    with no_file_beyond(4096):
         result = invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out, code=2)
+    assert f"error[disk-full]: {out}: " in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def no_file_beyond(size: int):
+    """Let a write past `size` bytes of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.stderr == f"error: {out}: File too large\n"
+
+
+def test_tables_on_a_full_disk_leave_the_old_ones(traces, tmp_path):
+    out = tmp_path / "tables"
+    invoke(onerank, "export", "parquet", traces / "gpu.et", "-o", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with no_file_beyond(4096):
+        result = invoke(onerank, "export", "parquet", traces / "cpu.et", "-o", out, code=2)
+    assert f"error[disk-full]: {out / 'nodes.parquet'}: " in result.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_ranks_on_a_full_disk_are_named_by_their_place(tmp_path):
+    ranks, out = tmp_path / "ranks", tmp_path / "out"
+    for rank in (0, 1):
+        shutil.copytree(TRACES / "cpu-llama-2l-tp4", ranks / f"rank-{rank}")
+    with no_file_beyond(4096):
+        result = invoke(onerank, "convert", ranks, "-o", out, code=2)
+    assert f"error[disk-full]: {out / 'trace.0.et'}: " in result.stderr
+    assert list(tmp_path.iterdir()) == [ranks]
+
+
+def test_a_database_on_a_full_disk_is_named(tmp_path):
+    out = tmp_path / "merged.parquet"
+    shipped = sorted((ROOT / "annotate" / "databases").glob("*.parquet"))
+    with no_file_beyond(4096):
+        result = invoke(onerank, "bench", "merge", *shipped, "-o", out, code=2)
+    assert f"error[disk-full]: {out}: " in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_device_that_takes_no_more_is_named(traces):
     args = ("--target", "H100", traces / "gpu.et", "-o", "/dev/full")
-    assert invoke(annotate, *args, code=2).stderr == "error: /dev/full: No space left on device\n"
+    assert "error[disk-full]: /dev/full: " in invoke(annotate, *args, code=2).stderr
 
 
 @pytest.mark.parametrize(

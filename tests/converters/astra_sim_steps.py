@@ -1,4 +1,4 @@
-"""Small training steps for ASTRA-sim, and what their files hold."""
+"""Small training steps for the ASTRA-sim export, and the attributes of their records."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ TP2_DP2 = Job(
 
 
 class Step(GraphBuilder):
-    """A builder with words for what a training step consists of."""
+    """A graph builder with one method per kind of node."""
 
     def host(self, *after: int) -> int:
         return self._after(after, self.add(name="aten::op", kind=Kind.HOST_OP, duration_ns=5000))
@@ -57,7 +57,7 @@ class Step(GraphBuilder):
 
 
 def small_step(job: Job = TP4, group: str = "tp") -> Graph:
-    """Return launch -> gemm -> all-reduce -> add, and what the host did meanwhile."""
+    """Return launch -> gemm -> all-reduce -> add, and a concurrent host operation."""
     step = Step()
     launch = step.host()
     gemm = step.kernel("gemm", 12_345, launch)
@@ -66,7 +66,8 @@ def small_step(job: Job = TP4, group: str = "tp") -> Graph:
     return step.build(job)
 
 
-def one(collective: Collective, size: int, group: str, job: Job = TP2_DP2) -> Graph:
+def one_collective(collective: Collective, size: int, group: str, job: Job = TP2_DP2) -> Graph:
+    """Return a step with a single collective."""
     step = Step()
     step.collective(collective, size, group)
     return step.build(job)
@@ -85,5 +86,5 @@ def step_with_gaps(**job: Any) -> Graph:
         if number == 1:
             newest = (step.collective(Collective.ALL_REDUCE, 64, "tp", *newest),)
             step.update(newest[0], start_ns=4500, duration_ns=500)
-    given = {"world": TP4.world, "groups": TP4.groups, **job}
-    return step.build(Job(**given))
+    fields = {"world": TP4.world, "groups": TP4.groups, **job}
+    return step.build(Job(**fields))

@@ -26,9 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from onerank.capture.parallelize.context.all_gather_attention import GatheredLogits
 from onerank.capture.parallelize.context.packed_sequences import Packing, packing_of
@@ -40,6 +37,7 @@ from onerank.capture.parallelize.experts.aux_loss import (
     adds_balancing_loss,
     share_balancing_loss,
 )
+from onerank.capture.parallelize.hugging_face import PretrainedConfig, PreTrainedModel
 from onerank.capture.parallelize.model_structure import by_name, refuse_encoder_decoder
 from onerank.capture.parallelize.sliced_outputs import logits_when_read, without_logits
 from onerank.capture.parallelize.tensor.vocab_parallel import IGNORED_LABEL
@@ -128,8 +126,6 @@ def _knows_positions(frame: FrameType | None) -> bool:
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
     return one if one is not None else other  # pyright: ignore[reportReturnType]
 
-
-ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED, _mask)
 
 _NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
@@ -347,6 +343,7 @@ def apply_context_parallel(
     context = Context(group, comm)
     layer = _Layer(context, eager=configured._attn_implementation == "eager")
     chunked = _CHUNKED in (getattr(configured, "layer_types", None) or ())
+    _register_attention()
     for module in _configure(model, _ATTENTION):
         setattr(module, _LAYER, layer)
 
@@ -430,7 +427,7 @@ def _configure(model: Any, attention: str) -> list[nn.Module]:
     if model.config.get_text_config()._attn_implementation == attention:
         return []
     configured = [
-        m for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
+        m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)
     ]
     for module in configured:
         module.config._attn_implementation = attention
@@ -556,7 +553,12 @@ def _attention(
     return layer.context.attend(query, key, value, how, mask), None
 
 
-# transformers builds no masks for an implementation without a mask function of the same name
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+def _register_attention() -> None:
+    """Make the attention of this module known to transformers, which the script has imported."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-ALL_ATTENTION_FUNCTIONS.register(MASKED, _attention)
+    # transformers builds no masks for an implementation without a mask function of the same name
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+    ALL_ATTENTION_FUNCTIONS.register(MASKED, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED, _mask)

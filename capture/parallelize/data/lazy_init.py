@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
-from onerank.capture.patches import patched
+from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
+from onerank.capture.patches import after_import, patched
 
 _DEVICE = "_onerank_device"
 _DEFERRED = "_onerank_deferred"
@@ -39,30 +39,8 @@ class DeferredModels:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Patch construction and moves of models for the duration of the context."""
-        model: Mapping[str, Any] = vars(PreTrainedModel)
-        init, post_init, load = model["__init__"], model["post_init"], model["from_pretrained"]
         module: Mapping[str, Any] = vars(nn.Module)
         register, apply = module["register_parameter"], module["_apply"]
-
-        @functools.wraps(init)  # transformers reads the signature
-        def built(one: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            init(one, *args, **kwargs)
-            if self._building is None and not self._loading:
-                self._building = one
-                setattr(one, _DEFERRED, True)  # an attribute, so that a deep copy has it too
-
-        def complete(one: PreTrainedModel) -> None:
-            post_init(one)
-            if one is self._building:
-                self._building = None
-                self._create_if_placed(one)
-
-        def loaded(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            self._loading += 1
-            try:
-                return load.__func__(kind, *args, **kwargs)
-            finally:
-                self._loading -= 1
 
         def registered(one: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             if self._building is not None and parameter is not None and not parameter.is_meta:
@@ -80,14 +58,46 @@ class DeferredModels:
             self._create_if_placed(one)
             return one
 
-        from_pretrained = classmethod(loaded)
         with (
-            patched(
-                "transformers.PreTrainedModel",
-                {"__init__": built, "post_init": complete, "from_pretrained": from_pretrained},
-            ),
+            after_import(MODELING, self._construction_patched),
             patched("torch.nn.Module", {"register_parameter": registered, "_apply": moved}),
         ):
+            yield
+
+    @contextlib.contextmanager
+    def _construction_patched(self) -> Generator[None]:
+        """Defer the weights of each model that transformers constructs without loading them."""
+        from transformers.modeling_utils import PreTrainedModel
+
+        model: Mapping[str, Any] = vars(PreTrainedModel)
+        init, post_init, load = model["__init__"], model["post_init"], model["from_pretrained"]
+
+        @functools.wraps(init)  # transformers reads the signature
+        def built(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+            init(model, *args, **kwargs)
+            if self._building is None and not self._loading:
+                self._building = model
+                setattr(model, _DEFERRED, True)  # an attribute, so that a deep copy has it too
+
+        def complete(model: PreTrainedModel) -> None:
+            post_init(model)
+            if model is self._building:
+                self._building = None
+                self._create_if_placed(model)
+
+        def loaded(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loading += 1
+            try:
+                return load.__func__(kind, *args, **kwargs)
+            finally:
+                self._loading -= 1
+
+        replacements = {
+            "__init__": built,
+            "post_init": complete,
+            "from_pretrained": classmethod(loaded),
+        }
+        with patched(f"{MODELING}.PreTrainedModel", replacements):
             yield
 
     def _create_if_placed(self, module: nn.Module) -> None:

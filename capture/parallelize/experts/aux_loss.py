@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.models.mixtral import modeling_mixtral
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group
 from onerank.capture.parallelize.model_structure import by_name
@@ -65,6 +64,8 @@ def share_balancing_loss(model: nn.Module) -> None:
     Raises:
         SliceError: the model's loss differs from the loss in the module docstring.
     """
+    from transformers.models.mixtral import modeling_mixtral
+
     module = _module(model)
     whole: Any = getattr(module, _FUNCTION)
     if hasattr(whole, _SHARED):

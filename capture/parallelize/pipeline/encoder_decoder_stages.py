@@ -16,11 +16,10 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
 from onerank.capture.parallelize.model_structure import by_name, refuse_early_norm
 from onerank.capture.parallelize.pipeline.stage import (
@@ -45,6 +44,9 @@ from onerank.capture.parallelize.pipeline.stage_boundary import (
 from onerank.capture.parallelize.sliced_outputs import leave_hidden_states
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutput
 
 
 class EncoderDecoderInputs:
@@ -98,7 +100,9 @@ class EncoderDecoderInputs:
             )
         self._decoded = tuple(decoded.shape)
 
-    def _receive(self, _: Any, *args: Any, **kwargs: Any) -> BaseModelOutput:
+    def _receive(self, _: Any, *args: Any, **kwargs: Any) -> "BaseModelOutput":
+        from transformers.modeling_outputs import BaseModelOutput
+
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         shapes: list[tuple[int, ...]] = [self.encoded(ids)]
         if not self._at_first:
@@ -119,6 +123,8 @@ class SendingDecoder(nn.Module):
         self._boundary = boundary
 
     def forward(self, *_: Any, encoder_hidden_states: Tensor, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
         loss = PassthroughTensor.of(
             self._boundary.send(PassthroughTensor.plain(encoder_hidden_states))
         )

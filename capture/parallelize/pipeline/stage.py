@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.parallelize.experts.aux_loss import adds_balancing_loss
 from onerank.capture.parallelize.fsdp_hook_order import register_ahead
+from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.model_structure import (
     ModelParts,
     by_name,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.parallelize.experts.aux_loss import balance_over_sequence
+from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.model_structure import refuse_early_norm, takes_one
 from onerank.capture.parallelize.sliced_outputs import change_hidden_states, unusable
 from onerank.capture.parallelize.tensor.linear import BlockBoundary, with_hidden_states

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers.activations import XIELUActivation
-from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.experts.expert_parallel import dense_layers, expert_layers
+from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.model_structure import is_encoder_decoder
 from onerank.capture.parallelize.tensor.layer_stack import (
     ROUTERS,
@@ -130,7 +128,7 @@ def _known_styles(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
     children = dict(module.named_children())
     if _attends(module):
         return _attention_styles(model, module, children)
-    if isinstance(module, XIELUActivation):
+    if type(module).__name__ == "XIELUActivation":
         return {"": REPLICATED[0]}  # two scalars for all features
     if _is_gated(children):
         return {key: _MLP[key] for key in _GATED}

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import (
     copy_to_group,
@@ -14,6 +13,7 @@ from onerank.capture.parallelize.autograd_collectives import (
     reduce_from_group,
     split_to_group,
 )
+from onerank.capture.parallelize.hugging_face import Conv1D
 from onerank.capture.parallelize.tensor.sequence_parallel import SequenceInput, SequencePlaceholder
 from onerank.ir.errors import SliceError
 

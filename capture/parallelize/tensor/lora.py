@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import copy_to_group, reduce_from_group
+from onerank.capture.parallelize.hugging_face import Conv1D
 from onerank.capture.parallelize.tensor.linear import matrix_of, replace_forward
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_module

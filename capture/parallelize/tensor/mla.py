@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.parallelize.autograd_collectives import copy_to_group
+from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.tensor.linear import with_hidden_states
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, LATENT, UP, WHOLE
 from onerank.capture.parallelize.tensor.sequence_parallel import (

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
 from onerank.ir.errors import SliceError

@@ -36,9 +36,8 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.ir.errors import SliceError
 
 PLAN_STYLES = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from onerank.capture.parallelize.hugging_face import Conv1D
 from onerank.ir.errors import SliceError
 
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
+from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.tensor.layer_stack import (
     TwoStacks,

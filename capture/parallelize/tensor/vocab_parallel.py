@@ -14,11 +14,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from onerank.capture.parallelize.autograd_collectives import gather_from_group, reduce_from_group
+from onerank.capture.parallelize.hugging_face import ModelOutput, PreTrainedModel
 from onerank.capture.parallelize.sliced_outputs import change_when_read
 from onerank.capture.parallelize.tensor.linear import BlockBoundary, column_linear, replace_forward
 from onerank.capture.parallelize.tensor.plan_file import whole_plan
@@ -188,6 +186,8 @@ def parallel_head(
     Raises:
         SliceError: in a forward, if the model computes its loss without its loss function.
     """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     if model.loss_function is not ForCausalLMLoss:
         head_linear(head, group, gathers=lambda: True, boundary=boundary)
         return

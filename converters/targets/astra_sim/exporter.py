@@ -20,7 +20,7 @@ from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute
-from onerank.converters.targets.astra_sim.publish import check_target, published
+from onerank.converters.targets.astra_sim.publish import MANIFEST, check_target, published
 from onerank.converters.targets.astra_sim.rank_programs import rank_programs
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
 from onerank.converters.targets.expand_symmetry import (
@@ -42,6 +42,7 @@ from onerank.converters.targets.lower import (
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
+from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
 
 # Lowering ----------------------------------------------------------------------------------------
@@ -133,6 +134,7 @@ class _Target:
         memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
             bandwidth includes them.
         notes: caveats for the reader of the simulator's figures.
+        overwrite: write into a directory that holds other files; they stay.
     """
 
     directory: Path
@@ -141,6 +143,7 @@ class _Target:
     latency_ns: float
     memory_gb_per_s: float | None
     notes: list[str]
+    overwrite: bool = False
 
     def with_notes(self, notes: Iterable[str]) -> "_Target":
         """Return the target with further notes."""
@@ -174,7 +177,7 @@ class _Target:
             raise ExportError(
                 f"the latency is {self.latency_ns} ns; it must be 0 or more", code="export-latency"
             )
-        check_target(self.directory)
+        check_target(self.directory, overwrite=self.overwrite)
 
     @property
     def assumptions(self) -> str:
@@ -232,12 +235,14 @@ def export(
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     host_time: bool = False,
     notes: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> AstraSimExport:
     """Write the step of one rank as the step of every rank of its job.
 
     The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
     the group, system, network, memory and logging files, and `run.sh`. It appears complete and
-    checked, or not at all. An earlier export in its place is replaced.
+    checked, or not at all. `export.json` lists its files; a later export
+    replaces those.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
@@ -250,6 +255,8 @@ def export(
             None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
         host_time: insert host delays, see `insert_host_delays`.
         notes: caveats on how the graph was made.
+        overwrite: write into a directory that holds files which no export wrote; they stay, except
+            those of the names above.
 
     Raises:
         ExportError: the graph cannot represent all ranks, an argument is invalid, or the directory
@@ -258,7 +265,7 @@ def export(
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = _Target(Path(directory), name, *network, notes=[*notes])
+    target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
     _check_nodes(graph)
     check_all_equal(graph.job)
@@ -289,6 +296,7 @@ def export_ranks(
     latency_ns: float = config_files.LATENCY_NS,
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     notes: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> AstraSimExport:
     """Write the steps of unequal ranks, each for the ranks that it represents.
 
@@ -302,6 +310,7 @@ def export_ranks(
         latency_ns: as for `export`.
         memory_gb_per_s: as for `export`.
         notes: as for `export`.
+        overwrite: as for `export`.
 
     Raises:
         ExportError: as for `export`.
@@ -309,7 +318,7 @@ def export_ranks(
         OSError: the directory cannot be written.
     """
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = _Target(Path(directory), name, *network, notes=[*notes])
+    target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
     substitutions: dict[str, None] = {}
     supported: list[RankGraph] = []
@@ -400,11 +409,12 @@ def _write(
             "logging.toml": config_files.logging_toml(),
             config_files.SCRIPT: config_files.run_script(name, ranks),
         }.items():
-            (scratch / file).write_text(text, encoding="utf-8")
+            replace_file(scratch / file, text.encode())
         (scratch / config_files.SCRIPT).chmod(0o755)
+        files = sorted([*(path.name for path in scratch.iterdir()), MANIFEST])
     return AstraSimExport(
         directory=directory,
-        files=sorted(path.name for path in directory.iterdir()),
+        files=files,
         ranks=ranks,
         nodes=max(len(workload.step) for workload in workloads),
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),

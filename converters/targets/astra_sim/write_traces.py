@@ -10,6 +10,7 @@ import numpy as np
 from onerank.converters.targets.expand_symmetry import Placement, shift_rank
 from onerank.converters.targets.lower import LoweredStep, tag_of
 from onerank.ir import Graph, Kind, World
+from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.edges import I64
 
@@ -83,8 +84,7 @@ def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
         values = [
             _target_attributes(kind, targets[placement][rank], rank) for kind, placement in slots
         ]
-        with prefix.with_name(f"{prefix.name}.{rank}.et").open("wb", buffering=0) as file:
-            file.write(template.fill(values).data)
+        replace_file(prefix.with_name(f"{prefix.name}.{rank}.et"), template.fill(values).data)
 
 
 def micros(durations_ns: list[int]) -> list[int]:

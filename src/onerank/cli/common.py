@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -85,6 +86,9 @@ OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turn errors a user can mend into a message and exit code 2."""
 
@@ -104,7 +108,8 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
                 raise  # whoever read the output has enough; click ends in silence
             if isinstance(error, OSError):
                 place = f"{error.filename}: " if error.filename else ""
-                click.echo(f"error: {place}{error.strerror or error}", err=True)
+                code = "disk-full" if error.errno in _DISK_FULL else "file-access"
+                click.echo(f"error[{code}]: {place}{error.strerror or error}", err=True)
             elif isinstance(error, OneRankError):
                 click.echo(f"error[{error.code}]: {error}", err=True)
             elif isinstance(error, MemoryError):

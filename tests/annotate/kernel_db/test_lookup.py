@@ -434,10 +434,8 @@ class TestRefused:
         assert result.exit_code == 2
         assert result.stderr.startswith("error[")
         absent = CliRunner().invoke(annotate, [*args[:3], str(tmp_path / "none"), args[4]])
-        assert (absent.exit_code, absent.stderr) == (
-            2,
-            f"error: {tmp_path / 'none'}: No such file or directory\n",
-        )
+        assert absent.exit_code == 2
+        assert f"error[file-access]: {tmp_path / 'none'}: " in absent.stderr
 
 
 def test_the_command_looks_up_and_explains(trace, mm, database, tmp_path):

@@ -15,7 +15,7 @@ from onerank.annotate.kernel_db.call_keys import call_key
 from onerank.capture.bench import grids as grid
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_board import Power
-from onerank.capture.bench.isolated_runner import Message, child_on, measured_apart
+from onerank.capture.bench.isolated_runner import Message, child_on, measure_isolated
 from onerank.capture.bench.measured_call import Account, BenchCall, Operand
 from onerank.capture.bench.random_operands import layouts, make, overload_of
 from onerank.capture.bench.timing import Replays
@@ -135,7 +135,7 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
         yield "finished", account
 
     account, ends = Account(asked=5), Counter[str]()
-    found = measured_apart(wanted, account, start, told=lambda: ends.update(["end"]))
+    found = measure_isolated(wanted, account, start, advance=lambda: ends.update(["end"]))
     assert list(found) == []
     assert starts == [5, 5, 2]
     assert (account.done, dict(account.untried), ends["end"]) == (4, {}, 5)
@@ -153,7 +153,7 @@ def test_calls_after_too_many_that_end_the_process_are_given_up() -> None:
         yield "died", -11
 
     account = Account(asked=20)
-    assert not list(measured_apart(_silus(20), account, start))
+    assert not list(measure_isolated(_silus(20), account, start))
     assert sum(account.failed.values()) == 12
     assert dict(account.untried) == {"12 calls before them ended the process": 8}
 
@@ -172,7 +172,7 @@ def test_what_an_interrupted_child_did_is_told() -> None:
             yield "end", (place, account)
 
     account = Account(asked=3)
-    with contextlib.closing(measured_apart(_silus(3), account, start)) as found:
+    with contextlib.closing(measure_isolated(_silus(3), account, start)) as found:
         next(found)
         next(found)
     assert (account.done, dict(account.untried)) == (1, {"interrupted": 2})
@@ -193,7 +193,7 @@ def test_a_child_measures_and_tells() -> None:
     small = Operand((64, 64), "float32")
     calls = [BenchCall("aten::mm", (small, small)), BenchCall("aten::no_such", (small,))]
     account = Account(asked=2)
-    found = list(measured_apart([Wanted((one,)) for one in calls], account, child_on(CPU)))
+    found = list(measure_isolated([Wanted((one,)) for one in calls], account, child_on(CPU)))
     assert [(one.call, one.l2) for one in found] == [(calls[0], "warm")]
     assert (account.done, dict(account.untried), sum(account.failed.values())) == (1, {}, 1)
 
@@ -259,7 +259,7 @@ def test_a_child_that_cannot_begin_is_an_error() -> None:
     wanted = [Wanted((BenchCall("aten::silu", (Operand((8,)),)),))]
     account = Account(asked=1)
     with pytest.raises(CaptureError, match="exit code 1 before it tried a call"):
-        list(measured_apart(wanted, account, lambda *_: iter([("died", 1)])))
+        list(measure_isolated(wanted, account, lambda *_: iter([("died", 1)])))
 
 
 def test_an_operand_passed_twice_is_one_tensor_and_part_of_the_key() -> None:

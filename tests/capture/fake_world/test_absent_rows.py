@@ -68,9 +68,9 @@ def test_the_sum_is_the_same_in_each_step(scripts_recorder):
     assert lacking_rows(sums[0]) == 0
     assert sums[0].std() == pytest.approx(1.0, rel=0.1)
     assert all(torch.equal(sums[0], later) for later in sums)
-    told = scripts_recorder.partial_sums.note()
-    assert told.startswith("1 sums in a step's forward lack rows")
-    assert told.endswith("the spread of this rank's part")
+    note = scripts_recorder.partial_sums.note()
+    assert note.startswith("1 sums in a step's forward lack rows")
+    assert note.endswith("the spread of this rank's part")
 
 
 def test_whole_sums_stay(scripts_recorder):
@@ -128,7 +128,7 @@ def test_a_step_unlike_the_second_is_left_alone(scripts_recorder):
     values = part()
     dist.all_reduce(values)
     assert lacking_rows(values) == 6
-    assert scripts_recorder.partial_sums.note().endswith("than the second they are not")
+    assert scripts_recorder.partial_sums.note().endswith("whose sums differ from the second step's")
 
 
 def test_what_the_tool_slices_makes_its_own_up(recorder):

@@ -1,4 +1,4 @@
-"""What a script sees of torch.distributed as rank 1 of 4, and what it is refused."""
+"""torch.distributed as a script sees it on rank 1 of 4, and the errors for invalid calls."""
 
 import pickle
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from raised import raises_code
 from recorded import summary
 from torch.distributed import distributed_c10d as c10d
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.ir.errors import CaptureError
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl:UserWarning")
@@ -33,7 +33,7 @@ def test_a_script_may_initialise_any_backend(recorder: Recorder):
 
 
 def test_a_script_that_names_another_rank_is_warned(recorder: Recorder):
-    with pytest.warns(UserWarning, match="stands for rank 1 of 4") as caught:
+    with pytest.warns(UserWarning, match="captured as rank 1 of 4") as caught:
         dist.init_process_group("gloo", rank=0, world_size=8)
     assert caught[0].filename == __file__
     assert dist.get_rank() == 1
@@ -52,17 +52,18 @@ class HighPriority:
     is_high_priority_stream = True
 
 
-def test_a_part_of_a_group_has_its_priority_and_backend_unless_it_asks_for_its_own(
+def test_a_split_group_inherits_priority_and_backend_unless_they_are_given(
     recorder: Recorder,
 ):
     def priority(group: Any) -> bool:
         return recorder.group_of(group).high_priority
 
     plain = dist.split_group(split_ranks=[[0, 1]])
-    asked = dist.split_group(split_ranks=[[0, 1]], pg_options=HighPriority())
+    explicit = dist.split_group(split_ranks=[[0, 1]], pg_options=HighPriority())
     urgent = dist.new_group([1, 3], backend="gloo", pg_options=HighPriority())
     part = dist.split_group(urgent, split_ranks=[[0]])
-    assert [priority(group) for group in (plain, asked, urgent, part)] == [False, True, True, True]
+    groups = (plain, explicit, urgent, part)
+    assert [priority(group) for group in groups] == [False, True, True, True]
     assert dist.get_backend(part) == "gloo"
 
 
@@ -75,15 +76,15 @@ def test_the_world_has_the_priority_it_was_initialised_with(recorder: Recorder):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dist.send_object_list([1]), "given as None in the world and None in group"),
-        (lambda: dist.recv_object_list([1]), "given as None in the world and None in group"),
-        (lambda: dist.send_object_list([1], 2, group_dst=2), "2 in the world and 2 in group"),
+        (lambda: dist.send_object_list([1]), "got global rank None and rank None of group"),
+        (lambda: dist.recv_object_list([1]), "got global rank None and rank None of group"),
+        (lambda: dist.send_object_list([1], 2, group_dst=2), "global rank 2 and rank 2 of group"),
         (lambda: dist.send_object_list([1], dst=1), "rank 1 cannot send to itself"),
         (lambda: dist.gather_object(1, None, dst=1), "must be specified on destination rank"),
         (lambda: dist.scatter_object_list([1], None, src=1), "must provide non-None"),
     ],
 )
-def test_what_torch_refuses_of_objects_is_refused(
+def test_invalid_object_collectives_raise_as_in_torch(
     recorder: Recorder, call: Callable[[], object], message: str
 ):
     with pytest.raises(ValueError, match=message):
@@ -96,7 +97,7 @@ def test_objects_go_into_lists_of_the_groups_size(recorder: Recorder):
         dist.all_gather_object([None] * 3, "own")
 
 
-def test_scattered_objects_take_what_the_largest_takes(recorder: Recorder):
+def test_scattered_objects_are_padded_to_the_largest(recorder: Recorder):
     out: list[Any] = [None]
     dist.scatter_object_list(out, ["a", "b" * 50, "c", "d"], src=1)
     assert out == ["b" * 50]
@@ -106,7 +107,7 @@ def test_scattered_objects_take_what_the_largest_takes(recorder: Recorder):
     assert sizes == [4 * len(pickle.dumps("b" * 50)), 4 * len(pickle.dumps("a" * 70))]
 
 
-def test_object_collectives_answer_with_the_own_object(recorder: Recorder):
+def test_object_collectives_return_this_ranks_object(recorder: Recorder):
     own = {"rank": 1}
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, own)
@@ -121,10 +122,10 @@ def test_object_collectives_answer_with_the_own_object(recorder: Recorder):
     dist.scatter_object_list(out, ["a", "b", "c", "d"], src=1)
     assert out == ["b"]
 
-    with pytest.warns(UserWarning, match="rank 0 is not there.*rank 1 keeps its own") as caught:
+    with pytest.warns(UserWarning, match="objects of rank 0, .*rank 1 keeps its own") as caught:
         dist.broadcast_object_list([own], src=0)
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match="recv_object_list: rank 3 is not there"):
+    with pytest.warns(UserWarning, match="recv_object_list: the objects of rank 3"):
         assert dist.recv_object_list([own], src=3) == 3
 
     # The pickle of {"rank": 1}, as torch makes it, has 24 bytes; sizes are int64.
@@ -153,7 +154,7 @@ def test_detailed_debugging_needs_no_peers():
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_the_store_counts_for_all_ranks_and_names_what_nobody_sets():
+def test_the_store_counts_for_all_ranks_and_refuses_unset_keys():
     recorder = Recorder(rank=1, world_size=4)
     recorder.start()
     try:
@@ -167,13 +168,13 @@ def test_the_store_counts_for_all_ranks_and_names_what_nobody_sets():
             True,
             False,
         ]
-        with pytest.raises(CaptureError, match=r"waits for key .*theirs.* rank 1 has not set"):
+        with raises_code("store-key-missing"):
             store.get("theirs")
     finally:
         recorder.stop()
 
 
-def test_a_barrier_behind_a_new_group_waits_for_nobody(monkeypatch):
+def test_the_barrier_of_a_new_group_does_not_wait(monkeypatch):
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     recorder = Recorder(rank=1, world_size=4)
     recorder.start()
@@ -185,7 +186,7 @@ def test_a_barrier_behind_a_new_group_waits_for_nobody(monkeypatch):
         recorder.stop()
 
 
-def test_stop_puts_everything_back():
+def test_stop_restores_torch():
     functions = {name: getattr(c10d, name) for name in c10d.__all__}
     recorder = Recorder(rank=1, world_size=4)
     recorder.start()
@@ -204,15 +205,15 @@ def test_stop_puts_everything_back():
     assert recorder.calls == []
 
 
-def test_a_barrier_on_a_nodes_gpu_is_on_the_one_that_is_here(recorder: Recorder, monkeypatch):
-    asked: list[list[int]] = []
+def test_a_barrier_on_another_gpu_of_the_node_runs_on_gpu_0(recorder: Recorder, monkeypatch):
+    devices: list[list[int]] = []
     barrier = dist.ProcessGroup.barrier
 
     def spy(group: Any, opts: Any) -> Any:
-        asked.append(opts.device_ids)
+        devices.append(opts.device_ids)
         return barrier(group, opts=opts)
 
     monkeypatch.setattr(dist.ProcessGroup, "barrier", spy)
     dist.barrier(device_ids=[3])  # what scripts do that name their GPU by their rank
-    assert asked == [[0]]
+    assert devices == [[0]]
     assert summary(recorder) == [("barrier", 0)]

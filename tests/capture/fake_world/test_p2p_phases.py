@@ -1,4 +1,4 @@
-"""Pipelines that a script writes itself: what its sends and receives are for."""
+"""Hand-written pipelines: the phase and micro-batch of sends and receives."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -63,7 +63,7 @@ ONE_F_ONE_B = """
 """
 
 
-def test_what_a_stage_exchanges_has_its_phase_and_micro_batch(tmp_path):
+def test_a_stages_messages_have_a_phase_and_micro_batch(tmp_path):
     graph = run(tmp_path, ONE_F_ONE_B, World.of(pp=3), rank=1)
     ways = {
         ("recv", 0): Phase.FORWARD,
@@ -87,8 +87,8 @@ def received(peer: int, **options: Any) -> Tensor:
     return buffer
 
 
-def shown(recorder: Recorder, step: Callable[[], None]) -> list[tuple[str, int | None, Any, Any]]:
-    """What the third of three equal steps is told to be for."""
+def third_step(recorder: Recorder, step: Callable[[], None]) -> list[tuple[Any, ...]]:
+    """Return (collective, peer, phase, micro-batch) of the third of three equal steps."""
     for _ in range(3):
         begun = len(recorder.calls)
         step()
@@ -109,12 +109,12 @@ def test_the_first_stage_and_outputs_sent_without_their_history(recorder, layer)
         for output in outputs:
             output.backward(received(2))
 
-    told = [("send", 2, "forward", 0), ("send", 2, "forward", 1)]
-    told += [("recv", 2, "backward", 0), ("recv", 2, "backward", 1)]
-    assert shown(recorder, step) == told
+    expected = [("send", 2, "forward", 0), ("send", 2, "forward", 1)]
+    expected += [("recv", 2, "backward", 0), ("recv", 2, "backward", 1)]
+    assert third_step(recorder, step) == expected
 
 
-def test_the_last_stage_that_asks_for_gradients_by_name(recorder, layer):
+def test_the_last_stage_with_autograd_grad(recorder, layer):
     def step() -> None:
         for _ in range(2):
             buffer = received(0)
@@ -122,8 +122,8 @@ def test_the_last_stage_that_asks_for_gradients_by_name(recorder, layer):
             dist.send(torch.autograd.grad(layer(x).sum(), [x, layer.weight])[0], dst=0)
 
     ways = ("recv", "forward"), ("send", "backward")
-    told = [(way, 0, phase, n) for n in (0, 1) for way, phase in ways]
-    assert shown(recorder, step) == told
+    expected = [(way, 0, phase, n) for n in (0, 1) for way, phase in ways]
+    assert third_step(recorder, step) == expected
 
 
 def test_an_output_whose_memory_is_freed_once_it_is_sent(recorder, layer):
@@ -133,11 +133,11 @@ def test_an_output_whose_memory_is_freed_once_it_is_sent(recorder, layer):
         output.untyped_storage().resize_(0)
         output.backward(received(2))
 
-    assert shown(recorder, step) == [("send", 2, "forward", 0), ("recv", 2, "backward", 0)]
+    assert third_step(recorder, step) == [("send", 2, "forward", 0), ("recv", 2, "backward", 0)]
 
 
 class Kept(torch.autograd.Function):
-    """Holds the gradient of what was received, to be sent later, as nanotron does."""
+    """Keeps the gradient of a received tensor, to be sent later, as nanotron does."""
 
     held: ClassVar[list[Tensor]] = []
 
@@ -150,7 +150,7 @@ class Kept(torch.autograd.Function):
         Kept.held.append(gradients[0])
 
 
-def test_gradients_that_no_leaf_keeps_go_the_other_way(recorder, layer):
+def test_gradients_outside_leaves_are_classified_by_direction(recorder, layer):
     def step() -> None:
         outputs = [layer(Kept.apply(received(0, requires_grad=True))) for _ in range(2)]
         for output in outputs:
@@ -158,12 +158,12 @@ def test_gradients_that_no_leaf_keeps_go_the_other_way(recorder, layer):
         while Kept.held:
             dist.send(Kept.held.pop(0), dst=0)
 
-    told = [("recv", 0, "forward", 0), ("recv", 0, "forward", 1)]
-    told += [("send", 0, "backward", 0), ("send", 0, "backward", 1)]
-    assert shown(recorder, step) == told
+    expected = [("recv", 0, "forward", 0), ("recv", 0, "forward", 1)]
+    expected += [("send", 0, "backward", 0), ("send", 0, "backward", 1)]
+    assert third_step(recorder, step) == expected
 
 
-def test_two_chunks_of_layers_number_theirs_each_from_zero(recorder):
+def test_micro_batches_of_two_chunks_start_at_zero(recorder):
     chunks = [nn.Linear(16, 16), nn.Linear(16, 16)]
 
     def step() -> None:
@@ -177,11 +177,12 @@ def test_two_chunks_of_layers_number_theirs_each_from_zero(recorder):
             y.sum().backward()
             dist.send(x.grad, dst=0)
 
-    numbers = [("recv", 0, "forward", n) for n in (0, 1, 0, 1)]
-    assert shown(recorder, step) == [*numbers, *(("send", 0, "backward", n) for n in (1, 0, 1, 0))]
+    expected = [("recv", 0, "forward", n) for n in (0, 1, 0, 1)]
+    expected += [("send", 0, "backward", n) for n in (1, 0, 1, 0)]
+    assert third_step(recorder, step) == expected
 
 
-def test_what_no_backward_shows_is_left_open(recorder, layer):
+def test_messages_outside_every_backward_are_unclassified(recorder, layer):
     def ring() -> None:
         x = layer(torch.randn(SHAPE))
         with torch.no_grad():
@@ -190,7 +191,7 @@ def test_what_no_backward_shows_is_left_open(recorder, layer):
         dist.send(torch.tensor([3, 4]), dst=2)
         x.sum().backward()
 
-    assert {told[2:] for told in shown(recorder, ring)} == {(None, None)}
+    assert {call[2:] for call in third_step(recorder, ring)} == {(None, None)}
 
 
 def test_several_micro_batches_in_one_backward_have_a_phase_and_no_number(recorder, layer):
@@ -200,11 +201,11 @@ def test_several_micro_batches_in_one_backward_have_a_phase_and_no_number(record
         for x in inputs:
             dist.send(x.grad, dst=0)
 
-    told = [("recv", 0, "forward", None)] * 2 + [("send", 0, "backward", None)] * 2
-    assert shown(recorder, step) == told
+    expected = [("recv", 0, "forward", None)] * 2 + [("send", 0, "backward", None)] * 2
+    assert third_step(recorder, step) == expected
 
 
-def test_a_step_that_exchanges_otherwise_is_told_as_far_as_it_is_alike(recorder, layer):
+def test_a_step_is_classified_up_to_its_first_difference(recorder, layer):
     steps = iter(range(3))
 
     def step() -> None:
@@ -214,5 +215,5 @@ def test_a_step_that_exchanges_otherwise_is_told_as_far_as_it_is_alike(recorder,
         y.sum().backward()
         dist.send(x.grad, dst=0)
 
-    told = [("recv", 0, "forward", 0), ("send", 3, None, None), ("send", 0, None, None)]
-    assert shown(recorder, step) == told
+    expected = [("recv", 0, "forward", 0), ("send", 3, None, None), ("send", 0, None, None)]
+    assert third_step(recorder, step) == expected

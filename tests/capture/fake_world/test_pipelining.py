@@ -157,9 +157,9 @@ def test_a_middle_rank_is_captured(tmp_path):
     done = run_command(*arguments, "--json", "--", "Schedule1F1B")
     assert done.returncode == 0, done.stderr
     assert "running as rank 1, to learn what it sends" in done.stderr
-    told = json.loads(done.stdout)
+    summary = json.loads(done.stdout)
     calls = Counter[tuple[str, int]]()  # of all phases
-    for use in told["collectives"]:
+    for use in summary["collectives"]:
         calls[use["type"], use["bytes"]] += use["count"]
     assert calls == {("recv", STATES): 16, ("send", STATES): 16}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.et", "train.py"]
@@ -195,6 +195,6 @@ def test_a_neighbour_that_fails_is_quoted(tmp_path):
     arguments = ("capture", "run", script, "--pp", "2", "--rank", "1", "-o", tmp_path / "t.et")
     done = run_command(*arguments)
     assert done.returncode == 2
-    assert "rank 1 waits for objects that rank 0 sends" in done.stderr
+    assert "rank 1 waits for objects from rank 0" in done.stderr
     assert "RuntimeError: no data for the first rank" in done.stderr
     assert not (tmp_path / "t.et").exists()

@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.collective_record import CommCall, payload_of
-from onerank.capture.fake_world.c10d_ops import Kernels
-from onerank.capture.fake_world.collective_launch import MARK
+from onerank.capture.fake_world.c10d_ops import C10dOperators
+from onerank.capture.fake_world.collective_launch import COMM_RANGE
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.ir.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings(
     # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these.
@@ -133,7 +132,7 @@ def test_a_gather_into_one_tensor(recorder: Recorder):
     assert gathered.tolist() == [1.0, 2.0, 3.0] * 4
     assert summary(recorder) == [("gather", 12), ("gather", 12)]
     assert [call.peer for call in recorder.calls] == [0, 1]
-    with pytest.raises(CaptureError, match="gather: the full tensor has 8 elements"):
+    with raises_code("collective-sizes"):
         dist.gather_single(torch.ones(3), torch.zeros(8), dst=1)
 
 
@@ -317,7 +316,7 @@ def test_compiled_ddp_leaves_the_recorder_untraced(recorder: Recorder):
     for _ in range(3):
         compiled(torch.randn(2, 4)).sum().backward()
     assert {call.collective for call in recorder.calls} >= {"all_reduce", "broadcast"}
-    for function in (Kernels._broadcast, Kernels._issue, Recorder.record, payload_of):
+    for function in (C10dOperators._broadcast, C10dOperators._launch, Recorder.record, payload_of):
         assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
 
 
@@ -354,47 +353,44 @@ def test_tensor_parallel(recorder: Recorder):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "code"),
     [
         (
             lambda: dist.all_reduce(torch.zeros(2, dtype=torch.bits8)),
-            "all_reduce of dtype torch.bits8: the recorder knows float64",
+            "collective-unknown-dtype",
         ),
         (
             lambda: dist.all_reduce(torch.eye(2).to_sparse()),
-            "c10d::allreduce_ cannot be recorded: the size of a sparse tensor",
+            "collective-unsupported",
         ),
         (
             lambda: dist.all_gather_into_tensor(torch.zeros(9), torch.zeros(2)),
-            "all_gather: the full tensor has 9 elements, the shard 2; "
-            "a group of 4 ranks needs 4 x 2 = 8",
+            "collective-sizes",
         ),
         (
             lambda: dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4, 2).t()),
-            r"shape \(2, 4\) and strides \(1, 2\); it must be contiguous",
+            "collective-not-contiguous",
         ),
         (
             lambda: world().allreduce_coalesced([torch.zeros(1), torch.zeros(1, dtype=BF16)]),
-            r"one all_reduce of several dtypes \(bfloat16, float32\)",
+            "collective-mixed-dtypes",
         ),
         (
             lambda: dist.broadcast_object_list([1], src=2, group=dist.new_group([0, 1])),
-            r"rank 2 is not in group '.*': ranks \(0, 1\)",
+            "group-rank-not-member",
         ),
         (
             lambda: dist.send(torch.ones(1), group_dst=4),
-            "send with rank 4 of group 'world': its ranks are 0 to 3",
+            "peer-out-of-range",
         ),
         (
             lambda: dist.broadcast(torch.ones(1), group_src=-1),
-            "broadcast with rank -1 of group 'world': its ranks are 0 to 3",
+            "peer-out-of-range",
         ),
     ],
 )
-def test_what_cannot_be_recorded_is_an_error(
-    recorder: Recorder, call: Callable[[], object], message: str
-):
-    with pytest.raises(CaptureError, match=message):
+def test_invalid_calls_are_errors(recorder: Recorder, call: Callable[[], object], code: str):
+    with raises_code(code):
         call()
 
 
@@ -404,26 +400,24 @@ def test_an_operator_that_the_recorder_does_not_know():
     recorder = Recorder(rank=1, world_size=4)
     try:
         recorder.start()
-        with pytest.raises(
-            CaptureError, match=r"c10d::teleport_ cannot be recorded: torch .* has this"
-        ):
+        with raises_code("collective-unsupported"):
             torch.ops.c10d.teleport_(torch.ones(1), dist.group.WORLD.boxed())
     finally:
         recorder.stop()
         library._destroy()
 
 
-def test_ranks_and_groups_must_fit(recorder: Recorder):
-    with pytest.raises(CaptureError, match="a world of 1000000000000 ranks: expected up to"):
+def test_invalid_ranks_and_groups_are_errors(recorder: Recorder):
+    with raises_code("world-too-large"):
         Recorder(rank=0, world_size=10**12)
-    with pytest.raises(CaptureError, match="rank 4 of a world of 4: ranks are 0 to 3"):
+    with raises_code("rank-out-of-range"):
         Recorder(rank=4, world_size=4)
     with raises_code("group-exists"):
         Recorder(rank=0, world_size=2).start()
-    with pytest.raises(CaptureError, match=r"ranks \(0, 2\) without rank 1"):
+    with raises_code("group-without-rank"):
         recorder.new_group("dp", [0, 2])
     recorder.new_group("dp", [1, 3])
-    with pytest.raises(CaptureError, match=r"exists with ranks \(1, 3\)"):
+    with raises_code("group-redefined"):
         recorder.new_group("dp", [0, 1])
 
 
@@ -441,13 +435,14 @@ def test_each_call_is_marked_in_both_traces(recorder: Recorder, tmp_path: Path):
     profiler.export_chrome_trace(str(kineto))
 
     nodes = json.loads(trace.read_text())["nodes"]
-    marks = [node for node in nodes if node["name"] == MARK]
+    marks = [node for node in nodes if node["name"] == COMM_RANGE]
     texts = [node["inputs"]["values"][-1] for node in marks]
     told = [{key: frozen(value) for key, value in parse(text)} for text in texts]
     read = [CommCall(**call, group_ranks=recorder.groups[call["group"]]) for call in told]
     assert sorted(read, key=lambda call: call.sequence) == recorder.calls
 
-    events = [e for e in json.loads(kineto.read_text())["traceEvents"] if e.get("name") == MARK]
+    trace_events = json.loads(kineto.read_text())["traceEvents"]
+    events = [event for event in trace_events if event.get("name") == COMM_RANGE]
     found = {event["args"]["Record function id"] for event in events}
     assert found == {rf_id(node) for node in marks}
     assert len(found) == 2

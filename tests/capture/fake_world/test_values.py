@@ -1,4 +1,4 @@
-"""Integer tensors of other ranks: shapes and token ids, against what those ranks would send."""
+"""Integer tensors of other ranks: shapes and token ids, against the values of their senders."""
 
 import textwrap
 from pathlib import Path
@@ -20,7 +20,7 @@ def run(directory: Path, text: str, world: World, said: list[str], **options: An
 
 
 def run_alone(directory: Path, text: str, *options: object) -> tuple[Graph, str]:
-    """Capture in a process of its own: it forks, which no backward before may have preceded."""
+    """Capture in a new process: a fork fails after a backward has started autograd's threads."""
     path, trace = directory / "train.py", directory / "trace.et"
     path.write_text(textwrap.dedent(text))
     brief = ("--warm-up", 1, "--timed-steps", 1)
@@ -33,7 +33,7 @@ def communicated(graph: Graph) -> list[tuple[str, int]]:
     return [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
 
 
-def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
+def test_token_ids_of_a_broadcast_are_the_first_ranks(tmp_path):
     starts = tmp_path / "starts"
     graph, said = run_alone(
         tmp_path,
@@ -64,10 +64,10 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
                 assert ids.flatten()[:2].tolist() == [10 * batch + min(step, 1) + n for n in (0, 1)]
                 assert mask.nonzero().tolist() == [[batch % 3]]
                 weights = torch.full((3,), 0.5 * batch * (rank == first), dtype=torch.bfloat16)
-                dist.broadcast(weights, src=first, group=pair)  # beside ids that are known
+                dist.broadcast(weights, src=first, group=pair)  # with the ids, which are known
                 assert weights.tolist() == [0.5 * batch * (rank == first or step > 0)] * 3
                 words(ids).sum().backward()
-            dist.broadcast(torch.zeros(2**18 + 1), src=first, group=pair)  # too much, and told
+            dist.broadcast(torch.zeros(2**18 + 1), src=first, group=pair)  # too large: a warning
             optimizer.step()
         """.replace("STARTS", str(starts)),
         *("--tp", 2, "--dp", 2, "--rank", 3),
@@ -76,7 +76,8 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
     assert communicated(graph) == [("broadcast", bytes_) for bytes_ in (16, 168, 3, 6)] * 4 + [
         ("broadcast", 2**20 + 4)
     ]
-    assert said.count("rank 3 keeps its own (values are carried up to 1048576 bytes a call)") == 1
+    too_large = "keeps its own values (values are learned for calls of up to 1048576 bytes)"
+    assert said.count(f"rank 3 {too_large}") == 1
     looked_up = [
         n.text("input_shapes") for n in graph if n.name == "aten::embedding_dense_backward"
     ]
@@ -128,28 +129,28 @@ FAILS = """
     for step in range(40):
         count = torch.tensor([7])
         {call}
-        assert count.item() == {left}
+        assert count.item() == {value}
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
 """
 
 
 @pytest.mark.parametrize(
-    ("call", "left", "told"),
+    ("call", "value", "message"),
     [
-        ("dist.broadcast(count, src=0)", 7, r"broadcast: rank 0 .* rank 1 keeps its own"),
-        ("dist.recv(count, src=0)", 0, r"recv: rank 0 .* rank 1 takes zeros"),
+        ("dist.broadcast(count, src=0)", 7, r"broadcast: .* rank 0, .* rank 1 keeps its own"),
+        ("dist.recv(count, src=0)", 0, r"recv: the tensors of rank 0, .* rank 1 receives zeros"),
     ],
 )
-def test_values_of_a_rank_that_fails_are_told(tmp_path, call, left, told):
-    with pytest.warns(UserWarning, match=told) as warned:
-        run(tmp_path, FAILS.format(call=call, left=left), World.of(dp=2), [], rank=1)
-    mine = [one for one in warned if "not there to send" in str(one.message)]
-    assert all("only here" in str(one.message) for one in mine[:1])
-    assert {Path(one.filename).name for one in mine} == {"train.py"}
+def test_unknown_values_of_a_failed_sender_give_a_warning(tmp_path, call, value, message):
+    with pytest.warns(UserWarning, match=message) as warned:
+        run(tmp_path, FAILS.format(call=call, value=value), World.of(dp=2), [], rank=1)
+    unknown = [warning for warning in warned if "are unknown" in str(warning.message)]
+    assert all("only here" in str(warning.message) for warning in unknown[:1])
+    assert {Path(warning.filename).name for warning in unknown} == {"train.py"}
 
 
-def test_what_torch_sends_for_itself_takes_no_run(tmp_path):
+def test_torchs_own_messages_take_no_run(tmp_path):
     said: list[str] = []
     text = """
         import torch, torch.distributed as dist
@@ -165,7 +166,7 @@ def test_what_torch_sends_for_itself_takes_no_run(tmp_path):
             model(torch.randn(8, 4)).sum().backward()
             optimizer.step()
         """
-    with pytest.warns(UserWarning, match="values are carried up to 1048576 bytes a call"):
+    with pytest.warns(UserWarning, match="values are learned for calls of up to 1048576 bytes"):
         graph = run(tmp_path, text, World.of(dp=2), said, rank=1)
     assert ("broadcast", 8 * (2**17 + 1)) in communicated(graph)
     assert not [one for one in said if "running as" in one]

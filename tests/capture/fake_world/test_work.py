@@ -1,16 +1,14 @@
-"""Handles of asynchronous calls: they mark their waits, and hold what they must."""
+"""Work handles of asynchronous calls: their wait ranges, and the tensors they keep."""
 
 import gc
 import json
 
-import pytest
 import torch
 import torch.distributed as dist
+from raised import raises_code
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, profile
-
-from onerank.ir.errors import CaptureError
 
 
 def waits(path, run) -> list[int]:
@@ -76,7 +74,7 @@ def test_results_stay_until_someone_took_them(recorder):
 def test_a_result_that_nobody_kept_is_refused(recorder):
     forgotten = dist.all_reduce(torch.ones(3), async_op=True)
     dist.all_reduce(torch.ones(3), async_op=True)  # the first is over: its tensors may go
-    with pytest.raises(CaptureError, match="the tensors of asynchronous call 0 are gone"):
+    with raises_code("work-tensors-freed"):
         forgotten.result()
     forgotten.wait()  # still works
 

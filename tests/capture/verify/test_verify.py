@@ -1,4 +1,4 @@
-"""`capture verify`: what it finds equal, what it finds out, and the exact world beneath it."""
+"""`capture verify`: matching steps and slices, detected differences, and the threaded world."""
 
 import json
 import subprocess
@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from own_process import run_command
+from raised import raises_code
 
 from onerank.capture import Options
 from onerank.capture.parallelize import autograd_collectives as regions
 from onerank.capture.parallelize.tensor import linear
-from onerank.capture.verify.comparison import reordered
-from onerank.capture.verify.slice_check import compare_slices, rounding_of, run_step
-from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
+from onerank.capture.verify.comparison import compare_reordered
+from onerank.capture.verify.slice_check import compare_slices, rounding_noise, run_step
+from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
@@ -30,7 +31,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def collectives(peers: ExactPeers) -> dict[str, Any]:
+def collectives(peers: ThreadedPeers) -> dict[str, Any]:
     """What each collective leaves on a rank of three."""
     rank, group = peers.rank, peers.new_group("tp", range(3))
     total = torch.full((2,), rank + 1.0)
@@ -91,8 +92,8 @@ def test_ranks_in_one_process_exchange_what_they_hold():
     assert not dist.is_initialized()
 
 
-def test_ranks_that_wait_in_vain_are_told_so():
-    def body(peers: ExactPeers) -> None:
+def test_a_deadlock_between_ranks_is_an_error():
+    def body(peers: ThreadedPeers) -> None:
         group = peers.new_group("tp", range(2))
         if peers.rank == 0:
             dist.all_reduce(torch.ones(1), group=group)
@@ -103,8 +104,8 @@ def test_ranks_that_wait_in_vain_are_told_so():
         ThreadedWorld(2).run(body)
 
 
-def test_a_rank_that_fails_does_not_leave_the_others_waiting():
-    def body(peers: ExactPeers) -> None:
+def test_a_failed_rank_ends_the_others():
+    def body(peers: ThreadedPeers) -> None:
         if peers.rank == 1:
             raise ValueError("rank 1 alone")
         dist.barrier()
@@ -124,7 +125,7 @@ SHAPE = {
 }
 
 
-def sliced_and_whole(
+def compare_tensor_parallel(
     kind: str = "Llama", *, tp: int = 2, tp_style: Any = "megatron", **changes: Any
 ):
     torch.manual_seed(0)
@@ -137,10 +138,10 @@ def compared(model: Any, options: Options) -> Any:
     dtype = model.dtype
     tokens = torch.randint(0, SHAPE["vocab_size"], (2, 16))
     batch = {"input_ids": tokens, "labels": tokens}
-    rows, why_not, notes = compare_slices(model, (), batch, options, lambda _: None)
-    assert not why_not
+    rows, skip_reason, notes = compare_slices(model, (), batch, options, lambda _: None)
+    assert not skip_reason
     assert "fp32" in notes[0]
-    assert model.dtype == dtype  # it is the script's, and left as it is
+    assert model.dtype == dtype  # the script's model stays unchanged
     return rows
 
 
@@ -148,7 +149,7 @@ def compared(model: Any, options: Options) -> Any:
 @pytest.mark.parametrize("kind", ["Llama", "Phi3"])
 def test_slices_agree_with_the_whole_model(kind, tp_style):
     changes = {"pad_token_id": 5, "tie_word_embeddings": kind == "Llama"}
-    rows = sliced_and_whole(kind, tp_style=tp_style, **changes)
+    rows = compare_tensor_parallel(kind, tp_style=tp_style, **changes)
     assert {row.what for row in rows} == {"loss", "logits", "weights", "gradients"}
     assert sum(row.breaches for row in rows) == 0
     weights = next(row for row in rows if row.what == "weights")
@@ -160,38 +161,38 @@ def test_slices_agree_with_the_whole_model(kind, tp_style):
 
 
 class Steep(torch.nn.Linear):
-    """A model whose gradient is what is left of sums that nearly cancel."""
+    """A model whose gradient is the remainder of sums that nearly cancel."""
 
     def forward(self, input):  # noqa: A002
         return SimpleNamespace(loss=(super().forward(input) ** 2).sum(), logits=None)
 
 
-def test_what_another_rounding_of_the_weights_changes_is_allowed():
+def test_the_rounding_noise_of_the_weights_is_allowed():
     steep, inputs = Steep(4, 1, bias=False), torch.tensor([1000.0, 500, 250, -1749])
     torch.nn.init.ones_(steep.weight)
     weight, whole = steep.weight.clone(), run_step(steep, (inputs,), {}, what="loss")
-    found = rounding_of(steep, (inputs,), {}, whole)
+    found = rounding_noise(steep, (inputs,), {}, whole)
     assert torch.equal(steep.weight, weight)
     change, gradient = float(found.gradients["weight"]), whole.gradients["weight"]
     assert 1e-5 < change / float(gradient.abs().max()) < 4e-4
 
     def breaches(changes: float, rounding: float = 0.0) -> bool:
         moved = gradient + changes * change
-        return reordered("gradients", "", "", moved, gradient, rounding=rounding).breach
+        return compare_reordered("gradients", "", "", moved, gradient, rounding=rounding).breach
 
     assert [breaches(1.5), breaches(1.5, change), breaches(2.5, change)] == [True, False, True]
     assert breaches(40, 20 * change)  # above a thousandth of the largest
 
 
-def test_slices_that_use_each_others_groups_are_found_out():
+def test_a_slice_that_uses_another_ranks_group_is_an_error():
     groups: dict[int, Any] = {}
 
-    def body(peers: ExactPeers) -> None:
+    def body(peers: ThreadedPeers) -> None:
         groups[peers.rank] = peers.new_group("tp", range(2))
         dist.barrier()
         dist.all_reduce(torch.ones(1), group=groups[0])
 
-    with pytest.raises(CaptureError, match="the slice of rank 1 communicates as rank 0"):
+    with raises_code("verify-shared-state"):
         ThreadedWorld(2).run(body)
 
 
@@ -220,7 +221,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_slices_agrees_with_the_whole_model(form):
+def test_every_parallelism_agrees_with_the_whole_model(form):
     kind, options = FORMS[form]
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
     torch.manual_seed(0)
@@ -235,11 +236,11 @@ def test_every_form_of_slices_agrees_with_the_whole_model(form):
         assert held.tensors == 2 * layers * options["world"].size  # two matrices a layer
 
 
-def test_a_border_that_forgets_its_all_reduce_is_found_out(monkeypatch):
+def test_a_boundary_without_its_all_reduce_is_detected(monkeypatch):
     monkeypatch.setattr(
         regions.CopyToGroup, "backward", staticmethod(lambda ctx, *grads: (grads[0], None))
     )
-    rows = sliced_and_whole()
+    rows = compare_tensor_parallel()
     wrong = {row.module for row in rows if row.what == "gradients" and row.breaches}
     assert "LlamaDecoderLayer.input_layernorm" in wrong
     assert "LlamaForCausalLM.lm_head" not in wrong  # nothing flows back through a border to it
@@ -255,7 +256,7 @@ def test_slicing_that_changes_values_is_refused(monkeypatch):
 
     monkeypatch.setattr("onerank.capture.parallelize.tensor.slicer.row_linear", halve)
     with pytest.raises(SliceError, match=r"o_proj.weight: slicing changed values"):
-        sliced_and_whole()
+        compare_tensor_parallel()
 
 
 def script(directory: Path, body: str) -> Path:
@@ -290,14 +291,14 @@ def test_a_script_that_computes_otherwise_under_a_profiler_is_a_breach(tmp_path)
     body = "factor = 1.001 if torch.autograd.profiler._is_profiler_enabled else 1.0\n"
     done = verify(script(tmp_path, body), "--json")
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    rows = {(row["check"], row["what"]): row for row in told["comparisons"]}
+    report = json.loads(done.stdout)
+    rows = {(row["check"], row["what"]): row for row in report["comparisons"]}
     assert rows["plain", "loss"]["breaches"] == 0
     assert rows["plain", "gradients"]["equal"] == rows["plain", "gradients"]["tensors"] == 10
     profiled = rows["profiled", "gradients"]
     assert (profiled["tensors"], profiled["breaches"]) == (6, 6)  # 3 steps of 2 parameters
     assert profiled["worst"].startswith(("weight, step", "bias, step"))
-    assert told["not_checked"] == [
+    assert report["not_checked"] == [
         "slices against the whole model: in a world of 1 rank no model is sliced"
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
@@ -306,7 +307,7 @@ def test_a_script_that_computes_otherwise_under_a_profiler_is_a_breach(tmp_path)
 def test_a_script_whose_data_does_not_repeat_cannot_be_verified(tmp_path):
     done = verify(script(tmp_path, "data = data + time.time_ns() % 1000\n"))
     assert done.returncode == 2
-    assert "step 0 got other inputs in one run of the script than in the other" in done.stderr
+    assert "error[verify-inputs-differ]" in done.stderr
 
 
 def test_the_example_agrees_with_itself_and_its_slices(tmp_path):

@@ -28,9 +28,9 @@ def trace(tmp_path_factory) -> Path:
 
 
 def run(*arguments: str | Path) -> str:
-    done = CliRunner().invoke(command, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output
-    return done.output
+    result = CliRunner().invoke(command, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_timeline_of_the_h200_capture(trace, tmp_path):
@@ -141,15 +141,15 @@ def test_json_there_and_back_is_the_same_graph(trace, tmp_path):
 def test_bad_json_names_the_line_and_writes_nothing(tmp_path, text, message):
     path, target = tmp_path / "bad.json", tmp_path / "out.et"
     path.write_text(text)
-    done = CliRunner().invoke(command, ["convert", str(path), "-o", str(target)])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
+    result = CliRunner().invoke(command, ["convert", str(path), "-o", str(target)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
     assert not target.exists()
 
 
 def test_json_that_is_not_utf8(tmp_path):
     path = tmp_path / "bad.json"
     path.write_bytes(b'{"version": "\xff"}')
-    done = CliRunner().invoke(command, ["convert", str(path), "-o", str(tmp_path / "out.et")])
-    assert done.exit_code == 2
-    assert "byte 13 is not UTF-8" in " ".join(done.output.split())
+    result = CliRunner().invoke(command, ["convert", str(path), "-o", str(tmp_path / "out.et")])
+    assert result.exit_code == 2
+    assert "byte 13 is not UTF-8" in " ".join(result.output.split())

@@ -178,7 +178,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.gpu_board import Board, on_device, versions
-    from onerank.capture.bench.isolated_runner import child_on, measured_apart
+    from onerank.capture.bench.isolated_runner import child_on, measure_isolated
     from onerank.capture.bench.measured_call import Account
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
@@ -201,7 +201,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
         seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
             child = child_on(device.torch)
-            found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
+            found = measure_isolated(wanted, account, child, seconds=seconds, advance=advance)
             written = time.monotonic()
             try:
                 with contextlib.closing(found):

@@ -104,10 +104,15 @@ class AstraSimOptions(RankOptions):
         show_default=True,
     )
     output: Path = option(
-        "Directory to write; an earlier export there is replaced.",
+        "Directory to write; the files of an earlier export there are replaced.",
         *("-o", "--output"),
         heading=WRITTEN,
         type=click.Path(file_okay=False, path_type=Path),
+    )
+    overwrite: bool = option(
+        "Write into a directory that holds other files too; they stay.",
+        heading=WRITTEN,
+        default=False,
     )
     name: str = option(
         "Prefix of the traces.", heading=WRITTEN, default="workload", show_default=True
@@ -168,6 +173,22 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
     return files
 
 
+def _keep_inputs_in(directory: Path, files: Sequence[Path]) -> None:
+    """Refuse a trace that stands in the directory to export to, where it might be replaced.
+
+    Raises:
+        ExportError: a trace stands there.
+    """
+    from onerank.ir.errors import ExportError
+
+    for file in files:
+        if file.resolve().parent == directory.resolve():
+            raise ExportError(
+                f"the trace {file} is in {directory}, the directory to export to; name another",
+                code="export-input-in-output",
+            )
+
+
 @click.command("astra-sim", cls=SectionedCommand, sections=headings(AstraSimOptions))
 @TRACES
 @with_options(AstraSimOptions)
@@ -184,7 +205,9 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
     from onerank.converters.targets.astra_sim import export as export_workload
     from onerank.converters.targets.astra_sim import export_ranks
 
-    job = _job_of(trace_files(traces), options, options.granularity)
+    files = trace_files(traces)
+    _keep_inputs_in(options.output, files)
+    job = _job_of(files, options, options.granularity)
     if options.bandwidth_gb_s is not None and options.busbw_gb_s is not None:
         raise click.UsageError("give --bandwidth-gb-s or --busbw-gb-s, not both")
     network = {**_links_of(job.graphs[0]), "latency_ns": options.latency_ns}
@@ -201,10 +224,18 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
             ranks=options.ranks,
             host_time=options.include_host_delays,
             notes=notes,
+            overwrite=options.overwrite,
             **network,
         )
     else:
-        export = export_ranks(ranks, options.output, name=options.name, notes=notes, **network)
+        export = export_ranks(
+            ranks,
+            options.output,
+            name=options.name,
+            notes=notes,
+            overwrite=options.overwrite,
+            **network,
+        )
     if as_json:
         print_json(export)
     else:

@@ -20,7 +20,7 @@ from onerank.capture.parallelize.context.partial_attention import (
 )
 from onerank.capture.parallelize.context.sequence_shards import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
-from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
+from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 
@@ -129,7 +129,7 @@ def test_dropout_drops_the_same_backward_and_leaves_the_mean(device, dtype, comm
         pytest.skip("no CUDA device")
     size, part, rate = 3, 32, 0.25
 
-    def one_rank(peers: ExactPeers) -> tuple[float, float, torch.Tensor]:
+    def one_rank(peers: ThreadedPeers) -> tuple[float, float, torch.Tensor]:
         torch.manual_seed(peers.rank)
         context = Context(peers.new_group("cp", range(size)), comm)
         q, k = (torch.randn(2, 2, part, 16, device=device, dtype=dtype) for _ in range(2))

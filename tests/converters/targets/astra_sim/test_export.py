@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps, values
+from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps, values
 from raised import raises_code
 
 from onerank.converters.targets.astra_sim import export
@@ -38,10 +38,11 @@ def test_micros_never_drift_by_one(nanoseconds: int) -> None:
 
 
 def test_files_of_a_small_step(tmp_path: Path) -> None:
-    made = export(small_step(), tmp_path / "out", name="step")
-    assert made.files == sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert made.files == [
+    exported = export(small_step(), tmp_path / "out", name="step")
+    assert exported.files == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert exported.files == [
         "comm_groups.json",
+        "export.json",
         "logging.toml",
         "memory.json",
         "network.yml",
@@ -51,10 +52,10 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
         "system.json",
         "system_roofline.json",
     ]
-    assert (made.ranks, made.nodes, made.gpu_time_ns) == (4, 3, 12_678)
-    assert made.groups == {1: (0, 1, 2, 3)}
-    assert made.left_out == {"host operations": 2}
-    assert made.notes == [
+    assert (exported.ranks, exported.nodes, exported.gpu_time_ns) == (4, 3, 12_678)
+    assert exported.groups == {1: (0, 1, 2, 3)}
+    assert exported.left_out == {"host operations": 2}
+    assert exported.notes == [
         "Host time and GPU idle time are not in the workload; the duration of the step is not "
         "known (GPU compute: 12678 ns).",
         "Assumed: one switch, 450.0 GB/s and 500.0 ns between any two ranks, 3350.0 GB/s of "
@@ -103,10 +104,10 @@ def test_groups_of_two_axes(tmp_path: Path) -> None:
     first = step.collective(Collective.ALL_REDUCE, 64, "tp")
     second = step.collective(Collective.REDUCE_SCATTER, 128, "dp", first)
     step.collective(Collective.ALL_TO_ALL, 256, "all", second)
-    made = export(step.build(TP2_DP2), tmp_path)
-    assert made.groups == {1: (0, 1, 2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 2), 5: (1, 3)}
+    exported = export(step.build(TP2_DP2), tmp_path)
+    assert exported.groups == {1: (0, 1, 2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 2), 5: (1, 3)}
     assert json.loads((tmp_path / "comm_groups.json").read_text()) == {
-        str(number): list(ranks) for number, ranks in made.groups.items()
+        str(number): list(ranks) for number, ranks in exported.groups.items()
     }
     used = [
         [node.attributes["pg_name"].value for node in read_records(path).nodes]
@@ -120,22 +121,22 @@ def test_communications_of_different_groups_keep_one_order(tmp_path: Path) -> No
     for _ in range(2):
         step.collective(Collective.ALL_REDUCE, 64, "tp")
         step.collective(Collective.ALL_REDUCE, 64, "dp")
-    made = export(step.build(TP2_DP2), tmp_path)
+    exported = export(step.build(TP2_DP2), tmp_path)
     nodes = read_records(tmp_path / "workload.0.et").nodes
     assert [tuple(node.data_deps) for node in nodes] == [(), (0,), (1,), (2,)]
-    assert "A rank's communications run one at a time, in the order of the trace." in made.notes
+    assert "A rank's communications run one at a time, in the order of the trace." in exported.notes
 
 
 def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> None:
     step = Step()
     before = step.kernel("before", 1000)
-    alone = step.collective(Collective.BROADCAST, 64, "alone", before)
-    nothing = step.collective(Collective.ALL_REDUCE, 0, "tp", alone)
+    single = step.collective(Collective.BROADCAST, 64, "alone", before)
+    nothing = step.collective(Collective.ALL_REDUCE, 0, "tp", single)
     marker = step.kernel("marker", 0, nothing, stream=8)
     step.add(name="profiler", kind=Kind.METADATA)
     step.kernel("after", 2000, marker, stream=9)
-    made = export(step.build(TP2_DP2), tmp_path)
-    assert made.left_out == {
+    exported = export(step.build(TP2_DP2), tmp_path)
+    assert exported.left_out == {
         "GPU nodes of 0 ns": 1,
         "metadata nodes": 1,
         "collectives of one-rank groups": 1,
@@ -144,7 +145,7 @@ def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> 
     before_node, after_node = read_records(tmp_path / "workload.0.et").nodes
     assert (before_node.name, after_node.name) == ("before", "after")
     assert tuple(after_node.data_deps) == (0,)
-    assert "The ranks do not communicate; they run independently." in made.notes
+    assert "The ranks do not communicate; they run independently." in exported.notes
 
 
 def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
@@ -209,13 +210,13 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
 
 
 def test_small_collectives_are_noted(tmp_path: Path) -> None:
-    made = export(one(Collective.ALL_REDUCE, 2, "all"), tmp_path)
-    assert made.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to 4."
+    exported = export(one_collective(Collective.ALL_REDUCE, 2, "all"), tmp_path)
+    assert exported.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to 4."
 
 
 def test_a_graph_without_a_world_needs_the_number_of_ranks(tmp_path: Path) -> None:
-    made = export(small_step(Job(), group=""), tmp_path, ranks=8)
-    assert made.groups == {1: tuple(range(8))}
+    exported = export(small_step(Job(), group=""), tmp_path, ranks=8)
+    assert exported.groups == {1: tuple(range(8))}
     assert read_records(tmp_path / "workload.7.et").nodes[1].attributes["pg_name"].value == "1"
 
 
@@ -229,7 +230,7 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
 def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
     # busy for 3500 of 7000 ns, idle for 2000, 500 and 1000; a step of 5250 leaves half of these
     graph = step_with_gaps(measurement=Measurement(step_ns=(5250, 5250, 9000)))
-    made = export(graph, tmp_path, host_time=True)
+    exported = export(graph, tmp_path, host_time=True)
     nodes = read_records(tmp_path / "workload_roofline.0.et").nodes
     lasts = [(node.name, values(node)["duration_ns"][1]) for node in nodes]
     wait = "idle: waiting for the host"
@@ -243,8 +244,8 @@ def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
         ("gemm 2", 1000),
     ]
     assert [node.data_deps for node in nodes] == [(), (0,), (1,), (2,), (3,), (3,), (4, 5)]
-    assert made.gpu_time_ns == 3000 + 1750
-    assert made.notes[0] == (
+    assert exported.gpu_time_ns == 3000 + 1750
+    assert exported.notes[0] == (
         "The GPU waits 1750 ns for its host, in 3 nodes: the median step without the profiler "
         "(5250 ns) less GPU busy time (3500 ns), placed where the GPU waited in the profiled step. "
         "Network time hides a part of it, which the simulator cannot know."
@@ -279,15 +280,13 @@ def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacking", FALLBACKS)
 def test_collectives_that_astra_sim_lacks(lacking: str, tmp_path: Path) -> None:
     size, becomes, bytes_per_rank, note = FALLBACKS[lacking]
-    made = export(one(Collective[lacking], size, "tp", TP4), tmp_path)
+    exported = export(one_collective(Collective[lacking], size, "tp", TP4), tmp_path)
     (node,) = read_records(tmp_path / "workload.1.et").nodes
     assert values(node)["comm_type"] == ("int64_val", int(Collective[becomes]))
     assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
     spelled = lacking.lower().replace("_", "-")
-    assert any(
-        f"ASTRA-sim has no {spelled}: 1 became {note}" in export_note for export_note in made.notes
-    )
-    assert made.left_out == {}
+    assert any(f"ASTRA-sim has no {spelled}: 1 became {note}" in text for text in exported.notes)
+    assert exported.left_out == {}
 
 
 def test_ranks_are_matched_without_reading_all_files(
@@ -347,19 +346,21 @@ def test_the_script_trusts_only_finished_lines(
     environment = {**os.environ, "FINISHING": finishing, "STATUS": str(status)}
     environment.pop("ASTRA_SIM_BIN", None)
     script = ["out/run.sh", "roofline", "./astra"]
-    ran = subprocess.run(
+    process = subprocess.run(
         script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == expected
+    assert process.returncode == expected
     if expected:
         missing = [rank for rank in "0123" if rank not in finishing.split()]
-        assert ran.stderr == (f"out/run.sh: of 4 ranks these did not finish: {' '.join(missing)}\n")
+        assert process.stderr == (
+            f"out/run.sh: of 4 ranks these did not finish: {' '.join(missing)}\n"
+        )
     script = ["out/run.sh"]
-    ran = subprocess.run(
+    process = subprocess.run(
         script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 2
-    assert "ASTRA_SIM_BIN is not set" in ran.stderr
+    assert process.returncode == 2
+    assert "ASTRA_SIM_BIN is not set" in process.stderr
 
 
 @pytest.mark.parametrize(("topology", "warns"), [("Switch", True), ("FullyConnected", False)])
@@ -372,8 +373,8 @@ def test_the_script_warns_that_the_aware_backend_counts_switches_twice(topology,
     fake.chmod(0o755)
     environment = {**os.environ, "FINISHING": "0 1 2 3", "STATUS": "0"}
     script = ["out/run.sh", f"./{fake.name}"]
-    ran = subprocess.run(
+    process = subprocess.run(
         script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0
-    assert ("takes twice its time: use the unaware" in ran.stderr) == warns
+    assert process.returncode == 0
+    assert ("takes twice its time: use the unaware" in process.stderr) == warns

@@ -39,34 +39,36 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(made: AstraSimExport, encoding: str) -> tuple[dict[int, int], dict[int, int]]:
+def run(exported: AstraSimExport, encoding: str) -> tuple[dict[int, int], dict[int, int]]:
     """Run an export, tracing every node; return GPU time and cycles of each rank."""
     system = "system_roofline.json" if encoding == "roofline" else "system.json"
-    text = (made.directory / system).read_text()
-    (made.directory / system).write_text(text.replace('"trace-enabled": 0', '"trace-enabled": 1'))
-    logging = made.directory / "logging.toml"
+    text = (exported.directory / system).read_text()
+    (exported.directory / system).write_text(
+        text.replace('"trace-enabled": 0', '"trace-enabled": 1')
+    )
+    logging = exported.directory / "logging.toml"
     text = logging.read_text().replace('type = "null_sink_mt"', EXECUTED)
     logging.write_text(text.replace('flush_level = "info"', 'flush_level = "debug"'))
-    ran = subprocess.run(
-        [made.directory / "run.sh", encoding, Path(BIN).resolve()],
+    process = subprocess.run(
+        [exported.directory / "run.sh", encoding, Path(BIN).resolve()],
         capture_output=True,
         text=True,
         check=False,
         timeout=900,
     )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    finished = re.findall(r"sys\[(\d+)\] finished, (\d+) cycles", ran.stdout)
-    assert sorted(int(rank) for rank, _ in finished) == list(range(made.ranks))
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    finished = re.findall(r"sys\[(\d+)\] finished, (\d+) cycles", process.stdout)
+    assert sorted(int(rank) for rank, _ in finished) == list(range(exported.ranks))
     prefix = "workload_roofline" if encoding == "roofline" else "workload"
     executed: defaultdict[int, list[int]] = defaultdict(list)
-    with (made.directory / "executed.txt").open() as lines:
+    with (exported.directory / "executed.txt").open() as lines:
         for line in lines:
             if issued := re.search(r"issue,sys->id=(\d+), tick=\d+, node->id=(\d+),", line):
                 executed[int(issued[1])].append(int(issued[2]))
-    for rank in range(made.ranks):
-        nodes = read_records(made.directory / f"{prefix}.{rank}.et").nodes
+    for rank in range(exported.ranks):
+        nodes = read_records(exported.directory / f"{prefix}.{rank}.et").nodes
         assert sorted(executed[rank]) == [node.id for node in nodes]
-    gpu_time = re.findall(r"sys\[(\d+)\], GPU time: (\d+)", ran.stdout)
+    gpu_time = re.findall(r"sys\[(\d+)\], GPU time: (\d+)", process.stdout)
     return (
         {int(rank): int(time) for rank, time in gpu_time},
         {int(rank): int(cycles) for rank, cycles in finished},
@@ -119,20 +121,22 @@ def step_of_four_ranks() -> Graph:
 
 
 def test_both_encodings_of_four_ranks(tmp_path: Path) -> None:
-    made = export(step_of_four_ranks(), tmp_path)
-    assert made.gpu_time_ns == 12 * (12_345 + 333 + 1777) + 7 * 66
-    exact, _ = run(made, "roofline")
-    assert exact == dict.fromkeys(range(4), made.gpu_time_ns)
-    rounded, _ = run(made, "micros")
-    assert all(abs(time - made.gpu_time_ns) < 1000 for time in rounded.values())
+    exported = export(step_of_four_ranks(), tmp_path)
+    assert exported.gpu_time_ns == 12 * (12_345 + 333 + 1777) + 7 * 66
+    exact, _ = run(exported, "roofline")
+    assert exact == dict.fromkeys(range(4), exported.gpu_time_ns)
+    rounded, _ = run(exported, "micros")
+    assert all(abs(time - exported.gpu_time_ns) < 1000 for time in rounded.values())
 
 
 def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
     builder = GraphBuilder()
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_GATHER}
     builder.add(name="all_gather", comm_bytes=45_000_000, **columns)
-    made = export(builder.build(Job()), tmp_path, ranks=4, bandwidth_gb_per_s=450, latency_ns=500)
-    _, cycles = run(made, "micros")
+    exported = export(
+        builder.build(Job()), tmp_path, ranks=4, bandwidth_gb_per_s=450, latency_ns=500
+    )
+    _, cycles = run(exported, "micros")
     # 3 steps of a ring: 45 MB at 450 GB/s are 100,000 ns, and 500 ns of latency;
     # ASTRA-sim adds its endpoint delay of 10 ns to each step
     assert set(cycles.values()) <= set(range(3 * 100_500, 3 * 100_500 + 50))
@@ -144,11 +148,11 @@ def test_a_measured_bus_bandwidth_has_the_reductions_in_it(tmp_path: Path) -> No
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
     builder.add(name="all_reduce", comm_bytes=40_000_000, **columns)
     network = {"bandwidth_gb_per_s": 300, "latency_ns": 1000}
-    made = export(builder.build(Job()), tmp_path, ranks=4, memory_gb_per_s=None, **network)
-    _, cycles = run(made, "micros")
+    exported = export(builder.build(Job()), tmp_path, ranks=4, memory_gb_per_s=None, **network)
+    _, cycles = run(exported, "micros")
     # 60 MB at 300 GB/s, 6 messages of 1 us latency and ASTRA-sim's own 10 ns
     assert set(cycles.values()) <= set(range(200_000 + 6 * 1000, 200_000 + 6 * 1000 + 150))
-    assert made.notes[-1].endswith("between any two ranks, reductions included.")
+    assert exported.notes[-1].endswith("between any two ranks, reductions included.")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +173,8 @@ def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, 
     parsed = Schedule.parse(schedule)
     graphs = captures(4 * parsed.chunks, scale=parsed.chunks)
     ranks = expand(graphs, parsed, micro_batches)
-    made = export_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)
-    gpu_time, cycles = run(made, "roofline")
+    exported = export_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)
+    gpu_time, cycles = run(exported, "roofline")
     assert gpu_time[1] == micro_batches * 3_000_000 + OPTIMIZER_NS
     assert max(cycles.values()) == pytest.approx(step_ns + OPTIMIZER_NS, abs=20_000)
 
@@ -192,8 +196,8 @@ def test_an_uneven_exchange_takes_as_long_as_its_busiest_rank(tmp_path: Path) ->
         builder.edge(gemm, moved, Reason.SYNC)
         group = ProcessGroup("ep", world.line("ep", rank), "ep")
         graphs.append(builder.build(Job(world, rank, groups=(group,), classes=classes)))
-    made = export_ranks(expand_ranks(graphs), tmp_path, bandwidth_gb_per_s=450, latency_ns=500)
-    gpu_time, cycles = run(made, "roofline")
+    exported = export_ranks(expand_ranks(graphs), tmp_path, bandwidth_gb_per_s=450, latency_ns=500)
+    gpu_time, cycles = run(exported, "roofline")
     assert gpu_time == {0: 1_000_000, 1: 2_000_000, 2: 1_000_000, 3: 2_000_000}
     # the later rank's 2 ms, then half of 90 MB to the other rank at 450 GB/s, and 500 ns
     assert 2_100_500 <= max(cycles.values()) <= 2_100_550
@@ -205,19 +209,19 @@ def test_real_captures(raw: Path, tmp_path: Path) -> None:
     graph, _ = convert_directory(raw)
     if graph.job.device.type == "cpu":
         graph = recost(graph, "H100")
-    made = export(graph, tmp_path)
-    exact, _ = run(made, "roofline")
-    assert exact == dict.fromkeys(range(4), made.gpu_time_ns)
-    rounded, _ = run(made, "micros")
-    assert all(abs(time - made.gpu_time_ns) < 1000 for time in rounded.values())
+    exported = export(graph, tmp_path)
+    exact, _ = run(exported, "roofline")
+    assert exact == dict.fromkeys(range(4), exported.gpu_time_ns)
+    rounded, _ = run(exported, "micros")
+    assert all(abs(time - exported.gpu_time_ns) < 1000 for time in rounded.values())
 
 
 def test_host_time_makes_the_step_last_what_was_measured(tmp_path: Path) -> None:
     """On a network that takes next to no time, the H200 capture's step without the profiler."""
     graph, _ = convert_directory(next(raw for raw in CAPTURES if raw.name.startswith("h200")))
-    made = export(
+    exported = export(
         graph, tmp_path, host_time=True, bandwidth_gb_per_s=1e6, latency_ns=0, memory_gb_per_s=1e6
     )
-    _, cycles = run(made, "roofline")
+    _, cycles = run(exported, "roofline")
     step_ns = graph.job.measurement.median_step_ns
     assert max(cycles.values()) == pytest.approx(step_ns, rel=0.01)

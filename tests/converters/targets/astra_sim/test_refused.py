@@ -1,11 +1,13 @@
 """Graphs and arguments that the ASTRA-sim export refuses; no file remains."""
 
+import errno
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
-from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
+from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps
 from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import Storage, with_storage
@@ -32,6 +34,81 @@ def test_other_content_is_not_replaced(tmp_path: Path) -> None:
         export(small_step(), tmp_path / "thesis.tex")
 
 
+def test_files_beside_an_export_outlive_the_next(tmp_path: Path) -> None:
+    export(small_step(), tmp_path, name="old")
+    notes, results = tmp_path / "notes.txt", tmp_path / "results"
+    notes.write_text("x")
+    results.mkdir()
+    (results / "run.log").write_text("42 cycles")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with raises_code("export-output-not-ours"):
+        export(small_step(), tmp_path, name="new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    made = export(small_step(), tmp_path, name="new", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*made.files, "notes.txt", "results"]
+    )
+    assert notes.read_text() == "x"
+    assert (results / "run.log").read_text() == "42 cycles"
+
+
+def test_a_directory_in_the_place_of_a_file_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").mkdir()
+    (tmp_path / "run.sh" / "mine").write_text("x")
+    with raises_code("export-output-not-ours"):
+        export(small_step(), tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["run.sh", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "code"),
+    [
+        ('{"files": ["../thesis.tex", "/etc/passwd", "workload.0.et"]}', ""),
+        ('{"files": 3}', "export-manifest-malformed"),
+        ("[" * 100_000, "export-manifest-malformed"),
+    ],
+)
+def test_a_manifest_names_files_of_its_own_directory_only(
+    manifest: str, code: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (out / "export.json").write_text(manifest)
+    if code:
+        with raises_code(code):
+            export(small_step(), out)
+    else:
+        export(small_step(), out)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_current_directory_stays_when_exported_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inode = tmp_path.stat().st_ino
+    export(small_step(), ".", name="old")
+    made = export(small_step(), ".", name="new")
+    assert sorted(path.name for path in Path.cwd().iterdir()) == made.files
+    assert tmp_path.stat().st_ino == inode
+
+
+def test_a_full_disk_names_the_directory_and_keeps_the_earlier_export(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(small_step(), out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"Errno {errno.EFBIG}") as error:
+            export(small_step(), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("ranks", "hint"),
     [
@@ -46,7 +123,7 @@ def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_p
     """FSDP that reshards to a part of its ranks after forward has such groups."""
     job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
     with raises_code("export-group-not-placeable") as caught:
-        export(one(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+        export(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
     assert re.search(hint, str(caught.value))
 
 
@@ -64,13 +141,13 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "code"),
     [
-        (one(Collective.NONE, 64, "tp"), "export-unknown-collective"),
-        (one(Collective.BROADCAST, -1, "tp"), "export-no-bytes"),
-        (one(Collective.ALL_REDUCE, -1, "tp"), "export-no-bytes"),
-        (one(Collective.ALL_REDUCE, 64, "odd"), "export-group-not-placeable"),
-        (one(Collective.ALL_REDUCE, 64, "ep"), "export-unknown-group"),
+        (one_collective(Collective.NONE, 64, "tp"), "export-unknown-collective"),
+        (one_collective(Collective.BROADCAST, -1, "tp"), "export-no-bytes"),
+        (one_collective(Collective.ALL_REDUCE, -1, "tp"), "export-no-bytes"),
+        (one_collective(Collective.ALL_REDUCE, 64, "odd"), "export-group-not-placeable"),
+        (one_collective(Collective.ALL_REDUCE, 64, "ep"), "export-unknown-group"),
         (
-            one(
+            one_collective(
                 Collective.ALL_REDUCE,
                 64,
                 "tp",
@@ -135,7 +212,7 @@ def test_memory_nodes_are_refused(tmp_path: Path) -> None:
 
 def test_nothing_to_run(tmp_path: Path) -> None:
     with raises_code("export-empty-graph"):
-        export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
+        export(one_collective(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
 
 
 def test_a_cycle_is_named(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def call_of(collective: Collective, group: str, size: int, **columns: Any) -> di
 
 def test_every_line(tmp_path: Path) -> None:
     graph = step_of(TP2_DP2, call_of(Collective.ALL_REDUCE, "dp", 7))
-    made = export(graph, tmp_path / "job.goal")
+    exported = export(graph, tmp_path / "job.goal")
     text = (tmp_path / "job.goal").read_text()
     assert text.startswith("num_ranks 4\nrank 0 {\n")
     assert text.partition("rank 2 {\n")[2].partition("rank 3")[0] == (
@@ -98,8 +98,13 @@ def test_every_line(tmp_path: Path) -> None:
         "l7 requires l6\n"
         "}\n"
     )
-    assert (made.ranks, made.operations, made.gpu_time_ns, made.cpus) == (4, 32, 1500, 2)
-    assert made.algorithms == {"all_reduce by ring": 1}
+    assert (exported.ranks, exported.operations, exported.gpu_time_ns, exported.cpus) == (
+        4,
+        32,
+        1500,
+        2,
+    )
+    assert exported.algorithms == {"all_reduce by ring": 1}
     # the other group of the axis has other tags
     assert set(
         re.findall(r"tag (\d+)", text.partition("rank 1 {\n")[2].partition("rank 2")[0])
@@ -133,12 +138,16 @@ def with_origins(call: CollectiveCall) -> list[list[tuple[Message, frozenset[int
     lists = [messages(call, position) for position in range(call.ranks)]
     place = {
         (position, message.peer, message.step): (position, at)
-        for position, own in enumerate(lists)
-        for at, message in enumerate(own)
+        for position, member_messages in enumerate(lists)
+        for at, message in enumerate(member_messages)
         if message.sends
     }
     known: dict[tuple[int, int], frozenset[int]] = {}
-    pending = [(position, at) for position, own in enumerate(lists) for at in range(len(own))]
+    pending = [
+        (position, at)
+        for position, member_messages in enumerate(lists)
+        for at in range(len(member_messages))
+    ]
     while pending:
         blocked: list[tuple[int, int]] = []
         for position, at in pending:
@@ -153,8 +162,8 @@ def with_origins(call: CollectiveCall) -> list[list[tuple[Message, frozenset[int
         assert len(blocked) < len(pending), "members wait for each other"
         pending = blocked
     return [
-        [(message, known[position, at]) for at, message in enumerate(own)]
-        for position, own in enumerate(lists)
+        [(message, known[position, at]) for at, message in enumerate(member_messages)]
+        for position, member_messages in enumerate(lists)
     ]
 
 
@@ -168,24 +177,24 @@ def check_ends(call: CollectiveCall) -> None:
     """Check that each message has two ends, and a step that no other has between the two."""
     sent: dict[tuple[int, int, int], int] = {}
     received: dict[tuple[int, int, int], int] = {}
-    for position, own in enumerate(with_origins(call)):
-        for message, _ in own:
+    for position, member_messages in enumerate(with_origins(call)):
+        for message, _ in member_messages:
             ends = (position, message.peer) if message.sends else (message.peer, position)
-            found = sent if message.sends else received
-            assert (*ends, message.step) not in found
-            found[(*ends, message.step)] = message.size_bytes
+            sizes = sent if message.sends else received
+            assert (*ends, message.step) not in sizes
+            sizes[(*ends, message.step)] = message.size_bytes
     assert sent == received
 
 
 @pytest.mark.parametrize(("layout", "size"), [*product(LAYOUTS, [40_000, 64 << 20])])
-def test_an_all_reduce_reaches_everybody(layout: tuple[int, int], size: int) -> None:
+def test_an_all_reduce_reaches_all_members(layout: tuple[int, int], size: int) -> None:
     call = CollectiveCall(Collective.ALL_REDUCE, size, group_of(*layout))
-    everyone = frozenset(range(call.ranks))
-    for own in with_origins(call):
+    all_members = frozenset(range(call.ranks))
+    for member_messages in with_origins(call):
         complete = {
             (message.peer, message.step): message.size_bytes
-            for message, whose in own
-            if whose == everyone and (not message.sends or call.choice.algorithm == "tree")
+            for message, origins in member_messages
+            if origins == all_members and (not message.sends or call.choice.algorithm == "tree")
         }
         # a part a member completes itself, it does not receive; a tree's root only sends
         assert sum(complete.values()) >= size * (call.ranks - 1) / call.ranks
@@ -205,9 +214,14 @@ def test_bytes_of_each_member(collective: Collective, share: Fraction) -> None:
     size = 8 << 20
     call = CollectiveCall(collective, size, group_of(1, 8))
     for position in range(8):
-        own = messages(call, position)
-        assert sum(message.size_bytes for message in own if message.sends) == size * share
-        assert sum(message.size_bytes for message in own if not message.sends) == size * share
+        member_messages = messages(call, position)
+        assert (
+            sum(message.size_bytes for message in member_messages if message.sends) == size * share
+        )
+        assert (
+            sum(message.size_bytes for message in member_messages if not message.sends)
+            == size * share
+        )
 
 
 @pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
@@ -218,24 +232,24 @@ def test_one_gpu_per_node_uses_recursive_doubling(collective: Collective, nodes:
     size = shard if collective is Collective.ALL_GATHER else shard * nodes
     call = CollectiveCall(collective, size, group_of(nodes, 1))
     assert call.choice.algorithm == "pat"
-    everyone = frozenset(range(nodes))
-    for own in with_origins(call):
-        sent = [message for message, _ in own if message.sends]
+    all_members = frozenset(range(nodes))
+    for member_messages in with_origins(call):
+        sent = [message for message, _ in member_messages if message.sends]
         assert len(sent) == (nodes - 1).bit_length()
         assert sum(message.size_bytes for message in sent) == shard * (nodes - 1)
         ordered = sent if collective is Collective.ALL_GATHER else sent[::-1]
         assert ordered[0].size_bytes < ordered[-1].size_bytes
-        assert frozenset().union(*(held for _, held in own)) == everyone
+        assert frozenset().union(*(origins for _, origins in member_messages)) == all_members
 
 
 @pytest.mark.parametrize("root", [0, 3])
 def test_a_broadcast_goes_down_a_chain(root: int) -> None:
     call = CollectiveCall(Collective.BROADCAST, 1 << 20, group_of(1, 4), root=root)
-    whose = with_origins(call)
-    assert sum(message.sends for message, _ in whose[root]) == len(whose[root]) > 0
+    members = with_origins(call)
+    assert sum(message.sends for message, _ in members[root]) == len(members[root]) > 0
     for position in range(4):
-        got = [message.size_bytes for message, held in whose[position]
-               if not message.sends and root in held]  # fmt: skip
+        got = [message.size_bytes for message, origins in members[position]
+               if not message.sends and root in origins]  # fmt: skip
         assert sum(got) == (0 if position == root else 1 << 20)
 
 
@@ -280,9 +294,9 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     calls = [call_of(kind, group, 4096) for kind in SUPPORTED for group in ("tp", "dp", "")]
     graph = step_of(TP2_DP2, *calls)
     for gpus_per_node in (1, 2, 8):
-        made = export(graph, tmp_path / "job.goal", gpus_per_node=gpus_per_node)
+        exported = export(graph, tmp_path / "job.goal", gpus_per_node=gpus_per_node)
         assert run(parse(tmp_path / "job.goal")) == [1500] * 4
-        assert sum(made.algorithms.values()) == len(calls)
+        assert sum(exported.algorithms.values()) == len(calls)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
@@ -290,8 +304,8 @@ def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Pat
     """(M + P - 1) (f + b) of equal stages; interleaved: the bubble over V."""
     kind = Schedule.parse(schedule)
     ranks, batches = 4 // kind.chunks, 8
-    made = expand(captures(), kind, batches)
-    export_ranks(made, tmp_path / "job.goal")
+    rank_graphs = expand(captures(), kind, batches)
+    export_ranks(rank_graphs, tmp_path / "job.goal")
     ends = run(parse(tmp_path / "job.goal"))
     both = FORWARD_NS + INPUT_NS + WEIGHT_NS
     update = kind.chunks * OPTIMIZER_NS
@@ -304,11 +318,11 @@ def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Pat
 
 
 def test_stages_of_two_jobs_are_refused(tmp_path: Path) -> None:
-    made = expand(captures(), Schedule.parse("1f1b"), 4)
+    rank_graphs = expand(captures(), Schedule.parse("1f1b"), 4)
     with raises_code("goal-unmatched-p2p"):
-        export_ranks(made[:3], tmp_path / "job.goal")
+        export_ranks(rank_graphs[:3], tmp_path / "job.goal")
     others = expand(captures(captured=2), Schedule.parse("1f1b"), 6)
-    mixed: list[RankGraph] = [*made[:2], *others[2:]]
+    mixed: list[RankGraph] = [*rank_graphs[:2], *others[2:]]
     with raises_code("goal-unmatched-p2p"):
         export_ranks(mixed, tmp_path / "job.goal")
     assert not [*tmp_path.iterdir()]
@@ -333,11 +347,11 @@ def real(request: pytest.FixtureRequest) -> Graph:
 
 
 def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
-    """Without a network each rank takes its kernels' time; with one, what the replay says."""
-    made = export(real, tmp_path / "job.goal")
+    """Without a network each rank takes its kernels' time; with a network, the replayed time."""
+    exported = export(real, tmp_path / "job.goal")
     ranks = parse(tmp_path / "job.goal")
     compute = int(real.nodes.duration_ns[real.gpu_compute].sum())
-    assert made.gpu_time_ns == compute
+    assert exported.gpu_time_ns == compute
     assert run(ranks) == [compute] * 4
     simulated = run(ranks, Fraction(1, 450))[0]
     exposed = replay(real, bandwidth_gb_per_s=450).exposed_communication_ns
@@ -358,7 +372,7 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
         newest = node
     measured = Measurement(step_ns=(3000,))
     graph = builder.build(msgspec.structs.replace(TP2_DP2, measurement=measured))
-    made = export(graph, tmp_path / "job.goal", host_time=True)
+    exported = export(graph, tmp_path / "job.goal", host_time=True)
     assert (tmp_path / "job.goal").read_text().split("}")[0].splitlines()[2:] == [
         "l0: calc 1000 cpu 0",
         "l1: calc 1500 cpu 1",
@@ -366,8 +380,8 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
         "l2: calc 500 cpu 0",
         "l2 requires l1",
     ]
-    assert any("waits 1500 ns for its host, in 1 nodes" in note for note in made.notes)
-    assert not any("idle time are not" in note for note in made.notes)
+    assert any("waits 1500 ns for its host, in 1 nodes" in note for note in exported.notes)
+    assert not any("idle time are not" in note for note in exported.notes)
 
 
 def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:
@@ -385,8 +399,8 @@ def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:
 
 
 def test_the_output_is_reproducible(real: Graph, tmp_path: Path) -> None:
-    made = [export(real, tmp_path / name).path.read_bytes() for name in "ab"]
-    assert made[0] == made[1]
+    first, second = (export(real, tmp_path / name).path.read_bytes() for name in "ab")
+    assert first == second
 
 
 def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
@@ -395,12 +409,12 @@ def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
     graph = Graph(real.nodes, real.edges, real.strings, job)
     export(graph, tmp_path / "job.goal")
     ranks = parse(tmp_path / "job.goal")
-    whose: defaultdict[int, set[frozenset[int]]] = defaultdict(set)
+    users: defaultdict[int, set[frozenset[int]]] = defaultdict(set)
     for rank, ops in enumerate(ranks):
         for op in ops:
             if op.kind != "calc":
-                whose[op.tag].add(frozenset({rank // 4, op.peer // 4}))
-    assert all(len(replicas) == 1 for replicas in whose.values())  # of one group of one replica
+                users[op.tag].add(frozenset({rank // 4, op.peer // 4}))
+    assert all(len(replicas) == 1 for replicas in users.values())  # of one group of one replica
     assert run(ranks)
 
 
@@ -413,15 +427,21 @@ def test_loggopsim_agrees(real: Graph, schedule: str, tmp_path: Path) -> None:
         export(real, tmp_path / "job.goal")
     ranks: list[list[Operation]] = parse(tmp_path / "job.goal")
     for gap in (0, 450):
-        given = f"{1 / gap:.12f}" if gap else "0"
+        gap_per_byte = f"{1 / gap:.12f}" if gap else "0"
         for tool in (
             ["txt2bin", "-i", "job.goal", "-o", "job.bin"],
-            ["LogGOPSim", "-f", "job.bin", *"-L 0 -o 0 -g 0 -S 2147483647 -G".split(), given],
+            [
+                "LogGOPSim",
+                "-f",
+                "job.bin",
+                *"-L 0 -o 0 -g 0 -S 2147483647 -G".split(),
+                gap_per_byte,
+            ],
         ):
-            done = subprocess.run(
+            process = subprocess.run(
                 [Path(BINARIES).resolve() / tool[0], *tool[1:]],
                 cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300,
             )  # fmt: skip
-        ends = [int(end) for end in re.findall(r"Host \d+: (\d+)", done.stdout)]
-        own = run(ranks, Fraction(1, gap) if gap else Fraction(0))
-        assert ends == pytest.approx(own, abs=20)
+        ends = [int(end) for end in re.findall(r"Host \d+: (\d+)", process.stdout)]
+        expected = run(ranks, Fraction(1, gap) if gap else Fraction(0))
+        assert ends == pytest.approx(expected, abs=20)

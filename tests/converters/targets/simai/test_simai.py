@@ -56,8 +56,8 @@ class Step(GraphBuilder):
     """Nodes one after another."""
 
     def compute(self, module: str, phase: Phase, ns: int, **columns: Any) -> None:
-        given = {"name": "kernel", "kind": Kind.KERNEL, "stream": 7, "start_ns": len(self)}
-        self._next(**{**given, "module": module, "phase": phase, "duration_ns": ns, **columns})
+        defaults = {"name": "kernel", "kind": Kind.KERNEL, "stream": 7, "start_ns": len(self)}
+        self._next(**{**defaults, "module": module, "phase": phase, "duration_ns": ns, **columns})
 
     def call(self, module: str, phase: Phase, kind: Collective, group: str, size: int) -> None:
         columns = {"collective": kind, "group": group, "comm_bytes": size}
@@ -99,7 +99,7 @@ def training_step() -> Graph:
 
 
 def test_every_cell(tmp_path: Path) -> None:
-    made = export([training_step()], tmp_path / "w.txt")
+    exported = export([training_step()], tmp_path / "w.txt")
     assert (tmp_path / "w.txt").read_text() == (
         "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: 2 ep: 2 pp: 1 vpp: 1 ga: 1 "
         "all_gpus: 8 checkpoints: 0 checkpoint_initiates: 0 pp_comm: 0\n"
@@ -111,9 +111,13 @@ def test_every_cell(tmp_path: Path) -> None:
         "m.0:1 -1 31 NONE 0 0 NONE 0 0 NONE 0 0\n"
         "m.head -1 40 NONE 0 41 NONE 0 0 NONE 0 0\n"
     )
-    assert (made.forward_ns, made.input_gradient_ns, made.weight_gradient_ns) == (131, 94, 33)
-    assert (made.optimizer_ns, made.rows, made.micro_batches) == (50, 6, 1)
-    assert "by shapes" in made.notes[0]  # these nodes record no operands
+    assert (exported.forward_ns, exported.input_gradient_ns, exported.weight_gradient_ns) == (
+        131,
+        94,
+        33,
+    )
+    assert (exported.optimizer_ns, exported.rows, exported.micro_batches) == (50, 6, 1)
+    assert "by shapes" in exported.notes[0]  # these nodes record no operands
     assert [path.name for path in tmp_path.iterdir()] == ["w.txt"]
 
 
@@ -124,8 +128,8 @@ def test_nodes_without_phase_are_repeated_with_their_micro_batch(tmp_path: Path)
         step.compute("", Phase.NONE, 7)
         step.compute("m.0", Phase.BACKWARD, 20, micro_batch=number)
     step.compute("", Phase.OPTIMIZER, 50)
-    made = export([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
-    assert made.forward_ns == 5 * (10 + 7)
+    exported = export([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
+    assert exported.forward_ns == 5 * (10 + 7)
 
 
 def test_layers_as_rows(tmp_path: Path) -> None:
@@ -138,8 +142,8 @@ def cells(path: Path) -> list[list[str]]:
     """Return the cells of each row, after checking the rules of the format."""
     header, count, *lines = path.read_text().splitlines()
     words = header.split()
-    given = dict(zip(words[1::2], words[2::2], strict=True))
-    assert {"model_parallel_NPU_group:", "ep:", "pp:", "vpp:", "ga:", "all_gpus:"} <= {*given}
+    fields = dict(zip(words[1::2], words[2::2], strict=True))
+    assert {"model_parallel_NPU_group:", "ep:", "pp:", "vpp:", "ga:", "all_gpus:"} <= {*fields}
     assert len(lines) == int(count)
     rows = [line.split() for line in lines]
     for row in rows:
@@ -163,7 +167,7 @@ def test_long_cells_are_split(tmp_path: Path) -> None:
     step.call("m.head", Phase.FORWARD, Collective.ALL_REDUCE, "tp", 100)
     step.compute("m.head", Phase.BACKWARD, 3)
     step.call("m.head", Phase.BACKWARD, Collective.ALL_REDUCE, "tp", 101)
-    made = export([step.build(JOB)], tmp_path / "w.txt")
+    exported = export([step.build(JOB)], tmp_path / "w.txt")
     rows = cells(tmp_path / "w.txt")
     assert len(rows) == 6
     assert total_ns(tmp_path / "w.txt") == 5 * 2**31 + 7 + 3
@@ -171,7 +175,7 @@ def test_long_cells_are_split(tmp_path: Path) -> None:
     assert [row[3:5] for row in rows] == [["NONE", "0"]] * 5 + [["ALLREDUCE", "100"]]
     assert [row[6:8] for row in rows] == [["ALLREDUCE", "101"]] + [["NONE", "0"]] * 5
     off = sum(int(np.float32(row[2])) - int(row[2]) for row in rows)
-    assert any(f"{off:+d} ns off" in note for note in made.notes)
+    assert any(f"{off:+d} ns off" in note for note in exported.notes)
 
 
 def test_gathers_are_split_at_simais_limit(tmp_path: Path) -> None:
@@ -200,8 +204,8 @@ def test_lost_communication_is_reported(
     step = Step()
     step.compute("m.head", Phase.FORWARD, 5)
     step.call("m.head", Phase.FORWARD, kind, group, size)
-    made = export([step.build(JOB)], tmp_path / "w.txt")
-    assert any(loss in reported for reported in made.losses)
+    exported = export([step.build(JOB)], tmp_path / "w.txt")
+    assert any(loss in reported for reported in exported.losses)
     assert all(row[3] == row[6] == row[9] == "NONE" for row in cells(tmp_path / "w.txt"))
 
 
@@ -209,9 +213,9 @@ def test_a_gather_of_the_forward_has_one_column_only(tmp_path: Path) -> None:
     step = Step()
     step.call("m.head", Phase.FORWARD, Collective.ALL_GATHER, "dp", 64)
     step.compute("m.head", Phase.FORWARD, 5)
-    made = export([step.build(JOB)], tmp_path / "w.txt")
+    exported = export([step.build(JOB)], tmp_path / "w.txt")
     assert [row[9:11] for row in cells(tmp_path / "w.txt")][-1] == ["ALLGATHER", "256"]
-    assert any("the phase of 1 collectives (forward of dp)" in loss for loss in made.losses)
+    assert any("the phase of 1 collectives (forward of dp)" in loss for loss in exported.losses)
 
 
 @pytest.mark.parametrize(
@@ -243,12 +247,14 @@ def test_a_cpu_capture_needs_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved:2", 2)])
 def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Path) -> None:
     graphs = captures()
-    made = export(graphs, tmp_path / "w.txt", schedule=Schedule.parse(schedule), micro_batches=6)
-    assert made.forward_ns == 6 * chunks * FORWARD_NS
-    assert made.optimizer_ns == chunks * OPTIMIZER_NS
-    first = 6 if made.rank == 0 else 0  # kernels of 1 ns for the embedding's gradient
-    assert made.input_gradient_ns == 6 * chunks * INPUT_NS
-    assert made.weight_gradient_ns == 6 * chunks * WEIGHT_NS + first
+    exported = export(
+        graphs, tmp_path / "w.txt", schedule=Schedule.parse(schedule), micro_batches=6
+    )
+    assert exported.forward_ns == 6 * chunks * FORWARD_NS
+    assert exported.optimizer_ns == chunks * OPTIMIZER_NS
+    first = 6 if exported.rank == 0 else 0  # kernels of 1 ns for the embedding's gradient
+    assert exported.input_gradient_ns == 6 * chunks * INPUT_NS
+    assert exported.weight_gradient_ns == 6 * chunks * WEIGHT_NS + first
     header = (tmp_path / "w.txt").read_text().splitlines()[0]
     assert f"pp: {4 // chunks} vpp: {chunks} ga: 6 all_gpus: {4 // chunks} " in header
     assert header.endswith("pp_comm: 64")
@@ -262,8 +268,8 @@ def test_an_evaluation_runs_once(captured: int, tmp_path: Path) -> None:
     """However many micro-batches there are, and no part of the pipeline's bubble."""
     graphs = captures(captured=captured, evaluated=captured // 2)
     schedule = Schedule.parse("1f1b")
-    made = export(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
-    assert made.forward_ns == (6 + 1) * FORWARD_NS
+    exported = export(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
+    assert exported.forward_ns == (6 + 1) * FORWARD_NS
     rows = cells(tmp_path / "w.txt")
     assert [(row[0], row[2]) for row in rows if row[0] == "embedding_layer"] == [
         ("embedding_layer", "0"),  # the optimizer
@@ -292,11 +298,16 @@ def real(request: pytest.FixtureRequest) -> Graph:
 
 
 def test_compute_is_conserved(real: Graph, tmp_path: Path) -> None:
-    made = export([real], tmp_path / "w.txt")
+    exported = export([real], tmp_path / "w.txt")
     assert total_ns(tmp_path / "w.txt") == compute_ns(real)
-    parts = (made.forward_ns, made.input_gradient_ns, made.weight_gradient_ns, made.optimizer_ns)
+    parts = (
+        exported.forward_ns,
+        exported.input_gradient_ns,
+        exported.weight_gradient_ns,
+        exported.optimizer_ns,
+    )
     assert sum(parts) == compute_ns(real)
-    assert made.notes[0].startswith("Input and weight gradients were separated by the operands")
+    assert exported.notes[0].startswith("Input and weight gradients were separated by the operands")
 
 
 def test_each_gradient_takes_the_forwards_products(real: Graph) -> None:
@@ -317,8 +328,8 @@ def test_each_gradient_takes_the_forwards_products(real: Graph) -> None:
 
 
 def test_the_output_is_reproducible(real: Graph, tmp_path: Path) -> None:
-    made = [export([real], tmp_path / name).path.read_bytes() for name in "ab"]
-    assert made[0] == made[1]
+    first, second = (export([real], tmp_path / name).path.read_bytes() for name in "ab")
+    assert first == second
 
 
 def test_export_holds_every_call_of_the_step(real: Graph, tmp_path: Path) -> None:
@@ -346,10 +357,10 @@ def simulated(directory: Path, gpus: int) -> dict[str, float]:
     subprocess.run(command, cwd=directory, capture_output=True, check=True, timeout=120)
     text = next(directory.glob("results/*EndToEnd.csv")).read_text()
     names, values = (line.split(",") for line in text.splitlines()[:2])
-    found = [re.match(r"[\d.]+", value.strip()) for value in values]
+    matches = [re.match(r"[\d.]+", value.strip()) for value in values]
     return {
         name.strip(): float(value[0])
-        for name, value in zip(names, found, strict=True)
+        for name, value in zip(names, matches, strict=True)
         if value is not None
     }
 

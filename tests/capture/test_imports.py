@@ -1,0 +1,78 @@
+"""What a capture imports: transformers only where the script brings it."""
+
+import contextlib
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+
+from onerank.capture.patches import after_import
+
+SCRIPT = """
+import json, sys, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with open("modules.json", "w") as file:
+    json.dump(sorted(sys.modules), file)
+while True:
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_without_transformers_is_captured_without_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    # A transformers that cannot be imported, as where torchvision does not match torch.
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('operator torchvision::nms')\n")
+    short = ("--warm-up", "1", "--timed-steps", "1", "-o", "t.et")
+    for world in ((), ("--dp", "2", "--fsdp")):
+        command = (sys.executable, "-m", "onerank", "capture", "run", "train.py", *world, *short)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    assert "torch" in modules
+    assert [name for name in modules if name.startswith("transformers")] == []
+
+
+def test_an_unmet_option_is_refused_without_transformers(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code = (
+        "import sys\n"
+        "from onerank.cli import capture\n"
+        f"try: capture(['run', {str(tmp_path / 'train.py')!r}, '--rank', '3', '-o', '/tmp/x.et'])\n"
+        "except SystemExit as end: print(end.code, 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert "error[rank-out-of-range]" in done.stderr
+
+
+def test_a_context_is_entered_when_its_module_is_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "brought_later.py").write_text("VALUE = 1\n")
+    monkeypatch.delitem(sys.modules, "brought_later", raising=False)
+    seen: list[str] = []
+
+    def noting(name: str):
+        @contextlib.contextmanager
+        def context() -> Generator[None]:
+            seen.append(f"{name} {sys.modules['brought_later'].VALUE}")
+            yield
+            seen.append(f"left {name}")
+
+        return context
+
+    finders = list(sys.meta_path)
+    with after_import("brought_later", noting("a")), after_import("brought_later", noting("b")):
+        assert seen == []
+        importlib.import_module("brought_later")
+        assert seen == ["a 1", "b 1"]
+        with after_import("brought_later", noting("c")):
+            assert seen[2:] == ["c 1"]
+    assert seen[3:] == ["left c", "left b", "left a"]
+    assert sys.meta_path == finders
+    with after_import("json.not_there", noting("d")):
+        pass
+    assert len(seen) == 6
