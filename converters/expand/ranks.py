@@ -108,7 +108,7 @@ def check_all_equal(job: Job) -> None:
             code="ranks-single-stage",
         )
     if len(job.classes) > 1:
-        representatives = ", ".join(str(each.representative) for each in job.classes)
+        representatives = ", ".join(str(rank_class.representative) for rank_class in job.classes)
         raise ExportError(
             f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
             f"ranks\n  give a trace for each class (ranks {representatives}), as "

@@ -104,7 +104,7 @@ EVENTS: dict[str, tuple[Change, str]] = {
     "text for a number": (lambda events: events[3].update(dur="long"), "$.traceEvents[3].dur"),
     "no operator": (
         lambda events: [event.update(cat="python_function") for event in events],
-        "holds no operator",
+        "has no operators",
     ),
 }
 NODES: dict[str, tuple[Change, str]] = {

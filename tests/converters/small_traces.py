@@ -106,10 +106,10 @@ class Trace:
         return kineto, et
 
     def convert(
-        self, directory: Path, alone: Path | None = None, *, step: str = "all"
+        self, directory: Path, uncontended: Path | None = None, *, step: str = "all"
     ) -> tuple[Graph, Conversion]:
         kineto, et = self.write(directory)
-        return convert(Sources(kineto, et, alone=alone), step=step)
+        return convert(Sources(kineto, et, uncontended=uncontended), step=step)
 
 
 def edges(graph: Graph, reason: Reason) -> set[tuple[str, str]]:

@@ -76,8 +76,8 @@ def scope_times(
             moved = msgspec.structs.replace(time, path=names.moved(path, number))
             if copy:
                 paths = (names.moved(path, at) for at in plan.equivalents(layer))
-                measured = [deep_times.get((each, phase)) for each in paths]
-                median = statistics.median(each.duration_ns for each in measured if each)
+                measured = [deep_times.get((equivalent, phase)) for equivalent in paths]
+                median = statistics.median(known.duration_ns for known in measured if known)
                 moved = _not_measured(moved, round(median))
             times.append((number, moved))
     return tuple(time for _, time in sorted(times, key=lambda item: item[0]))
@@ -169,7 +169,7 @@ def compose(
     )
     graph = _with_changes(graph, changes, old)
     graph.topological_order()
-    copying = [Copying(each.nodes, each.copies, each.before) for each in sections]
+    copying = [Copying(section.nodes, section.copies, section.before) for section in sections]
     log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, work.number))
     measured = msgspec.structs.replace(graph.job.measurement, memory=log)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))

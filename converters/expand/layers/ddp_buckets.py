@@ -172,7 +172,7 @@ def _without(graph: Graph, removed: Any) -> Graph:
             if removed[node]:
                 through.setdefault((node, why), []).extend(sources)
             else:
-                edges += [(int(place[each]), int(place[node]), int(why)) for each in sources]
+                edges += [(int(place[start]), int(place[node]), int(why)) for start in sources]
     source, target, reason = np.array(sorted(set(edges)), dtype=np.int64).reshape(-1, 3).T
     kept = np.flatnonzero(~removed)
     nodes = replace(graph.nodes.take(kept), id=np.arange(len(kept), dtype=np.uint64))
@@ -197,7 +197,9 @@ def renumbered(job: Job, ids: I64) -> Job:
 def _named(graph: Graph, name: str) -> list[int]:
     hosts: I64 = np.flatnonzero(graph.mask(Kind.HOST_OP))
     names = graph.strings.decode(graph.nodes.name[hosts])
-    return [node for node, each in zip(hosts.tolist(), names, strict=True) if each == name]
+    return [
+        node for node, node_name in zip(hosts.tolist(), names, strict=True) if node_name == name
+    ]
 
 
 def operand_shapes(graph: Graph, node: int) -> list[Any]:

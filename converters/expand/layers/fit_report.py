@@ -119,7 +119,7 @@ class Captured:
     @property
     def start_memory_bytes(self) -> int:
         """Memory allocated when a step of the whole model begins."""
-        return self.line([each.start_memory_bytes for each in self.measured]).at_depth
+        return self.line([measurement.start_memory_bytes for measurement in self.measured]).at_depth
 
 
 def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
@@ -133,10 +133,10 @@ def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
         first=captured.pattern.first,
         period=captured.pattern.period,
         copied=captured.depth - captured.layers[-1],
-        compute_ns=captured.line([compute_ns(each) for each in graphs]),
-        step_ns=captured.line([each.median_step_ns or 0 for each in measured]),
-        peak_memory_bytes=captured.line([each.peak_memory_bytes for each in measured]),
-        comm_bytes=captured.line([comm_bytes(each) for each in graphs]),
+        compute_ns=captured.line([compute_ns(graph) for graph in graphs]),
+        step_ns=captured.line([step.median_step_ns or 0 for step in measured]),
+        peak_memory_bytes=captured.line([step.peak_memory_bytes for step in measured]),
+        comm_bytes=captured.line([comm_bytes(graph) for graph in graphs]),
         composed_compute_ns=compute_ns(graph),
         replayed_peak_bytes=replayed_peak_bytes(graph, captured.start_memory_bytes),
         layer_mismatch=captured.plan
@@ -191,10 +191,10 @@ def extrapolated_measurement(
 
 def _activation_bytes(captured: Captured) -> tuple[int, ...]:
     """Return the activation bytes of each micro-batch of the whole model, () if unknown."""
-    added = [each.activation_bytes for each in captured.measured]
-    if len({len(each) for each in added}) > 1:
+    by_capture = [measurement.activation_bytes for measurement in captured.measured]
+    if len({len(sizes) for sizes in by_capture}) > 1:
         return ()
-    return tuple(captured.line(list(values)).at_depth for values in zip(*added, strict=True))
+    return tuple(captured.line(list(sizes)).at_depth for sizes in zip(*by_capture, strict=True))
 
 
 def _layer_mismatch(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) -> float | None:
@@ -211,7 +211,7 @@ def _layer_mismatch(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) 
 
 
 def _layer_ns(capture: LayeredGraph, layer: int) -> int:
-    return sum(compute_ns(capture.graph, each.blocks[layer]) for each in capture.passes)
+    return sum(compute_ns(capture.graph, layer_pass.blocks[layer]) for layer_pass in capture.passes)
 
 
 def _peak(

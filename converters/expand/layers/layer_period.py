@@ -87,7 +87,7 @@ _COLUMNS = (
     *("kind", "name", "op", "stream", "grid", "block"),
     *("collective", "comm_bytes", "group", "comm_src", "comm_dst"),
 )
-"""Columns that must agree for two nodes to do the same work, besides module and operands."""
+"""Columns that must agree for two nodes to do the same work, in addition to module and operands."""
 
 _AT_ENDS = 2
 """Layers at either end that may differ from the others."""
@@ -152,7 +152,9 @@ def find_pattern(layered: LayeredGraph) -> Pattern:
     signatures, count = layer_signatures(layered), layered.layers
     patterns = [Pattern(first, period) for period in range(1, count - 1)
              for first in range(count - period - 1)]  # fmt: skip
-    for pattern in sorted(patterns, key=lambda each: (each.first + each.period, each.period)):
+    for pattern in sorted(
+        patterns, key=lambda candidate: (candidate.first + candidate.period, candidate.period)
+    ):
         if _equal_layers(layered, signatures, pattern):
             return pattern
     raise DepthError(

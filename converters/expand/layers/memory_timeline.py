@@ -211,7 +211,7 @@ def memory_timeline(
         start, stop = min(events), end(inside, max(events))
         if start in timeline.at_layer:
             where = {timeline.at_layer[event] for event in events if event in timeline.at_layer}
-            stop = max(timeline.stop[each] for each in where)
+            stop = max(timeline.stop[layer_of_pass] for layer_of_pass in where)
         span = _RepeatedRange(start, stop, copied.copies, copied.before)
         for event in range(start, stop):
             if timeline.copied.setdefault(event, span) is not span:
@@ -294,7 +294,7 @@ def _instances(
             # Memory that Python allocates after a loop is recorded for the last operator of the
             # loop, and exists once: the previous repetition has no block of that size.
             previous = many_blocks.get(changes.before.get(row, NONE), [])
-            sizes = Counter(each.bytes for each in previous)
+            sizes = Counter(block.bytes for block in previous)
             for block in blocks:
                 event = block.allocated if block.allocated >= 0 else block.freed
                 tags = many_timeline.tags(event)
@@ -359,8 +359,8 @@ def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
     ]
     place = {(at, kind): number for number, (_, kind, at) in enumerate(sorted(moments))}
     rows = [
-        (place.get((at, 0), NONE), place.get((at, 1), NONE), each.node, each.block)
-        for at, each in enumerate(instances)
+        (place.get((at, 0), NONE), place.get((at, 1), NONE), instance.node, instance.block)
+        for at, instance in enumerate(instances)
     ]
     rows.sort(key=lambda row: row[0] if row[0] >= 0 else row[1])
     allocated, freed, node, blocks = zip(*rows, strict=True) if rows else ((), (), (), ())

@@ -199,7 +199,7 @@ def repeat_units(deep: Sequence[Any], units: Sequence[tuple[int, int]], beyond: 
 def operand_key(shapes: str) -> str:
     """Return operand shapes with every list of tensors as one word, since such lists may grow."""
     operands = json.loads(shapes or "[]")
-    return json.dumps(["tensors" if _is_tensors(each) else each for each in operands])
+    return json.dumps(["tensors" if _is_tensors(operand) else operand for operand in operands])
 
 
 def extrapolate_shapes(shallow: str, deep: str, extrapolation: DepthExtrapolation) -> str | None:
@@ -242,10 +242,10 @@ def _shape(shallow: Any, deep: Any, extrapolation: DepthExtrapolation) -> Any:
         return deep if shallow == deep else None
     a, b = cast("list[Any]", shallow), cast("list[Any]", deep)
     if len(a) == len(b):
-        shapes = [_shape(each, other, extrapolation) for each, other in zip(a, b, strict=True)]
+        shapes = [_shape(shape, other, extrapolation) for shape, other in zip(a, b, strict=True)]
         return None if None in shapes else shapes
     return _grown(
-        [json.dumps(each) for each in a], [json.dumps(each) for each in b], b, extrapolation
+        [json.dumps(shape) for shape in a], [json.dumps(shape) for shape in b], b, extrapolation
     )
 
 

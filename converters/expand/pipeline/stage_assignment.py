@@ -107,7 +107,7 @@ def _graphs_of_line(graphs: Sequence[Graph], first: int) -> tuple[int, ...]:
     if missing:
         job = graphs[0].job
         captured = [graph.job.rank_class for graph in graphs]
-        absent = [each for each in job.classes if each not in captured]
+        absent = [rank_class for rank_class in job.classes if rank_class not in captured]
         ranks = sorted(
             each.representative for each in absent if {*each.where.get(AXIS, ())} & {*missing}
         )

@@ -10,6 +10,7 @@ from onerank.converters.sources.kineto.convert import (
     convert,
     convert_directory,
     history_name,
+    is_capture,
     profile_name,
 )
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "convert_directory",
     "history_name",
+    "is_capture",
     "lingering",
     "profile_name",
 ]

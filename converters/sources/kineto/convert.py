@@ -25,7 +25,7 @@ from onerank.converters.sources.kineto.lowering.diagnostics import (
 from onerank.converters.sources.kineto.memory_events import activations, differing_steps, memory
 from onerank.converters.sources.kineto.profiled_steps import (
     copy_record_ids,
-    leave_out_unknown_calls,
+    drop_unknown_calls,
     merge_steps,
     with_uncontended_times,
 )
@@ -51,16 +51,12 @@ from onerank.converters.sources.kineto.trace_job import (
 from onerank.ir import Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
+# Files of a capture's directory, written by `capture run --raw-dir`.
 JOB = "job.json"
-
 PROFILE = "profile.json.gz"
-
 UNCONTENDED = "uncontended.json.gz"
-
 STRUCTURE = "structure.json.gz"
-
 EXECUTION_TRACE = "et.json.gz"
-
 HISTORY = "memory.json"
 
 
@@ -70,31 +66,31 @@ class Sources:
 
     Attributes:
         kineto: Kineto trace recorded together with `et`.
-        et: execution trace of the same window. If None, a GPU trace gives only GPU operations, and
-            operators have no shapes.
-        profiles: Kineto traces of equal steps without the execution trace observer, which give the
-            times; with several, each node gets the median.
-        histories: the allocator's history of the same steps; files may be absent.
-        alone: Kineto trace of an uncontended step, if emulated collectives occupied the GPU in
-            `profiles`; None without one.
-        operators: whether a GPU trace keeps its operators although there is no `et`.
+        et: execution trace of the same window. If None, the graph of a GPU trace has only GPU
+            operations, and operators have no shapes.
+        profiles: Kineto traces of equal steps, recorded without the execution trace observer, which
+            give the times; with several, each node gets the median.
+        histories: the allocator's history of each of these steps; the files may be missing.
+        uncontended: Kineto trace of a step without emulated collectives on the GPU, which gives
+            uncontended kernel times; None if `profiles` have no emulated collectives.
+        operators: whether to keep the operators of a GPU trace without `et`.
     """
 
     kineto: Path
     et: Path | None = None
     profiles: tuple[Path, ...] = ()
     histories: tuple[Path, ...] = ()
-    alone: Path | None = None
+    uncontended: Path | None = None
     operators: bool = False
 
 
 def profile_name(number: int) -> str:
-    """Return the name of the file that a capture keeps of its profiled step `number`, from 0."""
+    """Return the name of the Kineto trace of a capture's profiled step `number`, from 0."""
     return _numbered(PROFILE, number)
 
 
 def history_name(number: int) -> str:
-    """Return the name of the file with the allocator's history of that step."""
+    """Return the name of the allocator's history of profiled step `number`, from 0."""
     return _numbered(HISTORY, number)
 
 
@@ -109,36 +105,38 @@ def convert(
 
     Args:
         sources: files of the capture.
-        job: what is known of the job; groups found in the traces are added.
-        step: the number of one of the trace's steps, "median", or "all" for the whole trace.
+        job: the job so far; device, groups, world and memory of the traces are added.
+        step: number of a step of the trace, "median", or "all" for the whole trace.
 
     Raises:
         TraceError: a file cannot be read, the two do not belong together, or there is no such step.
     """
     strings = StringTable()
-    alone = not sources.profiles
-    structure, observed, cut_off = _read(
-        sources.kineto, strings, step, calls=alone, operands=sources.et is None
+    # Profiled windows get their record ids by pairing host events, so launches outside operators
+    # become host events only where the structure window gives the times itself.
+    structure, structure_timeline, dropped = _read(
+        sources.kineto, strings, step, calls=not sources.profiles, operands=sources.et is None
     )
     et = no_execution_trace()
     if sources.et is not None:
-        recorded = observed.rows.rf_id[observed.rows.rf_id != 0]
+        rf_ids = structure_timeline.rows.rf_id
+        recorded = rf_ids[rf_ids != 0]
         et = load_execution_trace(sources.et, strings, recorded if len(recorded) else None)
     job = job or Job()
     if not sources.profiles:
-        graph, report = _lower(structure, observed, et, sources, job)
-        report.notes.extend(cut_off)
+        graph, report = _lower(structure, structure_timeline, et, sources, job)
+        report.notes.extend(dropped)
         return graph, report
     steps: list[tuple[Graph, Conversion]] = []
-    unlike: list[str] = []
+    mismatched: list[str] = []
     for number, path in enumerate(sources.profiles):
         trace, timeline, _ = _read(path, strings)
-        rf_id, difference = copy_record_ids(timeline, observed)
+        rf_id, difference = copy_record_ids(timeline, structure_timeline)
         if rf_id is None:
-            unlike.append(f"{path.name}: {difference}")
+            mismatched.append(f"{path.name}: {difference}")
             continue
         timeline.rows.rf_id[:] = rf_id
-        unknown = leave_out_unknown_calls(timeline)
+        unknown = drop_unknown_calls(timeline)
         history = read_history(sources.histories[number]) if sources.histories else None
         graph, report = _lower(trace, timeline, et, sources, of_step(job, number), history=history)
         sizes = differing_steps(trace.memory, structure.memory)
@@ -147,8 +145,8 @@ def convert(
     if steps:
         graph, report = merge_steps(steps)
     else:
-        graph, report = _lower(structure, observed, et, sources, job)
-    report.notes.extend(unlike)
+        graph, report = _lower(structure, structure_timeline, et, sources, job)
+    report.notes.extend(mismatched)
     return with_host_overhead(graph), report
 
 
@@ -160,20 +158,28 @@ def _read(
     calls: bool = False,
     operands: bool = False,
 ) -> tuple[KinetoTrace, HostTimeline, list[str]]:
-    """Return a trace, its host events (which are in memory once), and what was cut off.
+    """Read a trace, or one of its steps.
 
-    With `calls` the launches outside of operators are among the host events; with `operands` these
-    have theirs, as the profiler recorded them.
+    Args:
+        path: the file.
+        strings: string table of the conversion.
+        step: as for `convert`.
+        calls: whether launches outside operators become host events.
+        operands: whether to read the operands that the profiler recorded.
+
+    Returns:
+        The trace without its host events; the host events; a note on dropped steps, if any.
     """
     trace = load_kineto(path, strings, operands=operands)
     notes: list[str] = []
-    chosen = choose(trace, step)
-    if chosen is not None:
-        trace, note = cut(trace, chosen)
+    selected = choose(trace, step)
+    if selected is not None:
+        trace, note = cut(trace, selected)
         notes.append(note)
     timeline = host_timeline(trace)
     if calls:
         trace, timeline = with_unattributed_launches(trace, timeline)
+    # The timeline has its own, ordered copy of the host events: keep only one in memory.
     return replace(trace, host=trace.host.take(slice(0))), timeline, notes
 
 
@@ -186,7 +192,19 @@ def _lower(
     *,
     history: History | None = None,
 ) -> tuple[Graph, Conversion]:
-    """Lower one window's trace, its host events joined with the execution trace."""
+    """Join one window's host events with the execution trace, and lower the window to a graph.
+
+    Args:
+        trace: the window's trace.
+        timeline: its host events.
+        et: the execution trace, without nodes if there is none.
+        sources: files of the capture.
+        job: the job so far.
+        history: the allocator's history of the step; None if not recorded.
+
+    Raises:
+        TraceError: the traces cannot be joined, or nothing in them computes.
+    """
     notes: list[str] = []
     if sources.et is not None:
         et, notes = join(timeline, et, sources.kineto)
@@ -199,25 +217,26 @@ def _lower(
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():
         raise TraceError(
-            f"{sources.kineto}: holds neither operators nor GPU operations: profile with the "
-            "activities CPU and, on a GPU, CUDA",
+            f"{sources.kineto}: has neither operators nor GPU operations: profile with "
+            "ProfilerActivity.CPU and, on a GPU, ProfilerActivity.CUDA",
             code="trace-empty",
         )
-    used = memory(trace.memory, timeline, history, on_gpu=on_gpu)
-    held = activations(trace.memory, timeline, on_gpu=on_gpu)
-    job = with_memory(with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
+    usage = memory(trace.memory, timeline, history, on_gpu=on_gpu)
+    activation_bytes = activations(trace.memory, timeline, on_gpu=on_gpu)
+    job = with_device(job, trace, on_gpu=on_gpu)
+    job = with_memory(job, usage, activation_bytes, on_gpu=on_gpu)
     job = with_attention(with_busy_time(job, gpu), timeline)
     unpaired = 0
-    if sources.alone is not None:
-        other = load_kineto(sources.alone, trace.strings)
-        gpu, unpaired = with_uncontended_times(timeline, gpu, other)
+    if sources.uncontended is not None:
+        uncontended = load_kineto(sources.uncontended, trace.strings)
+        gpu, unpaired = with_uncontended_times(timeline, gpu, uncontended)
     linked = LinkedTrace(
         timeline=timeline,
         gpu=gpu,
         gloo=GlooCalls() if on_gpu else find_gloo_calls(timeline, et, groups_of(trace.distributed)),
         waits=synchronizations(trace),
         queue=launch_queue(trace),
-        memory=used,
+        memory=usage,
         timing=trace.path.name,
         et=et,
     )
@@ -228,51 +247,73 @@ def _lower(
     )
     if not len(graph):
         raise TraceError(
-            f"{sources.kineto}: nothing in it computes: its {report.host_ops} operators are views "
-            "and allocations, and nothing ran on a GPU; profile a whole step",
+            f"{sources.kineto}: nothing computes: all {report.host_ops} operators are views or "
+            "allocations, and nothing ran on a GPU; profile a whole step",
             code="trace-no-compute",
         )
     graph = replace(graph, job=with_world(graph.job, trace.distributed))
     report.notes.extend(notes)
-    if on_gpu and (left_out := int(timeline.is_run.sum())):
-        report.notes.append(f"{left_out} calls by Gloo are left out: with a GPU they are no nodes")
+    if on_gpu and (gloo_calls := int(timeline.is_run.sum())):
+        report.notes.append(f"{gloo_calls} calls by Gloo are dropped: only CPU traces have them")
     report.notes.extend(of_unread(trace, et))
-    if used.note:
-        report.notes.append(used.note)
+    if usage.note:
+        report.notes.append(usage.note)
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     if unpaired:
         report.notes.append(
-            f"{unpaired} GPU operations have no partner in the window without communication: how "
-            "long they take alone is not known"
+            f"the uncontended time of {unpaired} GPU operations is unknown: the window without "
+            "communication lacks them"
         )
     return graph, report
+
+
+def is_capture(directory: Path) -> bool:
+    """Whether a directory holds the files of one rank's capture, with or without its job."""
+    return (directory / JOB).exists() or (directory / STRUCTURE).exists()
 
 
 def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     """Lower the files that a capture keeps in a directory.
 
     Raises:
-        TraceError: the directory holds no capture, or a file cannot be read or linked.
+        TraceError: the directory is not a capture, or a file cannot be read or linked.
     """
-    try:
-        job = msgspec.json.decode((directory / JOB).read_bytes(), type=Job)
-    except (OSError, msgspec.DecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise TraceError(
-            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {found}",
-            code="raw-directory-incomplete",
-        ) from error
-    steps = range(_repeats(directory))
+    job, missing_job = _read_job(directory)
+    steps = range(_count_profiles(directory))
     sources = Sources(
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
         profiles=tuple(directory / profile_name(number) for number in steps),
         histories=tuple(directory / history_name(number) for number in steps),
-        alone=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
+        uncontended=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
     )
-    return convert(sources, job)
+    graph, report = convert(sources, job)
+    report.notes.extend(missing_job)
+    return graph, report
 
 
-def _repeats(directory: Path) -> int:
-    """Return how many profiled steps a directory holds; one at least, for the error it gives."""
+def _read_job(directory: Path) -> tuple[Job, list[str]]:
+    """Return the job of a capture, and a note if its file is missing."""
+    path = directory / JOB
+    # Traces are passed on without the job too: the Kineto trace names world, groups and device.
+    if not path.exists() and is_capture(directory):
+        return Job(), [
+            f"{directory} has no {JOB}: world, groups and device come from the Kineto trace; the "
+            "time of a step without the profiler is unknown"
+        ]
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Job), []
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(
+            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {reason}",
+            code="raw-directory-incomplete",
+        ) from error
+
+
+def _count_profiles(directory: Path) -> int:
+    """Return the number of profiled steps in a directory, numbered from 0 without a gap.
+
+    At least 1: if the first is missing, reading it gives the error that names its file.
+    """
     return next(n for n in count(1) if not (directory / profile_name(n)).exists())

@@ -15,6 +15,8 @@ from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64, Mask
 
+GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)
+
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
 
 
@@ -25,7 +27,7 @@ class BlockRows:
     Attributes:
         bytes: size as the allocator rounds it.
         memory_class: a `MemoryClass`.
-        made: index of the allocation among all events; NONE for a block allocated before.
+        allocated: index of the allocation among all events; NONE for a block allocated before.
         freed: index of the free; NONE for a block that outlives the step.
         operator: host event responsible for the allocation, or for the free of an earlier block.
         phase: of the allocation, a `Phase`.
@@ -37,7 +39,7 @@ class BlockRows:
 
     bytes: I64
     memory_class: I64
-    made: I64
+    allocated: I64
     freed: I64
     operator: I64
     phase: I64
@@ -52,7 +54,7 @@ class BlockRows:
         blocks = Blocks(
             bytes=tuple(self.bytes.tolist()),
             memory_class=tuple(self.memory_class.tolist()),
-            allocated_at=tuple(self.made.tolist()),
+            allocated_at=tuple(self.allocated.tolist()),
             freed_at=tuple(self.freed.tolist()),
             node=tuple(node_of.get(index, -1) for index in operators),
             phase=tuple(self.phase.tolist()),
@@ -79,31 +81,33 @@ def blocks(
     Args:
         rows: allocations and frees on one device, in order.
         timeline: the host events.
-        around: innermost host event at each, NONE for none.
-        op: host event responsible for each, NONE for none.
-        history: columns of the allocator's history for each, if known.
+        around: innermost host event at the time of each, NONE for none, int64[n].
+        op: host event responsible for each, NONE for none, int64[n].
+        history: columns of the allocator's history for each, None if not recorded.
     """
-    made, freed = _pairs(rows)
-    event = np.where(made >= 0, made, freed)
+    allocated, freed = _pairs(rows)
+    event = np.where(allocated >= 0, allocated, freed)
     scope = np.where(around >= 0, around, op)  # Python code between operators continues the phase
     phase = pick(timeline.phase, scope, int(Phase.NONE))
     root, communicates = _find_roots(timeline, around)
-    within_operator = (made >= 0) & (freed >= 0) & (root[made] >= 0) & (root[made] == root[freed])
+    within_operator = (
+        (allocated >= 0) & (freed >= 0) & (root[allocated] >= 0) & (root[allocated] == root[freed])
+    )
     size = np.abs(rows.bytes[event])
-    began, ended = pick(phase, made, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
-    gradient = (made >= 0) & (began == Phase.BACKWARD) & (ended != Phase.BACKWARD)
+    began, ended = pick(phase, allocated, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
+    gradient = (allocated >= 0) & (began == Phase.BACKWARD) & (ended != Phase.BACKWARD)
     optimizer = began == Phase.OPTIMIZER
     kind = np.select(
         [
-            made < 0,
-            communicates[made],
+            allocated < 0,
+            communicates[allocated],
             gradient,
             within_operator | (optimizer & (freed >= 0)),
             optimizer,
             began == Phase.NONE,
         ],
         [
-            np.where(_gradients_before(made, gradient, size), GRADIENTS, OTHER),
+            np.where(_gradients_before(allocated, gradient, size), GRADIENTS, OTHER),
             int(MemoryClass.COMMUNICATION),
             GRADIENTS,
             int(MemoryClass.WORKSPACE),
@@ -117,30 +121,27 @@ def blocks(
         pool, spare = history.pool[event], size - history.requested[event]
         lingers = np.where(freed >= 0, history.lingers[freed], 0)
     settings = history.settings if history is not None else None
-    return BlockRows(size, kind, made, freed, op[event], began, pool, spare, lingers, settings)
-
-
-GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)
+    return BlockRows(size, kind, allocated, freed, op[event], began, pool, spare, lingers, settings)
 
 
 def _pairs(rows: MemoryRows) -> tuple[I64, I64]:
-    """Return the places of each block's allocation and free, in order of the first of them."""
+    """Return the rows of each block's allocation and free, blocks by their first event."""
     order = np.lexsort((np.arange(len(rows)), rows.address))
     address, allocates = rows.address[order], rows.bytes[order] > 0
     same = np.append(address[1:] == address[:-1], False)
     freed_next = np.append(~allocates[1:], False) & same
-    held_before = ~allocates & ~np.append(False, allocates[:-1] & same[:-1])
+    allocated_before = ~allocates & ~np.append(False, allocates[:-1] & same[:-1])
     following = np.append(order[1:], NONE)
-    made = np.where(allocates, order, NONE)
+    allocated = np.where(allocates, order, NONE)
     freed = np.where(allocates, np.where(freed_next, following, NONE), order)
-    first = allocates | held_before
-    made, freed = made[first], freed[first]
-    by_time = np.argsort(np.where(made >= 0, made, freed), kind="stable")
-    return made[by_time], freed[by_time]
+    first = allocates | allocated_before
+    allocated, freed = allocated[first], freed[first]
+    by_time = np.argsort(np.where(allocated >= 0, allocated, freed), kind="stable")
+    return allocated[by_time], freed[by_time]
 
 
 def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
-    """Return the outermost operator at each event, and whether one on the way communicates."""
+    """Return the outermost operator around each event, and whether a caller communicates."""
     marks = timeline.named(lambda name: name.startswith(_COMMUNICATES)) | (timeline.in_mark >= 0)
     root, communicates = np.full(len(around), NONE), np.zeros(len(around), dtype=bool)
     index, at = around[around >= 0], np.flatnonzero(around >= 0)
@@ -153,14 +154,14 @@ def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
     return root, communicates
 
 
-def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
-    """Return the earlier blocks that are gradients of the previous step.
+def _gradients_before(allocated: I64, gradient: Mask, size: I64) -> Mask:
+    """Return which blocks allocated before the step are the previous step's gradients, bool[n].
 
-    Each is as large as the block that replaces it; as many of a size as the step creates.
+    For each size, at most as many as the step allocates gradients of that size, first freed first.
     """
-    is_gradient = np.zeros(len(made), dtype=bool)
+    is_gradient = np.zeros(len(allocated), dtype=bool)
     sizes, counts = np.unique(size[gradient], return_counts=True)
-    before = np.flatnonzero(made < 0)
+    before = np.flatnonzero(allocated < 0)
     place = np.searchsorted(sizes, size[before])
     known = place < len(sizes)
     known[known] = sizes[place[known]] == size[before[known]]
@@ -173,6 +174,7 @@ def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
 
 
 _CPU = 0
+"""Kineto's `Device Type` of host memory."""
 
 _TOLERANCE = 0.02
 """Share of the allocated bytes by which two equivalent steps may differ."""
@@ -237,7 +239,11 @@ def memory(
 ) -> Memory:
     """Join the `[memory]` instants of one kind of device with operators, by thread and time.
 
-    And with the allocator's history of the same step, where there is one.
+    Args:
+        rows: the `[memory]` instants of the trace.
+        timeline: the host events.
+        history: the allocator's history of the same step; None if not recorded.
+        on_gpu: whether to use the events of GPUs; otherwise those of the CPU.
     """
     memory_rows = on_device(rows, on_gpu=on_gpu)
     usage = Memory(events=len(memory_rows), elsewhere=len(rows) - len(memory_rows))
@@ -305,10 +311,10 @@ def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tu
 def _owners(
     spans: dict[int, tuple[int, int]], memory_rows: MemoryRows, timeline: HostTimeline
 ) -> list[int]:
-    """Return the micro-batch for which each allocation counts, NONE for none.
+    """Return the micro-batch to which each allocation belongs, NONE for none.
 
-    Of micro-batches that follow each other, all that comes between forward and backward; of others,
-    what comes within a forward.
+    If micro-batches run one after another, everything between the starts of forward and backward
+    belongs to one. If they overlap, only allocations within a forward do.
     """
     numbers = np.array([*spans], dtype=np.int64)
     forward, backward = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T

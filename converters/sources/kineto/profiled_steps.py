@@ -1,13 +1,13 @@
 """Combine profiled steps: record ids, uncontended kernel times, median durations.
 
-The execution trace observer slows every operator tenfold, so times come from windows without it.
-Those windows have no record ids. A training step repeats its operators in the same order, so the
-host events of both windows are paired thread by thread, and record ids are copied from the
-structure window. If one step has extra events (it logs its loss), pairing resumes after them. Which
-Gloo thread runs a call varies, so Gloo calls are paired by name and order, on any thread.
+A capture profiles several windows. The structure window has record ids and shapes, but its
+execution trace observer slows every operator tenfold. The profiled windows have realistic times and
+no record ids. A training step repeats its operators in the same order, so the host events of both
+windows are paired thread by thread, and record ids are copied from the structure window. If one
+step has extra events (it logs its loss), pairing resumes after them.
 
 With several profiled steps, each node gets its median duration. A capture with paced collectives
-records one more window in which collectives only leave markers; its kernels are paired in the same
+records one more window, in which collectives only leave markers. Its kernels are paired in the same
 way, within an operator in launch order, and give uncontended times.
 """
 
@@ -29,61 +29,66 @@ from onerank.ir import UNKNOWN, Graph, Kind
 
 I64 = npt.NDArray[np.int64]
 
-"""Share of the trace's operators that must find a node of their name."""
-
-LEAST_ALIKE = 0.95
-
+MIN_PAIRED_SHARE = 0.95
 """Share of both windows' host events that must pair up."""
 
-_LONGEST_COMPARED = 5000  # events that differ in the middle; comparing them is quadratic
+# SequenceMatcher takes quadratic time, so longer unequal parts stay unpaired.
+_MAX_COMPARED = 5000
 
-_OBSERVER_EVENT = "## process_group:init ##"  # the observer's own, at its start
+# The execution trace observer records this event when it starts; profiled windows lack it.
+_OBSERVER_EVENT = "## process_group:init ##"
 
 Pairs = list[tuple[I64, I64]]
-
-"""Runs of events that pair up: indices in one window, indices in the other."""
+"""Runs of paired events: indices in the first window, indices in the second."""
 
 
 def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
-    """Return the record ids of `profile` from `structure`, and a note on differences, or "".
+    """Copy the record ids of the structure window to the paired events of a profiled window.
 
-    None if the windows differ too much. Both timelines share a string table.
+    Args:
+        profile: host events of the profiled window.
+        structure: host events of the structure window; both share a string table.
+
+    Returns:
+        The record ids of `profile`, None if too few events pair up; and a note on the differences,
+        "" without any.
     """
-    # in the order of Gloo's queue
-    runs = _runs(profile, profile.rows.start_ns)
-    other_runs = _runs(structure, structure.rows.rf_id)
+    # Which Gloo thread runs a call varies from step to step, so Gloo's calls are paired by name on
+    # any thread. The structure window sorts them by record id, the order of Gloo's queue.
+    calls = _gloo_calls(profile, profile.rows.start_ns)
+    structure_calls = _gloo_calls(structure, structure.rows.rf_id)
     sequences = list(
-        zip(_by_thread(profile, runs), _by_thread(structure, other_runs), strict=False)
+        zip(_by_thread(profile, calls), _by_thread(structure, structure_calls), strict=False)
     )
-    for name in runs.keys() & other_runs.keys():
-        sequences += zip(runs[name], other_runs[name], strict=False)
+    for name in calls.keys() & structure_calls.keys():
+        sequences += zip(calls[name], structure_calls[name], strict=False)
     rf_id = profile.rows.rf_id.copy()
     paired = 0
-    for mine, other in sequences:
-        for own, twin in pairs(profile, mine, structure, other):
-            rf_id[own] = structure.rows.rf_id[twin]
-            paired += len(own)
-    count, other_count = _counted(profile), _counted(structure)
-    if paired < LEAST_ALIKE * max(count, other_count):
+    for events, structure_events in sequences:
+        for index, structure_index in pair_events(profile, events, structure, structure_events):
+            rf_id[index] = structure.rows.rf_id[structure_index]
+            paired += len(index)
+    count, structure_count = _count_events(profile), _count_events(structure)
+    if paired < MIN_PAIRED_SHARE * max(count, structure_count):
         return None, (
-            f"of {count} host events of the profiled and {other_count} of the structure window "
-            f"only {paired} pair up: its times are left out, and without another profiled "
-            "step (`capture run --repeat` profiles several) those of the structure window are "
-            "taken, recorded under the execution trace observer"
+            f"only {paired} host events pair up, of {count} in the profiled and {structure_count} "
+            "in the structure window: the profiled times are dropped. Without another profiled "
+            "step (`capture run --repeat`) times come from the structure window, recorded under "
+            "the execution trace observer"
         )
     difference = ""
-    if paired < max(count, other_count):
+    if paired < max(count, structure_count):
         difference = (
-            f"the profiled window has {count - paired} host events that the structure window "
-            f"lacks, and lacks {other_count - paired} of its: the former have no shapes"
+            f"{count - paired} host events occur only in the profiled window and have no shapes; "
+            f"{structure_count - paired} occur only in the structure window"
         )
     return rf_id, difference
 
 
-def leave_out_unknown_calls(profile: HostTimeline) -> str:
-    """Ignore recorded calls that the structure window lacks; return a note, or "".
+def drop_unknown_calls(profile: HostTimeline) -> str:
+    """Clear the marks of recorded calls that the structure window lacks; return a note, or "".
 
-    A step that logs may reduce its loss. Only the structure window knows what a call is.
+    A step that logs may reduce its loss. Only the structure window records a call's arguments.
     """
     unknown = profile.rows.rf_id == 0
     count = int((profile.is_mark & unknown).sum())
@@ -91,81 +96,86 @@ def leave_out_unknown_calls(profile: HostTimeline) -> str:
     profile.is_wait &= ~unknown
     if not count:
         return ""
-    some = "1 communication call" if count == 1 else f"{count} communication calls"
+    calls = "1 communication call" if count == 1 else f"{count} communication calls"
     return (
-        f"the profiled step has {some} that the structure step lacks (does the script log in some "
-        "steps?): what they are is not known, and they are left out"
+        f"{calls} of the profiled step are dropped: the structure step lacks them, so their "
+        "arguments are unknown (does the script log in some steps?)"
     )
 
 
-def pairs(first: HostTimeline, ours: I64, second: HostTimeline, theirs: I64) -> Pairs:
-    """Pair events of equal name in order: from the front, from the back, and in between."""
-    return pairs_of_names(first.rows.name[ours], ours, second.rows.name[theirs], theirs)
+def pair_events(first: HostTimeline, events: I64, second: HostTimeline, others: I64) -> Pairs:
+    """Pair events of equal name in order: common prefix, common suffix, and the part between.
 
-
-def pairs_of_names(names: I32, ours: I64, other_names: I32, theirs: I64) -> Pairs:
-    """Pair the members of two sequences whose names are equal, as `pairs`."""
+    Args:
+        first: host events of one window.
+        events: indices in `first` to pair, in order, int64[n].
+        second: host events of the other window.
+        others: indices in `second` to pair, in order, int64[m].
+    """
+    names, other_names = first.rows.name[events], second.rows.name[others]
     shorter = min(len(names), len(other_names))
-    front = _equal(names[:shorter], other_names[:shorter])
-    rest = shorter - front
-    back = _equal(names[::-1][:rest], other_names[::-1][:rest])
-    found: Pairs = [(ours[:front], theirs[:front])]
-    middle = names[front : len(names) - back].tolist()
-    other_middle = other_names[front : len(other_names) - back].tolist()
-    if middle and other_middle and max(len(middle), len(other_middle)) <= _LONGEST_COMPARED:
+    prefix = _equal_prefix(names[:shorter], other_names[:shorter])
+    unpaired = shorter - prefix
+    suffix = _equal_prefix(names[::-1][:unpaired], other_names[::-1][:unpaired])
+    pairs: Pairs = [(events[:prefix], others[:prefix])]
+    middle = names[prefix : len(names) - suffix].tolist()
+    other_middle = other_names[prefix : len(other_names) - suffix].tolist()
+    if middle and other_middle and max(len(middle), len(other_middle)) <= _MAX_COMPARED:
         matcher = SequenceMatcher(None, middle, other_middle, autojunk=False)
         for block in matcher.get_matching_blocks():
-            begin, other_begin = front + block.a, front + block.b
-            found.append(
-                (ours[begin : begin + block.size], theirs[other_begin : other_begin + block.size])
+            begin, other_begin = prefix + block.a, prefix + block.b
+            pairs.append(
+                (events[begin : begin + block.size], others[other_begin : other_begin + block.size])
             )
-    if back:
-        found.append((ours[-back:], theirs[-back:]))
-    return found
+    if suffix:
+        pairs.append((events[-suffix:], others[-suffix:]))
+    return pairs
 
 
-def _equal(names: I32, other_names: I32) -> int:
-    """Return how many are equal from the front on."""
-    unlike = np.flatnonzero(names != other_names)
-    return int(unlike[0]) if len(unlike) else len(names)
+def _equal_prefix(names: I32, other_names: I32) -> int:
+    """Return the length of the common prefix of two sequences of equal length."""
+    different = np.flatnonzero(names != other_names)
+    return int(different[0]) if len(different) else len(names)
 
 
-_Runs = dict[int, list[I64]]
+_GlooCalls = dict[int, list[I64]]
+"""Name of a Gloo call -> indices of the host events of each of its calls, in order."""
 
 
-def _runs(timeline: HostTimeline, order: I64) -> _Runs:
-    """Return what threads of Gloo's own did: by name, the calls, each with the events within it.
+def _gloo_calls(timeline: HostTimeline, order: I64) -> _GlooCalls:
+    """Return the calls on threads that run Gloo calls only, each with the events within it.
 
     Args:
         timeline: the host events.
-        order: what the calls of a name are sorted by, int64[n].
+        order: sort key of calls of one name, by their first event, int64[n].
     """
-    rows, found = timeline.rows, defaultdict[int, list[I64]](list)
+    rows, calls_by_name = timeline.rows, defaultdict[int, list[I64]](list)
     for span in timeline.threads.values():
-        own = np.arange(span.start, span.stop)
-        first = np.flatnonzero(timeline.is_run[own])
+        events = np.arange(span.start, span.stop)
+        first = np.flatnonzero(timeline.is_run[events])
         if not len(first) or first[0]:
             continue
-        last = own[first[np.searchsorted(first, np.arange(len(own)), side="right") - 1]]
-        if (rows.start_ns[own] > rows.end_ns[last]).any():
-            continue  # of somebody who does more
-        for members in np.split(own, first[1:]):
-            found[int(rows.name[members[0]])].append(members)
-    for calls in found.values():
+        call = events[first[np.searchsorted(first, np.arange(len(events)), side="right") - 1]]
+        # An event after the end of the call before it: the thread does other work as well.
+        if (rows.start_ns[events] > rows.end_ns[call]).any():
+            continue
+        for members in np.split(events, first[1:]):
+            calls_by_name[int(rows.name[members[0]])].append(members)
+    for calls in calls_by_name.values():
         calls.sort(key=lambda members: int(order[members[0]]))
-    return found
+    return calls_by_name
 
 
-def _by_thread(timeline: HostTimeline, runs: _Runs) -> list[I64]:
-    """Other host events per thread in call order, the threads in the order of their first event."""
-    own = _is_counted(timeline)
-    for calls in runs.values():
-        own[np.concatenate(calls)] = False
-    found = [np.arange(span.start, span.stop)[own[span.start : span.stop]]
-             for span in timeline.threads.values()]  # fmt: skip
+def _by_thread(timeline: HostTimeline, calls_by_name: _GlooCalls) -> list[I64]:
+    """Return the other host events per thread in call order, threads by their first event."""
+    included = _is_counted(timeline)
+    for calls in calls_by_name.values():
+        included[np.concatenate(calls)] = False
+    threads = [np.arange(span.start, span.stop)[included[span.start : span.stop]]
+               for span in timeline.threads.values()]  # fmt: skip
     return sorted(
-        (members for members in found if len(members)),
-        key=lambda members: int(timeline.rows.start_ns[members[0]]),
+        (events for events in threads if len(events)),
+        key=lambda events: int(timeline.rows.start_ns[events[0]]),
     )
 
 
@@ -173,27 +183,25 @@ def _is_counted(timeline: HostTimeline) -> Mask:
     return ~timeline.named(_OBSERVER_EVENT.__eq__)
 
 
-def _counted(timeline: HostTimeline) -> int:
+def _count_events(timeline: HostTimeline) -> int:
     return int(_is_counted(timeline).sum())
 
 
 _Lane = tuple[str, int]
-
-"""Sort of node (compute, communication, host) and its stream or thread."""
+"""Kind of node (compute, communication, host) and its stream or thread."""
 
 _Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
-
 """Names and indices of a lane's nodes, in order."""
 
 
 def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
     """Return one graph for equal steps, and the report of its conversion.
 
-    Steps count if their compute (GPU operations by stream; on a CPU operators by thread) has the
-    most frequent sequence of names; others are dropped. Among them, of those with the most frequent
-    host work, the step with the median summed compute (of two, the lower) gives the graph. Each
-    node gets the median duration, the number of samples and their spread (longest minus shortest).
-    A host thread that differs in a step gives no samples of that step.
+    Steps are used if their compute (GPU operations by stream; on a CPU operators by thread) has the
+    most frequent sequence of names; others are dropped. The graph comes from one used step: among
+    those with the most frequent host work, the one with the median summed compute (of two, the
+    lower). Each node gets the median duration, the number of samples and their spread (longest
+    minus shortest). A lane whose sequence of names differs in a step has no samples of that step.
 
     Args:
         steps: graph and report of each step, at least one.
@@ -201,27 +209,27 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     if len(steps) == 1:
         return steps[0]
     lanes = [_lanes(graph) for graph, _ in steps]
-    alike: dict[object, list[int]] = defaultdict(list)
-    for number, own in enumerate(lanes):
-        compute = {lane: names for lane, (names, _) in own.items() if lane[0] == "compute"}
-        alike[tuple(sorted(compute.items()))].append(number)
-    used = max(alike.values(), key=len)  # the first of equals
+    steps_by_compute: dict[object, list[int]] = defaultdict(list)
+    for number, step_lanes in enumerate(lanes):
+        compute = {lane: names for lane, (names, _) in step_lanes.items() if lane[0] == "compute"}
+        steps_by_compute[tuple(sorted(compute.items()))].append(number)
+    used = max(steps_by_compute.values(), key=len)  # max returns the first of equals
     totals = {number: _total_ns(steps[number][0], lanes[number]) for number in used}
-    most_alike = _most_alike([lanes[number] for number in used])
-    usual = sorted((used[place] for place in most_alike), key=lambda number: totals[number])
-    base = usual[(len(usual) - 1) // 2]
+    typical = _most_similar([lanes[number] for number in used])
+    candidates = sorted((used[place] for place in typical), key=lambda number: totals[number])
+    base = candidates[(len(candidates) - 1) // 2]
     graph, report = steps[base]
     merged, differing = _merged(graph, [(steps[n][0], lanes[n]) for n in used], lanes[base])
     notes = list(report.notes)
     if len(used) < len(steps):
         notes.append(
-            f"{len(steps) - len(used)} of {len(steps)} profiled steps ran another sequence of "
-            "compute and are left out"
+            f"{len(steps) - len(used)} of {len(steps)} profiled steps are dropped: their sequence "
+            "of compute differs from the most frequent one"
         )
     if differing:
         notes.append(
-            f"{differing} times the host did something else on a thread, or communication had "
-            "another order: these durations are of the other steps"
+            f"{differing} sequences of host work or communication differ between steps: their "
+            "durations come from the steps that agree"
         )
     return merged, replace(
         report,
@@ -238,48 +246,51 @@ def _lanes(graph: Graph) -> _Lanes:
     on_gpu = bool(graph.gpu_compute.any())
     communication = graph.communication
     host = graph.mask(Kind.HOST_OP) & on_gpu
-    sorts = np.select([communication, host], ["communication", "host"], "compute").tolist()
+    kinds = np.select([communication, host], ["communication", "host"], "compute").tolist()
     places = np.where(host | (not on_gpu), nodes.thread, nodes.stream).tolist()
     names = graph.text("name")
     members: dict[_Lane, list[int]] = defaultdict(list)
     for index in np.lexsort((np.arange(len(graph)), nodes.start_ns)).tolist():
-        members[sorts[index], places[index]].append(index)
+        members[kinds[index], places[index]].append(index)
     return {
-        lane: (tuple(names[index] for index in own), np.array(own, dtype=np.int64))
-        for lane, own in members.items()
+        lane: (tuple(names[index] for index in indices), np.array(indices, dtype=np.int64))
+        for lane, indices in members.items()
     }
 
 
-def _most_alike(steps: list[_Lanes]) -> list[int]:
+def _most_similar(steps: list[_Lanes]) -> list[int]:
     """Return the places of the steps that have the most lanes in common with the others."""
-    names = [{lane: own for lane, (own, _) in step.items()} for step in steps]
-    alike = [sum(mine.get(lane) == own for other in names for lane, own in other.items())
-             for mine in names]  # fmt: skip
-    return [place for place, count in enumerate(alike) if count == max(alike)]
+    sequences = [{lane: names for lane, (names, _) in step.items()} for step in steps]
+    equal_lanes = [
+        sum(step.get(lane) == names for other in sequences for lane, names in other.items())
+        for step in sequences
+    ]
+    most = max(equal_lanes)
+    return [place for place, count in enumerate(equal_lanes) if count == most]
 
 
 def _total_ns(graph: Graph, lanes: _Lanes) -> int:
-    compute = [index for (sort, _), (_, index) in lanes.items() if sort == "compute"]
+    compute = [index for (kind, _), (_, index) in lanes.items() if kind == "compute"]
     return sum(int(graph.nodes.duration_ns[index].sum()) for index in compute)
 
 
 def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> tuple[Graph, int]:
-    """Return `graph` with medians over `steps`, and how many host lanes of steps differ."""
+    """Return `graph` with medians over `steps`, and the number of lanes of steps that differ."""
     durations = graph.nodes.duration_ns.copy()
     samples = np.zeros(len(graph), dtype=np.int32)
     spread = np.zeros(len(graph), dtype=np.int64)
     differing = 0
     for lane, (names, index) in lanes.items():
-        same: list[I64] = []
-        for other, theirs in steps:
-            other_names, other_index = theirs.get(lane, ((), index[:0]))
-            if other_names == names:
-                same.append(other.nodes.duration_ns[other_index])
+        measured: list[I64] = []
+        for step, step_lanes in steps:
+            step_names, step_index = step_lanes.get(lane, ((), index[:0]))
+            if step_names == names:
+                measured.append(step.nodes.duration_ns[step_index])
             else:
                 differing += 1
-        stacked = np.stack(same)
+        stacked = np.stack(measured)
         durations[index] = np.rint(np.median(stacked, axis=0)).astype(np.int64)
-        samples[index] = len(same)
+        samples[index] = len(measured)
         spread[index] = stacked.max(axis=0) - stacked.min(axis=0)
     busy = round(statistics.median(step.job.measurement.gpu_busy_ns for step, _ in steps))
     measurement = msgspec.structs.replace(graph.job.measurement, gpu_busy_ns=busy)
@@ -289,44 +300,47 @@ def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> t
 
 
 def with_uncontended_times(
-    timeline: HostTimeline, gpu: GpuOps, alone: KinetoTrace
+    timeline: HostTimeline, gpu: GpuOps, uncontended: KinetoTrace
 ) -> tuple[GpuOps, int]:
-    """Return the GPU operations with uncontended durations, and how many found no partner.
+    """Return the GPU operations with uncontended durations, and the number of unpaired ones.
 
     Args:
         timeline: host events of the profiled window.
         gpu: its GPU operations.
-        alone: the window without concurrent communication; it shares the profiled window's strings.
+        uncontended: the window without concurrent communication; it shares the profiled window's
+            string table.
     """
-    other_timeline = host_timeline(alone)
-    others = link(alone, other_timeline)
-    launched, other_launched = _by_operator(gpu), _by_operator(others)
-    found = np.full(len(gpu), UNKNOWN)
-    for mine, other in zip(
-        _medians_by_thread(timeline), _medians_by_thread(other_timeline), strict=False
+    other_timeline = host_timeline(uncontended)
+    other_gpu = link(uncontended, other_timeline)
+    launched, other_launched = _by_operator(gpu), _by_operator(other_gpu)
+    uncontended_ns = np.full(len(gpu), UNKNOWN)
+    for events, other_events in zip(
+        _unmarked_by_thread(timeline), _unmarked_by_thread(other_timeline), strict=False
     ):
-        for own, twins in pairs(timeline, mine, other_timeline, other):
-            for op, twin in zip(own.tolist(), twins.tolist(), strict=True):
-                kernels, its_twins = launched.get(op, ()), other_launched.get(twin, ())
-                for kernel, its_twin in zip(kernels, its_twins, strict=False):
-                    if gpu.rows.name[kernel] == others.rows.name[its_twin]:
-                        found[kernel] = others.rows.duration_ns[its_twin]
-    own = gpu.in_mark < 0
-    return replace(gpu, uncontended_ns=found), int((own & (found == UNKNOWN)).sum())
+        for ops, other_ops in pair_events(timeline, events, other_timeline, other_events):
+            for op, other_op in zip(ops.tolist(), other_ops.tolist(), strict=True):
+                kernels, other_kernels = launched.get(op, ()), other_launched.get(other_op, ())
+                for kernel, other_kernel in zip(kernels, other_kernels, strict=False):
+                    if gpu.rows.name[kernel] == other_gpu.rows.name[other_kernel]:
+                        uncontended_ns[kernel] = other_gpu.rows.duration_ns[other_kernel]
+    unpaired = (gpu.in_mark < 0) & (uncontended_ns == UNKNOWN)
+    return replace(gpu, uncontended_ns=uncontended_ns), int(unpaired.sum())
 
 
 def _by_operator(gpu: GpuOps) -> dict[int, list[int]]:
-    made: dict[int, list[int]] = {}
+    """Return the rows of the GPU operations that each operator launched outside of marks."""
+    rows_by_operator: dict[int, list[int]] = {}
     rows = np.flatnonzero((gpu.in_mark < 0) & (gpu.operator >= 0))
     for row, operator in zip(rows.tolist(), gpu.operator[rows].tolist(), strict=True):
-        made.setdefault(operator, []).append(row)
-    return made
+        rows_by_operator.setdefault(operator, []).append(row)
+    return rows_by_operator
 
 
-def _medians_by_thread(timeline: HostTimeline) -> list[I64]:
-    """Host events outside of marks per thread, the threads in the order of their first event."""
-    own = timeline.in_mark < 0
+def _unmarked_by_thread(timeline: HostTimeline) -> list[I64]:
+    """Return the host events outside of marks per thread, threads by their first event."""
+    # A mark contains what emulates its collective, which only the contended window launches.
+    unmarked = timeline.in_mark < 0
     return [
-        np.arange(span.start, span.stop)[own[span.start : span.stop]]
+        np.arange(span.start, span.stop)[unmarked[span.start : span.stop]]
         for span in timeline.by_start()
     ]

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from onerank.converters.sources.kineto.convert import JOB, Sources, convert, convert_directory
+from onerank.converters.sources.kineto.convert import (
+    JOB,
+    Sources,
+    convert,
+    convert_directory,
+    is_capture,
+)
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import ALL
@@ -28,8 +34,8 @@ class Rank:
     """One rank's files.
 
     Attributes:
-        name: what its trace is called, without the suffix.
-        sources: its files; a directory that a capture kept.
+        name: name of its Chakra trace, without the suffix.
+        sources: its files, or the directory of a capture.
     """
 
     name: str
@@ -38,7 +44,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A rank's trace, as written."""
+    """A rank's written Chakra trace, its number of nodes, and the report of its conversion."""
 
     path: Path
     nodes: int
@@ -46,24 +52,25 @@ class Converted:
 
 
 def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
-    """Return the ranks whose traces a directory holds, in order.
+    """Return the ranks whose traces are in a directory, in order.
 
-    The directory holds either directories of captures, or one Kineto trace per rank and an
+    The directory contains either directories of captures, or one Kineto trace per rank and an
     execution trace for each of them or for none. The rank comes from the Kineto trace
     (`distributedInfo`), else from the file's name (`rank3`, `worker-3`), else from the last number
     in it. Traces are named as simulators open them, PREFIX.RANK.et; directories without a rank in
     their name keep their name.
 
     Args:
-        directory: where to look.
+        directory: the directory.
         operators: as for `Sources`.
 
     Raises:
-        TraceError: there is no trace, two are of one rank, or an execution trace has no partner.
+        TraceError: there is no trace, two traces are of one rank, the rank of a trace is unknown,
+            or only some ranks have an execution trace.
     """
-    captures = sorted(path.parent for path in directory.glob(f"*/{JOB}"))
+    captures = sorted(path for path in directory.iterdir() if path.is_dir() and is_capture(path))
     if captures:
-        names = [_called(path.name) for path in captures]
+        names = [_trace_name(path.name) for path in captures]
         if len(set(names)) < len(names):
             names = [path.name for path in captures]
         return [Rank(name, path) for name, path in zip(names, captures, strict=True)]
@@ -76,15 +83,15 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
         kind = kind_of(head)
         if kind is None:
             continue
-        found = kineto if kind == "kineto" else et
+        paths = kineto if kind == "kineto" else et
         rank = _rank(path, head)
-        if rank in found:
+        if rank in paths:
             raise TraceError(
-                f"{found[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
+                f"{paths[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
                 "one execution trace per rank",
                 code="traces-same-rank",
             )
-        found[rank] = path
+        paths[rank] = path
     if not kineto:
         raise TraceError(
             f"{directory}: expected the files of `capture run --raw-dir` ({JOB}), directories of "
@@ -93,11 +100,11 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
         )
     if et and set(et) != set(kineto):
         rank = min(set(et) ^ set(kineto))
-        here, other = ("a Kineto trace", "execution trace") if rank in kineto else (
+        present, missing = ("a Kineto trace", "execution trace") if rank in kineto else (
             "an execution trace", "Kineto trace")  # fmt: skip
         raise TraceError(
-            f"{directory}: rank {rank} has {here} ({kineto.get(rank) or et[rank]}) and no {other}; "
-            "give both of every rank, or Kineto traces alone",
+            f"{directory}: rank {rank} has {present} ({kineto.get(rank) or et[rank]}) and no "
+            f"{missing}; add it for every rank, or remove all execution traces",
             code="traces-unpaired",
         )
     return [
@@ -107,9 +114,9 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
 
 
 def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[Converted]:
-    """Convert every rank to `output/<name>.et`, one process per core.
+    """Convert every rank to `output/<name>.et`, with one process per core.
 
-    The files appear when all are complete.
+    The files are written to a temporary directory and moved when all are complete.
 
     Args:
         ranks: the ranks.
@@ -119,46 +126,48 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
     Raises:
         TraceError: a rank cannot be converted.
     """
-    kept = next((rank.sources for rank in ranks if isinstance(rank.sources, Path)), None)
-    if kept is not None and step != ALL:
+    capture = next((rank.sources for rank in ranks if isinstance(rank.sources, Path)), None)
+    if capture is not None and step != ALL:
         raise TraceError(
-            f"{kept}: asked for step {step}; what a capture keeps is of one step: leave out --step",
+            f"{capture}: --step {step} does not apply: a capture has one step; omit --step",
             code="step-of-capture",
         )
     workers = min(len(ranks), os.cpu_count() or 1)
-    with _made_beside(output) as made:
-        jobs = [(rank, Path(made) / f"{rank.name}.et", step) for rank in ranks]
+    with _scratch_directory(output) as scratch:
+        jobs = [(rank, Path(scratch) / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
-            done = [_convert(*job) for job in jobs]
+            results = [_convert(*job) for job in jobs]
         else:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-                done = list(_collected(pool, jobs))
+                results = list(_run_jobs(pool, jobs))
         output.mkdir(exist_ok=True)
         return [
             Converted(Path(shutil.move(path, output / path.name)), nodes, report)
-            for path, nodes, report in done
+            for path, nodes, report in results
         ]
 
 
 @contextmanager
-def _made_beside(output: Path) -> Generator[str]:
-    """Yield a scratch directory; an error of a file in it names that file's place in `output`."""
+def _scratch_directory(output: Path) -> Generator[str]:
+    """Yield a temporary directory; an error that names a file in it names its path in `output`."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
-            yield made
+        with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as scratch:
+            yield scratch
     except OSError as error:
-        place = Path(error.filename or output)
-        if place.parent.name.startswith(".onerank-"):
-            error.filename = str(output / place.name)
-        elif place.name.startswith(".onerank-"):
+        path = Path(error.filename or output)
+        if path.parent.name.startswith(".onerank-"):
+            error.filename = str(output / path.name)
+        elif path.name.startswith(".onerank-"):
             error.filename = str(output)
         raise
 
 
-_Done = tuple[Path, int, Conversion]
+_Result = tuple[Path, int, Conversion]
+"""A written trace, its number of nodes, and the report of its conversion."""
 
 
-def _collected(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> Iterator[_Done]:
+def _run_jobs(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> Iterator[_Result]:
+    """Yield the results in the order of the jobs; cancel waiting jobs after an error."""
     futures = [pool.submit(_convert, *job) for job in jobs]
     try:
         for future in futures:
@@ -168,7 +177,7 @@ def _collected(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) ->
         raise
 
 
-def _convert(rank: Rank, path: Path, step: str) -> _Done:
+def _convert(rank: Rank, path: Path, step: str) -> _Result:
     if isinstance(rank.sources, Path):
         graph, report = convert_directory(rank.sources)
     else:
@@ -177,21 +186,22 @@ def _convert(rank: Rank, path: Path, step: str) -> _Done:
     return path, len(graph), report
 
 
-def _called(directory: str) -> str:
-    """Return what to call the trace of a captured rank's directory (`rank-3`)."""
-    named = _RANK_IN_NAME.fullmatch(directory)
-    return f"{_PREFIX}.{int(named.group(1))}" if named else directory
+def _trace_name(directory: str) -> str:
+    """Return the name of the trace of a capture's directory: `trace.3` for `rank-3`."""
+    match = _RANK_IN_NAME.fullmatch(directory)
+    return f"{_PREFIX}.{int(match.group(1))}" if match else directory
 
 
 def _rank(path: Path, head: bytes) -> int:
-    if told := _RANK_IN_FILE.search(head):
-        return int(told.group(1))
-    if named := _RANK_IN_NAME.search(path.name):
-        return int(named.group(1))
+    """Return the rank of a trace, from its first bytes, else from its name."""
+    if match := _RANK_IN_FILE.search(head):
+        return int(match.group(1))
+    if match := _RANK_IN_NAME.search(path.name):
+        return int(match.group(1))
     numbers = _NUMBER.findall(path.name)
     if not numbers:
         raise TraceError(
-            f"{path}: which rank is it of? Expected `distributedInfo` in the trace, or a name like "
+            f"{path}: its rank is unknown; expected `distributedInfo` in the trace, or a name like "
             "rank-0.json",
             code="trace-rank-unknown",
         )

@@ -24,22 +24,19 @@ from onerank.converters.sources.kineto.read.schema import (
 from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup, World
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.job.world import axis_of
-from onerank.ir.replay.steady_state import replay_without_profiler
-from onerank.ir.replay.steady_state import with_step_time as with_step_time_trace_job
+from onerank.ir.replay import steady_state
 
-HOST = (0.2, 1.2)
+_HOST_FACTORS = (0.2, 1.2)
+"""Range in which the factor on host times is searched."""
 
-"""The factor is looked for between these."""
+_TOLERANCE = 0.001
+"""Relative error of the host time at which the search ends."""
 
-CLOSE = 0.001
-
-"""Of the time that the factor is to give."""
-
-TRIES = 8
+_MAX_TRIES = 8
 
 
 def with_host_overhead(graph: Graph) -> Graph:
-    """Return the graph with its `Measurement.host_overhead`, if the job has what it is made of."""
+    """Return the graph with its `Measurement.host_overhead`, if the job has the measurements."""
     measurement = graph.job.measurement
     if not (measurement.host_step_ns and measurement.profiled_host_ns and measurement.step_ns):
         return graph
@@ -48,77 +45,81 @@ def with_host_overhead(graph: Graph) -> Graph:
     step_ns = round(statistics.median(measurement.step_ns))
     overhead = _host_overhead(graph, measurement)
     notes = measurement.notes
-    if overhead.host_factor in HOST:
+    if overhead.host_factor in _HOST_FACTORS:
         notes += (
-            f"the host took {statistics.median(measurement.host_step_ns):.0f} ns a step without "
-            f"the profiler and {measurement.profiled_host_ns[0]} ns under it, which no factor "
-            f"from {HOST[0]} to {HOST[1]} on its own times explains: the nearest is taken",
+            f"the host took {statistics.median(measurement.host_step_ns):.0f} ns per step without "
+            f"the profiler and {measurement.profiled_host_ns[0]} ns with it: the factor on host "
+            f"times is outside {_HOST_FACTORS[0]} to {_HOST_FACTORS[1]}, and the nearer end is "
+            "used",
         )
     measurement = msgspec.structs.replace(measurement, host_overhead=overhead, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
-    return with_step_time_trace_job(replace(graph, job=job), step_ns)
+    return steady_state.with_step_time(replace(graph, job=job), step_ns)
 
 
 def _host_overhead(graph: Graph, measurement: Measurement) -> HostOverhead:
+    """Fit the factor on host times; the profiled host time beyond the replay is between steps."""
     inter_step_host_ns = max(measurement.profiled_host_ns[0] - _host_span(graph, 1.0), 0)
 
     def host_ns(factor: float) -> float:
         return _host_span(graph, factor) + factor * inter_step_host_ns
 
-    # One that waits for its GPU takes no longer for being slower: the slowest such is taken.
-    shortest = host_ns(HOST[0]) * (1 + 2 * CLOSE)
-    host = _factor(host_ns, max(statistics.median(measurement.host_step_ns), shortest), HOST)
-    return HostOverhead(round(host, 3), round(host * inter_step_host_ns), 0)
+    # The time of a host that waits for its GPU does not depend on the factor. The target is just
+    # above that time, so the search ends at the largest factor that gives it.
+    shortest = host_ns(_HOST_FACTORS[0]) * (1 + 2 * _TOLERANCE)
+    target_ns = max(statistics.median(measurement.host_step_ns), shortest)
+    factor = _find_factor(host_ns, target_ns, _HOST_FACTORS)
+    return HostOverhead(round(factor, 3), round(factor * inter_step_host_ns), 0)
 
 
-def _factor(
-    time_ns: Callable[[float], float], wanted_ns: float, within: tuple[float, float]
+def _find_factor(
+    time_ns: Callable[[float], float], target_ns: float, bounds: tuple[float, float]
 ) -> float:
-    """Return the factor that gives a time which grows with it, or the end of the range next to it.
+    """Return the factor at which an increasing `time_ns` reaches the target, else the nearer bound.
 
-    Regula falsi, the Illinois way.
+    Regula falsi with the Illinois modification.
     """
-    low, high = within
-    below, above = time_ns(low) - wanted_ns, time_ns(high) - wanted_ns
-    if below >= 0 or above <= 0:
-        return low if below >= 0 else high
-    moved, factor = 0, low
-    for _ in range(TRIES):
-        factor = (low * above - high * below) / (above - below)
-        off = time_ns(factor) - wanted_ns
-        if abs(off) <= CLOSE * wanted_ns:
+    low, high = bounds
+    low_error, high_error = time_ns(low) - target_ns, time_ns(high) - target_ns
+    if low_error >= 0 or high_error <= 0:
+        return low if low_error >= 0 else high
+    last_moved, factor = 0, low
+    for _ in range(_MAX_TRIES):
+        factor = (low * high_error - high * low_error) / (high_error - low_error)
+        error = time_ns(factor) - target_ns
+        if abs(error) <= _TOLERANCE * target_ns:
             break
-        if off > 0:
-            high, above, below = factor, off, below / 2 if moved > 0 else below
-            moved = 1
+        # Illinois: if the same bound moves twice, halve the error of the other bound.
+        if error > 0:
+            low_error = low_error / 2 if last_moved > 0 else low_error
+            high, high_error, last_moved = factor, error, 1
         else:
-            low, below, above = factor, off, above / 2 if moved < 0 else above
-            moved = -1
+            high_error = high_error / 2 if last_moved < 0 else high_error
+            low, low_error, last_moved = factor, error, -1
     return factor
 
 
 def _host_span(graph: Graph, factor: float) -> int:
-    """Return the time from the host's first operator to its last, which begins with the GPU."""
-    times = replay_without_profiler(graph, factor).schedule()
+    """Return the replayed time from the start of the first operator to the end of the last."""
+    times = steady_state.replay_without_profiler(graph, factor).schedule()
     host = graph.mask(Kind.HOST_OP)
     return int(times.end_ns[host].max() - times.start_ns[host].min())
 
 
 def of_step(job: Job, number: int) -> Job:
-    """Return the job with the times of its profiled step `number`, where each step's are known."""
+    """Return the job with the times of its profiled step `number`, as far as they are recorded."""
     measurement = job.measurement
     steps, hosts = measurement.profiled_steps_ns, measurement.profiled_host_ns
     if number < len(steps):
         measurement = msgspec.structs.replace(
             measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
         )
-    own = hosts[number : number + 1]
-    measurement = msgspec.structs.replace(measurement, profiled_host_ns=own)
+    measurement = msgspec.structs.replace(measurement, profiled_host_ns=hosts[number : number + 1])
     return msgspec.structs.replace(job, measurement=measurement)
 
 
 def with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
-    """Take the device from the trace where the job does not name one."""
+    """Return the job with the trace's device if the job names none."""
     if job.device.type:
         return job
     if not on_gpu:
@@ -129,20 +130,20 @@ def with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
 
 
 def with_busy_time(job: Job, gpu: GpuOps) -> Job:
-    """Add the time in which anything ran on the GPU, what emulates communication included."""
+    """Return the job with its GPU busy time, kernels that emulate collectives included."""
     start_ns = gpu.rows.start_ns
     busy = union_duration_ns(start_ns, start_ns + gpu.rows.duration_ns)
     measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
     return msgspec.structs.replace(job, measurement=measurement)
 
 
-def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
-    """Add activation bytes, and start and peak if the allocator did not record them.
+def with_memory(job: Job, used: Memory, activations: tuple[int, ...], *, on_gpu: bool) -> Job:
+    """Return the job with activation bytes, and with start and peak if not recorded.
 
     On a GPU, memory events carry the allocator's total. On a CPU they show the rise above the level
     at the start of the window, which gives the peak only if the job knows that level.
     """
-    measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
+    measurement = msgspec.structs.replace(job.measurement, activation_bytes=activations)
     if measurement.peak_memory_bytes:
         return msgspec.structs.replace(job, measurement=measurement)
     start = measurement.start_memory_bytes
@@ -157,7 +158,7 @@ def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) 
 
 
 def with_groups(job: Job, calls: Iterable[Communication]) -> Job:
-    """Add the groups that calls name and the job does not know."""
+    """Return the job with the groups that calls name and the job lacks."""
     known = {group.name: group for group in job.groups}
     for call in calls:
         if call.group and call.group not in known and call.group_ranks:
@@ -166,9 +167,11 @@ def with_groups(job: Job, calls: Iterable[Communication]) -> Job:
 
 
 def with_step_time(job: Job, span_ns: int) -> Job:
-    """Use the time from the first start to the last end if the job has no step time.
+    """Return the job with `span_ns` as profiled step time if it has none.
 
-    A replay is compared with it.
+    Args:
+        job: the job so far.
+        span_ns: time from the first start to the last end, with which a replay is compared.
     """
     if job.measurement.profiled_step_ns:
         return job
@@ -177,13 +180,13 @@ def with_step_time(job: Job, span_ns: int) -> Job:
 
 
 def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> Job:
-    """Add what the step did with memory, block by block.
+    """Return the job with the log of the memory blocks that the step allocated or freed.
 
     Args:
         job: the job so far.
         memory: the blocks.
-        node: host event -> node that answers for what it allocated or freed.
-        place: number of each node in the graph.
+        node: host event -> future node responsible for its allocations and frees.
+        place: index in the graph of each future node, int64[n].
     """
     if memory.blocks is None:
         return job
@@ -196,13 +199,13 @@ def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> J
 _AXES = ("tp", "cp", "dp", "pp")
 
 
-def groups_of(told: Distributed | None) -> tuple[ProcessGroup, ...]:
+def groups_of(distributed: Distributed | None) -> tuple[ProcessGroup, ...]:
     """Return the process groups that a trace describes."""
-    groups = told.groups if told else ()
-    return tuple(ProcessGroup(one.description or one.name, one.ranks) for one in groups)
+    groups = distributed.groups if distributed else ()
+    return tuple(ProcessGroup(group.description or group.name, group.ranks) for group in groups)
 
 
-def with_world(job: Job, told: Distributed | None) -> Job:
+def with_world(job: Job, distributed: Distributed | None) -> Job:
     """Return the job with the run's world and rank, and its groups assigned to axes.
 
     Axes are the groups of the rank that form evenly spaced lines. Without any, the world has one
@@ -210,49 +213,51 @@ def with_world(job: Job, told: Distributed | None) -> Job:
 
     Args:
         job: of one rank, with its groups.
-        told: the run that the trace records.
+        distributed: the run that the trace records; None if it records none.
     """
-    if told is None or told.size < 2 or job.world.size > 1:
+    if distributed is None or distributed.size < 2 or job.world.size > 1:
         return job
-    world = World(_axes(told, job.groups))
+    world = World(_axes(distributed, job.groups))
     groups = tuple(
-        msgspec.structs.replace(group, axis=axis_of(group.ranks, world, told.rank, group.name))
-        if told.rank in group.ranks
+        msgspec.structs.replace(
+            group, axis=axis_of(group.ranks, world, distributed.rank, group.name)
+        )
+        if distributed.rank in group.ranks
         else group
         for group in job.groups
     )
-    return msgspec.structs.replace(job, world=world, rank=told.rank, groups=groups)
+    return msgspec.structs.replace(job, world=world, rank=distributed.rank, groups=groups)
 
 
-def _axes(told: Distributed, groups: Iterable[ProcessGroup]) -> dict[str, int]:
+def _axes(distributed: Distributed, groups: Iterable[ProcessGroup]) -> dict[str, int]:
     """Return the sizes of the axes that groups span, innermost first."""
     sizes: dict[str, int] = {}
     reach = 1
-    for stride, count, name in sorted(_lines(told, groups)):
+    for stride, count, name in sorted(_lines(distributed, groups)):
         if stride % reach:
-            continue  # within several axes
+            continue  # the line crosses several axes
         if stride > reach:
             sizes["other" if "other" not in sizes else f"other{len(sizes)}"] = stride // reach
         sizes[name if name and name not in sizes else f"axis{len(sizes)}"] = count
         reach = stride * count
-    if not sizes or told.size % reach:
-        return {"world": told.size}
-    if told.size > reach:
-        sizes["other" if "other" not in sizes else f"other{len(sizes)}"] = told.size // reach
+    if not sizes or distributed.size % reach:
+        return {"world": distributed.size}
+    if distributed.size > reach:
+        sizes["other" if "other" not in sizes else f"other{len(sizes)}"] = distributed.size // reach
     return sizes
 
 
-def _lines(told: Distributed, groups: Iterable[ProcessGroup]) -> set[tuple[int, int, str]]:
+def _lines(distributed: Distributed, groups: Iterable[ProcessGroup]) -> set[tuple[int, int, str]]:
     """Return stride, size and name of the groups that are evenly spaced lines of a grid."""
-    found: dict[tuple[int, int], str] = {}
+    lines: dict[tuple[int, int], str] = {}
     for group in groups:
         ranks = sorted(group.ranks)
         count = len(ranks)
-        if told.rank not in ranks or not 1 < count < told.size:
+        if distributed.rank not in ranks or not 1 < count < distributed.size:
             continue
         stride = ranks[1] - ranks[0]
-        first = told.rank - told.rank // stride % count * stride
+        first = distributed.rank - distributed.rank // stride % count * stride
         if ranks == list(range(first, first + count * stride, stride)):
-            said = [axis for axis in _AXES if axis in group.name.lower().split("_")]
-            found.setdefault((stride, count), said[0] if said else "")
-    return {(*line, name) for line, name in found.items()}
+            names = [axis for axis in _AXES if axis in group.name.lower().split("_")]
+            lines.setdefault((stride, count), names[0] if names else "")
+    return {(*line, name) for line, name in lines.items()}

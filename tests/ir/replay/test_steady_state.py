@@ -143,7 +143,7 @@ def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
     assert measurement.host_overhead is not None
     assert measurement.host_overhead.host_factor == 1.2
     (note,) = measurement.notes
-    assert "took 90000000 ns a step without the profiler and 34913331 ns under it" in note
+    assert "took 90000000 ns per step without the profiler and 34913331 ns with it" in note
 
 
 def test_the_figures_of_a_capture(captured: dict[int, Path]):

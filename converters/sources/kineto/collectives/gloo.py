@@ -47,12 +47,12 @@ class GlooCall:
 
 @dataclass(slots=True)
 class GlooCalls:
-    """What Gloo carried out.
+    """The calls that Gloo ran.
 
     Attributes:
         found: the calls, by start.
-        unknown: records of names that no collective has.
-        of_groups: how many groups the trace has; of several, each call's is not known.
+        unknown: number of records with an unknown collective, by name.
+        of_groups: number of groups in the trace; with several, the group of a call is unknown.
     """
 
     found: list[GlooCall] = field(default_factory=list[GlooCall])
@@ -65,7 +65,7 @@ class GlooCalls:
         return np.array(sorted(callers), dtype=np.int64)
 
     def within(self, timeline: HostTimeline) -> Mask:
-        """Return which events are a part of a call, on the thread that carried it out, bool[n]."""
+        """Return which events are part of a call that ran on a Gloo thread, bool[n]."""
         rows = timeline.rows
         inside = np.zeros(len(timeline), dtype=bool)
         for call in self.found:
@@ -79,7 +79,7 @@ class GlooCalls:
         return inside
 
     def notes(self) -> list[str]:
-        """Return sentences a reader should know."""
+        """Return notes on unknown collectives, issuers and groups."""
         notes = [
             f"{count} {name!r} records are dropped: unknown collective"
             for name, count in self.unknown.items()
@@ -104,8 +104,8 @@ def find_gloo_calls(
 
     Args:
         timeline: the host events.
-        et: the execution trace; without it bytes and peers are not known.
-        groups: groups of the trace; if there are several, the group of a call is not known.
+        et: the execution trace; without it, bytes and peers are unknown.
+        groups: groups of the trace; if there are several, the group of a call is unknown.
     """
     calls = GlooCalls(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
@@ -157,10 +157,9 @@ def _communication(
 
 
 def _scattered_bytes(inputs: list[object] | None, ranks: int) -> int:
-    """Return the bytes of a scatter from its caller's arguments: an output for each rank.
+    """Return the bytes of a scatter: the caller's output tensors times the number of ranks.
 
-    NCCL counts them in this way on all ranks; Gloo's record has the inputs, which only the root
-    has.
+    NCCL counts so on all ranks. Gloo records the inputs, which only the root has.
     """
     outputs = inputs[0] if inputs else None
     if not isinstance(outputs, list) or not ranks:
@@ -169,7 +168,7 @@ def _scattered_bytes(inputs: list[object] | None, ranks: int) -> int:
 
 
 def _bytes(values: list[object] | None) -> int:
-    """Return the bytes of the tensors among inputs, UNKNOWN where these are not known."""
+    """Return the bytes of the tensors among inputs, UNKNOWN if the inputs are not recorded."""
     if values is None:
         return UNKNOWN
     total = 0
@@ -183,7 +182,7 @@ def _bytes(values: list[object] | None) -> int:
 
 
 def _peer(values: list[object] | None) -> tuple[int, int]:
-    """Return rank within the group and tag that a send or receive ends in."""
+    """Return the peer's rank in the group and the tag, the last inputs of a send or receive."""
     match values:
         case [*_, int() as peer, int() as tag]:
             return peer, tag
@@ -192,7 +191,7 @@ def _peer(values: list[object] | None) -> tuple[int, int]:
 
 
 def first_operator_after(call: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
-    """Return the first operator that waits for a call, NONE for no such.
+    """Return the first operator that waits for a call, NONE if there is none.
 
     Args:
         call: the call.

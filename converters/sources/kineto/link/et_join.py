@@ -10,149 +10,158 @@ from onerank.converters.sources.kineto.read.execution_trace import load_executio
 from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace, last_of
 from onerank.ir.errors import TraceError
 
-LEAST_FITTING = 0.95
+MIN_ALIGNED_SHARE = 0.95
+"""Share of operators that must align by order if the Kineto trace has no record ids."""
 
-_AGREE = 4  # names in a row that must be equal again behind these
+MIN_ALIGNED_SHARE_OTHER_RUN = 0.99
+"""Share of operators that must align by order if record ids show two different runs."""
 
-_REACH = 64  # events that one file may have more than the other, in a row
+_EQUAL_NAMES = 4  # consecutive equal names after which two sequences count as aligned again
+
+_MAX_SKIPPED = 64  # consecutive events that only one of the files may have
 
 
-def _resume(names: list[int], others: list[int]) -> tuple[int, int]:
-    """Return how much of each sequence to leave out until they agree again; 1 and 1 if never."""
-    for total in range(1, _REACH):
-        for mine in range(total + 1):
-            here, there = names[mine : mine + _AGREE], others[total - mine : total - mine + _AGREE]
-            if here and here == there:
-                return mine, total - mine
+def _skip_to_equal(names: list[int], et_names: list[int]) -> tuple[int, int]:
+    """Return how many names of each sequence to skip until they agree; 1 and 1 if they never do."""
+    for total in range(1, _MAX_SKIPPED):
+        for skipped in range(total + 1):
+            et_skipped = total - skipped
+            following = names[skipped : skipped + _EQUAL_NAMES]
+            if following and following == et_names[et_skipped : et_skipped + _EQUAL_NAMES]:
+                return skipped, et_skipped
     return 1, 1
 
 
-def _follow(names: list[int], others: list[int]) -> tuple[list[int], list[int]]:
-    """Return places of equal names in both sequences, in order."""
+def _align_names(names: list[int], et_names: list[int]) -> tuple[list[int], list[int]]:
+    """Return the places of equal names in both sequences, in order."""
     places: list[int] = []
-    twins: list[int] = []
-    at, other = 0, 0
-    while at < len(names) and other < len(others):
-        if names[at] == others[other]:
-            places.append(at)
-            twins.append(other)
-            at += 1
-            other += 1
+    et_places: list[int] = []
+    window = _MAX_SKIPPED + _EQUAL_NAMES
+    place, et_place = 0, 0
+    while place < len(names) and et_place < len(et_names):
+        if names[place] == et_names[et_place]:
+            places.append(place)
+            et_places.append(et_place)
+            place += 1
+            et_place += 1
             continue
-        skipped = _resume(names[at : at + _REACH + _AGREE], others[other : other + _REACH + _AGREE])
-        at += skipped[0]
-        other += skipped[1]
-    return places, twins
+        skipped, et_skipped = _skip_to_equal(
+            names[place : place + window], et_names[et_place : et_place + window]
+        )
+        place += skipped
+        et_place += et_skipped
+    return places, et_places
 
 
 def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
-    """Return each host event's row in the execution trace (or NONE), and the share that fitted.
+    """Align host events with execution trace nodes by the order of names in each thread.
 
-    The share is that of the operators.
+    Returns:
+        Each host event's row in the execution trace or NONE, int64[n]; the share of operators that
+        have a row.
     """
     rows = np.full(len(timeline), NONE)
-    threads = {
+    et_threads = {
         int(tid): np.flatnonzero(et.tid == tid)[np.argsort(et.id[et.tid == tid], kind="stable")]
         for tid in np.unique(et.tid)
     }
-    names: dict[int, Counter[int]] = {
-        tid: Counter(et.name[own].tolist()) for tid, own in threads.items()
+    name_counts: dict[int, Counter[int]] = {
+        tid: Counter(et.name[et_rows].tolist()) for tid, et_rows in et_threads.items()
     }
+    # The files number threads differently. The longest thread chooses first, by the names that it
+    # shares with each thread of the execution trace.
     spans = sorted(timeline.threads.values(), key=len, reverse=True)
     for span in spans:
-        mine = timeline.rows.name[span.start : span.stop]
-        counted: Counter[int] = Counter(mine.tolist())
-        shared = {tid: (counted & own).total() for tid, own in names.items()}
+        names = timeline.rows.name[span.start : span.stop]
+        span_counts: Counter[int] = Counter(names.tolist())
+        shared = {tid: (span_counts & counts).total() for tid, counts in name_counts.items()}
         tid = max(shared, key=shared.__getitem__, default=None)
         if tid is None or not shared[tid]:
             continue
-        theirs = threads.pop(tid)
-        del names[tid]
-        places, others = _follow(mine.tolist(), et.name[theirs].tolist())
-        rows[np.array(places, dtype=np.int64) + span.start] = theirs[others]
+        et_rows = et_threads.pop(tid)
+        del name_counts[tid]
+        places, et_places = _align_names(names.tolist(), et.name[et_rows].tolist())
+        rows[np.array(places, dtype=np.int64) + span.start] = et_rows[et_places]
     operators = timeline.rows.is_operator
-    fitted = int((operators & (rows != NONE)).sum())
-    return rows, fitted / max(int(operators.sum()), 1)
-
-
-LEAST_FITTING_OTHER_RUN = 0.99
-
-"""Share of operators that must fit by order if record ids show two different runs."""
+    aligned = int((operators & (rows != NONE)).sum())
+    return rows, aligned / max(int(operators.sum()), 1)
 
 
 def join(
     timeline: HostTimeline, et: ExecutionTrace, kineto: Path
 ) -> tuple[ExecutionTrace, list[str]]:
-    """Give every host event its execution trace node, by record id, else by order.
+    """Set the execution trace node of every host event, by record id, else by order.
 
     Args:
-        timeline: the host events; their `et` is set.
+        timeline: the host events; `timeline.et` is set.
         et: the execution trace.
         kineto: the file of the host events, for messages.
 
     Returns:
-        The execution trace, read whole where record ids did not help, and sentences a reader
-        should know.
+        The execution trace, read again with all operands if events were aligned by order; notes.
 
     Raises:
-        TraceError: there are no operators, or too few of the two fit each other.
+        TraceError: there are no operators, or too few align.
     """
     rows = timeline.rows
     operators = int(rows.is_operator.sum())
     both = f"{kineto} and {et.path}"
     if not operators:
         raise TraceError(
-            f"{kineto}: holds no operator: profile with the CPU activity on",
+            f"{kineto}: has no operators: profile with ProfilerActivity.CPU",
             code="trace-no-operators",
         )
     if not rows.rf_id[rows.is_operator].any():
-        why = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
-        what = f"{both} cannot be linked: {why}"
-        return _join_by_order(timeline, et, why, what, LEAST_FITTING)
-    found = last_of(et.rf_id, rows.rf_id)
-    known = found >= 0
-    same = known.copy()
-    same[known] = et.name[found[known]] == rows.name[known]
-    other = np.flatnonzero(known & ~same)
-    if not same.any() or len(other) > int(same.sum()) // 10:
+        reason = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
+        error = f"{both} cannot be linked: {reason}"
+        return _join_by_order(timeline, et, reason, error, MIN_ALIGNED_SHARE)
+    et_row = last_of(et.rf_id, rows.rf_id)
+    known = et_row >= 0
+    equal = known.copy()
+    equal[known] = et.name[et_row[known]] == rows.name[known]
+    different = np.flatnonzero(known & ~equal)
+    # Record ids of another run join operators at random; a few may differ in one run.
+    if not equal.any() or len(different) > int(equal.sum()) // 10:
         example = ""
-        if len(other):
+        if len(different):
             strings = timeline.strings
-            pairs = zip(rows.name[other].tolist(), et.name[found[other]].tolist(), strict=True)
-            (mine, theirs), _ = Counter(pairs).most_common(1)[0]
-            example = f" (for example {strings[mine]!r} against {strings[theirs]!r})"
-        why = (
-            f"of the {known.sum()} record ids they share, {len(other)} name different "
+            pairs = zip(
+                rows.name[different].tolist(), et.name[et_row[different]].tolist(), strict=True
+            )
+            (name, et_name), _ = Counter(pairs).most_common(1)[0]
+            example = f" (for example {strings[name]!r} against {strings[et_name]!r})"
+        reason = (
+            f"of the {known.sum()} record ids they share, {len(different)} name different "
             f"operators{example}"
         )
-        what = f"{both} are of different runs: {why}"
-        return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)
-    timeline.et = np.where(same, found, -1)
+        error = f"{both} are of different runs: {reason}"
+        return _join_by_order(timeline, et, reason, error, MIN_ALIGNED_SHARE_OTHER_RUN)
+    timeline.et = np.where(equal, et_row, NONE)
     return et, []
 
 
 def _join_by_order(
-    timeline: HostTimeline, et: ExecutionTrace, why: str, what: str, least: float
+    timeline: HostTimeline, et: ExecutionTrace, reason: str, error: str, min_share: float
 ) -> tuple[ExecutionTrace, list[str]]:
-    """Give host events execution trace nodes by the order of operators, if that fits.
+    """Set the execution trace nodes of host events by the order of operators in each thread.
 
     Args:
-        timeline: the host events.
+        timeline: the host events; `timeline.et` is set.
         et: the execution trace.
-        why: why record ids do not join them.
-        what: what an error begins with.
-        least: share of the operators that must fit.
+        reason: why record ids do not join the two files.
+        error: beginning of the error message.
+        min_share: share of the operators that must align.
 
     Raises:
-        TraceError: too few operators fit.
+        TraceError: too few operators align.
     """
     rows, share = align(timeline, et)
     operators = int(timeline.rows.is_operator.sum())
-    fitted = int((timeline.rows.is_operator & (rows >= 0)).sum())
-    if share < least:
+    aligned = int((timeline.rows.is_operator & (rows >= 0)).sum())
+    if share < min_share:
         raise TraceError(
-            f"{what}. By the order of operators only {fitted} of {operators} ({share:.1%}) fit, "
-            f"expected {least:.0%}. Record both in one window: start an ExecutionTraceObserver "
+            f"{error}. Only {aligned} of {operators} operators ({share:.1%}) align by order, "
+            f"expected {min_share:.0%}. Record both in one window: start an ExecutionTraceObserver "
             "inside torch.profiler.profile()",
             code="trace-et-mismatch",
         )
@@ -160,6 +169,6 @@ def _join_by_order(
     if not et.whole:  # operands were kept by record ids
         et = load_execution_trace(et.path, timeline.strings)
     return et, [
-        f"aligned with the execution trace by the order of operators per thread, since {why}: "
-        f"{fitted} of {operators} operators ({share:.2%}) fitted"
+        f"{aligned} of {operators} operators ({share:.2%}) are aligned with the execution trace "
+        f"by their order in each thread, because {reason}"
     ]

@@ -69,7 +69,7 @@ class HostTimeline:
 
     @property
     def has_shapes(self) -> Mask:
-        """Which events have operands, of an execution trace or of the profiler's own, bool[n]."""
+        """Which events have operands, from the execution trace or the profiler, bool[n]."""
         return (self.et >= 0) | (self.operands[1] != 0)
 
     def name(self, index: int) -> str:
@@ -85,7 +85,7 @@ class HostTimeline:
         return named(self.rows.name, self.strings, test)
 
     def by_start(self) -> list[range]:
-        """Return each thread's events, the threads in the order of their first."""
+        """Return the events of each thread, the threads in the order of their first event."""
         start = self.rows.start_ns
         return sorted(self.threads.values(), key=lambda span: int(start[span.start]))
 
@@ -103,59 +103,60 @@ class HostTimeline:
             time_ns: int64[m].
         """
         index = self.last_before(thread, time_ns)
-        over = np.flatnonzero(index >= 0)
-        while len(over):
-            over = over[self.rows.end_ns[index[over]] < time_ns[over]]
-            index[over] = self.parent[index[over]]
-            over = over[index[over] >= 0]
+        ended = np.flatnonzero(index >= 0)
+        while len(ended):
+            ended = ended[self.rows.end_ns[index[ended]] < time_ns[ended]]
+            index[ended] = self.parent[index[ended]]
+            ended = ended[index[ended] >= 0]
         return index
 
     def last_before(self, thread: I64, time_ns: I64) -> I64:
         """Return the last event of each thread that started at or before the time, or NONE."""
         index = np.full(len(thread), NONE)
-        for own in np.unique(thread).tolist():
-            span = self.threads.get(own)
+        for number in np.unique(thread).tolist():
+            span = self.threads.get(number)
             if span is None:
                 continue
-            asked = np.flatnonzero(thread == own)
+            queries = np.flatnonzero(thread == number)
             starts = self.rows.start_ns[span.start : span.stop]
-            place = np.searchsorted(starts, time_ns[asked], side="right") - 1
-            index[asked] = np.where(place >= 0, place + span.start, NONE)
+            place = np.searchsorted(starts, time_ns[queries], side="right") - 1
+            index[queries] = np.where(place >= 0, place + span.start, NONE)
         return index
 
     def operator(self, index: I64) -> I64:
         """Return the nearest operator at or above each event (annotations skipped), or NONE."""
         index = index.copy()
-        other = np.flatnonzero(index >= 0)
-        while len(other):
-            other = other[~self.rows.is_operator[index[other]]]
-            index[other] = self.parent[index[other]]
-            other = other[index[other] >= 0]
+        annotations = np.flatnonzero(index >= 0)
+        while len(annotations):
+            annotations = annotations[~self.rows.is_operator[index[annotations]]]
+            index[annotations] = self.parent[index[annotations]]
+            annotations = annotations[index[annotations] >= 0]
         return index
 
     def nearest(self, chosen: Mask) -> I64:
-        """Return for each event the nearest chosen one that called it, or NONE, int64[n]."""
-        found = self.parent.copy()
-        above = np.flatnonzero(found >= 0)
-        while len(above):  # each round skips twice as many callers
-            above = above[~chosen[found[above]]]
-            found[above] = found[found[above]]
-            above = above[found[above] >= 0]
-        return found
+        """Return the nearest chosen caller of each event, or NONE, int64[n]."""
+        caller = self.parent.copy()
+        unresolved = np.flatnonzero(caller >= 0)
+        # Each round doubles the number of skipped callers, so deep call trees take few rounds.
+        while len(unresolved):
+            unresolved = unresolved[~chosen[caller[unresolved]]]
+            caller[unresolved] = caller[caller[unresolved]]
+            unresolved = unresolved[caller[unresolved] >= 0]
+        return caller
 
     def outermost(self, chosen: Mask) -> I64:
-        """Return the outermost chosen event around each or itself, or NONE, int64[n]."""
+        """Return the outermost chosen event around each event, itself included, or NONE."""
         nearest = self.nearest(chosen)
-        found = np.where(chosen, np.arange(len(self)), nearest)
-        inner = np.flatnonzero(found >= 0)
+        outermost = np.where(chosen, np.arange(len(self)), nearest)
+        inner = np.flatnonzero(outermost >= 0)
         while len(inner):
-            inner = inner[nearest[found[inner]] >= 0]
-            found[inner] = nearest[found[inner]]
-        return found
+            inner = inner[nearest[outermost[inner]] >= 0]
+            outermost[inner] = nearest[outermost[inner]]
+        return outermost
 
 
 def named(codes: I32, strings: StringTable, test: Callable[[str], bool]) -> Mask:
-    """Return which codes are of strings that pass `test`; each distinct one is tried once."""
+    """Return which codes are of strings that pass `test`, called once per distinct string."""
     occurs, passed = np.zeros(len(strings), dtype=bool), np.zeros(len(strings), dtype=bool)
     occurs[codes] = True
     distinct = np.flatnonzero(occurs)

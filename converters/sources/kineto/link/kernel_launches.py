@@ -1,6 +1,6 @@
 """Link each GPU operation to the host operator that launched it.
 
-A script may launch work outside any operator: a CUDA graph replay, or a kernel of its own. Such a
+A script may launch work outside any operator: a CUDA graph replay, or a custom kernel. Such a
 launch call becomes a host event itself, because otherwise its kernels would have no predecessor on
 the host.
 """
@@ -32,7 +32,7 @@ from onerank.ir import UNKNOWN, Kind
 def with_unattributed_launches(
     trace: KinetoTrace, timeline: HostTimeline
 ) -> tuple[KinetoTrace, HostTimeline]:
-    """Return both with the calls that launched something outside of any operator or mark."""
+    """Add the launch calls outside any operator or mark to the host events of a trace."""
     launches = trace.launches
     rows = np.unique(last_of(launches.correlation, trace.gpu.correlation))
     rows = rows[rows >= 0]
@@ -68,10 +68,11 @@ I64 = npt.NDArray[np.int64]
 
 Mask = npt.NDArray[np.bool_]
 
-STAND_IN = "onerank_standin_"
-"""Name prefixes of the kernels that `capture.collective_kernels` launches for collectives."""
+EMULATION_PREFIX = "onerank_standin_"
+"""Name prefix of the kernels that `capture.collective_kernels` launches for collectives."""
 
-PACED_STAND_IN = "onerank_standin_paced"
+PACED_KERNEL_PREFIX = "onerank_standin_paced"
+"""Name prefix of those that take as long as the collective would on a network."""
 
 KINDS = {"kernel": Kind.KERNEL, "gpu_memcpy": Kind.MEMCPY, "gpu_memset": Kind.MEMSET}
 
@@ -101,10 +102,11 @@ class GpuOps:
         thread: launching thread, an index into the trace's `threads`; NONE if not recorded.
         operator: index of the innermost host operator around the launch, of the launch call itself
             if it is outside any operator, or NONE, int64[n].
-        rule: how that was found, an index into `RULES`, int64[n].
-        in_mark: index of the communication mark it was launched in, or NONE, int64[n].
-        stands_in: kernels that mark time and stream of a recorded call.
-        paced: those of them that took the time of a network.
+        rule: rule that gave the operator, an index into `_RULES`, plus `_GRAPH` if one launch
+            started several operations, int64[n].
+        in_mark: index of the communication mark around the launch, or NONE, int64[n].
+        emulates: kernels that emulate a recorded call, on its stream, bool[n].
+        paced: kernels that emulate a call and take its time on a network, bool[n].
         uncontended_ns: duration without concurrent communication, UNKNOWN if not measured.
     """
 
@@ -115,7 +117,7 @@ class GpuOps:
     operator: I64
     rule: I64
     in_mark: I64
-    stands_in: Mask
+    emulates: Mask
     paced: Mask
     uncontended_ns: I64
 
@@ -128,7 +130,7 @@ class GpuOps:
         return (self.operator >= 0) & (self.rule % _GRAPH < _NO_OPERATOR)
 
     def rules(self, chosen: Mask) -> dict[str, int]:
-        """Return how many of the chosen ones were linked by each rule."""
+        """Return the number of chosen operations by rule, in the order of first use."""
         distinct, first, counts = np.unique(
             self.rule[chosen], return_index=True, return_counts=True
         )
@@ -144,11 +146,16 @@ def _rule(rule: int) -> str:
 def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     """Link every GPU operation to its operator.
 
-    Rules, in order: `external id` (the launch or the operation carries the operator's, which ran
-    then: torch up to 2.0 gives ids twice),
-    `enclosing operator` (innermost one on the launching thread at the time of the launch),
-    each prefixed with `graph launch: ` where one launch started several operations;
-    `no operator` where a launch stands outside any, `no launch` where none is recorded.
+    Rules, in order:
+
+    - `external id`: the launch or the operation carries the id of an operator that ran at the time
+      of the launch.
+    - `enclosing operator`: the innermost operator on the launching thread at the time of the
+      launch.
+    - `no operator`: the launch is outside any operator.
+    - `no launch`: the trace has no launch call.
+
+    The prefix `graph launch: ` means that one launch started several operations.
     """
     rows, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, rows.correlation)
@@ -163,22 +170,24 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     by_launch = launched & (external == 0)
     external[by_launch] = launches.external_id[launch[by_launch]]
     operator = last_of(timeline.rows.external_id, external, timeline.rows.is_operator)
+    # torch up to 2.0 gives some external ids twice: check that the operator ran at the launch.
     operator[_outside(timeline, operator, launch_ns, launched)] = NONE
     rule = np.zeros(len(rows), dtype=np.int64)
-    asked = np.flatnonzero((operator < 0) & launched)
-    around = _around(trace, timeline, launch[asked])
-    operator[asked] = timeline.operator(around)
-    rule[asked] = 1
+    unlinked = np.flatnonzero((operator < 0) & launched)
+    around = _around(trace, timeline, launch[unlinked])
+    operator[unlinked] = timeline.operator(around)
+    rule[unlinked] = 1
     rule[operator < 0] = np.where(launched, 2, 3)[operator < 0]
-    calls = (operator[asked] < 0) & (pick(timeline.rows.event_index, around, 0) == OWN_CALL)
-    operator[asked[calls]] = around[calls]
+    calls = (operator[unlinked] < 0) & (pick(timeline.rows.event_index, around, 0) == OWN_CALL)
+    operator[unlinked[calls]] = around[calls]
     _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
     rule[launched & (counts[places] > 1)] += _GRAPH
 
     in_mark = pick(timeline.in_mark, operator, NONE)
-    stands_in = named(rows.name, trace.strings, lambda name: name.startswith(STAND_IN))
-    asked = np.flatnonzero(stands_in & launched)  # no operator launches it
-    in_mark[asked] = pick(timeline.in_mark, _around(trace, timeline, launch[asked]), NONE)
+    emulates = named(rows.name, trace.strings, lambda name: name.startswith(EMULATION_PREFIX))
+    # No operator launches an emulating kernel: its mark is around the launch call itself.
+    emulating = np.flatnonzero(emulates & launched)
+    in_mark[emulating] = pick(timeline.in_mark, _around(trace, timeline, launch[emulating]), NONE)
     lost = ~launched & (operator < 0) & (in_mark < 0)
     lost = np.flatnonzero(lost & ~_backlog(rows, launched))
     if len(lost) and launched.any():
@@ -191,8 +200,8 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         operator=operator,
         rule=rule,
         in_mark=in_mark,
-        stands_in=stands_in & (in_mark >= 0),
-        paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_STAND_IN)),
+        emulates=emulates & (in_mark >= 0),
+        paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_KERNEL_PREFIX)),
         uncontended_ns=np.full(len(rows), UNKNOWN),
     )
 
@@ -212,11 +221,12 @@ def launch_times(trace: KinetoTrace) -> I64:
     first_call_ns = launches.start_ns.min(initial=np.iinfo(np.int64).max)
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
     ends = np.flatnonzero(np.diff(rows.stream[order]) | np.diff(rows.device[order])) + 1
-    for lane in np.split(order, ends):
-        first_behind = np.minimum.accumulate(times[lane][::-1])[::-1]
-        times[lane] = np.where(known[lane], times[lane], first_behind)
-        backlog = int(np.argmax(known[lane]))  # of what no call launched, nothing is
-        times[lane[:backlog]] = np.minimum(times[lane[:backlog]], first_call_ns)
+    for stream_rows in np.split(order, ends):
+        next_launch = np.minimum.accumulate(times[stream_rows][::-1])[::-1]
+        times[stream_rows] = np.where(known[stream_rows], times[stream_rows], next_launch)
+        # argmax is 0 on a stream without any recorded launch, which then has no backlog.
+        backlog = int(np.argmax(known[stream_rows]))
+        times[stream_rows[:backlog]] = np.minimum(times[stream_rows[:backlog]], first_call_ns)
     return times
 
 
@@ -225,51 +235,56 @@ def _median(values: I64, default: int) -> int:
 
 
 def _backlog(rows: GpuRows, launched: Mask) -> Mask:
-    """Return which operations ran before the first that was launched within the trace.
+    """Return which operations started before the first launched one of their stream, bool[n].
 
-    On a stream of which no launch is in the trace, none.
+    A stream without any recorded launch has none.
     """
     first = np.full(len(rows), np.iinfo(np.int64).min)
     for stream in np.unique(rows.stream[~launched]).tolist():
-        own = rows.stream == stream
-        if (own & launched).any():
-            first[own] = rows.start_ns[own & launched].min()
+        on_stream = rows.stream == stream
+        if (on_stream & launched).any():
+            first[on_stream] = rows.start_ns[on_stream & launched].min()
     return ~launched & (rows.start_ns < first)
 
 
 def _at_start(
     trace: KinetoTrace, timeline: HostTimeline, rows: GpuRows, launch: I64, lost: I64
 ) -> I64:
-    """Return for operations without a launch what the host did when they can have been launched.
+    """Return the likely operator of GPU operations without a recorded launch, NONE if unknown.
 
-    That is the usual time before they start, on the thread that launched last then. NONE for those
-    that began behind another on their stream: these may have been launched at any time before.
+    The launch is assumed to precede the start by the median delay of other operations, on the
+    thread that launched last before. An operation that started right after another of its stream
+    may have been launched at any earlier time, so its operator is unknown.
 
     Args:
         trace: the trace.
         timeline: its host events.
         rows: its GPU operations.
-        launch: row of each one's launch, or NONE.
-        lost: which to look for.
+        launch: row of each operation's launch, or NONE.
+        lost: indices of the operations in question, int64[m].
     """
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
     ended = rows.start_ns + rows.duration_ns
     idle_ns = np.full(len(rows), np.iinfo(np.int64).max)
-    behind = (np.diff(rows.stream[order]) == 0) & (np.diff(rows.device[order]) == 0)
-    idle_ns[order[1:][behind]] = (rows.start_ns[order[1:]] - ended[order[:-1]])[behind]
+    follows = (np.diff(rows.stream[order]) == 0) & (np.diff(rows.device[order]) == 0)
+    idle_ns[order[1:][follows]] = (rows.start_ns[order[1:]] - ended[order[:-1]])[follows]
     calls = np.sort(launch[launch >= 0])
     calls = calls[np.argsort(trace.launches.start_ns[calls], kind="stable")]
-    took = (rows.start_ns - pick(trace.launches.start_ns, launch, 0))[launch >= 0]
-    usual = _median(took[(took >= 0) & (took < idle_ns[launch >= 0])], CLOCK_NS)
-    at = rows.start_ns[lost] - usual
-    before = np.searchsorted(trace.launches.start_ns[calls], at, side="right") - 1
+    delay_ns = (rows.start_ns - pick(trace.launches.start_ns, launch, 0))[launch >= 0]
+    # Only operations on an idle stream start as soon as they are launched.
+    usual_ns = _median(delay_ns[(delay_ns >= 0) & (delay_ns < idle_ns[launch >= 0])], CLOCK_NS)
+    launched_ns = rows.start_ns[lost] - usual_ns
+    before = np.searchsorted(trace.launches.start_ns[calls], launched_ns, side="right") - 1
     thread = trace.launches.thread[calls[np.maximum(before, 0)]]
-    found = timeline.operator(timeline.last_before(thread, at))
-    return np.where(idle_ns[lost] > CLOCK_NS, found, NONE)
+    operator = timeline.operator(timeline.last_before(thread, launched_ns))
+    return np.where(idle_ns[lost] > CLOCK_NS, operator, NONE)
 
 
 def _outside(timeline: HostTimeline, operator: I64, launch_ns: I64, launched: Mask) -> Mask:
-    """Return which operations' operators did not run at the launch, or began behind the start."""
+    """Return which operations' operators did not run at the time of the launch, bool[n].
+
+    Without a recorded launch, only the operator's start is compared.
+    """
     known = operator >= 0
     begun = pick(timeline.rows.start_ns, operator, 0) - CLOCK_NS
     ended = pick(timeline.rows.end_ns, operator, 0) + CLOCK_NS

@@ -5,6 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
 
@@ -75,15 +76,19 @@ class NodeSequence:
         Where operations overlap, an edge from the previous operation is not enough: an earlier
         one may end last.
         """
-        times = self.times
+        start, end = self.times.start, self.times.end
         pairs: list[tuple[int, int]] = []
-        running: list[int] = []
-        for before, number in pairwise(self.members):
-            start = times.start[number]
-            pairs.extend((earlier, number) for earlier in running if times.end[earlier] <= start)
-            running = [earlier for earlier in running if times.end[earlier] > start]
-            if times.end[before] > start:
-                running.append(before)
+        # Hundreds of operations may be running at once, so a heap gives the first end: scanning
+        # them at every start would make a stream of n overlapping operations take n^2 steps.
+        running: list[tuple[int, int, int]] = []
+        for position, (previous, number) in enumerate(pairwise(self.members)):
+            ended: list[tuple[int, int]] = []
+            while running and running[0][0] <= start[number]:
+                _, order, earlier = heappop(running)
+                ended.append((order, earlier))
+            pairs.extend((earlier, number) for _, earlier in sorted(ended))
+            if end[previous] > start[number]:
+                heappush(running, (end[previous], position, previous))
         return pairs
 
     def insert_by_start(self, number: int) -> None:
@@ -284,7 +289,8 @@ class DependencyEdges:
         np.add.at(excluded_ns, self.enclosing[called], whole[called])
         threads, begun = np.array(list(blocked), dtype=np.int64).reshape(-1, 2).T
         around = self.timeline.innermost(threads, begun)
-        # A call of the recorder is no time of the operator that it stands in, so its wait is none.
+        # The time of a recorder's call is already excluded from the operator around it, so its wait
+        # must not be excluded again.
         for waited_ns, within in zip(blocked.values(), around, strict=True):
             operator = within if within < 0 or self._is_kept[within] else self.enclosing[within]
             if operator >= 0 and self.timeline.in_mark[within] < 0:
@@ -303,7 +309,7 @@ class DependencyEdges:
     def add_launch_order(self, self_times_ns: I64, threads: ThreadSequences) -> None:
         """Let operations wait for what their operator called before it launched them.
 
-        If it called nothing that took longer than its gpu_rows time, the launch edge suffices.
+        The launch edge suffices if the operator launched within its self time.
         """
         gpu, kept = self.gpu, self.kept
         operator = gpu.operator[self.gpu_rows]

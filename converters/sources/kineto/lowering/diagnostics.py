@@ -145,24 +145,24 @@ class Conversion:
 
 
 def of_communication(
-    found: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
+    kernel_calls: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
 ) -> list[str]:
     """Return notes on kernels with unknown calls, and on partly recorded calls.
 
     Args:
-        found: the calls that GPU operations run.
-        measured: these calls.
+        kernel_calls: the calls of GPU operations.
+        measured: the communication nodes of GPU operations.
         unplaced: recorded calls that are assumed blocking.
     """
     notes = [
         f"{count} kernels that communicate ({ns / 1e6:.3f} ms) are kept as kernels, not as "
         f"communication: {reason}"
-        for reason, (count, ns) in found.unknown.items()
+        for reason, (count, ns) in kernel_calls.unknown.items()
     ]
-    if found.split:
+    if kernel_calls.split:
         notes.append(
-            f"{found.split} NCCL kernels that carried out several calls at once are one node per "
-            "call, sends before receives, one after another, their time split by bytes"
+            f"{kernel_calls.split} NCCL kernels that carried out several calls at once are one "
+            "node per call, sends before receives, one after another, their time split by bytes"
         )
     peers = Counter(call.kind for call in measured if max(call.src, call.dst) == UNKNOWN)
     if without_peer := peers[Kind.SEND] + peers[Kind.RECV]:

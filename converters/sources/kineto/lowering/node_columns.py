@@ -151,13 +151,12 @@ def gpu_columns(
         timeline: the host events.
         gpu: the GPU operations.
         chosen: rows of `gpu`, int64[n].
-        calls: place in the trace's calls of what each row of `gpu` communicates, or NO_CALL.
+        calls: index in `timeline.calls` of each GPU operation's call, or NO_CALL.
         et: the execution trace.
-        file: name of the file that the operations are of.
+        file: name of the trace, for messages.
 
     Raises:
-        TraceError: a kernel communicates by a collective or a dtype that is not known, or by a
-            number that cannot be.
+        TraceError: a kernel's collective or dtype is unknown, or an argument is out of range.
     """
     rows, operator = gpu.rows.take(chosen), np.where(gpu.linked, gpu.operator, NONE)[chosen]
     kernel = rows.category == KERNEL_CATEGORY

@@ -55,7 +55,7 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
         TraceError: a mark holds no valid record of a call.
     """
     by_mark: dict[int, list[int]] = defaultdict(list)
-    emulating = np.flatnonzero(gpu.stands_in)
+    emulating = np.flatnonzero(gpu.emulates)
     emulating = emulating[np.argsort(gpu.rows.start_ns[emulating], kind="stable")]
     for row, mark in zip(emulating.tolist(), gpu.in_mark[emulating].tolist(), strict=True):
         by_mark[mark].append(row)

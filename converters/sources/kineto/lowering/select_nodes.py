@@ -225,12 +225,12 @@ def select_nodes(
 ) -> SelectedNodes:
     """Select the nodes: all GPU operations that do not emulate a collective, and operators.
 
-    Where nothing ran on a GPU, the operators that compute do: the leaves.
+    If nothing ran on a GPU, the operators that compute are selected: the leaves.
 
     Args:
         timeline: the host events.
         gpu: the GPU operations.
-        gloo: what Gloo carried out, whose operators are part of its calls.
+        gloo: the calls that Gloo ran; operators within them are not nodes.
         with_operators: whether operators are nodes.
     """
     ran = np.flatnonzero(gpu.in_mark < 0)

@@ -92,12 +92,15 @@ class _StreamIntervals:
         number: numbers of the future nodes, int64[n].
         start: int64[n].
         end: int64[n].
+        last_end: latest end up to each operation; kept, because computing it for every query would
+            take n steps each, int64[n].
         latest: position of the operation that ended last, up to each one, int64[n].
     """
 
     number: I64
     start: I64
     end: I64
+    last_end: I64
     latest: I64
 
     @classmethod
@@ -107,13 +110,13 @@ class _StreamIntervals:
             [sequence.times.start[member] for member in sequence.members], dtype=np.int64
         )
         end = np.array([sequence.times.end[member] for member in sequence.members], dtype=np.int64)
-        until = np.maximum.accumulate(end)
-        latest = np.maximum.accumulate(np.where(end == until, np.arange(len(end)), 0))
-        return cls(number, start, end, latest)
+        last_end = np.maximum.accumulate(end)
+        latest = np.maximum.accumulate(np.where(end == last_end, np.arange(len(end)), 0))
+        return cls(number, start, end, last_end, latest)
 
     def ended(self, time_ns: int) -> tuple[int, int] | None:
         """Return end and number of the operation that ended last by that time, or None."""
-        place = int(np.searchsorted(self.end[self.latest], time_ns + ROUNDING_NS, side="right")) - 1
+        place = int(np.searchsorted(self.last_end, time_ns + ROUNDING_NS, side="right")) - 1
         if place < 0:
             return None
         latest = int(self.latest[place])

@@ -20,14 +20,14 @@ from onerank.ir import StringTable
 from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
 
-LARGEST_PART_CUT_OFF = 0.02
-"""Share of the nodes that may be missing in the file, as callers of others."""
+MAX_MISSING_SHARE = 0.02
+"""Missing callers that are accepted, as a share of the nodes."""
 
 PLACEHOLDERS = "onerank::placeholders"
 """Names of the nodes around placeholder callers, which are not in the file."""
 
-FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
-"""In a small file so many callers may be missing, up to this share of the nodes."""
+SMALL_FILE_MISSING, SMALL_FILE_SHARE = 16, 0.1
+"""In a small file, up to 16 missing callers are accepted, but at most a tenth of the nodes."""
 
 
 def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
@@ -47,10 +47,10 @@ def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
 def check_callers(path: Path, node: I64, caller: I64) -> int:
     """Check ids and callers; the root is its own caller. Return the number of missing callers.
 
-    In real traces a few callers are missing: operators that began before the recording, and those
-    that a checkpoint's recomputation left by an exception. torch's observer never closes the latter
-    and takes what follows in their thread as their callees, sometimes a whole backward. Nodes
-    without a caller become roots.
+    In real traces a few callers are missing: operators that began before the recording, and
+    operators that a checkpoint's recomputation left by an exception. torch's observer never closes
+    the latter and records all later operators of the thread as their callees, sometimes a whole
+    backward. Nodes without a caller become roots.
 
     Args:
         path: the file, for messages.
@@ -78,7 +78,7 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
     missing = np.flatnonzero(absent)
     count = len(ids)
     callers = len(np.unique(caller[missing]))
-    if callers > max(LARGEST_PART_CUT_OFF * count, min(FEW_CUT_OFF, PART_OF_FEW * count)):
+    if callers > max(MAX_MISSING_SHARE * count, min(SMALL_FILE_MISSING, SMALL_FILE_SHARE * count)):
         raise TraceError(
             f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "
             f"{caller[missing[0]]}, which is not in the file ({callers} such callers): the trace "

@@ -130,7 +130,7 @@ class ArrayFile(Generic[_T]):
         return self._decode(b"", text, b""), None
 
     def _piece(self, text: bytes) -> tuple[_T | None, int]:
-        """Decode as many elements as `text` holds whole; return where the next begins.
+        """Decode the complete elements of `text`; return them and where the next one begins.
 
         An element begins as the first one does, with the same key: other objects seldom do.
         """

@@ -290,16 +290,19 @@ class _EventCalls:
         event_calls = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
         rows = np.flatnonzero(event_calls)
         rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
-        made = cls({}, {}, {})
+        event_calls_by_thread = cls({}, {}, {})
         for thread in np.unique(calls.thread[rows]).tolist():
             thread_rows = rows[calls.thread[rows] == thread]
             start = calls.start_ns[thread_rows]
             before = np.where(recording[thread_rows], start, -1)
-            made.starts[thread] = start.tolist()
-            made.recorded[thread] = [-1, *before[:-1].tolist()]
+            event_calls_by_thread.starts[thread] = start.tolist()
+            event_calls_by_thread.recorded[thread] = [-1, *before[:-1].tolist()]
             waited = np.append(~recording[thread_rows][1:], False) & recording[thread_rows]
-            made.records[thread] = start[recording[thread_rows]].tolist(), start[waited].tolist()
-        return made
+            event_calls_by_thread.records[thread] = (
+                start[recording[thread_rows]].tolist(),
+                start[waited].tolist(),
+            )
+        return event_calls_by_thread
 
     def before(self, thread: int, wait_ns: int) -> int:
         """Return when the call before a wait recorded an event, -1 where it was another wait."""
@@ -316,7 +319,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
     result = Synchronizations()
     calls = trace.launches
     names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
-    wanted = [
+    blocking = [
         code
         for code, name in names.items()
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
@@ -324,7 +327,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
     streams, records = StreamTimelines(trace), _EventCalls.of(trace)
     result.found.extend(_of_copies(trace))
     copied = {(wait.thread, wait.start_ns) for wait in result.found}
-    rows = np.flatnonzero(np.isin(calls.name, wanted))
+    rows = np.flatnonzero(np.isin(calls.name, blocking))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
         start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
         thread, name = int(calls.thread[row]), names[int(calls.name[row])]

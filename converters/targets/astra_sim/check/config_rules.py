@@ -1,15 +1,32 @@
-"""Rules on the configuration of a run: system, network, process groups and run script."""
+"""Rules on the configuration of a run: system, network, memory, logging, groups and run script."""
 
 import math
-import re
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-
+from onerank.converters.targets.astra_sim.check.config_schema import (
+    MEMORY,
+    NETWORK,
+    SYSTEM,
+    check_logging,
+    check_network_entry,
+    check_settings,
+    is_algorithm,
+)
+from onerank.converters.targets.astra_sim.check.config_text import (
+    Script,
+    read_json,
+    read_toml,
+    read_yaml_lists,
+    shown,
+    stoi,
+    yaml_integer,
+    yaml_real,
+)
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.enums import Collective
 from onerank.ir.job.comm_groups import NAMES, group_files
@@ -27,15 +44,6 @@ ALGORITHMS: dict[int, str] = {
     Collective.ALL_TO_ALL: "all-to-all-implementation",
 }
 """Collectives that are simulated, with the key of the system JSON that names their algorithms."""
-
-_CHOICES = {
-    "scheduling-policy": ("LIFO", "FIFO", "EXPLICIT"),
-    "collective-optimization": ("baseline", "localBWAware"),
-}
-
-_SWITCHES = ("roofline-enabled", "trace-enabled", "replay-only", "track-local-mem")
-
-_NETWORK_LINE = re.compile(r"([A-Za-z_]+):\s*\[([^\[\]]*)\]\s*(?:#.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,10 @@ class System:
         if num_ops <= 0 or tensor_size <= 0 or peak <= 0 or bandwidth <= 0:
             return None
         speed = min(bandwidth * (float(num_ops) / float(tensor_size)), peak)
-        return int(float(num_ops) / speed * 1e9)
+        if speed < sys.float_info.min:
+            return None
+        seconds = float(num_ops) / speed
+        return int(seconds * 1e9) if math.isfinite(seconds * 1e9) else None
 
 
 def read_system(path: Path, report: Report) -> System | None:
@@ -80,104 +91,139 @@ def read_system(path: Path, report: Report) -> System | None:
     values = read_json(path, report)
     if values is None:
         return None
+    # The switch counts as 1 whatever turns it on.
     system = System(path.name, values)
-    splits = values.get("preferred-dataset-splits")
-    if not isinstance(splits, int) or splits < 1 or splits is True:
+    on = {"roofline-enabled": int(system.is_on("roofline-enabled"))}
+    switch = values.get("roofline-enabled")
+    checked = {**values, **on} if type(switch) in (int, float) else values
+    check_settings(path.name, checked, SYSTEM, report)
+    if system.is_on("replay-only"):
         report.add(
-            "dataset-splits",
+            "replay-only",
             path.name,
             None,
-            f"preferred-dataset-splits is {shown(splits)}; it divides every collective's size "
-            "and must be an integer >= 1",
+            "replay-only is on: every node lasts its duration_micros, no bytes move and no rank "
+            "waits for another: write 0",
         )
-    for key, choices in _CHOICES.items():
-        if values.get(key) not in choices:
-            report.add(
-                "system-choice",
-                path.name,
-                None,
-                f"{key} is {shown(values.get(key))}; expected one of {', '.join(choices)}: "
-                "ASTRA-sim has no default for it and reads uninitialised memory",
-            )
-    for switch in _SWITCHES:
-        if isinstance(values.get(switch), bool):
-            report.add(
-                "switch-number",
-                path.name,
-                None,
-                f"{switch} is {shown(values[switch])}; ASTRA-sim compares it with the number 0, "
-                "so that even false turns it on: write 0 or 1",
-            )
-    if system.is_on("roofline-enabled"):
-        for key, unit in (("peak-perf", "TFLOP/s"), ("local-mem-bw", "GB/s")):
-            if system.number(key) <= 0:
-                report.add(
-                    "roofline-configuration",
-                    path.name,
-                    None,
-                    f"roofline-enabled is on and {key} is {shown(values.get(key))}; "
-                    f"it must be a number > 0 ({unit})",
-                )
     return system
 
 
-def check_algorithms(system: System, dimensions: int, used: set[int], report: Report) -> None:
-    """Check that every collective in use has an algorithm per network dimension."""
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A collective in use: its type, and how many ranks take part."""
+
+    collective: int
+    ranks: int
+
+
+def check_algorithms(
+    system: System, npus: list[int], world: int, uses: set[Use], report: Report
+) -> None:
+    """Check that every collective in use has an algorithm that serves its ranks."""
     for collective, key in ALGORITHMS.items():
+        mine = sorted({use.ranks for use in uses if use.collective == collective})
         value: Any = system.values.get(key)
-        if value is None:
-            if collective in used and f"{key}-custom" not in system.values:
+        if f"{key}-custom" in system.values:
+            continue
+        if value is None and key not in system.values:
+            if mine:
                 message = f"no {key}; the workload uses it: list one algorithm per dimension"
                 report.add("algorithms", system.file, None, message)
             continue
         names = as_list(value)
-        # oneRing, oneDirect and oneHalvingDoubling span all dimensions.
-        spans = bool(names) and str(names[0]).startswith("one")
-        if names is None or (len(names) != dimensions and not spans):
-            report.add(
-                "algorithms",
-                system.file,
-                None,
-                f"{key} is {shown(value)} and the network has {dimensions} dimension(s); "
-                "give a list of one algorithm per dimension",
+        if names is None or not all(isinstance(n, str) and is_algorithm(n) for n in names):
+            continue  # reported with the settings
+        for problem in _algorithm_faults(collective, [str(n) for n in names], npus, world, mine):
+            report.add("algorithms", system.file, None, f"{key} is {shown(value)}{problem}")
+
+
+def _algorithm_faults(
+    collective: int, names: list[str], npus: list[int], world: int, sizes: list[int]
+) -> list[str]:
+    """Return what is wrong with the algorithms of one collective, used by groups of `sizes`."""
+    dimensions = len(npus)
+    count = (
+        f" and the network has {dimensions} dimension(s); "
+        "give a list of one algorithm per dimension"
+    )
+    # oneRing, oneDirect and oneHalvingDoubling span all dimensions.
+    spans = bool(names) and names[0].startswith("one")
+    if len(names) > dimensions:
+        return [count]
+    if not sizes:
+        return []
+    if not names or (len(names) < dimensions and not spans and world in sizes):
+        return [count]
+    faults: list[str] = []
+    if any(name.startswith("one") for name in names[1:]):
+        faults.append("; an algorithm of all dimensions must stand first")
+    if collective != Collective.ALL_REDUCE and "doubleBinaryTree" in names:
+        faults.append("; doubleBinaryTree is an all-reduce only")
+    halves = [place for place, name in enumerate(names) if "alvingDoubling" in name]
+    if halves and collective == Collective.ALL_TO_ALL:
+        return [*faults, "; halvingDoubling does no all-to-all: ASTRA-sim ends"]
+    for size in sizes:
+        if size == world:
+            ringed = [world] if spans else [npus[place] for place in halves]
+        elif len(names) > 1:
+            continue  # ASTRA-sim takes a ring for a part of the ranks
+        else:
+            ringed = [size]
+            if names[0] == "doubleBinaryTree":
+                faults.append(f"; doubleBinaryTree crashes on a group of {size} of {world} ranks")
+        odd = [ranks for ranks in ringed if halves and ranks & (ranks - 1)]
+        if odd:
+            faults.append(
+                f"; halvingDoubling stalls on {odd[0]} ranks, which are no power of two: use ring"
             )
+    return list(dict.fromkeys(faults))
 
 
 def read_network(path: Path, report: Report) -> list[int] | None:
     """Return the NPUs of each dimension, or None when the file is absent or faulty."""
-    if not path.exists():
-        return None
-    values = _read_lists(path, report)
+    values = read_yaml_lists(path, report)
     if values is None:
         return None
-    before = len(report)
-    for key in ("topology", "npus_count", "bandwidth", "latency"):
-        if key not in values:
-            message = f"no {key}; expected a line `{key}: [ ... ]` with one entry per dimension"
-            report.add("network-dimensions", path.name, None, message)
-    topologies = values.get("topology", [])
-    for key, entries in values.items():
-        if len(entries) != len(topologies) and "topology" in values:
-            report.add(
-                "network-dimensions",
-                path.name,
-                None,
-                f"{key} has {len(entries)} entries and topology {len(topologies)}; "
-                "both need one per dimension",
-            )
-    unknown = [name for name in topologies if name not in ("Ring", "FullyConnected", "Switch")]
-    if unknown:
-        message = f"unknown topology {unknown[0]!r}; expected Ring, FullyConnected or Switch"
-        report.add("network-dimensions", path.name, None, message)
-    for key, (fits, expected) in _NETWORK_NUMBERS.items():
-        for entry in values.get(key, []):
-            if not fits(entry):
-                message = f"{key} holds {entry!r}; each entry must be {expected}"
-                report.add("network-dimensions", path.name, None, message)
-    return [int(n) for n in values["npus_count"]] if len(report) == before else None
+    faults = [
+        f"no {key}; expected a line `{key}: [ ... ]` with one entry per dimension"
+        if key not in values
+        else f"{key} is not a list; expected `{key}: [ ... ]` with one entry per dimension"
+        for key in NETWORK
+        if values.get(key) is None
+    ]
+    lists = {key: entries for key in NETWORK if (entries := values.get(key)) is not None}
+    topologies = lists.get("topology")
+    if topologies is not None and not topologies:
+        faults.append("topology is empty; expected one entry per dimension")
+    faults.extend(
+        f"{key} has {len(entries)} entries and topology {len(topologies)}; "
+        "both need one per dimension"
+        for key, entries in lists.items()
+        if topologies is not None and len(entries) != len(topologies)
+    )
+    for key, entries in lists.items():
+        read = _NETWORK_READERS.get(key)
+        for entry in entries:
+            if read is not None:
+                faults.append(check_network_entry(key, entry, read, NETWORK[key]))
+            elif entry not in NETWORK[key].choices:
+                faults.append(f"unknown topology {entry!r}; expected {NETWORK[key].expected}")
+    faults = [fault for fault in faults if fault]
+    for fault in faults:
+        report.add("network-dimensions", path.name, None, fault)
+    if faults:
+        return None
+    return [yaml_integer(entry or "") or 0 for entry in lists["npus_count"]]
 
 
-def check_network(prefix: str, npus: list[int], world: int, script: str, report: Report) -> None:
+_NETWORK_READERS: dict[str, Callable[[str], float | None]] = {
+    "npus_count": yaml_integer,
+    "bandwidth": yaml_real,
+    "latency": yaml_real,
+}
+
+
+def check_network(prefix: str, npus: list[int], world: int, script: Script, report: Report) -> None:
     """Check the network against the number of ranks and the backend the script runs."""
     total = math.prod(npus)
     if total != world:
@@ -188,7 +234,7 @@ def check_network(prefix: str, npus: list[int], world: int, script: str, report:
             None,
             f"npus_count is {product} = {total} and {prefix} has {world} ranks; make them equal",
         )
-    if len(npus) > 1 and "congestion_aware" in script.lower():
+    if len(npus) > 1 and script.is_congestion_aware:
         report.add(
             "congestion-aware",
             SCRIPT_FILE,
@@ -198,68 +244,18 @@ def check_network(prefix: str, npus: list[int], world: int, script: str, report:
         )
 
 
-def read_script(path: Path) -> str:
-    """Return the run script's text, "" if there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def check_memory(path: Path, report: Report) -> None:
+    """Check the remote memory's JSON."""
+    values = read_json(path, report)
+    if values is not None:
+        check_settings(path.name, values, MEMORY, report)
 
 
-def read_json(path: Path, report: Report) -> dict[str, Any] | None:
-    """Return a JSON object, None when it is absent or faulty."""
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-        message = f"not a JSON object: {error}; expected one as ASTRA-sim reads it"
-        report.add("configuration-file", path.name, None, message)
-        return None
-
-
-def _read_lists(path: Path, report: Report) -> dict[str, list[str]] | None:
-    values: dict[str, list[str]] = {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = line.strip()
-        if not content or content.startswith("#"):
-            continue
-        match = _NETWORK_LINE.fullmatch(content)
-        if match is None:
-            report.add(
-                "configuration-file",
-                path.name,
-                None,
-                f"line {number}, {content!r}, is not of the form `key: [ a, b ]`, the only form "
-                "of yml that this check reads: rewrite the line",
-            )
-            return None
-        values[match[1]] = [entry.strip() for entry in match[2].split(",")] if match[2] else []
-    return values
-
-
-def _npus(entry: str) -> bool:
-    return entry.isdecimal() and int(entry) > 1
-
-
-def _number(entry: str) -> float:
-    try:
-        return float(entry)
-    except ValueError:
-        return math.nan
-
-
-def _positive(entry: str) -> bool:
-    return _number(entry) > 0
-
-
-def _not_negative(entry: str) -> bool:
-    return _number(entry) >= 0
-
-
-_NETWORK_NUMBERS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "npus_count": (_npus, "an integer > 1"),
-    "bandwidth": (_positive, "a number > 0 (GB/s)"),
-    "latency": (_not_negative, "a number >= 0 (ns)"),
-}
+def check_logging_file(path: Path, report: Report) -> None:
+    """Check the logging TOML."""
+    values = read_toml(path, report)
+    if values is not None:
+        check_logging(path.name, values, report)
 
 
 def as_list(value: Any) -> list[Any] | None:
@@ -267,16 +263,7 @@ def as_list(value: Any) -> list[Any] | None:
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
-def shown(value: Any) -> str:
-    """Return a value as a message shows it."""
-    return "not given" if value is None else msgspec.json.encode(value).decode()
-
-
 GROUPS_FILE = NAMES[0]
-
-_GROUP_KEY = re.compile(r"[1-9][0-9]*")
-
-_GROUP_ARGUMENT = re.compile(r"--comm-group-configuration[= ]\s*[\"']?([^\s\"']+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,23 +286,49 @@ class Groups:
 
 
 def read_groups(path: Path, world: int, report: Report) -> Groups:
-    """Read the group JSON and check it against the number of ranks."""
+    """Read the group JSON and check it against the number of ranks.
+
+    ASTRA-sim reads a key with `std::stoi`, in the order of the texts: "02" is group 2.
+    """
     values = read_json(path, report)
     if values is None:
-        return Groups({}, frozenset(), given=False, members={}, file=path.name)
+        return Groups({}, frozenset(), given=path.exists(), members={}, file=path.name)
     usable: dict[str, tuple[int, ...]] = {}
-    for name, ranks in values.items():
-        if not _GROUP_KEY.fullmatch(name):
-            message = f'group "{name}": a key must be an integer >= 1, without leading zeros'
+    faulty: set[str] = set()
+    for key, listed in sorted(values.items()):
+        number = stoi(key)
+        if number is None or number < 1:
+            message = f"group {shown(key)}: a key must be an integer from 1 to 2147483647"
             report.add("group-key", path.name, None, message)
-        elif problem := _bad_ranks(ranks, world):
-            message = f'group "{name}" {problem}; list distinct global ranks from 0 to {world - 1}'
+            continue
+        name = str(number)
+        if name in usable or name in faulty:
+            message = f"group {shown(key)} is group {name} again, and replaces it: remove one"
+            report.add("group-key", path.name, None, message)
+        ranks = _ranks(listed)
+        if problem := _bad_ranks(listed, ranks, world):
+            message = (
+                f"group {shown(key)} {problem}; list distinct global ranks from 0 to {world - 1}"
+            )
             report.add("group-ranks", path.name, None, message)
+            faulty.add(name)
         else:
-            usable[name] = tuple(ranks)
-    faulty = frozenset(values) - frozenset(usable)
+            usable[name] = tuple(ranks or ())
     members = {name: frozenset(ranks) for name, ranks in usable.items()}
-    return Groups(usable, faulty, given=True, members=members, file=path.name)
+    return Groups(usable, frozenset(faulty), given=True, members=members, file=path.name)
+
+
+def _ranks(value: Any) -> list[int] | None:
+    """Return the ranks that ASTRA-sim reads from a group; None where it throws or rounds.
+
+    It walks over any container, and takes each number as an int.
+    """
+    if isinstance(value, Mapping):
+        entries = [entry for _, entry in sorted(cast("Mapping[str, Any]", value).items())]
+    else:
+        entries = cast("list[Any]", value) if isinstance(value, list) else [value]
+    whole = all(isinstance(entry, int | float) and entry == int(entry) for entry in entries)
+    return [int(entry) for entry in entries] if whole else None
 
 
 def groups_file(directory: Path, prefix: str, report: Report) -> Path:
@@ -327,11 +340,10 @@ def groups_file(directory: Path, prefix: str, report: Report) -> Path:
     return found[0]
 
 
-def check_group_path(file: Path, script: str, report: Report) -> None:
+def check_group_path(file: Path, script: Script, report: Report) -> None:
     """Check that the group file's path, as the run script passes it, does not hold "empty"."""
-    argument = _GROUP_ARGUMENT.search(script)
-    literal = argument is not None and "$" not in argument[1]
-    path = argument[1] if argument and literal else str(file.resolve())
+    argument = script.argument("comm-group-configuration")
+    path = str(file.resolve()) if argument is None or "$" in argument else argument
     if "empty" in path:
         report.add(
             "group-path",
@@ -341,10 +353,9 @@ def check_group_path(file: Path, script: str, report: Report) -> None:
         )
 
 
-def _bad_ranks(value: Any, world: int) -> str:
+def _bad_ranks(value: Any, ranks: list[int] | None, world: int) -> str:
     """Return what is wrong with a group's ranks, "" when nothing is."""
-    ranks = as_list(value)
-    if ranks is None or not all(_is_int(rank) for rank in ranks):
+    if ranks is None:
         return f"is {shown(value)}, not a list of integers"
     if not ranks:
         return "has no ranks"
@@ -353,7 +364,3 @@ def _bad_ranks(value: Any, world: int) -> str:
         return f"holds rank {outside[0]}, and there are {world} ranks"
     rank, times = Counter(ranks).most_common(1)[0]
     return f"holds rank {rank} {times} times" if times > 1 else ""
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -26,6 +26,7 @@ RULES: dict[str, str] = {
     "roofline-values": "With the roofline on, num_ops and tensor_size of 0 lose or stall the node.",
     "roofline-time": "In the exact encoding num_ops = ns*1000 + 500, or nanoseconds get lost.",
     "time-drift": "Whole microseconds lose what lies below, unless remainders are carried on.",
+    "duration-range": "A node of more than a day is a mistake; beyond 2**64 ns time wraps around.",
     "zero-at-start": "A node of 0 ns at time 0 asserts.",
     # communication
     "collective-type": "A collective that is not supported throws; after tick 0, it stalls.",
@@ -36,7 +37,7 @@ RULES: dict[str, str] = {
     # process groups
     "group-name": "pg_name is read as an integer; anything else throws.",
     "group-unknown": "A pg_name that the group file does not define ends the simulator.",
-    "group-key": "Keys of the group file are integers >= 1: 0 asserts, a word throws.",
+    "group-key": "Keys of the group file are int32 >= 1: 0 asserts, a word throws.",
     "group-ranks": "A group lists distinct ranks of the world.",
     "group-member": "A rank may only issue collectives of groups it belongs to.",
     "group-of-one": "A collective on a group of one rank stalls.",
@@ -45,6 +46,12 @@ RULES: dict[str, str] = {
     # files and configuration
     "rank-files": "The simulator opens PREFIX.0.et to PREFIX.N-1.et, N >= 2, and nothing else.",
     "configuration-file": "A configuration file is missing or cannot be read.",
+    "duplicate-key": "Of two equal keys in YAML the first counts for ASTRA-sim.",
+    "logging-configuration": "spdlog_setup throws on a sink or logger that it cannot set up.",
+    "setting-type": "A setting of another type throws.",
+    "setting-value": "A setting out of range stalls, or falsifies times, with exit status 0.",
+    "setting-name": "A misspelt setting is ignored.",
+    "replay-only": "Replayed nodes last their duration_micros: no bytes, no waiting.",
     "network-dimensions": "Each network dimension has a topology, > 1 NPUs, bandwidth, latency.",
     "network-ranks": "The product of npus_count is the number of ranks.",
     "congestion-aware": "The congestion-aware analytical backend has one dimension only.",
@@ -54,6 +61,7 @@ RULES: dict[str, str] = {
     "switch-number": "Switches are compared with the number 0: false turns them on.",
     # across ranks
     "collective-sequence": "Members match the collectives of a group by order, type and size.",
+    "unordered-collectives": "Without a dependency, arrival times order a group's collectives.",
     "collective-mismatch": "Members that meet in unlike collectives stall with exit status 0.",
     "collective-missing": "A collective that a member never issues stalls the others.",
     "deadlock": "One communication runs at a time: ranks waiting in a ring stall.",

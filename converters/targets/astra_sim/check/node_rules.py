@@ -5,6 +5,7 @@ from typing import Any
 
 from onerank.converters.targets.astra_sim.check.comm_programs import WORLD, Call, NodeType, name_of
 from onerank.converters.targets.astra_sim.check.config_rules import ALGORITHMS, Groups, System
+from onerank.converters.targets.astra_sim.check.config_text import stoi
 from onerank.converters.targets.astra_sim.check.file_rules import Dag, Structure
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.chakra import Record
@@ -49,7 +50,6 @@ class _NodeChecker:
         system = setting.system
         self.roofline = system is not None and system.is_on("roofline-enabled")
         self.memory = system is not None and system.is_on("track-local-mem")
-        self.exact = self.roofline and system is not None and system.values.get("peak-perf") == 1
         self.written: dict[str, int] = {}
 
     def check(self, node: Record) -> Call | None:
@@ -63,6 +63,8 @@ class _NodeChecker:
             case NodeType.COMP:
                 if self.roofline and on_cpu is not True:
                     self._check_roofline(node)
+                else:
+                    self._check_duration(node, node.duration_micros * 1000)
             case NodeType.COLL:
                 return self._collective(node)
             case NodeType.SEND | NodeType.RECV:
@@ -125,21 +127,41 @@ class _NodeChecker:
             if value is not None and value <= 0:
                 message = f"has {name} {value}; with the roofline on it must be > 0"
                 self._add("roofline-values", node, message, name)
-        exact = integer(node, "duration_ns")
-        if not self.exact or tensor_size != 1 or not num_ops or exact is None:
+        if not num_ops or not tensor_size:
             return
         simulated = system.roofline_ns(num_ops, tensor_size)
-        if simulated is not None and simulated != max(exact, 1):
+        if simulated is None:
+            return
+        self._check_duration(node, simulated)
+        exact = integer(node, "duration_ns")
+        if exact is None:
+            return
+        # In the exact encoding, one byte at one operation per picosecond, nothing is rounded.
+        allowed = 0 if tensor_size == 1 else max(exact, 1) * _DRIFT
+        if abs(simulated - max(exact, 1)) > allowed:
             message = (
-                f"lasts {exact} ns (duration_ns) and would be simulated as {simulated} ns; "
-                f"num_ops is {num_ops}, expected {max(exact, 1)} * 1000 + 500"
+                f"lasts {exact} ns (duration_ns) and would be simulated as {simulated} ns with "
+                f"peak-perf {system.number('peak-perf'):g} and local-mem-bw "
+                f"{system.number('local-mem-bw'):g}; num_ops is {num_ops}, expected "
+                f"{max(exact, 1)} * 1000 + 500 with peak-perf 1 and tensor_size 1"
             )
             self._add("roofline-time", node, message, "time")
+
+    def _check_duration(self, node: Record, duration_ns: int) -> None:
+        if not 0 <= duration_ns <= _LONGEST_NS:
+            message = (
+                f"would be simulated for {duration_ns} ns, more than a day; a negative "
+                "duration_micros is read as a huge one, and beyond 2**64 ns time wraps around"
+            )
+            self._add("duration-range", node, message, "duration")
 
     def _size(self, node: Record) -> int | None:
         size = self._read(node, "comm_size", "int64_val")
         if size is not None and size <= 0:
             self._add("comm-size", node, f"has comm_size {size}; it must be > 0", "size")
+        elif size is not None and size > _MOST_BYTES:
+            message = f"has comm_size {size}, more than {_MOST_BYTES} bytes of one GPU"
+            self._add("comm-size", node, message, "size")
         return size
 
     def _collective(self, node: Record) -> Call | None:
@@ -170,6 +192,13 @@ class _NodeChecker:
                 f"of {self.setting.system.file if self.setting.system else ''}: lower the splits"
             )
             self._add("dataset-splits", node, message, "splits")
+        charged = splits * self.setting.world
+        if kind != Collective.ALL_GATHER and charged > max(_PADDED_BYTES, 2 * size) and size > 0:
+            message = (
+                f"moves {size} bytes and is charged for {charged}, one byte for each of "
+                f"{self.setting.world} ranks in each of {splits} preferred-dataset-splits"
+            )
+            self._add("dataset-splits", node, message, "charged")
         if group is None:
             return None
         return Call(node.id, NodeType.COLL, size, collective=kind, group=group)
@@ -182,15 +211,16 @@ class _NodeChecker:
             return None if "pg_name" in node.attributes else WORLD
         if name in ("", "0"):
             return WORLD
-        if not name.isdecimal():
+        number = stoi(name)
+        if number is None:
             message = f"has pg_name {name!r}; expected an integer, a key of {groups.file}"
             self._add("group-name", node, message, name)
-        elif name in groups.usable:
-            return self._member_of(node, name, groups.usable[name])
+        elif str(number) in groups.usable:
+            return self._member_of(node, str(number), groups.usable[str(number)])
         elif not groups.given:
             message = f"has pg_name {name!r} and there is no {groups.file}: write one"
             self._add("group-unknown", node, message, "no file")
-        elif name not in groups.faulty:
+        elif str(number) not in groups.faulty:
             message = f"has pg_name {name!r}, which {groups.file} does not define: add it"
             self._add("group-unknown", node, message, name)
         return None
@@ -243,6 +273,15 @@ def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
         return None
     return list(zip(words[::2], words[1::2], strict=True))
 
+
+_LONGEST_NS = 86_400 * 10**9
+"""Longest a node may last."""
+
+_MOST_BYTES = 1 << 44
+"""Most bytes that one communication may move: 16 TiB, more than any GPU holds."""
+
+_PADDED_BYTES = 1 << 16
+"""Bytes up to which a collective may be charged for more than it moves."""
 
 READY_BOUND = 64
 """Ready nodes at once up to which ASTRA-sim's rescans stay cheap."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from onerank.converters.targets.astra_sim.check.collective_order import check_order
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
     NodeType,
@@ -15,15 +16,19 @@ from onerank.converters.targets.astra_sim.check.config_rules import (
     MEMORY_FILE,
     NETWORK_FILE,
     SCRIPT_FILE,
+    Groups,
+    Use,
     check_algorithms,
     check_group_path,
+    check_logging_file,
+    check_memory,
     check_network,
     groups_file,
     read_groups,
     read_network,
-    read_script,
     read_system,
 )
+from onerank.converters.targets.astra_sim.check.config_text import Script
 from onerank.converters.targets.astra_sim.check.file_rules import read_structure
 from onerank.converters.targets.astra_sim.check.findings import Finding, Report
 from onerank.converters.targets.astra_sim.check.matching import check_matching
@@ -36,9 +41,25 @@ Progress = Callable[[str, int, int], None]
 """Gets the prefix of a set, how many of its files are read, and how many there are."""
 
 
-class _Extent(NamedTuple):
-    """The part of a set to check, all if None; and the progress callback."""
+LOGGING_FILE = "logging.toml"
 
+
+class _Common(NamedTuple):
+    """The configuration that all sets of a folder share.
+
+    Attributes:
+        script: the run script.
+        npus: NPUs of each network dimension, None where the file is absent or faulty.
+    """
+
+    script: Script
+    npus: list[int] | None
+
+
+class _Extent(NamedTuple):
+    """What to check of a set: some ranks, all if None; the shared files; and whom to tell."""
+
+    common: _Common
     ranks: Collection[int] | None
     programs: Sequence[Program] | None
     progress: Progress
@@ -116,9 +137,26 @@ def check_workload(
             message = "not named PREFIX.RANK.et, so that no run reads it: rename or remove it"
             report.add("rank-files", path.name, None, message)
             read_structure(path, report)
+    if not sets:
+        return report.findings
+    common = _read_common(directory, report)
     for prefix, files in sets.items():
-        _check_set(directory, prefix, files, _Extent(read, programs, progress), report)
+        _check_set(directory, prefix, files, _Extent(common, read, programs, progress), report)
     return report.findings
+
+
+def _read_common(directory: Path, report: Report) -> _Common:
+    script = Script.read(directory / SCRIPT_FILE)
+    npus = read_network(directory / NETWORK_FILE, report)
+    check_memory(directory / MEMORY_FILE, report)
+    logging = script.names("logging-configuration", directory) or directory / LOGGING_FILE
+    check_logging_file(logging, report)
+    for option in ("logging-configuration", "comm-group-configuration"):
+        file = script.names(option, directory)
+        if file is not None and not file.exists() and "empty" not in str(file):
+            message = f"missing, and {SCRIPT_FILE} passes it as --{option}: ASTRA-sim ends"
+            report.add("configuration-file", file.name, None, message)
+    return _Common(script, npus)
 
 
 def _check_set(
@@ -130,11 +168,10 @@ def _check_set(
 ) -> None:
     world = max(files) + 1
     complete = _check_ranks(prefix, files, world, report)
-    script = read_script(directory / SCRIPT_FILE)
+    script, npus = extent.common
     name = "system_roofline.json" if prefix.endswith("_roofline") else "system.json"
     _check_presence(directory, prefix, name, report)
     system = read_system(directory / name, report)
-    npus = read_network(directory / NETWORK_FILE, report)
     if npus is not None:
         check_network(prefix, npus, world, script, report)
     groups_at = groups_file(directory, prefix, report)
@@ -154,7 +191,8 @@ def _check_set(
         check_group_path(groups_at, script, report)
         _report_default_group(programs, groups.file, report)
     if system is not None and npus is not None:
-        check_algorithms(system, len(npus), _collectives(programs), report)
+        check_algorithms(system, npus, world, _uses(programs, groups, world), report)
+    check_order(extent.programs or programs, report)
     if complete:
         check_matching(extent.programs or programs, groups.usable, report)
 
@@ -189,10 +227,22 @@ def _check_presence(directory: Path, prefix: str, system: str, report: Report) -
             report.add("configuration-file", name, None, message)
 
 
-def _collectives(programs: Sequence[Program]) -> set[int]:
-    """Return the types of the collectives that are issued."""
-    calls = (call for course in courses_of(programs) for call in course.calls)
-    return {call.collective for call in calls if call and call.type == NodeType.COLL}
+def _uses(programs: Sequence[Program], groups: Groups, world: int) -> set[Use]:
+    """Return the types of the collectives that are issued, with the sizes of their groups."""
+    slots = {
+        id(course): {
+            (call.collective, slot)
+            for call, slot in zip(course.calls, course.slots, strict=True)
+            if call is not None and slot is not None and call.type == NodeType.COLL
+        }
+        for course in courses_of(programs)
+    }
+    uses: set[Use] = set()
+    for program in programs:
+        for collective, slot in slots[id(program.course)]:
+            ranks = groups.usable.get(str(program.ends[slot]))
+            uses.add(Use(collective, world if ranks is None else len(ranks)))
+    return uses
 
 
 def _report_default_group(programs: Sequence[Program], file: str, report: Report) -> None:

@@ -158,9 +158,9 @@ def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
 
 def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     """Convert the files of one capture, or every rank's traces."""
-    from onerank.converters.sources.kineto import JOB, convert_directory
+    from onerank.converters.sources.kineto import convert_directory, is_capture
 
-    if not (source / JOB).exists():
+    if not is_capture(source):
         _convert_ranks(source, options, as_json=as_json)
         return
     if options.step != "all":

@@ -110,7 +110,7 @@ def test_no_record_ids_but_the_same_operators(kineto, tmp_path):
     changed = written(tmp_path, without_record_ids(kineto))
     found, report = convert(Sources(changed, CPU / "et.json.gz"))
     assert found.nodes_frame().equals(expected.nodes_frame())
-    assert any("2513 of 2513 operators (100.00%) fitted" in note for note in report.notes)
+    assert any("2513 of 2513 operators (100.00%) are aligned" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("shift", [1, 10**6])
@@ -178,7 +178,7 @@ def test_a_stream_that_is_no_number(kineto, tmp_path):
 
 def test_no_operators(kineto, tmp_path):
     kineto["traceEvents"] = [e for e in kineto["traceEvents"] if e.get("cat") != "cpu_op"]
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", "holds no operator")
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", "has no operators")
 
 
 def test_a_directory_without_a_capture(tmp_path):
@@ -198,11 +198,11 @@ def test_windows_that_differ_a_little_pair_up_all_the_same(tmp_path):
     """As when one of the two steps logs its loss."""
     _, report = convert(profile_without([10, 11, 900], tmp_path))
     assert report.timing == "changed.json"
-    assert "lacks 3 of its" in report.notes[0]
+    assert "3 occur only in the structure window" in report.notes[0]
     assert report.host_ops_without_record == 0
 
 
 def test_windows_that_differ_much_fall_back_to_the_structure_window_and_say_so(tmp_path):
     _, report = convert(profile_without(list(range(0, 1500, 5)), tmp_path))
     assert report.timing == "structure.json.gz"
-    assert "pair up: its times are left out" in report.notes[0]
+    assert "the profiled times are dropped" in report.notes[0]

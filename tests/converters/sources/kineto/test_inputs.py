@@ -9,12 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from raised import raises_code
 from small_traces import Trace, edges
 
+from onerank import read
 from onerank.analysis.step_time import replay
 from onerank.annotate.op_costs.node_costs import characterise
-from onerank.converters.sources.kineto import Sources, convert
+from onerank.cli import onerank
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Collective, Kind, Reason
@@ -183,7 +186,50 @@ def test_a_directory_of_ranks(tmp_path):
 
 def test_a_directory_of_captures(tmp_path):
     names = [rank.name for rank in ranks_in(TRACES)]
-    assert names == ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4", "h200-llama-8b-4l-tp4-standin"]
+    assert names == [
+        "cpu-llama-2l-tp4",
+        "h200-llama-8b-4l-tp4",
+        "h200-llama-8b-4l-tp4-standin",
+        "h200-megatron-core-pp2",
+    ]
+
+
+RAW_FOLDERS = sorted(
+    path.name
+    for path in TRACES.iterdir()
+    if path.is_dir() and (any(path.glob("structure*.json.gz")) or any(path.glob("kineto*.json.gz")))
+)
+
+
+@pytest.mark.parametrize("name", RAW_FOLDERS)
+def test_every_folder_of_raw_traces_converts(tmp_path, name):
+    """By the command that traces/README.md shows: -o is a file, for several ranks a directory."""
+    several = not (TRACES / name / "structure.json.gz").exists()
+    output = tmp_path / ("out" if several else "trace.et")
+    result = CliRunner().invoke(onerank, ["convert", str(TRACES / name), "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    paths = sorted(output.iterdir()) if several else [output]
+    assert len(paths) == (2 if several else 1)
+    for path in paths:
+        graph = read(path)
+        assert graph.communication.any()
+        assert replay(graph).step_time_ns > 0
+
+
+def test_a_capture_without_its_job_takes_the_world_from_the_trace():
+    graph, report = convert_directory(TRACES / "h200-megatron-core-pp2")
+    assert (graph.job.rank, graph.job.world.size) == (1, 2)
+    assert graph.job.device.name == "NVIDIA H200"
+    assert any("job.json" in note for note in report.notes)
+
+
+def test_raw_folders_are_found():
+    """Of the other folders, each holds graphs alone."""
+    others = {path for path in TRACES.iterdir() if path.is_dir()} - {
+        TRACES / n for n in RAW_FOLDERS
+    }
+    assert len(RAW_FOLDERS) == 5
+    assert all(path.name.endswith(".et.gz") for folder in others for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +269,7 @@ def test_one_bad_rank_leaves_nothing(tmp_path):
         (lambda d: (d / "host6.pt.trace.json").unlink(), "rank 1 has an execution trace"),
         (lambda d: (d / "et_rank1.json").rename(d / "x_rank0.json"), "are both of rank 0"),
         (lambda d: [path.unlink() for path in d.iterdir()], "found none of these"),
-        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "which rank is it of"),
+        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "its rank is unknown"),
     ],
 )
 def test_directories_that_do_not_add_up(tmp_path, change, complaint):

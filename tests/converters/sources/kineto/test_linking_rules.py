@@ -424,21 +424,21 @@ def test_a_wait_mark_without_a_call_is_refused(tmp_path):
         trace.convert(tmp_path)
 
 
-def test_kernels_keep_their_time_alone(tmp_path):
-    alone = Trace()
+def test_kernels_get_their_uncontended_time(tmp_path):
+    uncontended = Trace()
     for (name, start, external), duration in zip(
         (("before", 2, "aten::mm"), ("beside", 32, "aten::add"), ("other", 62, "aten::mul")),
         (45, 25, 5),
         strict=True,
     ):
-        op = alone.op(external, start - 2, 10)
-        alone.launch(start, start, external=op)
-        alone.kernel(start, 10 * start, duration, name=name)
-    path = tmp_path / "alone.json"
-    path.write_text(json.dumps({"traceEvents": alone.events}))
-    graph, report = overlapped(paced=True).convert(tmp_path, alone=path)
+        op = uncontended.op(external, start - 2, 10)
+        uncontended.launch(start, start, external=op)
+        uncontended.kernel(start, 10 * start, duration, name=name)
+    path = tmp_path / "uncontended.json"
+    path.write_text(json.dumps({"traceEvents": uncontended.events}))
+    graph, report = overlapped(paced=True).convert(tmp_path, uncontended=path)
     figures = {
         node.name: node.value("uncontended_ns") for node in graph if node.kind is Kind.KERNEL
     }
     assert figures == {"before": 45_000, "beside": 25_000, "behind": -1}
-    assert any("1 GPU operations have no partner" in note for note in report.notes)
+    assert any("uncontended time of 1 GPU operations is unknown" in note for note in report.notes)

@@ -22,13 +22,13 @@ CASES: list[Case] = [
         "w.0.et",
         4,
         "has pg_name '1' and there is no comm_groups.json",
-        {**ranks(coll(4, 0, 8), COMP), "comm_groups.json": None},
+        {**ranks(coll(4, 0, 8), COMP), "comm_groups.json": None, "run.sh": None},
     ),
     Case(
         "group-key",
         "comm_groups.json",
         None,
-        'group "0": a key must be an integer >= 1',
+        'group "0": a key must be an integer from 1',
         {"comm_groups.json": {"1": [0, 1], "0": [0, 1]}},
     ),
     Case(
@@ -122,10 +122,8 @@ CASES: list[Case] = [
         "configuration-file",
         "network.yml",
         None,
-        "line 1, 'npus_count:', is not of the form",
-        {
-            "network.yml": "npus_count:\n  - 2\n",
-        },
+        "not YAML",
+        {"network.yml": "npus_count: [ 2\n"},
     ),
     Case(
         "network-dimensions",
@@ -173,7 +171,7 @@ CASES: list[Case] = [
         None,
         "no all-reduce-implementation; the workload uses it",
         {
-            "system.json": {**CHOICES, "preferred-dataset-splits": 1},
+            "system.json": {**CHOICES, "preferred-dataset-splits": 1, "local-mem-bw": 50},
         },
     ),
     Case(
@@ -182,11 +180,13 @@ CASES: list[Case] = [
         None,
         'all-to-all-implementation is ["ring"] and the network',
         {
-            **ranks(COMP, COMP, COMP, COMP),
+            **ranks(*[coll(4, 6, 8)] * 4),
+            "comm_groups.json": {"1": [0, 1, 2, 3]},
             "network.yml": network("Ring, Ring", "2, 2", "50, 50", "5, 5"),
             "system.json": {
                 **CHOICES,
                 "preferred-dataset-splits": 1,
+                "local-mem-bw": 50,
                 "all-to-all-implementation": ["ring"],
             },
         },
@@ -215,6 +215,51 @@ CASES: list[Case] = [
         "trace-enabled is false; ASTRA-sim compares it",
         {
             "system.json": {**SYSTEM, "trace-enabled": False},
+        },
+    ),
+    Case(
+        "setting-type",
+        "system.json",
+        None,
+        'local-mem-bw is "50"; expected a number',
+        {"system.json": {**SYSTEM, "local-mem-bw": "50"}},
+    ),
+    Case(
+        "setting-value",
+        "system.json",
+        None,
+        "active-chunks-per-dimension is 0; expected an integer from 1",
+        {"system.json": {**SYSTEM, "active-chunks-per-dimension": 0}},
+    ),
+    Case(
+        "setting-name",
+        "system.json",
+        None,
+        "endpoint-dealy is not read by ASTRA-sim; did you mean endpoint-delay?",
+        {"system.json": {**SYSTEM, "endpoint-dealy": 10}},
+    ),
+    Case(
+        "replay-only",
+        "system.json",
+        None,
+        "replay-only is on",
+        {"system.json": {**SYSTEM, "replay-only": 1}},
+    ),
+    Case(
+        "duplicate-key",
+        "network.yml",
+        None,
+        "line 5 gives bandwidth again",
+        {"network.yml": network("Ring", "2") + "bandwidth: [ 25 ]\n"},
+    ),
+    Case(
+        "logging-configuration",
+        "logging.toml",
+        None,
+        "logger system names sink",
+        {
+            "logging.toml": '[[sink]]\nname = "a"\ntype = "null_sink_mt"\n'
+            '[[logger]]\nname = "system"\nsinks = ["b"]\n'
         },
     ),
 ]

@@ -137,8 +137,8 @@ CASES: list[Case] = [
         "roofline-time",
         "w.0.et",
         1,
-        "lasts 28 ns (duration_ns) and would be simulated as 27 ns; num_ops is 27500, "
-        "expected 28 * 1000 + 500",
+        "lasts 28 ns (duration_ns) and would be simulated as 27 ns with peak-perf 1 and "
+        "local-mem-bw 50; num_ops is 27500, expected 28 * 1000 + 500",
         {
             **both(f"0 comp {TIMED}\n1 comp tensor_size=1 num_ops=27500 duration_ns=28 after=0"),
             "w.1.et": f"0 comp {TIMED} duration_ns=5",
@@ -188,5 +188,12 @@ CASES: list[Case] = [
         4,
         "has comm_dst 0 in the file of rank 1",
         ranks(COMP, "4 recv comm_src=0 comm_dst=0 comm_tag=0 comm_size=8"),
+    ),
+    Case(
+        "duration-range",
+        "w.0.et",
+        0,
+        "more than a day",
+        ranks(f"0 comp us={2**62}", COMP),
     ),
 ]

@@ -196,7 +196,8 @@ class TestFaultsOfAllRanks:
 
     def test_of_their_groups(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [[(0, "coll comm_type=0 comm_size=64 pg_name=1", ())]] * RANKS
-        (found,) = check(workload(replicated(lines) | {"comm_groups.json": None}))
+        missing = {"comm_groups.json": None, "run.sh": None}
+        (found,) = check(workload(replicated(lines) | missing))
         assert read_whole == ["w.0.et"]
         assert found.rule == "group-unknown"
         assert found.message.startswith("node 0 ('coll-0') has pg_name '1' and there is no")

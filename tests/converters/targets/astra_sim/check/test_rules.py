@@ -7,12 +7,23 @@ from types import SimpleNamespace
 import configuration_cases
 import node_cases
 import pytest
-from rule_case import COMP, Case, coll, ranks
+from rule_case import COMP, Case, both, coll, ranks
 
 from onerank.converters.targets.astra_sim.check import RULES, Finding, check
 
 CASES = [*node_cases.CASES, *configuration_cases.CASES]
 ACROSS_RANKS: list[Case] = [
+    Case(
+        "unordered-collectives",
+        "w.0.et",
+        5,
+        "nodes 3 and 5 are collectives of group 1 and neither waits for the other",
+        both(
+            "1 comp us=5\n2 comp us=9\n"
+            + coll(3, 0, 8, rest="after=1")
+            + coll(5, 0, 8, rest="after=2")
+        ),
+    ),
     Case(
         "collective-sequence",
         "w.1.et",
