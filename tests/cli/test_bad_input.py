@@ -198,7 +198,7 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
         (("storage", "-o", "s.et", "--storage-gb-s", "inf"), "inf is not in the range"),
         (("storage", "-o", "s.et", "--storage-gb-s", "5", "--batch-bytes", 10**24), "the range"),
         (("export", "astra-sim", "-o", "w", "--latency-ns", "nan"), "'nan' is no number"),
-        (("export", "simai", "-o", "w", "--schedule", "1f1b"), "error[simai-no-pipeline]"),
+        (("export", "simai", "-o", "w", "--schedule", "1f1b"), "the trace of rank 0 is of none"),
         (("annotate", "--target", "H100", "--explain", "-1"), "-1 is not in the range"),
         (("annotate", "--target", "H100", "--explain", 2**64), "is not in the range"),
     ],
