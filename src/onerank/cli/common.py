@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -38,8 +39,12 @@ class _OutputFile(click.Path):
             parent = parent.parent  # the output's directory is made with it
         if not parent.is_dir():
             self.fail(f"'{path}': there is no directory '{parent}'; make it first.", param, ctx)
-        if not os.access(parent, os.W_OK | os.X_OK):
-            self.fail(f"'{path}': the directory '{parent}' is not writable.", param, ctx)
+        try:  # os.access says yes to root, of /proc and of read-only mounts too
+            with tempfile.TemporaryFile(dir=parent):
+                pass
+        except OSError as error:
+            why = error.strerror or error
+            self.fail(f"'{path}': nothing can be written to '{parent}': {why}.", param, ctx)
         return path
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.options import SIZE, Command, option, with_options
+from onerank.cli.options import SIZE, Command, SectionedCommand, option, with_options
 
 if TYPE_CHECKING:
     from onerank.capture import Options, WindowPlan
@@ -58,6 +58,22 @@ CAPTURED = "Which of it is captured"
 STEP = "How a step is measured"
 COMMUNICATION = "Communication that takes its time (CUDA)"
 OUTPUT = "Output"
+
+
+class ScriptCommand(SectionedCommand):
+    """A command that runs a script, whose own arguments come after `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; an unknown option may be one of the script's."""
+        script = next((arg for arg in args if arg.endswith(".py")), "SCRIPT")
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            error.message += (
+                f" A script's own arguments come after --: {ctx.command_path} {script} ... -- "
+                f"{error.option_name} ..."
+            )
+            raise
 
 
 class _Script(click.Path):

@@ -23,7 +23,6 @@ from onerank.cli.common import (
 )
 from onerank.cli.options import (
     SIZE,
-    SectionedCommand,
     SectionedGroup,
     headings,
     option,
@@ -34,6 +33,7 @@ from onerank.cli.parallelism_options import (
     OUTPUT,
     STEP,
     ParallelismOptions,
+    ScriptCommand,
     job_options,
     loading_capture,
 )
@@ -79,10 +79,11 @@ class _Ranks(click.ParamType[tuple[int, ...] | str]):
 class CaptureOptions:
     """What `capture run` captures and how it measures; an attribute for each option."""
 
-    output: Path = option(
-        "Chakra trace to write.",
+    output: Path | None = option(
+        "Chakra trace to write.  [default: the script's name with .et, in this directory]",
         *("-o", "--output"),
         heading=OUTPUT,
+        default=None,
         type=TRACE_OUTPUT,
     )
     ranks: tuple[int, ...] | str | None = option(
@@ -157,7 +158,7 @@ def capture() -> None:
 
 
 @capture.command(
-    cls=SectionedCommand,
+    cls=ScriptCommand,
     sections=headings(ParallelismOptions, CaptureOptions),
     epilog="The script's own arguments come after --: "
     "capture run train.py --tp 4 -o t.et -- --lr 1",
@@ -180,7 +181,8 @@ def run(
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
     script, module = job.located(script)
-    output, raw_dir = how.output, how.raw_dir
+    output = how.output or _default_output(script)
+    raw_dir = how.raw_dir
     keep_inputs(output, script, job.sharding_plan)
     _check_exclusive(job, how)
     with loading_capture():
@@ -234,6 +236,12 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
+
+
+def _default_output(script: Path) -> Path:
+    """Return the trace named like the script in the working directory, if it can be written."""
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    return TRACE_OUTPUT.convert(f"{name}.et", None, None)
 
 
 def _check_exclusive(job: ParallelismOptions, how: CaptureOptions) -> None:
@@ -291,7 +299,7 @@ _TITLES = {
 
 
 @capture.command(
-    cls=SectionedCommand,
+    cls=ScriptCommand,
     sections=headings(ParallelismOptions),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
