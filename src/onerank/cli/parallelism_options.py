@@ -69,11 +69,11 @@ class ScriptCommand(SectionedCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            error.message += (
-                f" A script's own arguments come after --: {ctx.command_path} {script} ... -- "
-                f"{error.option_name} ..."
-            )
-            raise
+            raise click.UsageError(
+                f"{error.format_message()}\nA script's own arguments come after --: "
+                f"{ctx.command_path} {script} ... -- {error.option_name} ...",
+                ctx,
+            ) from None
 
 
 class _Script(click.Path):
