@@ -21,7 +21,7 @@ from onerank.capture.fake_world.device_remap import (
 )
 from onerank.capture.fake_world.object_collectives import Messages, RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.isolation import BadForkError, ProcessDiedError, process_events
+from onerank.capture.isolation import BadForkError, process_events
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import rebound
@@ -36,10 +36,10 @@ def decide_torchrun(
 ) -> Options:
     """Return the options with `torchrun` decided: whether the script distributes itself.
 
-    A text that names torch.distributed does not decide: the branch that uses it may be off. Such a
-    script is run in a process of its own, as torchrun would start it, until it creates a process
-    group or runs a first forward to train on. Nothing depends on it in a world of one rank, and
-    under a real torchrun the text decides.
+    A text that names torch.distributed does not decide: the branch that uses it may be off. A
+    separate process runs such a script as torchrun would start it, until the script creates a
+    process group or runs its first forward with gradients. A world of one rank needs no decision.
+    With `real_job` the text decides, because the script would meet the real ranks.
     """
     world = options.world
     if options.torchrun is not None or options.sharding_plan is not None or world.size == 1:
@@ -47,22 +47,23 @@ def decide_torchrun(
     if options.real_job or not names_torch_distributed(script, options):
         return options
     progress(f"running {script.name} until it creates a process group or trains")
-    found = _creates_process_group(script, args, options)
-    # A script that fails before either fails again below, where its error is shown.
-    return replace(options, torchrun=found is not False)
+    created = _creates_process_group(script, args, options)
+    # A script that fails or ends before either does so again in the capture, which reports it.
+    return replace(options, torchrun=created is not False)
 
 
 def _creates_process_group(script: Path, args: Sequence[str], options: Options) -> bool | None:
-    """Return whether the script creates a process group before it trains; None if it fails."""
+    """Return whether the script creates a process group before it trains; None if neither."""
     methods: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
-    for method in methods:  # a fork has torch already, but not where a GPU's driver was called
+    # A fork has imported torch already, but a GPU's driver does not work in a fork of its caller.
+    for method in methods:
         call = (script, list(args), options)
         with process_events(_probe, call, method=method) as events:
             try:
                 return next(value for _, value in events)
             except BadForkError:
                 continue
-            except (Exception, ProcessDiedError):  # noqa: BLE001  the script's own, shown later
+            except Exception:  # noqa: BLE001  the capture runs into it again, and reports it
                 return None
     return None
 
@@ -71,18 +72,18 @@ def _probe(
     script: Path, args: Sequence[str], options: Options, report: Callable[[object], None]
 ) -> None:
     """Run the script up to its first process group or training forward, and report which."""
-    leave = os._exit
+    end_process = os._exit  # the script may replace it
 
-    def found(created: bool) -> NoReturn:
+    def finish(*, created: bool) -> NoReturn:
         report(created)
-        leave(0)
+        end_process(0)
 
     def create_group(*_: Any, **__: Any) -> NoReturn:
-        found(True)
+        finish(created=True)
 
     def before_forward(module: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-            found(False)
+            finish(created=False)
 
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

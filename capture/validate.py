@@ -138,7 +138,7 @@ def uses_torch_distributed(script: Path, options: Options) -> bool:
 def names_torch_distributed(script: Path, options: Options) -> bool:
     """Return whether a script names torch.distributed, or imports a local module that sets it up.
 
-    A script whose text does not is never run as torchrun would start it, unless --torchrun says so.
+    A script whose text names neither distributes itself only if --torchrun is given.
     """
     if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
         return True

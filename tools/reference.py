@@ -1,7 +1,7 @@
 """Write docs/reference.md: every command with its arguments and options, from their declarations.
 
-python tools/reference.py            # writes docs/reference.md
-python tools/reference.py --check    # exit code 1 if the page is out of date
+`python tools/reference.py` writes the page. With `--check` it writes nothing, and exits with code 1
+if the page is out of date.
 """
 
 import sys
@@ -38,7 +38,7 @@ def _leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, cli
     if command.invoke_without_command:
         yield path, command
     for name, member in command.commands.items():
-        # `onerank capture` and `onerank annotate` are read by the shorter names that users type.
+        # Users type `capture` and `annotate`, which are also installed as commands of their own.
         short = member in (capture, annotate)
         yield from _leaf_commands(name if short else f"{path} {name}", member)
 
@@ -61,7 +61,7 @@ def _describe(path: str, command: click.Command) -> str:
 
 
 def _by_heading(context: click.Context, command: click.Command) -> dict[str, list[click.Option]]:
-    """Return heading -> options, in the order of the command's help; --help itself is left out."""
+    """Return heading -> options, in the order of the command's help; without --help."""
     options = {
         option.name: option
         for option in command.get_params(context)
@@ -78,7 +78,7 @@ def _by_heading(context: click.Context, command: click.Command) -> dict[str, lis
 
 
 def _unwrapped(text: str) -> str:
-    """Return help text with one line per paragraph; blocks that click keeps as they are, too."""
+    """Return help text with one line per paragraph; preformatted blocks keep theirs."""
     paragraphs: list[str] = []
     for paragraph in text.split("\n\n"):
         if paragraph.lstrip().startswith("\b"):

@@ -626,9 +626,8 @@ class Propagator:
         covers_all = numel(ref.tensor.shape) == storage.elements
         if covers_all and total(powers[ref.position]) != storage.growth:
             key = id(powers), ref.position, storage.growth
-            if (
-                key not in self._updated_powers
-            ):  # kept beside what it replaces, whose id stays its own
+            # The value keeps the old powers alive, so that no other object gets their id.
+            if key not in self._updated_powers:
                 tensor_powers = cheapest_reading(ref.tensor.shape, self._sizing, storage.growth)
                 updated = (*powers[: ref.position], tensor_powers, *powers[ref.position + 1 :])
                 self._updated_powers[key] = powers, updated

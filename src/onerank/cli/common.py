@@ -91,6 +91,7 @@ OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
+# EFBIG: `ulimit -f` and file systems with a size limit report it where a disk would be full.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

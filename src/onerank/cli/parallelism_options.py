@@ -275,7 +275,7 @@ def loading_capture() -> Generator[None]:
     """Import `onerank.capture` in this context, with torch's log lines off.
 
     Raises:
-        CaptureError: torch or transformers is not installed.
+        CaptureError: torch, or a library that the capture extra installs, is missing.
     """
     # torch reads these on import; the profiler's own log lines would be among the script's output
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -283,7 +283,7 @@ def loading_capture() -> Generator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers"):
+        if error.name not in ("torch", "transformers", "safetensors"):
             raise
         from onerank.ir.errors import CaptureError
 

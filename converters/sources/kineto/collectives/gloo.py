@@ -191,7 +191,7 @@ def _peer(values: list[object] | None) -> tuple[int, int]:
 
 
 def first_operator_after(call: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
-    """Return the first operator that waits for a call, NONE if there is none.
+    """Return the first operator that waits for a call; NONE if no operator waits.
 
     Args:
         call: the call.

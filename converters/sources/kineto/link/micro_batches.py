@@ -189,7 +189,7 @@ def _number_overlapping(
 def _runs(timeline: HostTimeline, opens: Mask) -> tuple[I64, list[int]]:
     """Return the autograd run of each event, int64[n], NONE for none, and each run's start time.
 
-    A thread that calls models waits while autograd runs, so any event of its own ends a run.
+    A thread that calls models waits while autograd runs, so its next event ends a run.
     """
     backward = timeline.phase == Phase.BACKWARD
     inside = backward | (timeline.nearest(backward) >= 0)

@@ -1,8 +1,8 @@
 """Find collectives of one group whose order on a rank depends on when their inputs arrive.
 
 ASTRA-sim matches the collectives of a group by the order in which each rank issues them. Where no
-dependency orders two of them, a late message or a slower kernel on one rank swaps them there alone,
-and the group stalls with exit status 0.
+dependency orders two of them, a late message or a slower kernel may swap them on one rank alone.
+The group then stalls, and ASTRA-sim exits with status 0.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def _check(program: Program, groups: list[str], lanes: tuple[int, ...], report: 
                     program.file,
                     second,
                     f"nodes {first} and {second} are collectives of {group_text(groups[lane])} and "
-                    "neither waits for the other: which goes first depends on what arrives first, "
-                    "and ranks that differ in it stall: let one wait for the other",
+                    "neither waits for the other: the first to start depends on arrival times, "
+                    "and ranks that start different ones stall: add a dependency between them",
                     cause=groups[lane],
                 )
             awaited[node, lane] = latest[lane] = len(issued)

@@ -67,6 +67,8 @@ _ALGORITHM = re.compile(
     re.DOTALL,
 )
 
+# ASTRA-sim reads any number. Upper bounds without a `why` are limits of plausibility, chosen here
+# far beyond real hardware: a larger value is a slip of the unit or of the exponent.
 _DAY_NS = 86_400e9
 
 _NO_DEFAULT = "ASTRA-sim has no default for it and reads uninitialised memory"
@@ -215,14 +217,14 @@ def check_settings(
                 )
                 report.add("switch-number", file, None, message)
             else:
-                message = f"{name} is {_told(value)}; expected {key.expected}, or ASTRA-sim throws"
+                message = f"{name} is {_shown(value)}; expected {key.expected}, or ASTRA-sim throws"
                 report.add("setting-type", file, None, message)
         elif read and not _works(value, key):
             _report(file, name, value, key, report)
     _check_names(file, values, schema, report)
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "null" if value is None else shown(value)
 
 

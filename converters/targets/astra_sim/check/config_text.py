@@ -204,7 +204,7 @@ class Script:
         return match[1] if match else None
 
     def names(self, option: str, directory: Path) -> Path | None:
-        """Return the file in the workload's folder that an option names, None if there is none."""
+        """Return the file in the workload's folder that an option names, or None."""
         argument = self.argument(option)
         if argument is None or argument == "empty":
             return None

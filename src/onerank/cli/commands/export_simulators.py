@@ -174,10 +174,10 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
 
 
 def _keep_inputs_in(directory: Path, files: Sequence[Path]) -> None:
-    """Refuse a trace that stands in the directory to export to, where it might be replaced.
+    """Refuse an input trace in the output directory, where the export might replace it.
 
     Raises:
-        ExportError: a trace stands there.
+        ExportError: a trace is in the directory.
     """
     from onerank.ir.errors import ExportError
 
