@@ -209,6 +209,7 @@ def test_convert_a_directory_of_captures(tmp_path):
         "cpu-llama-2l-tp4.et": 480,
         "h200-llama-8b-4l-tp4.et": 4056,
         "h200-llama-8b-4l-tp4-standin.et": 4056,
+        "h200-megatron-core-pp2.et": 3663,
     }
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
 

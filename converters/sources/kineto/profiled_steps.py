@@ -98,8 +98,8 @@ def drop_unknown_calls(profile: HostTimeline) -> str:
         return ""
     calls = "1 communication call" if count == 1 else f"{count} communication calls"
     return (
-        f"{calls} of the profiled step are dropped: the structure step lacks them, so their "
-        "arguments are unknown (does the script log in some steps?)"
+        f"dropped {calls} that the profiled step has and the structure step lacks: the arguments "
+        "are unknown (does the script log in some steps?)"
     )
 
 

@@ -243,7 +243,7 @@ def test_shared_experts_beside_the_others_compute_the_same():
         options = Options(world=world, sequence_parallel=True)
         rows, why_not, notes = compare_slices(one, (), batch, options, lambda _: None)
         assert not why_not
-        assert "own routers, not by --moe-routing balanced" in notes[-1]
+        assert "routers chose the experts, not --moe-routing balanced" in notes[-1]
         assert {row.module for row in rows} >= {
             "Qwen2MoeSparseMoeBlock.shared_expert_gate",
             "Qwen2MoeMLP.gate_proj",
