@@ -1,7 +1,7 @@
 """Device memory that a script holds between two steps, by purpose."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,22 +36,34 @@ def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
     libraries hold without a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is
     not among them.
     """
-    tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
-    parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
-    for optimizer in optimizers:
-        parameters += [one for group in optimizer.param_groups for one in group["params"]]
-    states = (value for optimizer in optimizers for value in _values(optimizer.state))
-    grads = (_gradient(one) for one in [*parameters, *tensors])
-    seen: set[int] = set()
-    return {
-        name: tuple(sorted(_storages(found, device_type, seen), key=lambda one: -one.bytes))
-        for name, found in (
-            ("parameters", parameters),
-            ("gradients", (grad for grad in grads if grad is not None)),
-            ("optimizer", states),
-            ("other", tensors),
-        )
-    }
+    with _unrecorded():
+        tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
+        parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
+        for optimizer in optimizers:
+            parameters += [one for group in optimizer.param_groups for one in group["params"]]
+        states = (value for optimizer in optimizers for value in _values(optimizer.state))
+        grads = (_gradient(one) for one in [*parameters, *tensors])
+        seen: set[int] = set()
+        return {
+            name: tuple(sorted(_storages(found, device_type, seen), key=lambda one: -one.bytes))
+            for name, found in (
+                ("parameters", parameters),
+                ("gradients", (grad for grad in grads if grad is not None)),
+                ("optimizer", states),
+                ("other", tensors),
+            )
+        }
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Generator[None]:
+    """Keep operators out of the profile: the parts of a sparse tensor are read by operators."""
+    autograd: Any = torch.autograd
+    autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        autograd._enable_record_function(True)
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:

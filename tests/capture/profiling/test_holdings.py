@@ -7,6 +7,8 @@ import textwrap
 import pytest
 import torch
 
+from onerank.capture.profiling.resident_tensors import holdings
+
 SCRIPT = """
 import json, torch
 from torch import nn
@@ -71,3 +73,16 @@ def test_the_simulated_allocator_reserves_what_the_real_one_did(tmp_path):
     assert found.source == "captured"
     assert found.peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.01)
     assert found.simulated_reserved_bytes == pytest.approx(found.reserved_bytes, rel=0.01)
+
+
+def test_reading_sparse_tensors_leaves_nothing_in_the_profile():
+    sparse = torch.eye(3).to_sparse()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = holdings("cpu")
+        torch.ones(2)
+    sizes = [storage.bytes for storages in found.values() for storage in storages]
+    # its values and indices, float32[3] and int64[2, 3]
+    assert sparse.is_sparse
+    assert {3 * 4, 2 * 3 * 8} <= set(sizes)
+    names = [event.name for event in profile.events()]
+    assert names[0] == "aten::ones"
