@@ -121,7 +121,7 @@ def told_ns(model: Model, shapes: F64) -> F64:
     gpu, peak = model.gpu, rates_of(model.gpu, "bfloat16", len(shapes)).peak
     bandwidth = min(model.bandwidth, gpu.peak_bandwidth_bytes_per_s) / 1e9
     figure = Figure(bandwidth, next(iter(gpu.sources)), "measured")
-    gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gbps": figure})
+    gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gb_per_s": figure})
     return gemm_ns(gpu, Rates(np.minimum(peak, model.rate), peak), shapes, model.c)
 
 

@@ -1,13 +1,14 @@
 """A GPU as cost models see it: the figures of its description, in plain units.
 
 Peak rates are dense. Units that a GPU lacks and unknown figures are absent. Keys name their units:
-`gb`, `gbps` and `mb` are powers of ten, `gbps` is gigabytes per second, and links count one
-direction. `Gpu` returns bytes, seconds, nanoseconds, hertz and watts.
+`gb`, `mb` and `gb_per_s` are powers of ten (gigabytes, megabytes, gigabytes per second), and links
+count one direction. `Gpu` returns bytes, seconds, nanoseconds, hertz and watts.
 
 Two microbenchmarks of a minute calibrate a description: `measured_gemm_tflops` and
-`measured_skinny_gbps`. GEMMs in 16 bits use them directly (see `models.calibration`). Everything
-else uses the geometric mean of `measured_gemm_tflops` and the sustained fraction: each is off by
-some 5%, independently of the other. `measured_copy_gbps` replaces the memory's achievable fraction.
+`measured_skinny_gb_per_s`. GEMMs in 16 bits use them directly (see `models.calibration`).
+Everything else uses the geometric mean of `measured_gemm_tflops` and the sustained fraction: each
+is off by some 5%, independently of the other. `measured_copy_gb_per_s` replaces the memory's
+achievable fraction.
 """
 
 import math
@@ -101,12 +102,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def peak_bandwidth_bytes_per_s(self) -> float:
-        return self._required("memory_bandwidth_gbps") * 1e9
+        return self._required("memory_bandwidth_gb_per_s") * 1e9
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """What a good kernel reaches of the memory bandwidth."""
-        measured = self._scaled("measured_copy_gbps", 1e9)
+        measured = self._scaled("measured_copy_gb_per_s", 1e9)
         if measured is not None:
             return measured
         return self.peak_bandwidth_bytes_per_s * self._required("memory_achievable_fraction")
@@ -114,9 +115,9 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def bandwidth_figures(self) -> tuple[str, ...]:
         """Names of the figures that `bandwidth_bytes_per_s` is made of."""
-        if "measured_copy_gbps" in self.figures:
-            return ("measured_copy_gbps",)
-        return ("memory_bandwidth_gbps", "memory_achievable_fraction")
+        if "measured_copy_gb_per_s" in self.figures:
+            return ("measured_copy_gb_per_s",)
+        return ("memory_bandwidth_gb_per_s", "memory_achievable_fraction")
 
     @property
     def l2_bytes(self) -> int | None:
@@ -132,7 +133,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def calibrated(self) -> bool:
         """Whether both a large product and the memory were measured on this GPU, as described."""
         compute = {"measured_gemm_tflops", "bf16_sustained_fraction", "fp16_sustained_fraction"}
-        memory = {"measured_skinny_gbps", "measured_copy_gbps", "memory_achievable_fraction"}
+        memory = {
+            "measured_skinny_gb_per_s",
+            "measured_copy_gb_per_s",
+            "memory_achievable_fraction",
+        }
         figures = self.as_described.figures
         measured = {n for n, figure in figures.items() if figure.confidence == "measured"}
         return bool(compute & measured and memory & measured)

@@ -33,7 +33,7 @@ FRACTIONS: dict[str, tuple[str, ...]] = {
 SIXTEEN_BIT = (TENSOR["bf16"], TENSOR["fp16"])
 
 INSTEAD_OF = {
-    "measured_copy_gbps": ("memory_achievable_fraction",),
+    "measured_copy_gb_per_s": ("memory_achievable_fraction",),
     "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
 }
 """Measurement -> the fractions that it replaces or complements."""
@@ -44,7 +44,7 @@ RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
 COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
 """The form of CUDA's compute capability: a major number, a dot, a minor one."""
 
-_GBPS = "in 1e9 bytes per second"
+_GB_PER_S = "in 1e9 bytes per second"
 
 _TFLOPS = "in 1e12 operations per second"
 
@@ -65,13 +65,15 @@ RANGES: Mapping[str, Range] = {
         100, 10_000, "the clock of SMs that no limit holds, where above the boost clock, in MHz"
     ),
     "memory_gb": Range(1, 10_000, "the memory in 1e9 bytes", True),
-    "memory_bandwidth_gbps": Range(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
+    "memory_bandwidth_gb_per_s": Range(
+        10, 100_000, f"the datasheet's memory bandwidth {_GB_PER_S}", True
+    ),
     "memory_achievable_fraction": Range(0.1, 1, "the part of the bandwidth in reach", True),
     "l2_mb": Range(
         0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes (50 MiB: 52.43)"
     ),
     "l2_partitions": Range(1, 16, "the parts of that cache that each keep their own copy of data"),
-    "l2_bandwidth_gbps": Range(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
+    "l2_bandwidth_gb_per_s": Range(10, 1e6, f"the bandwidth of that cache {_GB_PER_S}"),
     **{TENSOR[u]: Range(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in TENSOR},
     **{VECTOR[u]: Range(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in VECTOR},
     **{f: Range(0.05, 1, _SUSTAINED) for names in FRACTIONS.values() for f in names},
@@ -81,14 +83,14 @@ RANGES: Mapping[str, Range] = {
         "what the 27 products in 16 bits whose m, n and k are 4096, 8192 or 16384 reach in "
         f"the geometric mean, measured, {_TFLOPS}",
     ),
-    "measured_skinny_gbps": Range(
+    "measured_skinny_gb_per_s": Range(
         10,
         100_000,
         "operands and results, once each, of the 8 products in 16 bits of m = 16 or 64, "
-        f"n and k = 8192 or 16384, by the time, geometric mean, measured, {_GBPS}",
+        f"n and k = 8192 or 16384, by the time, geometric mean, measured, {_GB_PER_S}",
     ),
-    "measured_copy_gbps": Range(
-        10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GBPS}"
+    "measured_copy_gb_per_s": Range(
+        10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GB_PER_S}"
     ),
     "launch_floor_ns": Range(100, 1e6, "the time of the shortest kernels in ns", True),
     "tdp_w": Range(5, 10_000, "the power limit in watts"),
@@ -97,7 +99,9 @@ RANGES: Mapping[str, Range] = {
         f"power_{part}": Range(0, 20, f"the power limit's share {drawn}: a model's coefficient")
         for part, drawn in POWER_PARTS.items()
     },
-    "link_bandwidth_gbps": Range(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
+    "link_bandwidth_gb_per_s": Range(
+        0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GB_PER_S}"
+    ),
     "link_awake_w": Range(0, 1000, "what links to peers draw while they are awake, in watts"),
     "link_latency_ns": Range(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
 }
@@ -121,8 +125,8 @@ def measured_of(figures: Collection[str]) -> list[tuple[str, str]]:
     """Return (measurement, peak that it is a part of) of what can be measured on a GPU."""
     peaks = [name for name in SIXTEEN_BIT if name in figures][:1]
     return [
-        ("measured_skinny_gbps", "memory_bandwidth_gbps"),
-        ("measured_copy_gbps", "memory_bandwidth_gbps"),
+        ("measured_skinny_gb_per_s", "memory_bandwidth_gb_per_s"),
+        ("measured_copy_gb_per_s", "memory_bandwidth_gb_per_s"),
         *(("measured_gemm_tflops", peak) for peak in peaks),
     ]
 
@@ -138,7 +142,7 @@ def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> 
         TargetError: a figure is missing, or outside what it can be.
     """
     required = {name: about.meaning for name, about in RANGES.items() if about.required}
-    if "measured_copy_gbps" in figures:
+    if "measured_copy_gb_per_s" in figures:
         del required["memory_achievable_fraction"]
     missing = [f"{name} ({required[name]})" for name in required if name not in figures]
     if missing:

@@ -34,12 +34,12 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
 
     A what-if changes the described figures, and what was measured by as much.
     """
-    names = "measured_gemm_tflops", "measured_skinny_gbps"
+    names = "measured_gemm_tflops", "measured_skinny_gb_per_s"
     described = without_overrides(gpu)
     rate, peak = _rates(described)
     if not rate or not described.figures.keys() >= {*names}:
         return Calibration(gpu, 1.0)
-    tflops, gbps = (described.figures[name].value for name in names)
+    tflops, gb_per_s = (described.figures[name].value for name in names)
     large, skinny = shapes_of(LARGE), shapes_of(SKINNY)
     compute = memory = 1.0
     most = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
@@ -47,7 +47,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
         tried = _with_memory(described, memory)
         rates = Rates(*(np.array([one]) for one in (rate * compute, peak)))
         compute *= tflops * 1e12 / mean_rates(tried, rates, large, c).flops
-        memory *= gbps * 1e9 / mean_rates(tried, rates, skinny, c).bytes
+        memory *= gb_per_s * 1e9 / mean_rates(tried, rates, skinny, c).bytes
         compute, memory = min(compute, most[0]), min(memory, most[1])
     return Calibration(_with_memory(gpu, memory), compute)
 
@@ -58,7 +58,7 @@ def calibrated_source(source: Gpu, target: Gpu, c: GemmCoefficients) -> Calibrat
     Where the target is of the same die and reads memory faster than the model has it, so does the
     source.
     """
-    name = "measured_skinny_gbps"
+    name = "measured_skinny_gb_per_s"
     if not same_die(source, target) or name in source.figures or name not in target.figures:
         return calibrated(source, c)
     there = calibrated(target, c).gpu
@@ -117,5 +117,5 @@ def without_overrides(gpu: Gpu) -> Gpu:
 def _with_memory(gpu: Gpu, factor: float) -> Gpu:
     """Return the GPU with so many times the bandwidth in reach, at most the datasheet's."""
     value = min(gpu.bandwidth_bytes_per_s * factor, gpu.peak_bandwidth_bytes_per_s) / 1e9
-    copied = Figure(value, gpu.figures["memory_bandwidth_gbps"].source, "measured")
-    return msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gbps": copied})
+    copied = Figure(value, gpu.figures["memory_bandwidth_gb_per_s"].source, "measured")
+    return msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gb_per_s": copied})

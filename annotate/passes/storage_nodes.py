@@ -22,14 +22,14 @@ class Storage:
     """The storage traffic of a rank.
 
     Attributes:
-        gbps: bandwidth of one rank, in 1e9 bytes per second (gigabytes, not gigabits).
+        gb_per_s: bandwidth of one rank, in 1e9 bytes per second (gigabytes, not gigabits).
         batch_bytes: read for each step; 0 for none.
         checkpoint_every: steps from one checkpoint to the next; 0 for none.
         checkpoint_bytes: bytes of this rank; None: captured parameters and optimizer state.
         prefetch: whether a batch is read during the previous step; otherwise the step waits for it.
     """
 
-    gbps: float
+    gb_per_s: float
     batch_bytes: int = 0
     checkpoint_every: int = 0
     checkpoint_bytes: int | None = None
@@ -52,14 +52,14 @@ def with_storage(graph: Graph, storage: Storage) -> Graph:
     if storage.batch_bytes:
         rows.append(_row(Kind.MEM_LOAD, LOAD, storage.batch_bytes, storage))
         order = "concurrently with the step" if storage.prefetch else "before the step"
-        notes.append(f"{storage.batch_bytes} bytes are loaded {order} at {storage.gbps:g} GB/s")
+        notes.append(f"{storage.batch_bytes} bytes are loaded {order} at {storage.gb_per_s:g} GB/s")
     if storage.checkpoint_every:
         checkpoint_bytes = _checkpoint_bytes(graph, storage)
         share = round(checkpoint_bytes / storage.checkpoint_every)
         rows.append(_row(Kind.MEM_STORE, STORE, share, storage))
         notes.append(
             f"a checkpoint of {checkpoint_bytes} bytes every {storage.checkpoint_every} steps at "
-            f"{storage.gbps:g} GB/s: each step writes {share} bytes"
+            f"{storage.gb_per_s:g} GB/s: each step writes {share} bytes"
         )
     extended = _appended(graph, rows, storage)
     measurement = graph.job.measurement
@@ -70,9 +70,9 @@ def with_storage(graph: Graph, storage: Storage) -> Graph:
 
 
 def _check(storage: Storage) -> None:
-    if not 0 < storage.gbps <= 1e5:
+    if not 0 < storage.gb_per_s <= 1e5:
         raise AnnotateError(
-            f"storage bandwidth is {storage.gbps:g} GB/s: expected above 0 and up to 100000 "
+            f"storage bandwidth is {storage.gb_per_s:g} GB/s: expected above 0 and up to 100000 "
             "(1e9 bytes per second, for one rank)",
             code="storage-rate-out-of-range",
         )
@@ -113,7 +113,7 @@ def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
         "kind": int(kind),
         "name": name,
         "op": name,
-        "duration_ns": round(size / storage.gbps),
+        "duration_ns": round(size / storage.gb_per_s),
         "bytes_read" if kind is Kind.MEM_LOAD else "bytes_written": size,
         "evidence": int(Evidence.DATASHEET),
     }

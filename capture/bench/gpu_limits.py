@@ -36,9 +36,9 @@ class Microbenchmarks:
     Attributes:
         sustained: calls that were held.
         gemm_tflops: what `LARGE` products in bf16 reach in the geometric mean, 1e12 per second.
-        skinny_gbps: the same of `SKINNY` ones: operands and results, in 1e9 bytes per second.
-        copy_gbps: bytes read and written by a copy of 1 GiB, in 1e9 per second.
-        cache_gbps: the same of the sum of tensors that lie in the last-level cache; the best size.
+        skinny_gb_per_s: the same of `SKINNY` ones: operands and results, in 1e9 bytes per second.
+        copy_gb_per_s: bytes read and written by a copy of 1 GiB, in 1e9 per second.
+        cache_gb_per_s: the same of a sum of tensors in the last-level cache; the best size.
         floor_ns: median of the shortest products.
         idle_w: of a GPU that waits with a context; None where nothing tells.
         limit_w: the power limit in force; None where nothing tells.
@@ -47,9 +47,9 @@ class Microbenchmarks:
 
     sustained: tuple[SustainedCall, ...]
     gemm_tflops: float
-    skinny_gbps: float
-    copy_gbps: float
-    cache_gbps: float
+    skinny_gb_per_s: float
+    copy_gb_per_s: float
+    cache_gb_per_s: float
     floor_ns: int
     idle_w: float | None
     limit_w: float | None
@@ -89,9 +89,9 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
     return Microbenchmarks(
         sustained=(*sustained, sustained_copy),
         gemm_tflops=geometric_mean(large) / 1e3,
-        skinny_gbps=geometric_mean(skinny),
-        copy_gbps=sustained_copy.nbytes / sustained_copy.median_ns,
-        cache_gbps=max(_cached(bench, size) for size in _CACHED),
+        skinny_gb_per_s=geometric_mean(skinny),
+        copy_gb_per_s=sustained_copy.nbytes / sustained_copy.median_ns,
+        cache_gb_per_s=max(_cached(bench, size) for size in _CACHED),
         floor_ns=_floor(bench),
         idle_w=idle,
         limit_w=bench.board.limit_w() if bench.board else None,

@@ -31,12 +31,12 @@ def held(
 
 OTHERS = {
     "measured_gemm_tflops": 790.0,
-    "measured_skinny_gbps": 3700.0,
-    "measured_copy_gbps": 4000.0,
+    "measured_skinny_gb_per_s": 3700.0,
+    "measured_copy_gb_per_s": 4000.0,
     "launch_floor_ns": 1500.0,
     "idle_w": 120.0,
     "tdp_w": LIMIT,
-    "l2_bandwidth_gbps": None,
+    "l2_bandwidth_gb_per_s": None,
 }
 
 HELD = [
@@ -54,15 +54,15 @@ def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
     made = described(h200, HELD, OTHERS, "by hand", "2026-11-21")
     assert 'compute_capability = "9.0"' in to_toml(made).splitlines()
     value = {name: figure.value for name, figure in made.figures.items()}
-    assert (value["measured_gemm_tflops"], value["measured_skinny_gbps"]) == (790, 3700)
+    assert (value["measured_gemm_tflops"], value["measured_skinny_gb_per_s"]) == (790, 3700)
     mean = (790 * 800) ** 0.5  # of the mean of large products and of those that were held
     assert made.tensor_flops_per_s("bfloat16") == pytest.approx(mean * 1e12, rel=1e-3)
     assert value["fp8_sustained_fraction"] == pytest.approx(1500 / 1979, rel=1e-3)
     assert value["vector_sustained_fraction"] == pytest.approx(50 / 67, rel=1e-3)
     assert made.bandwidth_bytes_per_s == 4e12
     assert (made.launch_floor_ns, made.idle_w) == (1500, 120)
-    assert made.figures["link_bandwidth_gbps"] == h200.figures["link_bandwidth_gbps"]
-    assert "l2_bandwidth_gbps" not in made.figures
+    assert made.figures["link_bandwidth_gb_per_s"] == h200.figures["link_bandwidth_gb_per_s"]
+    assert "l2_bandwidth_gb_per_s" not in made.figures
     assert made.calibrated
     assert made.power_coefficients == pytest.approx((0.15, 0.2, 0.5, 0.3, 4), abs=0.01)
     path = tmp_path / "mine.toml"
@@ -90,5 +90,7 @@ def test_without_power_there_are_no_coefficients() -> None:
 
 
 def test_a_gpu_faster_than_its_datasheet_is_another_gpu() -> None:
-    with pytest.raises(TargetError, match=r"measured_skinny_gbps is 3700, more than .* --base-gpu"):
+    with pytest.raises(
+        TargetError, match=r"measured_skinny_gb_per_s is 3700, more than .* --base-gpu"
+    ):
         described(load_gpu("A100-SXM-80GB"), HELD[3:], OTHERS, "by hand", "2026-11-21")

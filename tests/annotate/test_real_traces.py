@@ -178,7 +178,7 @@ class TestScaling:
 
     @pytest.mark.parametrize("target", gpu_names())
     @pytest.mark.parametrize(
-        "figure", ["memory_bandwidth_gbps", "boost_clock_mhz", "sm_count", "bf16_tensor_tflops"]
+        "figure", ["memory_bandwidth_gb_per_s", "boost_clock_mhz", "sm_count", "bf16_tensor_tflops"]
     )
     def test_more_of_a_resource_slows_no_node(
         self, h200: Graph, model: str, target: str, figure: str

@@ -51,7 +51,7 @@ def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_pat
     path = tmp_path / "2048.et"
     kept = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
     path.write_bytes(gzip.decompress(kept.read_bytes()))
-    args = ("--target", "H200", "--override", "memory_bandwidth_gbps=9600", path)
+    args = ("--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", path)
     step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
     assert step["source"] == "steady_state"
     before, after = step["before"], step["after"]
@@ -92,18 +92,18 @@ def test_the_arithmetic_of_a_node(traces):
 def test_what_if_the_memory_were_faster(traces, tmp_path):
     out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
     told = invoke(
-        annotate, "--target", "H200", "--override", "memory_bandwidth_gbps=4800", *out
+        annotate, "--target", "H200", "--override", "memory_bandwidth_gb_per_s=4800", *out
     ).stdout
     same = json.loads(told)
     assert (same["target"], same["evidence"], same["interval"]) == ("H200", {"measured": 850}, [])
     told = invoke(
-        annotate, "--target", "H200", "--override", "memory_bandwidth_gbps=9600", *out
+        annotate, "--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", *out
     ).stdout
     rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
-    assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert json.loads(told)["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
     assert 0.6 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.7
     assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
-    for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
+    for setting in ("memory_bandwidth_gb_per_s", "memory_bandwidth_gb_per_s=fast"):
         wrong = invoke(annotate, "--target", "H200", "--override", setting, *out, code=2)
         assert setting in wrong.stderr
 
@@ -160,9 +160,9 @@ def test_a_prediction_is_not_annotated_again(traces, tmp_path):
 
 def test_figures_of_the_target_can_be_set(traces, tmp_path):
     out = tmp_path / "x.et"
-    args = ("--target", "H200", "--override", "memory_bandwidth_gbps=9600", "--host-scale", "0")
+    args = ("--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", "--host-scale", "0")
     told = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
-    assert told["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert told["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
     assert told["after_ns"] < told["before_ns"]
     result = invoke(
         annotate, "--target", "H200", "--override", "tdp_w=0", traces / "gpu.et", code=2

@@ -65,7 +65,7 @@ def all_reduce_of_16(path: Path, device: str) -> Path:
         ("NVIDIA B200", (), "tree"),
         ("NVIDIA B200", ("--compute-capability", "12.0"), "ring"),
         ("NVIDIA GeForce RTX 5090", (), "ring"),
-        ("A10 (memory_bandwidth_gbps=900)", (), "ring"),  # as `annotate --override` calls it
+        ("A10 (memory_bandwidth_gb_per_s=900)", (), "ring"),  # as `annotate --override` calls it
     ],
 )
 def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_path):

@@ -143,7 +143,7 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Callable[[Gpu], Gp
     def described(target: Gpu) -> Gpu:
         measured = {
             "measured_gemm_tflops": reached(target, LARGE).flops / 1e12,
-            "measured_skinny_gbps": reached(target, SKINNY).bytes / 1e9,
+            "measured_skinny_gb_per_s": reached(target, SKINNY).bytes / 1e9,
         }
         source = next(iter(target.sources))
         figures = {n: Figure(value, source, "measured") for n, value in measured.items()}

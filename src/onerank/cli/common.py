@@ -69,7 +69,7 @@ class _Number(click.FloatRange):
         return number
 
 
-GBPS = _Number(min=1e-3, max=1e6)
+GB_PER_S = _Number(min=1e-3, max=1e6)
 """A bandwidth in GB/s, from 1 MB/s on: at less than that times have no place in 64 bits."""
 
 LATENCY_NS = _Number(min=0, max=1e12)

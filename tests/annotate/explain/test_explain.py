@@ -87,7 +87,7 @@ def test_each_figure_comes_with_its_source(trace, mm, add):
     assert "memory_achievable_fraction = 0.86 (measured): 90th percentile" in " ".join(sum_)
     assert [text.split(" = ")[0] for text in sum_[:5]] == [
         "launch_floor_ns",
-        "memory_bandwidth_gbps",
+        "memory_bandwidth_gb_per_s",
         "memory_achievable_fraction",
         "fp32_vector_tflops",
         "vector_sustained_fraction",

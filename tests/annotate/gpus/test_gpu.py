@@ -171,7 +171,7 @@ def test_what_an_h100_sustains():
     assert gpu.launch_floor_ns == 2690
     assert gpu.l2_bytes == 52_430_000  # 50 MiB
     assert (gpu.tdp_w, gpu.idle_w) == (700, 123)
-    assert gpu.figures["link_bandwidth_gbps"].value == 450
+    assert gpu.figures["link_bandwidth_gb_per_s"].value == 450
     assert gpu.figures["link_latency_ns"].value == 830
 
 
@@ -284,7 +284,7 @@ def test_a_path_that_cannot_be_read(tmp_path: Path):
 
 MEASURED = """
 measured_gemm_tflops = {{ value = {gemm}, source = "made", confidence = "measured" }}
-measured_copy_gbps = {{ value = {copy}, source = "made", confidence = "measured" }}
+measured_copy_gb_per_s = {{ value = {copy}, source = "made", confidence = "measured" }}
 """
 
 
@@ -304,8 +304,8 @@ def test_two_microbenchmarks_calibrate_the_fractions(gpu_file):
     ("gemm", "copy", "message"),
     [
         (101, 900, r"measured_gemm_tflops is 101, more than bf16_tensor_tflops = 100"),
-        (62, 1001, r"measured_copy_gbps is 1001, more than memory_bandwidth_gbps = 1000"),
-        (62, 9.1e11, r"measured_copy_gbps is 9.1e\+11, outside 10 to 100000"),
+        (62, 1001, r"measured_copy_gb_per_s is 1001, more than memory_bandwidth_gb_per_s = 1000"),
+        (62, 9.1e11, r"measured_copy_gb_per_s is 9.1e\+11, outside 10 to 100000"),
     ],
 )
 def test_a_measurement_above_the_peak_is_refused(gpu_file, gemm, copy, message):
@@ -318,11 +318,11 @@ def test_a_measurement_above_the_peak_is_refused(gpu_file, gemm, copy, message):
 
 class TestWhatIf:
     def test_a_figure_is_set(self):
-        gpu = with_figures(load_gpu("H200"), {"memory_bandwidth_gbps": 6000})
+        gpu = with_figures(load_gpu("H200"), {"memory_bandwidth_gb_per_s": 6000})
         assert gpu.peak_bandwidth_bytes_per_s == 6e12
-        assert gpu.name == "H200 (memory_bandwidth_gbps=6000)"
+        assert gpu.name == "H200 (memory_bandwidth_gb_per_s=6000)"
         assert with_figures(gpu, {}) is gpu
-        assert with_figures(gpu, {"memory_bandwidth_gbps": 6000, "l2_mb": 52.43}) is gpu
+        assert with_figures(gpu, {"memory_bandwidth_gb_per_s": 6000, "l2_mb": 52.43}) is gpu
         assert with_figures(gpu, {"tdp_w": 500}).as_described == load_gpu("H200")
 
     def test_the_highest_clock_rises_with_the_boost_clock(self):
@@ -333,14 +333,16 @@ class TestWhatIf:
 
     def test_what_was_measured_stays_the_same_part_of_a_peak(self):
         """A description with two microbenchmarks: else a faster memory would change nothing."""
-        measured = {"measured_copy_gbps": 4200, "measured_gemm_tflops": 650}
+        measured = {"measured_copy_gb_per_s": 4200, "measured_gemm_tflops": 650}
         gpu = with_figures(load_gpu("H200"), measured)
-        fast = with_figures(gpu, {"memory_bandwidth_gbps": 9600, "bf16_tensor_tflops": 1978})
+        fast = with_figures(gpu, {"memory_bandwidth_gb_per_s": 9600, "bf16_tensor_tflops": 1978})
         assert fast.bandwidth_bytes_per_s == pytest.approx(2 * 4.2e12)
         rate = gpu.tensor_flops_per_s("bfloat16")
         assert rate is not None
         assert fast.tensor_flops_per_s("bfloat16") == pytest.approx(2 * rate)
-        told = with_figures(gpu, {"memory_bandwidth_gbps": 9600, "measured_copy_gbps": 5000})
+        told = with_figures(
+            gpu, {"memory_bandwidth_gb_per_s": 9600, "measured_copy_gb_per_s": 5000}
+        )
         assert told.bandwidth_bytes_per_s == 5e12
         worse = with_figures(gpu, {"memory_achievable_fraction": 0.5})
         assert worse.bandwidth_bytes_per_s == pytest.approx(2.4e12)
@@ -351,13 +353,13 @@ class TestWhatIf:
         ("figure", "value", "message"),
         [
             (
-                "memory_bandwidth_gbps",
+                "memory_bandwidth_gb_per_s",
                 4.8e12,
                 r"outside 10 to 100000: it is the",
             ),
             ("sm_count", 0, r"sm_count is 0, outside 1 to 2048"),
             ("sm_count", 131.5, r"sm_count is 131.5, not a whole number"),
-            ("memory_bandwith_gbps", 1, r"did you mean memory_bandwidth_gbps"),
+            ("memory_bandwith_gb_per_s", 1, r"did you mean memory_bandwidth_gb_per_s"),
             ("l2_mb", float("nan"), r"l2_mb is nan"),
             ("idle_w", 900, r"idle_w is 900, and must be below tdp_w, 700"),
         ],

@@ -46,7 +46,7 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
     large, skinny = len(LARGE), len(SKINNY)
     measured = {
         "measured_gemm_tflops": rates_in(every[:large], times[:large]).flops / 1e12,
-        "measured_skinny_gbps": rates_in(every[-skinny:], times[-skinny:]).bytes / 1e9,
+        "measured_skinny_gb_per_s": rates_in(every[-skinny:], times[-skinny:]).bytes / 1e9,
     }
     wrong = {"bf16_sustained_fraction": 0.6, "memory_achievable_fraction": 0.95}
     gpu = described(true, {**wrong, **measured})
@@ -68,20 +68,22 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
 
 def test_a_what_if_changes_what_was_measured_by_as_much() -> None:
     c, h200 = shipped().gemm, load_gpu("H200")
-    measured = {"measured_gemm_tflops": 700, "measured_skinny_gbps": 3600}
-    own = calibrated(with_figures(h200, {**measured, "measured_copy_gbps": 4000}), c)
-    for figure, factor in (("memory_bandwidth_gbps", 0.5), ("memory_bandwidth_gbps", 2.0),
+    measured = {"measured_gemm_tflops": 700, "measured_skinny_gb_per_s": 3600}
+    own = calibrated(with_figures(h200, {**measured, "measured_copy_gb_per_s": 4000}), c)
+    for figure, factor in (("memory_bandwidth_gb_per_s", 0.5), ("memory_bandwidth_gb_per_s", 2.0),
                            ("l2_mb", 20.0)):  # fmt: skip
         value = factor * h200.figures[figure].value
-        changed = with_figures(with_figures(h200, {**measured, "measured_copy_gbps": 4000}),
+        changed = with_figures(with_figures(h200, {**measured, "measured_copy_gb_per_s": 4000}),
                                {figure: value})  # fmt: skip
         made = calibrated(changed, c)
         assert made.compute == own.compute
-        faster = factor if figure == "memory_bandwidth_gbps" else 1
+        faster = factor if figure == "memory_bandwidth_gb_per_s" else 1
         assert changed.bandwidth_bytes_per_s == pytest.approx(faster * 4e12)
         expected = faster * own.gpu.bandwidth_bytes_per_s
         assert made.gpu.bandwidth_bytes_per_s == pytest.approx(expected)
-    shipped_set = with_figures(h200, {"measured_gemm_tflops": 650, "measured_skinny_gbps": 3600})
+    shipped_set = with_figures(
+        h200, {"measured_gemm_tflops": 650, "measured_skinny_gb_per_s": 3600}
+    )
     assert calibrated(shipped_set, c).compute < own.compute
     twice = with_figures(with_figures(h200, measured), {"bf16_tensor_tflops": 2 * 989.0})
     doubled, rate = (gpu.tensor_flops_per_s("bfloat16") for gpu in (twice, own.gpu))
@@ -91,7 +93,7 @@ def test_a_what_if_changes_what_was_measured_by_as_much() -> None:
 def test_what_was_measured_counts_as_the_peak_at_most() -> None:
     """Else a fraction that is set would have a part of its effect."""
     c, h200 = shipped().gemm, load_gpu("H200")
-    gpu = with_figures(h200, {"measured_gemm_tflops": 980, "measured_skinny_gbps": 4790})
+    gpu = with_figures(h200, {"measured_gemm_tflops": 980, "measured_skinny_gb_per_s": 4790})
     made, rate = calibrated(gpu, c), gpu.tensor_flops_per_s("bfloat16")
     assert made.compute == pytest.approx(989e12 / (rate or 0))
     assert made.gpu.bandwidth_bytes_per_s == pytest.approx(4800e9)
@@ -101,7 +103,7 @@ def test_what_was_measured_counts_as_the_peak_at_most() -> None:
 
 def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
     c, h100 = shipped().gemm, load_gpu("H100")
-    measured = {"measured_gemm_tflops": 680, "measured_skinny_gbps": 3900}
+    measured = {"measured_gemm_tflops": 680, "measured_skinny_gb_per_s": 3900}
     target = with_figures(load_gpu("H200"), measured)
     made = calibrated(target, c)
     factor = made.gpu.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
@@ -110,7 +112,7 @@ def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
     assert source.compute == 1
     assert source.gpu.bandwidth_bytes_per_s == pytest.approx(factor * h100.bandwidth_bytes_per_s)
     assert calibrated_source(load_gpu("A100"), target, c) == (load_gpu("A100"), 1)
-    own = with_figures(h100, {"measured_gemm_tflops": 700, "measured_skinny_gbps": 2600})
+    own = with_figures(h100, {"measured_gemm_tflops": 700, "measured_skinny_gb_per_s": 2600})
     assert calibrated_source(own, target, c) == calibrated(own, c)
 
 
@@ -121,6 +123,6 @@ def test_a_target_is_known_by_its_datasheet_and_two_microbenchmarks() -> None:
     made = as_calibrated(gpus, Products("bfloat16", every, {"H100-SXM": times}))(gpus[1])
     # 27 products of 8192^3 FLOPs * 2 in the geometric mean; 8 of 8192 * 16384 bytes * 2 and more
     assert made.figures["measured_gemm_tflops"].value == pytest.approx(219.9, rel=1e-3)
-    assert made.figures["measured_skinny_gbps"].value == pytest.approx(1352, rel=1e-3)
+    assert made.figures["measured_skinny_gb_per_s"].value == pytest.approx(1352, rel=1e-3)
     assert made.calibrated
     assert made.launch_floor_ns != gpus[1].launch_floor_ns

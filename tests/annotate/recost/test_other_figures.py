@@ -66,7 +66,7 @@ def changed(gpu: Gpu | str, figure: str, factor: float) -> Gpu:
 
 
 class TestOfTheGpuThatWasMeasured:
-    @pytest.mark.parametrize("figure", ["memory_gb", "tdp_w", "link_bandwidth_gbps", "idle_w"])
+    @pytest.mark.parametrize("figure", ["memory_gb", "tdp_w", "link_bandwidth_gb_per_s", "idle_w"])
     def test_a_figure_that_no_time_depends_on_leaves_the_measurement(
         self, h200: Graph, figure: str
     ):
@@ -106,7 +106,7 @@ class TestOfTheGpuThatWasMeasured:
         graph = trace(add(10**7, ns=20_000))
         widths = []
         for factor in (1.01, 1.1, 8):
-            made = recost(graph, changed("H200", "memory_bandwidth_gbps", factor))
+            made = recost(graph, changed("H200", "memory_bandwidth_gb_per_s", factor))
             (moved,), gpu = times(made), made.gpu_compute
             widths.append(math.log(made.nodes.p90_ns[gpu][0] / moved))
             assert widths[-1] <= abs(math.log(moved / 20_000)) + 1e-4
@@ -133,7 +133,7 @@ class TestOfWhatWasLookedUp:
         graph, path = trace(sum_, product), rows((sum_, 44_000))
         there = recost(graph, "A100", databases=[path])
         assert times(there)[0] == 44_000
-        fast = changed("A100", "memory_bandwidth_gbps", 1.5)
+        fast = changed("A100", "memory_bandwidth_gb_per_s", 1.5)
         made = recost(graph, fast, databases=[path])
         learned = [recost(graph, gpu, model="learned") for gpu in ("A100", fast)]
         before, after = (times(one) for one in learned)
@@ -162,13 +162,13 @@ class TestOfWhatWasLookedUp:
             made = recost(cpu_llama, changed("H200", figure, 0.9))
             assert (made.nodes.duration_ns == there.nodes.duration_ns).all()
             assert (made.nodes.evidence == there.nodes.evidence).all()
-        fast = recost(cpu_llama, changed("H200", "memory_bandwidth_gbps", 1.25))
+        fast = recost(cpu_llama, changed("H200", "memory_bandwidth_gb_per_s", 1.25))
         assert (times(fast) <= times(there)).all()
         assert 0.95 < times(fast).sum() / times(there).sum() < 0.99
 
     @pytest.mark.parametrize(
         "figure",
-        ["memory_bandwidth_gbps", "bf16_tensor_tflops", "boost_clock_mhz", "l2_mb",
+        ["memory_bandwidth_gb_per_s", "bf16_tensor_tflops", "boost_clock_mhz", "l2_mb",
          "memory_achievable_fraction", "bf16_sustained_fraction"],
     )  # fmt: skip
     def test_a_better_figure_makes_no_node_of_a_step_slower(self, h200: Graph, figure: str):
@@ -211,7 +211,7 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
     sum_, product = add(10**7, ns=20_000), mm(4096, 4096, 4096, ns=250_000)
     graph, path = trace(sum_, product), rows((sum_, 44_000))
     for target, found in (("A100", [path]), ("H200", [])):
-        gpu = changed(target, "memory_bandwidth_gbps", 1.5)
+        gpu = changed(target, "memory_bandwidth_gb_per_s", 1.5)
         made = recost(graph, gpu, databases=found)
         ends = (
             graph.nodes.id[graph.gpu_compute],
@@ -223,6 +223,8 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
             assert told.duration_ns == ns
             ends = dict(told.lines)["80% interval"].split(" ns")[0].replace(",", "").split(" to ")
             assert int(ends[1]) == pytest.approx(high, abs=1)
-    lines = explain(graph, changed("A100", "memory_bandwidth_gbps", 1.5), 1, databases=[path]).lines
+    lines = explain(
+        graph, changed("A100", "memory_bandwidth_gb_per_s", 1.5), 1, databases=[path]
+    ).lines
     assert "44,000 x " in dict(lines)["figures set"]
-    assert "what the model says with memory_bandwidth_gbps=3058.5" in dict(lines)["figures set"]
+    assert "what the model says with memory_bandwidth_gb_per_s=3058.5" in dict(lines)["figures set"]

@@ -58,7 +58,7 @@ class AnnotateOptions:
     )
     override: tuple[str, ...] = option(
         "What if a figure of the target (`onerank gpus --schema`) were another, "
-        "memory_bandwidth_gbps=6000 for one; may be repeated.",
+        "memory_bandwidth_gb_per_s=6000 for one; may be repeated.",
         heading=WHAT_IF,
         default=(),
         multiple=True,
@@ -214,7 +214,7 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             raise click.UsageError(
                 f"--override {setting}: {value!r} is not a number; write --override "
-                "memory_bandwidth_gbps=6000"
+                "memory_bandwidth_gb_per_s=6000"
             ) from None
     return figures
 

@@ -122,9 +122,9 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
         limits.sustained,
         {
             "measured_gemm_tflops": limits.gemm_tflops,
-            "measured_skinny_gbps": limits.skinny_gbps,
-            "measured_copy_gbps": limits.copy_gbps,
-            "l2_bandwidth_gbps": limits.cache_gbps,
+            "measured_skinny_gb_per_s": limits.skinny_gb_per_s,
+            "measured_copy_gb_per_s": limits.copy_gb_per_s,
+            "l2_bandwidth_gb_per_s": limits.cache_gb_per_s,
             "launch_floor_ns": limits.floor_ns,
             "idle_w": limits.idle_w,
             "tdp_w": limits.limit_w,

@@ -10,7 +10,7 @@ import click
 
 from onerank.cli.commands.coarsen import Granularity, at_granularity
 from onerank.cli.common import (
-    GBPS,
+    GB_PER_S,
     LATENCY_NS,
     OUTPUT,
     as_json,
@@ -87,14 +87,14 @@ class AstraSimOptions(RankOptions):
         "GB/s of each rank in each direction.  [default: the trace's GPU's; else 450]",
         heading=NETWORK,
         default=None,
-        type=GBPS,
+        type=GB_PER_S,
     )
     busbw_gb_s: float | None = option(
         "In its place, the bus bandwidth that large collectives reach as measured; their "
         "reductions then take no further time.",
         heading=NETWORK,
         default=None,
-        type=GBPS,
+        type=GB_PER_S,
     )
     latency_ns: float = option(
         "From one rank to another.",
@@ -382,7 +382,7 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
     if gpu is None:
         return {}
     rates = {"memory_gb_per_s": gpu.peak_bandwidth_bytes_per_s / 1e9}
-    if link := gpu.figures.get("link_bandwidth_gbps"):
+    if link := gpu.figures.get("link_bandwidth_gb_per_s"):
         rates["bandwidth_gb_per_s"] = link.value
     return rates
 

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.common import (
+    GB_PER_S,
+    OUTPUT,
+    TRACE,
+    as_json,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
 from onerank.cli.options import option, with_options
 
 
@@ -16,7 +24,7 @@ class ReplayOptions:
     busbw_gb_s: float | None = option(
         "Time communication by this bus bandwidth. Default: the times in the trace.",
         default=None,
-        type=GBPS,
+        type=GB_PER_S,
         metavar="GB/S",
     )
     perfetto: Path | None = option(

@@ -7,7 +7,7 @@ import click
 
 from onerank.cli.common import (
     BYTES,
-    GBPS,
+    GB_PER_S,
     TRACE,
     TRACE_OUTPUT,
     as_json,
@@ -24,7 +24,7 @@ class StorageOptions:
 
     output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
     storage_gb_s: float = option(
-        "What one rank reads and writes a second.", type=GBPS, metavar="GB/S"
+        "What one rank reads and writes a second.", type=GB_PER_S, metavar="GB/S"
     )
     batch_bytes: int = option("Bytes that a rank loads for each step.", default=0, type=BYTES)
     checkpoint_every: int | None = option(
@@ -50,7 +50,7 @@ def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     keep_inputs(options.output, trace)
     before = onerank.read(trace)
     traffic = Storage(
-        gbps=options.storage_gb_s,
+        gb_per_s=options.storage_gb_s,
         batch_bytes=options.batch_bytes,
         checkpoint_every=options.checkpoint_every or 0,
         checkpoint_bytes=options.checkpoint_bytes,

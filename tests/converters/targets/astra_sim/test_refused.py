@@ -184,7 +184,7 @@ def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> 
     """`onerank storage` removes the measured step, which had no such reads."""
     graph = with_storage(
         step_with_gaps(measurement=Measurement(step_ns=(9,))),
-        Storage(gbps=1.0, batch_bytes=1000),
+        Storage(gb_per_s=1.0, batch_bytes=1000),
     )
     with raises_code("host-delays-with-storage"):
         export(graph, tmp_path, host_time=True)
