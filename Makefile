@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= demo
 
-.PHONY: setup test tests demo reference lint clean
+.PHONY: setup test tests demo reference docs lint clean
 
 setup: .venv/installed
 
@@ -16,7 +16,7 @@ setup: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
 	@touch $@
 
-test: lint tests
+test: lint tests docs
 
 # One thread each, so that the tests of two cores do not fight over them.
 tests: setup
@@ -25,6 +25,10 @@ tests: setup
 # docs/reference.md, from the declarations of the commands.
 reference: setup
 	$(BIN)/python tools/reference.py
+
+# The documentation site, in build/site. A broken link or anchor fails the build.
+docs: setup
+	$(BIN)/zensical build --strict
 
 lint: setup
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ def _describe(path: str, command: click.Command) -> str:
             record = option.get_help_record(context)
             if record is not None:
                 spelling, text = record
-                lines.append(f"| `{_cell(spelling)}` | {_cell(text)} |")
+                lines.append(f"| `{_code_cell(spelling)}` | {_cell(text)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -89,6 +89,12 @@ def _unwrapped(text: str) -> str:
 
 
 def _cell(text: str) -> str:
+    # Markdown reads the brackets of a range such as [x>=1] as a reference to a link.
+    plain = " ".join(text.split()).replace("|", "\\|")
+    return plain.replace("[", "\\[").replace("]", "\\]")
+
+
+def _code_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -1,0 +1,261 @@
+"""Run the examples of the documentation and compare what they print with what the pages show.
+
+`python tools/doc_examples.py [PAGE ...]` runs the pages and exits with code 1 if one differs;
+`--update` writes the actual output into the pages instead. The rules for authors:
+
+- A fence marked `console` holds commands after `$ ` and, below each, its output. `...` in the
+  output stands for any text. Without output only the exit code counts.
+- A fence marked `python` runs; the blocks of a page share their names.
+- Any other fence (`sh`, `text`, `toml`) does not run. Use `sh` for what needs a GPU or a simulator.
+- `<!-- setup: COMMAND -->` runs before the page's first block. `<!-- exit: 2 -->` before a fence
+  names the exit code of its last command. `<!-- file: NAME -->` before a fence writes it to a file.
+
+A page runs in a directory of its own, in which `traces` and `examples` are this repository's.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_FENCE = re.compile(r"^( *)```([\w-]*)(.*)$")
+_COMMENT = re.compile(r"<!-- (setup|exit|file): (.*?) -->")
+
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a console block.
+
+    Attributes:
+        text: the command, continuation lines included.
+        output: the lines that the page shows below it.
+        first: number of the output's first line in the page, from 0.
+    """
+
+    text: str
+    output: tuple[str, ...]
+    first: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fence of a page: its language, its lines, and what the comment before it says."""
+
+    language: str
+    lines: tuple[str, ...]
+    first: int
+    indent: str = ""
+    exit_code: int = 0
+    file: str = ""
+
+    def commands(self) -> list[Command]:
+        """Return the commands of a console block in order."""
+        commands: list[Command] = []
+        text: list[str] = []
+        output: list[str] = []
+        start = self.first
+        for number, line in enumerate((*self.lines, "$ "), start=self.first):
+            if text and text[-1].endswith("\\") and not output:
+                text.append(line.removeprefix("> ").strip())
+            elif line.startswith("$ "):
+                if text:
+                    commands.append(Command("\n".join(text), tuple(output), start))
+                text, output, start = [line[2:]], [], number + 1
+            else:
+                if not output:
+                    start = number
+                output.append(line)
+        return commands
+
+
+@dataclass
+class Page:
+    """A Markdown page with its runnable blocks.
+
+    Attributes:
+        path: the file.
+        setup: commands to run first.
+        blocks: all fences, in order.
+    """
+
+    path: Path
+    setup: list[str] = field(default_factory=list[str])
+    blocks: list[Block] = field(default_factory=list[Block])
+
+    @property
+    def runnable(self) -> bool:
+        """Whether the page has a block that runs."""
+        return any(block.language in {"console", "python"} for block in self.blocks)
+
+
+class ExampleError(Exception):
+    """An example failed, or printed something else than the page shows."""
+
+
+def pages() -> list[Path]:
+    """Return the pages whose examples run: README.md and everything under docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def read_page(path: Path) -> Page:
+    """Return the fences and setup commands of a page."""
+    page = Page(path)
+    pending: dict[str, str] = {}
+    opened: tuple[str, str, int] | None = None
+    body: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        fence = _FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, body = (fence[1], fence[2], number + 1), []
+            for kind, text in _COMMENT.findall(line):
+                if kind == "setup":
+                    page.setup.append(text)
+                else:
+                    pending[kind] = text
+        elif fence and not fence[2]:
+            indent, language, first = opened
+            page.blocks.append(
+                Block(
+                    language,
+                    tuple(line.removeprefix(indent) for line in body),
+                    first,
+                    indent,
+                    int(pending.pop("exit", "0")),
+                    pending.pop("file", ""),
+                )
+            )
+            opened = None
+        else:
+            body.append(line)
+    return page
+
+
+def run_page(path: Path, directory: Path, *, update: bool = False) -> int:
+    """Run the examples of a page in `directory`; return how many blocks ran.
+
+    Args:
+        path: the page.
+        directory: an empty directory.
+        update: write the actual output into the page instead of comparing.
+
+    Raises:
+        ExampleError: an exit code or an output differs; names the page and the line.
+    """
+    page = read_page(path)
+    for name in ("traces", "examples"):
+        (directory / name).symlink_to(ROOT / name)
+    for command in page.setup:
+        _run(command, directory, 0, f"{path}: setup")
+    names: dict[str, object] = {"__name__": "__main__"}
+    changes: list[tuple[int, int, list[str]]] = []
+    ran = 0
+    for block in page.blocks:
+        if block.file:
+            (directory / block.file).write_text("\n".join(block.lines) + "\n")
+        elif block.language == "python":
+            _exec("\n".join(block.lines), names, directory, f"{path}:{block.first}")
+            ran += 1
+        elif block.language == "console":
+            commands = block.commands()
+            for command in commands:
+                expected_code = block.exit_code if command is commands[-1] else 0
+                where = f"{path}:{command.first}"
+                actual = _run(command.text, directory, expected_code, where)
+                if command.output and not _matches(command.output, actual):
+                    if not update:
+                        raise ExampleError(_difference(where, command, actual))
+                    lines = [f"{block.indent}{line}".rstrip() for line in actual]
+                    changes.append((command.first, len(command.output), lines))
+            ran += 1
+    if changes:
+        text = path.read_text().splitlines()
+        for first, count, lines in reversed(changes):
+            text[first : first + count] = lines
+        path.write_text("\n".join(text) + "\n")
+    return ran
+
+
+def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]:
+    """Run a command in a shell; return the lines that it prints to stdout and stderr."""
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != exit_code:
+        codes = f"exit code {done.returncode}, expected {exit_code}"
+        raise ExampleError(f"{where}: {codes}\n$ {command}\n{done.stdout}")
+    return [line.rstrip() for line in done.stdout.rstrip("\n").splitlines()]
+
+
+def _exec(source: str, names: dict[str, object], directory: Path, where: str) -> None:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(source, where, "exec"), names)
+    except Exception as error:
+        raise ExampleError(f"{where}: {type(error).__name__}: {error}") from error
+    finally:
+        os.chdir(before)
+
+
+def _matches(expected: tuple[str, ...], actual: list[str]) -> bool:
+    """Return whether the output is what the page shows; `...` stands for any text."""
+    pattern = "\n".join(line.rstrip() for line in expected).rstrip("\n")
+    parts = [re.escape(part) for part in re.split(r"\.\.\.", pattern)]
+    return re.fullmatch(".*".join(parts), "\n".join(actual), re.DOTALL) is not None
+
+
+def _difference(where: str, command: Command, actual: list[str]) -> str:
+    shown = "\n".join(command.output)
+    return f"{where}: `{command.text}` printed\n{chr(10).join(actual)}\nand the page shows\n{shown}"
+
+
+def _selected(names: list[str]) -> Iterator[Path]:
+    for path in [Path(name).resolve() for name in names] or pages():
+        if read_page(path).runnable:
+            yield path
+
+
+def main() -> None:
+    """Run the pages named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("page", nargs="*")
+    parser.add_argument("--update", action="store_true", help="write the actual output")
+    given = parser.parse_args()
+    failed = 0
+    for path in _selected(given.page):
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                ran = run_page(path, Path(directory), update=given.update)
+            except ExampleError as error:
+                failed += 1
+                sys.stdout.write(f"FAILED {error}\n")
+            else:
+                sys.stdout.write(f"{path.relative_to(ROOT)}: {ran} blocks ran\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
