@@ -170,7 +170,7 @@ class CostReport(msgspec.Struct, frozen=True):
         step_ns: duration of the step.
         step_source: where that is from.
         tokens: trained in a step by all GPUs; None when not known.
-        tokens_told_by: where that is from.
+        tokens_source: where that is from.
         bills: one for each way the price list knows.
         notes: what a reader should know.
     """
@@ -182,7 +182,7 @@ class CostReport(msgspec.Struct, frozen=True):
     step_ns: int
     step_source: str
     tokens: int | None
-    tokens_told_by: str
+    tokens_source: str
     bills: tuple[Bill, ...]
     notes: tuple[str, ...]
 
@@ -194,7 +194,7 @@ class Job(msgspec.Struct, frozen=True):
     step_ns: int
     step_source: str
     tokens: int | None
-    tokens_told_by: str
+    tokens_source: str
 
 
 def report_cost(
@@ -240,7 +240,7 @@ def report_cost(
         step_ns=job.step_ns,
         step_source=job.step_source,
         tokens=job.tokens,
-        tokens_told_by=job.tokens_told_by,
+        tokens_source=job.tokens_source,
         bills=tuple(bills),
         notes=tuple(notes),
     )

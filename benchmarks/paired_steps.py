@@ -70,7 +70,7 @@ def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
     low, high = changed.interval or (0, 0)
     step, ran = end.job.measurement.median_step_ns, replay(told)
     assert step is not None
-    made = ran.row.step_ns if ran.row else ran.step_time_ns
+    made = ran.steady_state.step_ns if ran.steady_state else ran.step_time_ns
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
     energy = report_energy(told, target, course_of(told)).step_uj * 1e-6

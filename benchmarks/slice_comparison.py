@@ -167,7 +167,7 @@ def step_ms(graph: Graph) -> float:
     """Return the median step without a profiler; of what was re-costed, that of a row of steps."""
     measured = graph.job.measurement.median_step_ns
     if measured is None:
-        row = replay(graph).row
+        row = replay(graph).steady_state
         measured = row.step_ns if row else 0
     return measured / 1e6
 

@@ -64,7 +64,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
         fits: whether it fits, including `non_allocator`; None if the capacity is not known.
         fits_without_overhead: whether it would fit without `non_allocator`; None if the
             capacity is not known.
-        remedies: changes that make it fit; empty if it fits, or if `non_allocator` alone does not.
+        mitigations: changes that make it fit; empty if it fits, or if `non_allocator` alone does
+            not.
         notes: statements on the quality of the result.
     """
 
@@ -81,10 +82,10 @@ class MemoryReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeMemory, ...]
     target: str
     capacity_bytes: int
-    non_allocator: tuple[NonAllocatorMemory, ...] = msgspec.field(name="beside")  # JSON key
+    non_allocator: tuple[NonAllocatorMemory, ...]
     fits: bool | None
     fits_without_overhead: bool | None
-    remedies: tuple[Mitigation, ...]
+    mitigations: tuple[Mitigation, ...]
     notes: tuple[str, ...]
 
 
@@ -159,7 +160,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         non_allocator=device.non_allocator,
         fits=peak <= device.room_bytes if known else None,
         fits_without_overhead=peak <= device.capacity_bytes if known else None,
-        remedies=(),
+        mitigations=(),
         notes=(
             "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
             "captures of older versions): classes and the reserved figure are not known",
@@ -204,7 +205,7 @@ def _with_blocks(
         non_allocator=device.non_allocator,
         fits=fits,
         fits_without_overhead=(fits or _fits(log, pieces, capacity)) if capacity else None,
-        remedies=found,
+        mitigations=found,
         notes=notes,
     )
 

@@ -157,7 +157,7 @@ def _measure(
     torch_device = torch.device(device)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
-    account = Account(asked=len(wanted))
+    account = Account(requested=len(wanted))
 
     def end(position: int) -> None:
         report(("end", (position, account)))

@@ -216,7 +216,7 @@ class Account:
     """Counts of the requested calls by outcome.
 
     Attributes:
-        asked: requested calls.
+        requested: number of calls to measure.
         done: measured calls.
         other_kernels: operator -> calls that launched other kernels than in the trace, in every
             layout.
@@ -225,7 +225,7 @@ class Account:
         untried: reason -> calls that were not tried, or not finished.
     """
 
-    asked: int = 0
+    requested: int = 0
     done: int = 0
     other_kernels: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
@@ -233,7 +233,7 @@ class Account:
     untried: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, other: "Account") -> None:
-        """Add the finished calls of another account; `asked` and `untried` stay."""
+        """Add the finished calls of another account; `requested` and `untried` stay."""
         self.done += other.done
         self.other_kernels.update(other.other_kernels)
         self.failed.update(other.failed)

@@ -30,7 +30,7 @@ class Plan:
     """What to measure, in order, and what of a trace cannot be: reason -> kernels."""
 
     wanted: tuple[Wanted, ...]
-    left_out: dict[str, int]
+    dropped: dict[str, int]
 
 
 _COLUMNS = ("op", "input_shapes", "input_types", "input_values")
@@ -46,7 +46,7 @@ def plan_of(graph: Graph) -> Plan:
     rows = np.stack([getattr(nodes, name)[index] for name in (*_COLUMNS, "name")], axis=1)
     time: dict[BenchCall, int] = {}
     kernels: dict[BenchCall, set[str]] = {}
-    left_out: dict[str, int] = {}
+    dropped: dict[str, int] = {}
     parsed: dict[tuple[int, ...], BenchCall | str] = {}
     for row, spent in zip(rows.tolist(), nodes.duration_ns[index].tolist(), strict=True):
         key = tuple(row[:-1])
@@ -54,13 +54,13 @@ def plan_of(graph: Graph) -> Plan:
             parsed[key] = _parsed(*(strings[code] for code in key))
         call = parsed[key]
         if isinstance(call, str):
-            left_out[call] = left_out.get(call, 0) + 1
+            dropped[call] = dropped.get(call, 0) + 1
             continue
         time[call] = time.get(call, 0) + spent
         kernels.setdefault(call, set()).add(strings[row[-1]])
     ordered = sorted(time, key=lambda call: -time[call])
     wanted = tuple(Wanted(tuple(layouts(one)), frozenset(kernels[one])) for one in ordered)
-    return Plan(wanted, left_out)
+    return Plan(wanted, dropped)
 
 
 def _parsed(op: str, shapes: str, types: str, values: str) -> BenchCall | str:

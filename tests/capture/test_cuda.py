@@ -260,7 +260,7 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     assert len(told.host_step_ns) == 3
     assert told.host_overhead is not None
     assert 0.2 <= told.host_overhead.host_factor <= 1.2
-    row = replay(graph).row
+    row = replay(graph).steady_state
     assert row is not None
     assert row.step_ns == told.median_step_ns
 

@@ -139,7 +139,7 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
     # that were skipped (9, 12, 15) one passes by; structure 20
     assert graph.job.measurement.notes[0].startswith("6 of 20 steps were skipped by a loss scaler")
     assert len(graph.job.measurement.timed_step_ns) == 3
-    assert (report.steps, report.steps_left_out) == (3, 0)
+    assert (report.steps, report.steps_dropped) == (3, 0)
 
 
 def test_steps_that_are_skipped_at_first_are_no_warm_up(tmp_path):

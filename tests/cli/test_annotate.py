@@ -41,7 +41,7 @@ def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
         assert [step[name][field] for field in fields] == [ran[field] for field in fields]
     assert (step["source"], step["measured_ns"]) == ("replay", 31_526_976)
     # compute is 78.6 ms of 81.2, between 75.1 and 82.3: the step moves with it
-    off = [step[end] - step["after"]["step_ns"] for end in ("low_ns", "high_ns")]
+    off = [step[end] - step["after"]["step_ns"] for end in ("p10_ns", "p90_ns")]
     assert off == [pytest.approx(-3.6e6, abs=0.2e6), pytest.approx(3.7e6, abs=0.2e6)]
     text = " ".join(invoke(annotate, *args).stdout.split())
     assert "step, replayed 34.908 ms on H200 (31.527 ms without the profiler) -> " in text
@@ -56,7 +56,7 @@ def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_pat
     assert step["source"] == "steady_state"
     before, after = step["before"], step["after"]
     assert before["step_ns"] == step["measured_ns"] == 36_071_072
-    assert step["low_ns"] < after["step_ns"] < step["high_ns"] < before["step_ns"]
+    assert step["p10_ns"] < after["step_ns"] < step["p90_ns"] < before["step_ns"]
     assert after["compute_ns"] < before["compute_ns"]
     for row in (before, after):
         assert (

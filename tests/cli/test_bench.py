@@ -104,7 +104,7 @@ def test_what_was_measured_until_the_end_is_kept(
     wanted = [Wanted((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
 
     def start(given: Sequence[Wanted], *_: Any) -> Iterator[Message]:
-        account = Account(asked=len(given))
+        account = Account(requested=len(given))
         yield "begin", [0]
         yield from Bench(torch.device("cpu")).measure(given[:1], account)
         yield "end", (0, account)

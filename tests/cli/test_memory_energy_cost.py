@@ -16,7 +16,7 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
     assert told["peak_bytes"] == told["measured_peak_bytes"] == 6_468_319_232
     assert told["fits"] is True
     assert told["capacity_bytes"] == 15_630_000_000
-    assert [one["bytes"] for one in told["beside"]] == [806_000_000, 354 << 20, 630 << 20]
+    assert [one["bytes"] for one in told["non_allocator"]] == [806_000_000, 354 << 20, 630 << 20]
     shown = invoke(onerank, "memory", traces / "gpu.et").stdout
     assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
     assert "optimizer      1.925 GB  29.8%" in shown

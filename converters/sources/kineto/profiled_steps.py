@@ -234,7 +234,7 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     return merged, replace(
         report,
         steps=len(used),
-        steps_left_out=len(steps) - len(used),
+        steps_dropped=len(steps) - len(used),
         step_times_ns=tuple(totals[number] for number in used),
         timing=f"the medians of {len(used)} profiled steps; order and memory from {report.timing}",
         notes=notes,

@@ -206,7 +206,7 @@ class AstraSimExport:
         gpu_time_ns: summed GPU compute of the rank with most; includes host delays if the export
             has them.
         groups: number of each process group -> its ranks.
-        left_out: nodes of the graph that are not in the workload, by reason.
+        dropped: nodes of the graph that are not in the workload, by reason.
         notes: caveats for the reader of the simulator's figures, one sentence each.
         peak_memory_bytes: (stages, peak) of each rank of a pipeline, where known.
     """
@@ -217,7 +217,7 @@ class AstraSimExport:
     nodes: int
     gpu_time_ns: int
     groups: dict[int, tuple[int, ...]]
-    left_out: dict[str, int]
+    dropped: dict[str, int]
     notes: list[str]
     peak_memory_bytes: list[tuple[tuple[int, ...], int]] = field(
         default_factory=list[tuple[tuple[int, ...], int]]
@@ -282,8 +282,8 @@ def export(
     )
     numbers = {members: number for number, members in groups.items()}
     workload = Workload(graph, step, placements, world, all_ranks, numbers)
-    left_out = count_dropped(graph) | dropped
-    return _write(target.with_notes(substitutions), [workload], groups, left_out, {})
+    dropped = count_dropped(graph) | dropped
+    return _write(target.with_notes(substitutions), [workload], groups, dropped, {})
 
 
 def export_ranks(
@@ -329,13 +329,13 @@ def export_ranks(
     world = rank_graphs[0].graph.job.world
     axis = unequal_axis(world)
     equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
-    left_out: Counter[str] = Counter()
+    all_dropped: Counter[str] = Counter()
     all_placements: list[dict[int, Placement]] = []
     for entry in equalized:
         placements, dropped = place_communications(
             entry.graph, world, SUPPORTED, unequal_along=axis
         )
-        left_out.update(count_dropped(entry.graph) | dropped)
+        all_dropped.update(count_dropped(entry.graph) | dropped)
         all_placements.append(placements)
     uses = [
         (placement, entry.ranks)
@@ -359,7 +359,7 @@ def export_ranks(
         entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
     }
     target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
-    return _write(target, workloads, groups, dict(left_out), peaks)
+    return _write(target, workloads, groups, dict(all_dropped), peaks)
 
 
 def _check_nodes(graph: Graph) -> None:
@@ -375,7 +375,7 @@ def _write(
     target: _Target,
     workloads: Sequence[Workload],
     groups: dict[int, tuple[int, ...]],
-    left_out: dict[str, int],
+    dropped: dict[str, int],
     peaks: dict[tuple[int, ...], int],
 ) -> AstraSimExport:
     directory, name = target.directory, target.name
@@ -418,7 +418,7 @@ def _write(
         nodes=max(len(workload.step) for workload in workloads),
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
         groups=groups,
-        left_out={reason: count for reason, count in left_out.items() if count},
+        dropped={reason: count for reason, count in dropped.items() if count},
         notes=[*_notes(workloads), *target.notes, target.assumptions],
         peak_memory_bytes=[*peaks.items()],
     )

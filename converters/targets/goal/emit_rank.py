@@ -56,7 +56,7 @@ class LoweredRank:
         placements: placement of each communication, by graph index.
         step: the nodes, the same on all of `ranks`.
         cpus: cpu of each node of the step, by graph index.
-        left_out: nodes that are not in the step, by reason.
+        dropped: nodes that are not in the step, by reason.
     """
 
     graph: Graph
@@ -65,7 +65,7 @@ class LoweredRank:
     placements: dict[int, Placement]
     step: LoweredStep
     cpus: dict[int, int]
-    left_out: Counter[str]
+    dropped: Counter[str]
 
 
 def lower_rank(
@@ -99,8 +99,8 @@ def lower_rank(
             f"the graph has {len(cpu_of_lane)} streams and groups; GOAL has {MOST_CPUS} cpus",
             code="goal-too-many-cpus",
         )
-    left_out = Counter(count_dropped(graph) | dropped)
-    return LoweredRank(graph, ranks, world, placements, step, cpus, left_out)
+    all_dropped = Counter(count_dropped(graph) | dropped)
+    return LoweredRank(graph, ranks, world, placements, step, cpus, all_dropped)
 
 
 def _lanes(graph: Graph, communications: Iterable[int]) -> list[Hashable | None]:

@@ -46,7 +46,7 @@ class GoalExport:
             has them.
         cpus: number of cpus of the rank with most: streams and communication lanes.
         algorithms: number of calls by collective and algorithm, the maximum over the ranks.
-        left_out: nodes of the graph that are not in the schedule, by reason.
+        dropped: nodes of the graph that are not in the schedule, by reason.
         notes: caveats for the reader of the simulator's figures, one sentence each.
     """
 
@@ -56,7 +56,7 @@ class GoalExport:
     gpu_time_ns: int
     cpus: int
     algorithms: dict[str, int]
-    left_out: dict[str, int]
+    dropped: dict[str, int]
     notes: list[str]
 
 
@@ -150,7 +150,7 @@ def _write(
             operations += block.operations
             _write_block(file, rank, block.lines)
         tags.check()
-    left_out = sum((lowered.left_out for lowered in lowered_ranks), Counter[str]())
+    dropped = sum((lowered.dropped for lowered in lowered_ranks), Counter[str]())
     return GoalExport(
         path=path,
         ranks=len(by_rank),
@@ -161,7 +161,7 @@ def _write(
         ),
         cpus=max(len(set(lowered.cpus.values())) for lowered in lowered_ranks),
         algorithms=_algorithms(lowered_ranks, machine),
-        left_out={reason: count for reason, count in left_out.items() if count},
+        dropped={reason: count for reason, count in dropped.items() if count},
         notes=[
             *notes,
             "Messages are payload only: reductions and launches take no time, except for the "

@@ -55,10 +55,10 @@ class Replay(msgspec.Struct, frozen=True):
         step_time_ns: from the first start to the last end.
         measured_ns: the profiled step that the durations come from; None if it was not measured, or
             if the graph no longer holds all of it (its host, its network).
-        row: the steady-state step without a profiler (`steady_state_step`). Its idle time includes
+        steady_state: parts of the steady-state step (`steady_state_step`). Its idle time includes
             the measured residual. None if the host was not measured without a profiler.
-        row_measured_ns: median of measured steady-state steps; None if not measured, or no longer
-            valid for the graph.
+        steady_state_measured_ns: median of measured steady-state steps; None if not measured, or no
+            longer valid for the graph.
         compute_ns: the device computes (in a CPU capture: its operators).
         exposed_communication_ns: the device communicates and computes nothing.
         idle_ns: the rest.
@@ -70,8 +70,8 @@ class Replay(msgspec.Struct, frozen=True):
 
     step_time_ns: int
     measured_ns: int | None
-    row: Parts | None
-    row_measured_ns: int | None
+    steady_state: Parts | None
+    steady_state_measured_ns: int | None
     compute_ns: int
     exposed_communication_ns: int
     idle_ns: int
@@ -98,30 +98,32 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     busy = compute_mask(graph) | graph.communication
     both = _union(times, busy)
     waited = unrecorded_waits(graph)
-    untold = replace(times, start_ns=times.start_ns - waited)
+    without_gaps = replace(times, start_ns=times.start_ns - waited)
     begun_ns = int(times.start_ns.min())
     whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
     return Replay(
         step_time_ns=whole.step_ns,
         measured_ns=None if bandwidth_gb_per_s else _measured_ns(graph),
-        row=_row(graph),
-        row_measured_ns=None if bandwidth_gb_per_s else graph.job.measurement.median_step_ns,
+        steady_state=_steady_state(graph),
+        steady_state_measured_ns=(
+            None if bandwidth_gb_per_s else graph.job.measurement.median_step_ns
+        ),
         compute_ns=whole.compute_ns,
         exposed_communication_ns=whole.exposed_communication_ns,
         idle_ns=whole.idle_ns,
         host_bound_ns=whole.host_bound_ns,
         data_loading_ns=_union(times, busy | graph.data_loading) - both,
-        unexplained_ns=_union(untold, busy) - both,
+        unexplained_ns=_union(without_gaps, busy) - both,
         critical_path=_critical_path(graph, times),
     )
 
 
-def _row(graph: Graph) -> Parts | None:
-    row = steady_state_step(graph)
-    if row is None:
+def _steady_state(graph: Graph) -> Parts | None:
+    step = steady_state_step(graph)
+    if step is None:
         return None
-    ended_ns = int(row.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
-    return _parts(graph, row.times, ended_ns - row.step_ns, row.step_ns + row.residual_ns)
+    ended_ns = int(step.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
+    return _parts(graph, step.times, ended_ns - step.step_ns, step.step_ns + step.residual_ns)
 
 
 def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
@@ -213,9 +215,9 @@ class StepChange(msgspec.Struct, frozen=True):
             graph replayed with the profiled host, because nothing else was measured.
         before: the step before, with its parts; None if the nodes have no times.
         after: the step after.
-        low_ns: the step after with all compute at the low end of its interval; None without
-            intervals.
-        high_ns: the same at the high end.
+        p10_ns: the step after with its whole compute at the 10th percentile of its prediction; None
+            without intervals.
+        p90_ns: the same at the 90th percentile.
         measured_ns: median of the measured steps without a profiler; None if there is none.
         untimed: communication calls of the step after that have no time in the graph.
     """
@@ -223,35 +225,39 @@ class StepChange(msgspec.Struct, frozen=True):
     source: Literal["steady_state", "replay"]
     before: Parts | None
     after: Parts | None
-    low_ns: int | None
-    high_ns: int | None
+    p10_ns: int | None
+    p90_ns: int | None
     measured_ns: int | None
     untimed: int
 
 
 def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepChange:
-    """Return what became of the step.
+    """Return the step before and after a re-costing.
 
     Args:
-        before: as measured.
-        after: made of it by a re-costing.
-        interval: where four of five measured times of all compute after lie, in ns; () for none.
+        before: the measured graph.
+        after: the re-costed graph.
+        interval: 10th and 90th percentile of the total compute time after, in ns; () for none.
 
     Raises:
         GraphError: one has a cycle.
     """
     was, now = (_replayed(graph) for graph in (before, after))
-    by_row = bool(was and was.row) and bool(now and now.row)
+    in_steady_state = bool(was and was.steady_state) and bool(now and now.steady_state)
     compute = compute_mask(after)
     total = int(after.nodes.duration_ns[compute].sum())
-    ends = [_with_compute(after, end / total, by_row=by_row) for end in interval if total]
+    ends = [
+        _with_compute(after, end / total, in_steady_state=in_steady_state)
+        for end in interval
+        if total
+    ]
     return StepChange(
-        source="steady_state" if by_row else "replay",
-        before=_replayed_parts(was, by_row=by_row),
-        after=_replayed_parts(now, by_row=by_row),
-        low_ns=ends[0] if ends else None,
-        high_ns=ends[1] if ends else None,
-        measured_ns=was.row_measured_ns if was else None,
+        source="steady_state" if in_steady_state else "replay",
+        before=_replayed_parts(was, in_steady_state=in_steady_state),
+        after=_replayed_parts(now, in_steady_state=in_steady_state),
+        p10_ns=ends[0] if ends else None,
+        p90_ns=ends[1] if ends else None,
+        measured_ns=was.steady_state_measured_ns if was else None,
         untimed=int((after.communication & (after.nodes.duration_ns == 0)).sum()),
     )
 
@@ -260,9 +266,9 @@ def _replayed(graph: Graph) -> Replay | None:
     return replay(graph) if graph.nodes.duration_ns.any() else None
 
 
-def _replayed_parts(ran: Replay | None, *, by_row: bool) -> Parts | None:
-    if ran is None or by_row:
-        return ran and ran.row
+def _replayed_parts(ran: Replay | None, *, in_steady_state: bool) -> Parts | None:
+    if ran is None or in_steady_state:
+        return ran and ran.steady_state
     return Parts(
         ran.step_time_ns,
         ran.compute_ns,
@@ -272,11 +278,11 @@ def _replayed_parts(ran: Replay | None, *, by_row: bool) -> Parts | None:
     )
 
 
-def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
+def _with_compute(graph: Graph, factor: float, *, in_steady_state: bool) -> int:
     """Return how long the step takes where all compute takes `factor` times as long."""
     duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
-    if by_row and (row := steady_state_step(graph, duration)):
-        return row.step_ns + row.residual_ns
+    if in_steady_state and (step := steady_state_step(graph, duration)):
+        return step.step_ns + step.residual_ns
     times = ReplayedRank(graph).with_gpu_durations(duration).schedule()
     return int(times.end_ns.max() - times.start_ns.min())

@@ -86,7 +86,7 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
         h200, with_figures(target, {"memory_gb": 4.5 + NON_ALLOCATOR_BYTES / 1e9})
     )
     assert (found.fits, found.fits_without_overhead) == (False, False)
-    changes = {one.change.split(" over")[0]: one for one in found.remedies}
+    changes = {one.change.split(" over")[0]: one for one in found.mitigations}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
     held, step = 3_914_663_424, 961_617_920
     shorter = changes["sequences 1/64 as long: the captured micro-batch is one sequence"]
@@ -108,12 +108,12 @@ def test_fit_counts_the_context_and_communicators(h200: Graph, gpu_file):
     ):
         found = report_memory(h200, with_figures(target, {"memory_gb": gigabytes}))
         assert (found.fits, found.fits_without_overhead) == fits, gigabytes
-        assert bool(found.remedies) is not found.fits
+        assert bool(found.mitigations) is not found.fits
         assert sum(one.bytes for one in found.non_allocator) == NON_ALLOCATOR_BYTES
     tight = with_figures(target, {"memory_gb": (need + MIB) / 1e9})
     assert report_memory(h200, tight, non_allocator_bytes=0).fits
     full = report_memory(h200, tight, non_allocator_bytes=need + 2 * MIB)
-    assert (full.fits, full.fits_without_overhead, full.remedies) == (False, True, ())
+    assert (full.fits, full.fits_without_overhead, full.mitigations) == (False, True, ())
     assert "memory outside the allocator" in full.notes[-1]
 
 

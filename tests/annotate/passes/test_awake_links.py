@@ -73,7 +73,7 @@ def test_products_then_take_what_they_do_in_the_real_job(ranks):
     measured = real.job.measurement.median_step_ns
     assert step.after is not None
     assert step.after.step_ns / measured - 1 == pytest.approx(0.0048, abs=1e-3)
-    assert step.low_ns < step.after.step_ns < step.high_ns
+    assert step.p10_ns < step.after.step_ns < step.p90_ns
 
 
 def call(name: str = "all_reduce") -> dict:

@@ -45,7 +45,7 @@ def test_the_runner_times_calls_cold_and_warm() -> None:
         BenchCall("aten::add_", (large, Operand((), "float64", host=True), 1)),
         BenchCall("aten::no_such_operator", (small,)),
     ]
-    account = Account(asked=len(calls))
+    account = Account(requested=len(calls))
     found = list(Bench(CPU).measure([Wanted((one,)) for one in calls], account))
     assert account.done == 3
     assert dict(account.failed) == {
@@ -122,7 +122,7 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
 
     def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
         starts.append(len(given))
-        account = Account(asked=len(given))
+        account = Account(requested=len(given))
         together = [place for place in range(len(given)) if place not in alone]
         for batch in ([[place] for place in sorted(alone)] + [together]) if alone else [together]:
             yield "begin", batch
@@ -134,7 +134,7 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
                 yield "end", (place, account)
         yield "finished", account
 
-    account, ends = Account(asked=5), Counter[str]()
+    account, ends = Account(requested=5), Counter[str]()
     found = measure_isolated(wanted, account, start, advance=lambda: ends.update(["end"]))
     assert list(found) == []
     assert starts == [5, 5, 2]
@@ -152,26 +152,26 @@ def test_calls_after_too_many_that_end_the_process_are_given_up() -> None:
         yield "begin", [0]
         yield "died", -11
 
-    account = Account(asked=20)
+    account = Account(requested=20)
     assert not list(measure_isolated(_silus(20), account, start))
     assert sum(account.failed.values()) == 12
     assert dict(account.untried) == {"12 calls before them ended the process": 8}
 
 
 def test_calls_without_time_are_told() -> None:
-    account = Account(asked=3)
+    account = Account(requested=3)
     assert not list(Bench(CPU).measure(_silus(3), account, seconds=0))
     assert dict(account.untried) == {"no time was left": 3}
 
 
 def test_what_an_interrupted_child_did_is_told() -> None:
     def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
-        account = Account(asked=len(given))
+        account = Account(requested=len(given))
         for place, measured in enumerate(Bench(CPU).measure(given, account)):
             yield measured
             yield "end", (place, account)
 
-    account = Account(asked=3)
+    account = Account(requested=3)
     with contextlib.closing(measure_isolated(_silus(3), account, start)) as found:
         next(found)
         next(found)
@@ -181,7 +181,7 @@ def test_what_an_interrupted_child_did_is_told() -> None:
 def test_a_failure_is_told_with_the_end_of_its_call() -> None:
     """So that a call that is tried again after a crash counts once."""
     wanted = [Wanted((BenchCall("aten::no_such_operator", ()),)), *_silus(1)]
-    account = Account(asked=2)
+    account = Account(requested=2)
     found = Bench(CPU).measure(wanted, account)
     next(found)
     assert (account.done, sum(account.failed.values())) == (0, 0)
@@ -192,7 +192,7 @@ def test_a_failure_is_told_with_the_end_of_its_call() -> None:
 def test_a_child_measures_and_tells() -> None:
     small = Operand((64, 64), "float32")
     calls = [BenchCall("aten::mm", (small, small)), BenchCall("aten::no_such", (small,))]
-    account = Account(asked=2)
+    account = Account(requested=2)
     found = list(measure_isolated([Wanted((one,)) for one in calls], account, child_on(CPU)))
     assert [(one.call, one.l2) for one in found] == [(calls[0], "warm")]
     assert (account.done, dict(account.untried), sum(account.failed.values())) == (1, {}, 1)
@@ -200,7 +200,7 @@ def test_a_child_measures_and_tells() -> None:
 
 def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
     call = BenchCall("aten::put_", (Operand((8,)), Operand((4,), "int64"), Operand((4,)), False))
-    account = Account(asked=1)
+    account = Account(requested=1)
     assert not list(Bench(CPU).measure([Wanted((call,))], account))
     (why,) = account.failed
     assert why == "aten::put_: argument 1 are whole numbers of a range that nobody knows"
@@ -209,7 +209,7 @@ def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
 def test_the_calls_of_a_captured_step_have_the_keys_of_its_nodes() -> None:
     graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
     plan = plan_of(graph)
-    assert plan.left_out == {}
+    assert plan.dropped == {}
     texts = ("op", "input_shapes", "input_types", "input_values")
     rows = zip(*(graph.text(name) for name in texts), graph.gpu_compute.tolist(), strict=True)
     keys = {call_key(*row[:4]) for row in rows if row[4]}
@@ -257,7 +257,7 @@ def test_power_is_the_slope_of_the_energy_counter() -> None:
 
 def test_a_child_that_cannot_begin_is_an_error() -> None:
     wanted = [Wanted((BenchCall("aten::silu", (Operand((8,)),)),))]
-    account = Account(asked=1)
+    account = Account(requested=1)
     with pytest.raises(CaptureError, match="exit code 1 before it tried a call"):
         list(measure_isolated(wanted, account, lambda *_: iter([("died", 1)])))
 

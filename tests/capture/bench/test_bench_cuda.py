@@ -18,7 +18,7 @@ def test_replays_agree_with_the_profiler_and_the_caches_differ() -> None:
         BenchCall("aten::add", (Operand((1 << 21,)), Operand((1 << 21,)), 1)),
         BenchCall("aten::copy_", (Operand((1 << 28,)), Operand((1 << 28,)), False)),
     ]
-    account = Account(asked=len(calls))
+    account = Account(requested=len(calls))
     found = {
         (one.call.op, one.l2): one
         for one in bench.measure([Wanted((one,)) for one in calls], account)
@@ -44,11 +44,11 @@ def test_the_layout_that_launches_the_traced_kernel_is_measured() -> None:
     first = {
         one.launched.names[-1]: one.call
         for call in layouts
-        for one in bench.measure([Wanted((call,))], Account(asked=1))
+        for one in bench.measure([Wanted((call,))], Account(requested=1))
     }
     assert len(first) == 3, "cuBLAS names its kernels by the operands' layout"
     for name, call in first.items():
-        account = Account(asked=1)
+        account = Account(requested=1)
         wanted = Wanted(layouts, frozenset({name}))
         assert {one.call for one in bench.measure([wanted], account)} == {call}
         assert not account.other_kernels

@@ -74,7 +74,7 @@ def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
 def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
     made = export_ranks(expand_ranks([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out")
     assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
-    assert made.left_out == {}
+    assert made.dropped == {}
 
 
 REFUSED: dict[str, tuple[list[Graph], str, str]] = {

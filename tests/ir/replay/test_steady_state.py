@@ -67,8 +67,8 @@ def row_us(graph: Graph) -> float:
 
 
 def row_ns(done: Replay) -> int:
-    assert done.row is not None
-    return done.row.step_ns
+    assert done.steady_state is not None
+    return done.steady_state.step_ns
 
 
 def test_a_host_ahead_of_its_gpu_is_hidden():
@@ -109,7 +109,7 @@ def test_no_pace_no_row():
     graph = launches(20)
     graph = replace(graph, job=Job())
     assert steady_state_step(graph) is None
-    assert replay(graph).row is None
+    assert replay(graph).steady_state is None
 
 
 @pytest.mark.parametrize("tokens", [1024, 2048])
@@ -152,7 +152,7 @@ def test_the_figures_of_a_capture(captured: dict[int, Path]):
     assert len(told.host_step_ns) == 3
     assert with_host_overhead(graph).job.measurement.host_overhead == told.host_overhead
     done = replay(graph)
-    assert row_ns(done) == told.median_step_ns == done.row_measured_ns  # 32.3 ms
+    assert row_ns(done) == told.median_step_ns == done.steady_state_measured_ns  # 32.3 ms
     assert done.step_time_ns > 1.3 * row_ns(done)  # the profiler's host
 
 
@@ -166,7 +166,7 @@ def test_another_size_in_a_row(captured: dict[int, Path], tmp_path: Path):
     predicted = replay(read(made))
     assert measured is not None
     assert row_ns(predicted) == pytest.approx(measured, rel=0.02)
-    assert predicted.row_measured_ns is None
+    assert predicted.steady_state_measured_ns is None
     assert predicted.step_time_ns > 1.2 * measured
     shown = CliRunner().invoke(command, ["replay", str(made)]).output
     assert f"{row_ns(predicted) / 1e6:.3f} ms, predicted: without the profiler" in shown

@@ -124,7 +124,7 @@ def assemble(
         selected,
         communication=len(requests) + len(gloo_calls) + len(measured),
         syncs=syncs,
-        syncs_left_out=trace.waits.unused + without_edge,
+        syncs_dropped=trace.waits.unused + without_edge,
     )
     gpu_nodes = gpu.rows.take(gpu_rows)
     report.notes.extend(
@@ -150,7 +150,7 @@ def _count(
     *,
     communication: int,
     syncs: int,
-    syncs_left_out: Counter[str],
+    syncs_dropped: Counter[str],
 ) -> Conversion:
     """Count how many of the traces' events were linked and kept."""
     timeline, gpu, memory = trace.timeline, trace.gpu, trace.memory
@@ -162,11 +162,11 @@ def _count(
         gpu_ops=len(gpu),
         gpu_ops_linked=gpu.rules(linked),
         gpu_ops_unlinked=gpu.rules(~linked & ~emulation),
-        gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
+        gpu_ops_dropped=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
         host_ops=int(is_operator.sum()),
         host_ops_kept=int(is_operator[kept].sum()),
         host_ops_without_record=int((is_operator & ~timeline.has_shapes)[kept].sum()),
-        host_ops_left_out=selected.dropped,
+        host_ops_dropped=selected.dropped,
         communication=communication,
         backward_ops=len(backward),
         backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
@@ -174,6 +174,6 @@ def _count(
         memory_events_outside=memory.outside,
         memory_events_elsewhere=memory.elsewhere,
         syncs=syncs,
-        syncs_left_out=dict(syncs_left_out),
+        syncs_dropped=dict(syncs_dropped),
         timing=trace.timing,
     )

@@ -100,11 +100,11 @@ class Conversion:
         gpu_ops: kernels, memcpys and memsets in the trace.
         gpu_ops_linked: of these, by rule.
         gpu_ops_unlinked: of these, kept without an operator, by reason.
-        gpu_ops_left_out: count and summed time of those that emulate communication.
+        gpu_ops_dropped: count and summed time of those that emulate communication.
         host_ops: operators in the trace's window.
         host_ops_kept: of these, those that became nodes.
         host_ops_without_record: kept operators that the execution trace lacks (no shapes).
-        host_ops_left_out: by reason.
+        host_ops_dropped: by reason.
         communication: recorded or measured calls.
         backward_ops: backward operators among the nodes.
         backward_ops_with_module: of these, those with a known module.
@@ -113,10 +113,10 @@ class Conversion:
             memory peak only.
         memory_events_elsewhere: dropped, on another device type (the host, in a GPU trace).
         syncs: synchronisations that became edges.
-        syncs_left_out: synchronisations that did not, by reason.
+        syncs_dropped: synchronisations that did not, by reason.
         timing: file that the times come from, or how several were combined.
         steps: number of profiled steps behind each compute node's median duration.
-        steps_left_out: profiled steps with another sequence of compute.
+        steps_dropped: profiled steps with another sequence of compute.
         step_times_ns: summed compute of each step used.
         notes: statements on the quality of the trace.
     """
@@ -124,11 +124,11 @@ class Conversion:
     gpu_ops: int
     gpu_ops_linked: dict[str, int]
     gpu_ops_unlinked: dict[str, int]
-    gpu_ops_left_out: tuple[int, int]
+    gpu_ops_dropped: tuple[int, int]
     host_ops: int
     host_ops_kept: int
     host_ops_without_record: int
-    host_ops_left_out: dict[str, int]
+    host_ops_dropped: dict[str, int]
     communication: int
     backward_ops: int
     backward_ops_with_module: int
@@ -136,10 +136,10 @@ class Conversion:
     memory_events_outside: int
     memory_events_elsewhere: int
     syncs: int
-    syncs_left_out: dict[str, int]
+    syncs_dropped: dict[str, int]
     timing: str
     steps: int = 1
-    steps_left_out: int = 0
+    steps_dropped: int = 0
     step_times_ns: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list[str])
 

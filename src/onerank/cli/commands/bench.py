@@ -183,10 +183,10 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
-    wanted, left_out = _calls_to_measure(traces, options.grid)
+    wanted, dropped = _calls_to_measure(traces, options.grid)
     known = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
-    account = Account(asked=len(wanted))
+    account = Account(requested=len(wanted))
     notes: list[str] = []
     with on_device(options.gpu) as device:
         board = Board()
@@ -197,7 +197,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             before = len(wanted)
             wanted = lacking(wanted, known, device.name, software)
             notes.append(f"{before - len(wanted)} calls are in {update}, {len(known)} rows")
-            account.asked = len(wanted)
+            account.requested = len(wanted)
         seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
             child = child_on(device.torch)
@@ -225,12 +225,12 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
         gpu=device.name,
         versions=software,
         rows=len(table),
-        asked=account.asked,
+        requested=account.requested,
         measured=account.done,
         other_kernels=dict(account.other_kernels.most_common()),
         untried=dict(account.untried),
         failed=dict(account.failed.most_common()),
-        left_out=left_out,
+        dropped=dropped,
         inner=dict(account.inner.most_common()),
         notes=tuple(notes),
     )
@@ -247,7 +247,7 @@ def _calls_to_measure(
     from onerank.ir.errors import CaptureError
 
     wanted: dict[Any, Wanted] = {}
-    left_out: dict[str, int] = {}
+    dropped: dict[str, int] = {}
     for path in traces:
         plan = plan_of(onerank.read(path))
         if not plan.wanted:
@@ -260,12 +260,12 @@ def _calls_to_measure(
             before = wanted.get(one.layouts)
             kernels = one.kernels | before.kernels if before else one.kernels
             wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
-        for why, count in plan.left_out.items():
-            left_out[why] = left_out.get(why, 0) + count
+        for why, count in plan.dropped.items():
+            dropped[why] = dropped.get(why, 0) + count
     if grid is not None:
         for one in training() if grid == "training" else power():
             wanted.setdefault(one.layouts, one)
-    return list(wanted.values()), left_out
+    return list(wanted.values()), dropped
 
 
 def lacking(

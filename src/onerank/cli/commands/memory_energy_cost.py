@@ -125,9 +125,9 @@ def power_timeline_of(graph: "Graph") -> "PowerTimeline":
     step = graph.job.measurement.median_step_ns
     if step is not None:
         return PowerTimeline(max(step, busy), busy, "median step without a profiler")
-    if replayed.row is not None:
+    if replayed.steady_state is not None:
         source = "steady-state replay, host overhead as without a profiler"
-        return PowerTimeline(max(replayed.row.step_ns, busy), busy, source)
+        return PowerTimeline(max(replayed.steady_state.step_ns, busy), busy, source)
     source = "replay of the graph, host and gaps as in its edges"
     return PowerTimeline(replayed.step_time_ns, busy, source)
 

@@ -73,7 +73,7 @@ def _step(recosting: Recosting, step: StepChange) -> list[tuple[str, str]]:
         another = step.measured_ns not in {None, step.before.step_ns}
         measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
         made = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {made}"
-    ends = () if step.low_ns is None else (step.low_ns, step.high_ns)
+    ends = () if step.p10_ns is None else (step.p10_ns, step.p90_ns)
     return [(f"step, {how}", made), *_interval(ends)]
 
 

@@ -20,12 +20,12 @@ class Benched(msgspec.Struct, frozen=True):
         gpu: name as CUDA reports it.
         versions: of the libraries.
         rows: rows written.
-        asked: calls requested.
+        requested: number of calls to measure.
         measured: calls measured.
         other_kernels: operators of the traces that launched other kernels on this GPU -> calls.
         untried: reason -> number of calls that were not tried.
         failed: reason -> number of calls that could not be measured.
-        left_out: reason -> number of the traces' kernels that were not tried.
+        dropped: reason -> number of the traces' kernels that were not tried.
         inner: operators whose kernels another operator launches -> calls.
         notes: statements on the run.
     """
@@ -34,12 +34,12 @@ class Benched(msgspec.Struct, frozen=True):
     gpu: str
     versions: dict[str, str]
     rows: int
-    asked: int
+    requested: int
     measured: int
     other_kernels: dict[str, int]
     untried: dict[str, int]
     failed: dict[str, int]
-    left_out: dict[str, int]
+    dropped: dict[str, int]
     inner: dict[str, int]
     notes: tuple[str, ...]
 
@@ -49,14 +49,14 @@ def render_benched(done: Benched) -> None:
     software = ", ".join(f"{name} {one}" for name, one in done.versions.items() if one)
     rows: list[tuple[str, str]] = [
         ("gpu", f"{done.gpu}; {software}"),
-        ("measured", f"{done.measured} of {counted(done.asked, 'call')}, {done.rows} rows"),
+        ("measured", f"{done.measured} of {counted(done.requested, 'call')}, {done.rows} rows"),
     ]
     rows += [("untried", f"{counted(n, 'call')}: {why}") for why, n in done.untried.items()]
     if done.other_kernels:
         which = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
         rows.append(("differ", f"launched other kernels on this GPU than in the trace: {which}"))
     rows += [("failed", f"{count} x {why}") for why, count in done.failed.items()]
-    rows += [("dropped", f"{counted(n, 'kernel')}: {why}") for why, n in done.left_out.items()]
+    rows += [("dropped", f"{counted(n, 'kernel')}: {why}") for why, n in done.dropped.items()]
     rows += [("inner", f"{counted(count, 'call')}: {name}") for name, count in done.inner.items()]
     rows += [("note", note) for note in done.notes]
     lines(rows, done.output)

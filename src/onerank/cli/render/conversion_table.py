@@ -36,7 +36,7 @@ def render_conversion(
         change = f"{model}: {one.elements_before} to {one.elements_after} parameters"
         pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
-    count, ns = report.gpu_ops_left_out
+    count, ns = report.gpu_ops_dropped
     if report.gpu_ops:
         by_rule = ", ".join(f"{n} by {rule}" for rule, n in gpu.items())
         pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
@@ -45,7 +45,7 @@ def render_conversion(
                 ("dropped", f"{count} GPU operations ({time(ns)}) emulating communication")
             )
     pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
-    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
+    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_dropped.items()]
     if report.host_ops_without_record:
         pairs.append(
             ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
@@ -55,7 +55,7 @@ def render_conversion(
         pairs.append(("backward", f"{share} attributed to a module"))
     pairs.append(("communication", f"{report.communication} calls"))
     pairs += [
-        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
+        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_dropped.items()
     ]
     pairs.append(
         (

@@ -26,7 +26,7 @@ def render_export(done: AstraSimExport) -> None:
         (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
         for stages, peak in done.peak_memory_bytes
     ]
-    pairs += [("dropped", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("dropped", f"{count}: {what}") for what, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("checked", "no findings"))
     pairs.append(
@@ -64,7 +64,7 @@ def render_goal(done: GoalExport) -> None:
         ("cpus", str(done.cpus)),
     ]
     pairs += [("communication", f"{count}: {what}") for what, count in done.algorithms.items()]
-    pairs += [("dropped", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("dropped", f"{count}: {what}") for what, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
     pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))

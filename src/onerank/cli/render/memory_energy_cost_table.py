@@ -53,7 +53,7 @@ def render_energy(report: EnergyReport, title: str) -> None:
 
 def render_cost(report: CostReport, title: str) -> None:
     """Print what a step costs, and the reckoning of each way to pay."""
-    tokens = "not known" if report.tokens is None else f"{report.tokens}: {report.tokens_told_by}"
+    tokens = "not known" if report.tokens is None else f"{report.tokens}: {report.tokens_source}"
     lines(
         [
             ("GPU", f"{report.gpus} x {report.gpu}"),
@@ -119,18 +119,18 @@ def render_memory(report: MemoryReport, title: str, rows: int) -> None:
         ],
         texts=(1, 2, 3),
     )
-    if report.remedies:
+    if report.mitigations:
         table(
             f"What would make it fit {report.target}",
             ("change", "fits", "peak", "arithmetic"),
             [
                 (
-                    remedy.change,
-                    "yes" if remedy.suffices else "no",
-                    size(remedy.peak_bytes),
-                    remedy.arithmetic,
+                    mitigation.change,
+                    "yes" if mitigation.suffices else "no",
+                    size(mitigation.peak_bytes),
+                    mitigation.arithmetic,
                 )
-                for remedy in report.remedies
+                for mitigation in report.mitigations
             ],
             texts=(0, 1, 3),
         )

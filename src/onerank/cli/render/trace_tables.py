@@ -430,8 +430,8 @@ def render_replay(done: Replay, title: str) -> None:
         pairs.append(
             ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
         )
-    if done.row is not None:
-        row, what = done.row, "measured" if done.row_measured_ns else "predicted"
+    if done.steady_state is not None:
+        row, what = done.steady_state, "measured" if done.steady_state_measured_ns else "predicted"
         text = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
         idle = f"{part(row.idle_ns, row.step_ns)} of it idle"
         text += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"

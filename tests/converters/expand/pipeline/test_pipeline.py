@@ -144,7 +144,7 @@ def test_groups_over_two_axes_and_two_chunks(tmp_path):
 
 def test_an_embedding_whose_stages_share_a_rank_needs_no_sum(tmp_path):
     done = export_ranks(made("zbv", 4), tmp_path / "out")
-    assert done.left_out == {"collectives of one-rank groups": 2}
+    assert done.dropped == {"collectives of one-rank groups": 2}
 
 
 def test_peak_memory_counts_the_micro_batches_in_flight():

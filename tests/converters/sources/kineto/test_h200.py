@@ -47,7 +47,7 @@ def test_every_gpu_operation_is_linked(converted, profile):
     assert report.gpu_ops == len(gpu_events(profile))
     assert report.gpu_ops_linked == {"external id": report.gpu_ops}
     assert report.gpu_ops_unlinked == {}
-    assert report.gpu_ops_left_out == (0, 0)
+    assert report.gpu_ops_dropped == (0, 0)
 
 
 def test_kernel_time_is_conserved_to_the_nanosecond(graph, profile):

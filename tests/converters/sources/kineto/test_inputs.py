@@ -473,7 +473,7 @@ def test_a_blocking_call_waited_for_what_ended_during_it(tmp_path, call, returns
     assert edges(graph, Reason.SYNC) == {(name, "aten::add") for name in waited_for}
     assert any("inferred from call order" in note for note in report.notes) == bool(waited_for)
     if not waited_for:
-        assert report.syncs_left_out == {"no operation ended during the call": 1}
+        assert report.syncs_dropped == {"no operation ended during the call": 1}
 
 
 def test_the_step_is_measured_from_the_first_start_to_the_last_end(tmp_path):

@@ -204,7 +204,7 @@ def test_a_synchronisation_nothing_waits_behind_is_counted(tmp_path):
     trace.sync("Stream Sync", 20, correlation=101, stream=7)
     _, report = trace.convert(tmp_path)
     assert report.syncs == 0
-    assert report.syncs_left_out == {"no node follows the wait": 1}
+    assert report.syncs_dropped == {"no node follows the wait": 1}
 
 
 def test_an_operator_the_execution_trace_lacks_is_counted(tmp_path):
@@ -277,7 +277,7 @@ def test_a_stand_in_places_its_call(tmp_path):
     assert edges(graph, Reason.SYNC) == {("before", "all_reduce"), ("all_reduce", "behind")}
     assert not any("standin" in name for name in graph.text("name"))
     assert graph.gpu_compute.sum() == 3
-    assert report.gpu_ops_left_out == (1, 40_000)
+    assert report.gpu_ops_dropped == (1, 40_000)
     assert not any("as blocking" in note for note in report.notes)
     assert any("event records of 2 event waits" in note for note in report.notes)
 
@@ -344,7 +344,7 @@ def test_a_query_of_an_event_is_no_wait(tmp_path):
     trace.op("aten::add", 30, 5)
     graph, report = trace.convert(tmp_path)
     assert not edges(graph, Reason.SYNC)
-    assert report.syncs_left_out == {"an event query does not wait": 1}
+    assert report.syncs_dropped == {"an event query does not wait": 1}
 
 
 def on_a_cpu(*, wait: bool, phase: str = "") -> Trace:

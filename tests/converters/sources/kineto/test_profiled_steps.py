@@ -58,7 +58,7 @@ def test_each_kernel_has_the_median_the_spread_and_the_number_of_its_durations(s
     graph, report = lower(*steps)
     gpu = graph.gpu_compute
     assert gpu.sum() == 850
-    assert (report.steps, report.steps_left_out) == (3, 1)
+    assert (report.steps, report.steps_dropped) == (3, 1)
     assert report.step_times_ns == (29_865_307, 29_865_307 + 850 * 300, 29_865_307 + 850 * 100)
     assert graph.nodes.duration_ns[gpu].sum() == 29_865_307 + 850 * 100
     assert set((graph.nodes.duration_ns[gpu] - single.nodes.duration_ns[gpu]).tolist()) == {100}

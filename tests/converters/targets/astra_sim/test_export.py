@@ -54,7 +54,7 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     ]
     assert (exported.ranks, exported.nodes, exported.gpu_time_ns) == (4, 3, 12_678)
     assert exported.groups == {1: (0, 1, 2, 3)}
-    assert exported.left_out == {"host operations": 2}
+    assert exported.dropped == {"host operations": 2}
     assert exported.notes == [
         "Host time and GPU idle time are not in the workload; the duration of the step is not "
         "known (GPU compute: 12678 ns).",
@@ -136,7 +136,7 @@ def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> 
     step.add(name="profiler", kind=Kind.METADATA)
     step.kernel("after", 2000, marker, stream=9)
     exported = export(step.build(TP2_DP2), tmp_path)
-    assert exported.left_out == {
+    assert exported.dropped == {
         "GPU nodes of 0 ns": 1,
         "metadata nodes": 1,
         "collectives of one-rank groups": 1,
@@ -286,7 +286,7 @@ def test_collectives_that_astra_sim_lacks(lacking: str, tmp_path: Path) -> None:
     assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
     spelled = lacking.lower().replace("_", "-")
     assert any(f"ASTRA-sim has no {spelled}: 1 became {note}" in text for text in exported.notes)
-    assert exported.left_out == {}
+    assert exported.dropped == {}
 
 
 def test_ranks_are_matched_without_reading_all_files(

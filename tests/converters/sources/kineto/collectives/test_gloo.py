@@ -155,10 +155,10 @@ def test_replay_is_the_measured_step(rank):
 def test_what_copies_within_a_call_is_part_of_it(graph):
     """The all-gather copies its two outputs on Gloo's thread."""
     _, report = converted(0)
-    assert report.host_ops_left_out["part of a call by Gloo"] >= 2
+    assert report.host_ops_dropped["part of a call by Gloo"] >= 2
     threads = set(graph.nodes.thread[graph.mask(Kind.HOST_OP)].tolist())
     assert len(threads) == 1
-    assert report.host_ops == report.host_ops_kept + sum(report.host_ops_left_out.values())
+    assert report.host_ops == report.host_ops_kept + sum(report.host_ops_dropped.values())
 
 
 def test_the_wait_for_a_batch_is_named_and_counted(graph):

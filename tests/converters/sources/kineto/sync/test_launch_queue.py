@@ -116,4 +116,4 @@ def test_a_hosts_wait_for_an_event_is_counted(tmp_path):
     trace.runtime("cudaEventSynchronize", 99, 400, 5)
     _, report = trace.convert(tmp_path)
     told = "the host's wait for an event: the trace does not record which event"
-    assert report.syncs_left_out == {told: 1}
+    assert report.syncs_dropped == {told: 1}
