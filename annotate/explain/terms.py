@@ -169,7 +169,7 @@ def interval_lines(
 ) -> Lines:
     """Return the interval of a prediction; `here` is None if the kernel was not measured."""
     moved, rules, doubt = made
-    c = shipped()
+    c = shipped().for_gpus(here, there)
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
     errors = ErrorKinds.of(kinds).with_overrides(kernels, moved, overrides, there, c)
     unlike = less_known_gpu(here, there)

@@ -16,6 +16,7 @@ import math
 import msgspec
 
 from onerank.annotate.gpus.spec_schema import (
+    ESTIMATE_SOURCE,
     FRACTIONS,
     POWER_PARTS,
     SIXTEEN_BIT,
@@ -141,6 +142,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         figures = self.as_described.figures
         measured = {n for n, figure in figures.items() if figure.confidence == "measured"}
         return bool(compute & measured and memory & measured)
+
+    @property
+    def by_datasheet(self) -> bool:
+        """Whether the description has datasheet figures alone, and estimates for the rest."""
+        figures = self.as_described.figures.values()
+        return not self.calibrated and any(f.source == ESTIMATE_SOURCE for f in figures)
 
     @property
     def launch_floor_ns(self) -> int:

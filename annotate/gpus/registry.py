@@ -5,12 +5,14 @@ A description is a TOML file. Some ship with this package; a user passes the pat
     name = "H100-SXM"
     aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # names that the driver reports
     vendor = "NVIDIA"
-    architecture = "hopper"
+    architecture = "hopper"                        # one of spec_schema.ARCHITECTURES
     compute_capability = "9.0"                     # NVIDIA only
     [sources]
     datasheet = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
     [figures]
     tdp_w = { value = 700, source = "datasheet", confidence = "datasheet" }
+
+Figures that only a measurement gives may be absent: `datasheet_estimates` fills them in.
 """
 
 import difflib
@@ -23,10 +25,13 @@ from typing import Any
 
 import msgspec
 
+from onerank.annotate.gpus.datasheet_estimates import REFERENCES, with_estimates
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import (
+    ARCHITECTURES,
     COMPUTE_CAPABILITY,
     INSTEAD_OF,
+    OTHER_ARCHITECTURE,
     RANGES,
     RISES_WITH,
     Figure,
@@ -97,6 +102,7 @@ def _read(path: Path) -> Gpu:
         refuse_unknown(data, _WRITTEN, "field")
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
+        gpu = with_estimates(gpu, _references)
     except OSError as error:
         raise TargetError(
             f"{path}: cannot be read: {error.strerror}", code="gpu-file-unreadable"
@@ -106,6 +112,12 @@ def _read(path: Path) -> Gpu:
     except (msgspec.ValidationError, TargetError) as error:
         raise TargetError(f"{path}: {error}", code="gpu-file-malformed") from None
     return gpu
+
+
+@functools.cache
+def _references() -> tuple[Gpu, ...]:
+    """Return the measured GPUs from which figures that a description lacks are estimated."""
+    return tuple(_read(_SHIPPED / f"{name}.toml") for name in REFERENCES)
 
 
 def _figures(data: dict[str, Any]) -> dict[str, Figure]:
@@ -126,8 +138,8 @@ def check_gpu(gpu: Gpu) -> None:
     """Validate a description.
 
     Raises:
-        TargetError: the name or a figure is missing, a figure is out of range, or the compute
-            capability is malformed.
+        TargetError: the name or a datasheet figure is missing, a figure is out of range, the
+            architecture is unknown, or the compute capability is malformed.
     """
     if not gpu.name.strip():
         raise TargetError(
@@ -140,6 +152,15 @@ def check_gpu(gpu: Gpu) -> None:
             f'compute_capability is "{given}": expected CUDA\'s as major.minor, "8.6" of an A10; '
             "leave it out for a GPU that has none",
             code="gpu-compute-capability",
+        )
+    if gpu.architecture not in ARCHITECTURES:
+        near = difflib.get_close_matches(gpu.architecture, ARCHITECTURES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TargetError(
+            f'unknown architecture "{gpu.architecture}"{hint}\n'
+            f"  known are {', '.join(ARCHITECTURES[:-1])}; for a new architecture write "
+            f'"{OTHER_ARCHITECTURE}": its intervals are wider',
+            code="gpu-architecture-unknown",
         )
     check_figures(gpu.figures, gpu.sources)
 
@@ -174,7 +195,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         if peak in changed and peak in kept and measured in kept:
             factor = changed[peak].value / kept[peak].value
             changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
-    made = msgspec.structs.replace(
+    overridden = msgspec.structs.replace(
         gpu,
         name=f"{gpu.name} ({overrides})",
         aliases=(),
@@ -182,8 +203,8 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         figures={**kept, **changed},
         before=gpu.as_described,
     )
-    check_gpu(made)
-    return made
+    check_gpu(overridden)
+    return with_estimates(overridden, _references)
 
 
 def _differs(gpu: Gpu, name: str, value: float) -> bool:

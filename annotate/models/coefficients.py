@@ -9,13 +9,11 @@ from pathlib import Path
 
 import msgspec
 
+from onerank.annotate.gpus.gpu import Gpu
+
 __all__ = ["AttentionCoefficients", "Coefficients", "Error", "GemmCoefficients", "Pipeline"]
 
 _SHIPPED = Path(__file__).with_name("coefficients.toml")
-
-SYNCHRONOUS = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
-ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
-"""Architectures whose matrix units are fed by warps, and those with an engine that copies tiles."""
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,8 +32,8 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of the time of a GEMM, in addition to shapes and the GPU's description.
 
     Attributes:
-        synchronous: of architectures in `SYNCHRONOUS`.
-        asynchronous: of architectures in `ASYNCHRONOUS`.
+        synchronous: of architectures in `spec_schema.SYNCHRONOUS`.
+        asynchronous: of architectures in `spec_schema.ASYNCHRONOUS`.
         tile: edge of the square tile, in elements, whose operands cost as much as its products.
         prologue_cycles: clock cycles before the first product of a tile.
         step_cycles: latency of 64 elements along the inner size of a single tile.
@@ -114,6 +112,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attention_carried: the same of forward attention.
         hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
         errors: kind of prediction -> its errors.
+        datasheet_errors: the same where the target's description has datasheet figures alone (see
+            `Gpu.by_datasheet`); kinds without an entry have those of `errors`.
     """
 
     provenance: dict[str, str]
@@ -125,6 +125,13 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_carried: float
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]
+    datasheet_errors: dict[str, Error] = {}
+
+    def for_gpus(self, source: Gpu | None, target: Gpu) -> "Coefficients":
+        """Return the coefficients with the errors that apply to these descriptions."""
+        if not (target.by_datasheet or (source is not None and source.by_datasheet)):
+            return self
+        return msgspec.structs.replace(self, errors={**self.errors, **self.datasheet_errors})
 
 
 def load(path: Path = _SHIPPED) -> Coefficients:

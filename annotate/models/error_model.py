@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.coefficients import ASYNCHRONOUS, SYNCHRONOUS, Coefficients
+from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
+from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
 from onerank.ir.arrays import membership_mask
@@ -31,14 +32,12 @@ def same_die(gpu: Gpu, other: Gpu) -> bool:
     They have one architecture, and FLOPs per SM and cycle within 10%. Overridden figures do not
     count.
     """
+    # Two descriptions of unlisted architectures need not have the same one.
+    if gpu.architecture == OTHER_ARCHITECTURE:
+        return gpu.board == other.board
     rates = [properties(board.as_described)["flops_per_sm_and_cycle"] for board in (gpu, other)]
     equal_rates = 0.9 < rates[0] / rates[1] < 1 / 0.9 if all(rates) else False
     return gpu.architecture == other.architecture and equal_rates
-
-
-def is_asynchronous(gpu: Gpu) -> bool:
-    """Return whether a GPU's matrix units are fed by an engine that copies tiles."""
-    return gpu.architecture in ASYNCHRONOUS
 
 
 def outside(gpu: Gpu, c: Coefficients) -> float:

@@ -35,12 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.coefficients import (
-    ASYNCHRONOUS,
-    SYNCHRONOUS,
-    GemmCoefficients,
-    Pipeline,
-)
+from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
+from onerank.annotate.models.coefficients import GemmCoefficients, Pipeline
 
 F64 = npt.NDArray[np.float64]
 

@@ -89,6 +89,7 @@ def intervals(
         overrides: effect of overridden figures; None without overrides.
     """
     moved, _ = predicted
+    c = c.for_gpus(source, target)
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None and changed.any():
         kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)

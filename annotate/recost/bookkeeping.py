@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from onerank.annotate.gpus.datasheet_estimates import estimate_notes
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.annotate.models.features import U8
@@ -29,8 +30,12 @@ def details_of(
     }
 
 
-def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
-    """Return a sentence if the step needs more memory than the target has."""
+def target_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
+    """Return sentences on estimated figures of the target, and on memory that it lacks."""
+    return (*estimate_notes(target), *_memory_notes(graph, target))
+
+
+def _memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     peak, non_allocator = graph.job.measurement.peak_memory_bytes, non_allocator_bytes(graph)
     if peak + non_allocator <= target.memory_bytes:
         return ()

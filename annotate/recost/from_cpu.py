@@ -31,7 +31,7 @@ from onerank.annotate.passes.change_dtype import (
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
-from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
+from onerank.annotate.recost.bookkeeping import details_of, job_for, target_notes
 from onerank.annotate.recost.predict import apply_overrides, override_note
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import membership_mask
@@ -287,7 +287,7 @@ def _write_prediction(
     details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     pass_notes = (*work.notes, *predicted.notes)
-    notes = (_note(target, rules), *memory_notes(graph, target), *pass_notes)
+    notes = (_note(target, rules), *target_notes(graph, target), *pass_notes)
     return replace(annotated, job=job_for(graph.job, target, annotation, *notes))
 
 

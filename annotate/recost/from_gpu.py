@@ -21,7 +21,7 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
-from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
+from onerank.annotate.recost.bookkeeping import details_of, job_for, target_notes
 from onerank.annotate.recost.predict import Step, apply_overrides, override_note, predict_compute
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import membership_mask
@@ -240,7 +240,7 @@ def _write_prediction(
         "measured there."
     )
     notes = () if same_gpu else (note,)
-    notes += () if source == target else memory_notes(graph, target)
+    notes += () if source == target else target_notes(graph, target)
     job = job_for(graph.job, target, annotation, *notes, *pass_notes, as_measured=unchanged)
     return replace(annotated, job=job)
 

@@ -14,7 +14,7 @@ BF16 = "Tensor(c10::BFloat16)"
 DESCRIPTION = """
 name = "{name}"
 vendor = "{vendor}"
-architecture = "test"
+architecture = "other"
 [sources]
 made = "round figures for tests"
 [figures]

@@ -135,7 +135,7 @@ def test_weird_targets(target, message, traces, tmp_path, monkeypatch):
     (tmp_path / "gpu.et").write_bytes((traces / "gpu.et").read_bytes())
     for name in ("bad", "bad.toml"):
         Path(name).write_text(
-            'name = "a/b"\nvendor = "v"\narchitecture = "a"\n[sources]\n[figures]\n'
+            'name = "a/b"\nvendor = "v"\narchitecture = "ada"\n[sources]\n[figures]\n'
         )
     result = invoke(annotate, "--target", target, "gpu.et", code=2)
     assert result.stderr.startswith("error[")

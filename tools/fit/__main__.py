@@ -17,7 +17,13 @@ from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
 from tools.fit.datasheet_eval import Case, alone_cases
-from tools.fit.leave_one_out import errors_of, every_case, fitted
+from tools.fit.leave_one_out import (
+    datasheet_cases,
+    errors_of,
+    every_case,
+    fits_without,
+    fitted,
+)
 from tools.fit.lookup_eval import STEP_KINDS, captured_cases, looked_up_cases
 from tools.fit.measured_kernels import read_attention, read_products
 
@@ -51,7 +57,8 @@ def main() -> None:
     given = parser.parse_args()
     products = read_products(given.data)
     gpus = [load_gpu(name) for name in products.times_ns]
-    cases = [*every_case(given.data), *looked_up_cases(given.data), *alone_cases(given.data)]
+    fits = fits_without(products, read_attention(given.data))
+    cases = [*every_case(given.data, fits), *looked_up_cases(given.data), *alone_cases(given.data)]
     for step in given.step:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
@@ -60,6 +67,13 @@ def main() -> None:
     if lacking := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(f"{given.data} lacks the measurements for the errors of {', '.join(lacking)}")
     errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept
+    of_datasheet = [*datasheet_cases(given.data, fits)]
+    datasheet_errors = {
+        kind: error
+        for kind in dict.fromkeys(case.kind for case in of_datasheet)
+        # Estimates that happen to be as good as a description do not make a prediction more sure.
+        if (error := errors_of(c for c in of_datasheet if c.kind == kind)).high > errors[kind].high
+    }
     about = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
         f"numpy {np.__version__}",
@@ -67,7 +81,10 @@ def main() -> None:
         **_PROVENANCE,
     }
     made = msgspec.structs.replace(
-        fitted(products, read_attention(given.data), gpus), provenance=about, errors=errors
+        fitted(products, read_attention(given.data), gpus),
+        provenance=about,
+        errors=errors,
+        datasheet_errors=datasheet_errors,
     )
     given.output.write_text(to_toml(made), encoding="utf-8")
 

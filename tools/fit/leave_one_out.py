@@ -18,7 +18,14 @@ from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from tools.fit import resize_eval
-from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet
+from tools.fit.datasheet_eval import (
+    VIDUR_FILE,
+    Case,
+    Described,
+    alone_cases,
+    as_by_datasheet,
+    as_shipped,
+)
 from tools.fit.datasheet_eval import attention_cases as attention_alone
 from tools.fit.datasheet_eval import database_cases as database_attention
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
@@ -72,7 +79,7 @@ def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu])
 
 
 def gemm_cases(
-    products: Products, described: Callable[[Gpu], Gpu], model: Callable[[str], Predict]
+    products: Products, described: Described, model: Callable[[str], Predict]
 ) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `products`.
 
@@ -90,7 +97,9 @@ def gemm_cases(
         yield Case(kind, source, target, times, made, products.shapes[:, 1])
 
 
-def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> Iterator[Case]:
+def attention_cases(
+    attention: Attention, model: Callable[[str], Predict], described: Described = as_shipped
+) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `attention`.
 
     The campaign's times are of attention and of writing keys and values to a cache. A trace holds
@@ -100,14 +109,17 @@ def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> It
     for source, target in permutations(gpus, 2):
         times = attention.times_ns[source.name]
         attention_ns = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
-        made, _ = model(family(target))(of_attention(attention, attention_ns), source, target)
+        kernels = of_attention(attention, attention_ns)
+        made, _ = model(family(target))(kernels, source, described(target))
         made = made + stored_ns(target, attention.shapes)
         kind = "attention_same_die" if same_die(source, target) else "attention"
         times = attention.times_ns[target.name]
         yield Case(kind, source, target, times, made, attention.shapes[:, 3])
 
 
-def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Case]:
+def memory_cases(
+    folder: Path, model: Predict = residual.predict, described: Described = as_shipped
+) -> Iterator[Case]:
     """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
 
     No family is excluded, because nothing of the residual model is fitted.
@@ -120,7 +132,7 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
     times = {name: table[name].to_numpy().astype(np.float64) * 1e6 for name in ("A100", "H100")}
     for source, target in permutations(times, 2):
         gpus = load_gpu(source), load_gpu(target)
-        made, _ = model(of_layers(times[source], table), *gpus)
+        made, _ = model(of_layers(times[source], table), gpus[0], described(gpus[1]))
         yield Case("memory", *gpus, times[target], made, np.zeros(len(table)))
 
 
@@ -176,6 +188,39 @@ def parted(case: Case) -> Iterator[Case]:
             predicted_ns=case.predicted_ns[mask],
             rows=case.rows[mask],
         )
+
+
+def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Case]:
+    """Yield the cases of targets that are known by their datasheet figures alone.
+
+    The estimates of the other figures, like the coefficients, come from the other die families. The
+    other size of a kernel on one GPU, another dtype there, and calls of several GEMMs have no
+    cases: those errors are of a ratio on one GPU, or were measured on GPUs outside of these data.
+    """
+    products, attention = read_products(folder), read_attention(folder)
+    described = as_by_datasheet([load_gpu(name) for name in products.times_ns])
+
+    def learned(without: str) -> Predict:
+        return lambda kernels, source, target: predict_learned(
+            kernels, source, target, fits[without]
+        )
+
+    def from_description(without: str) -> PredictFromDescription:
+        return lambda kernels, target: predict_from_description(kernels, target, fits[without])
+
+    cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
+    for case in gemm_cases(products, described, lambda _: residual.predict):
+        cases.append(replace(case, kind="product"))
+    for case in gemm_cases(read_products(folder, "fp8"), described, learned):
+        cases.append(replace(case, kind="gemm_8bit"))
+    cases += attention_cases(attention, learned, described)
+    cases += memory_cases(folder, described=described)
+    cases += alone_cases(folder, described)
+    cases += attention_alone(attention, from_description, described)
+    cases += database_attention(from_description, described)
+    for case in cases:
+        factor = widening(case.target, fits[family(case.target)], case.kind)
+        yield replace(case, widening=factor, by_datasheet=True)
 
 
 def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> list[Case]:

@@ -369,6 +369,79 @@ class TestWhatIf:
             with_figures(load_gpu("H200"), {figure: value})
 
 
+DATASHEET = """
+name = "D1"
+vendor = "NVIDIA"
+architecture = "{architecture}"
+[sources]
+sheet = "round figures for tests"
+[figures]
+sm_count = {{ value = 132, source = "sheet" }}
+boost_clock_mhz = {{ value = 2000, source = "sheet" }}
+memory_gb = {{ value = 80, source = "sheet" }}
+memory_bandwidth_gb_per_s = {{ value = 4000, source = "sheet" }}
+{peaks}
+"""
+BF16 = "bf16_tensor_tflops = { value = 1000, source = 'sheet' }"
+TDP = "tdp_w = { value = 700, source = 'sheet' }"
+
+
+class TestDatasheetAlone:
+    @staticmethod
+    def load(path: Path, *peaks: str, architecture: str = "hopper") -> Gpu:
+        path = path / "d1.toml"
+        text = DATASHEET.format(architecture=architecture, peaks="\n".join(peaks))
+        path.write_text(text, encoding="utf-8")
+        return load_gpu(path)
+
+    def test_measured_figures_are_estimated_from_measured_gpus(self, tmp_path: Path):
+        gpu = self.load(tmp_path, BF16, TDP)
+        # means over ampere, ada, hopper (of H100 and H200) and blackwell
+        assert gpu.bandwidth_bytes_per_s / 4e12 == pytest.approx(
+            (0.86 + 0.843 + (0.865 + 0.856) / 2 + 0.904) / 4
+        )
+        cycles = (3280 * 1.41, 2220 * 2.52, (2690 + 2640) / 2 * 1.83, 1850 * 1.965)
+        assert gpu.launch_floor_ns == round(sum(cycles) / 4 / 2.0)
+        # cube roots of watts per TFLOPS and GHz^2
+        h100, h200 = (f / (700 / 989 / 1.83**2) ** (1 / 3) for f in (0.737, 0.678))
+        b200 = 0.646 / (1000 / 2250 / 1.965**2) ** (1 / 3)
+        share = (700 / 1000 / 2.0**2) ** (1 / 3)
+        fraction = ((h100 + h200) / 2 + b200) / 2 * share
+        assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(1e15 * fraction)
+        assert gpu.by_datasheet
+        assert not gpu.calibrated
+        assert {f.confidence for f in gpu.figures.values()} == {"datasheet", "estimated"}
+        assert not load_gpu("H100").by_datasheet
+
+    def test_without_a_power_limit_the_fraction_is_the_mean(self, tmp_path: Path):
+        gpu = self.load(tmp_path, BF16)
+        mean = (0.794 + 0.539 + (0.737 + 0.678) / 2 + 0.646) / 4
+        assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(1e15 * mean)
+
+    def test_what_is_given_is_not_estimated(self, tmp_path: Path):
+        fraction = "tensor_sustained_fraction = { value = 0.5, source = 'sheet' }"
+        gpu = self.load(tmp_path, BF16, TDP, fraction)
+        assert gpu.tensor_flops_per_s("bfloat16") == 5e14
+        assert gpu.by_datasheet  # bandwidth and floor are
+        override = {"fp32_vector_tflops": 60.0}
+        assert with_figures(gpu, override).vector_flops_per_s == pytest.approx(
+            60e12 * (0.95 + 0.9 * 3) / 4
+        )
+
+    def test_an_unknown_architecture_is_refused(self, tmp_path: Path):
+        with pytest.raises(TargetError, match="did you mean hopper") as error:
+            self.load(tmp_path, BF16, architecture="hoper")
+        assert error.value.code == "gpu-file-malformed"
+        assert self.load(tmp_path, BF16, architecture="other").architecture == "other"
+
+
 def test_the_example_of_a_gpu_that_does_not_exist_loads():
     gpu = load_gpu(Path(__file__).parents[3] / "examples" / "gpus" / "imaginary.toml")
     assert gpu.peak_bandwidth_bytes_per_s == 2 * load_gpu("H200").peak_bandwidth_bytes_per_s
+
+
+def test_the_example_of_a_datasheet_is_near_the_measured_gpu():
+    gpu = load_gpu(Path(__file__).parents[3] / "examples" / "gpus" / "datasheet.toml")
+    assert gpu.by_datasheet
+    sustained = load_gpu("H100-PCIe").tensor_flops_per_s("bfloat16")
+    assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(sustained, rel=0.05)

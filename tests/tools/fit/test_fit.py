@@ -6,13 +6,14 @@ import polars as pl
 import pytest
 
 from onerank.annotate import load_gpu, with_figures
+from onerank.annotate.gpus.datasheet_estimates import sustained_fraction
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
 from onerank.annotate.models.gemm_tiles import gemm_ns
-from onerank.ir.errors import FormatError, TargetError
+from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
-from tools.fit.datasheet_eval import VIDUR_FILE, Case, alone_cases, as_by_datasheet, capped_fraction
+from tools.fit.datasheet_eval import VIDUR_FILE, Case, alone_cases, as_by_datasheet
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 
@@ -70,12 +71,10 @@ def test_what_the_power_limit_lets_a_gpu_sustain():
     # W per TFLOPS and GHz^2: H100 700 / 989.5 / 1.83^2, B200 1000 / 2250 / 1.965^2; cube root
     h100, b200 = load_gpu("H100"), load_gpu("B200")
     ratio = (1000 / 2250 / 1.965**2 / (700 / 989 / 1.83**2)) ** (1 / 3)
-    made = capped_fraction(b200, [h100, load_gpu("A100")])  # the A100's units are fed otherwise
+    made = sustained_fraction(b200, [h100, load_gpu("A100")])  # the A100's units are fed otherwise
     assert made == pytest.approx(0.737 * ratio, rel=1e-6)
     cool = with_figures(b200, {"tdp_w": 9000})
-    assert capped_fraction(cool, [h100]) == 0.9
-    with pytest.raises(TargetError, match="V100: the power-limited rate needs a bf16 rate"):
-        capped_fraction(load_gpu("V100"), [h100])
+    assert sustained_fraction(cool, [h100]) == 0.9
 
 
 def test_the_file_is_read_as_written(tmp_path):
@@ -134,7 +133,8 @@ def test_what_was_measured_on_a_target_can_be_forgotten():
     gpus = [load_gpu(name) for name in ("A100", "H100", "H200", "L40S")]
     made = as_by_datasheet(gpus)(load_gpu("H100"))
     others = [gpus[0], gpus[3]]
-    assert made.figures["bf16_sustained_fraction"].value == capped_fraction(gpus[1], others)
+    fraction = made.figures["tensor_sustained_fraction"].value
+    assert fraction == sustained_fraction(gpus[1], others)
     cycles = 3280 * 1.41, 2220 * 2.52
     assert made.launch_floor_ns == round(sum(cycles) / 2 / 1.83)
     assert not made.calibrated

@@ -248,6 +248,7 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
     if options.schema and options.check is not None:
         raise click.UsageError("give --check or --schema, not both")
     from onerank.annotate import gpu_names, load_gpu
+    from onerank.annotate.gpus.datasheet_estimates import estimate_notes
     from onerank.annotate.gpus.spec_schema import gpu_schema
     from onerank.cli.render.annotation_table import render_gpus
     from onerank.cli.render.tables import lines
@@ -262,4 +263,5 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
     else:
         render_gpus(descriptions)
         if options.check is not None:
-            lines([("checked", "nothing wrong")], str(options.check))
+            notes = [("estimated", note) for gpu in descriptions for note in estimate_notes(gpu)]
+            lines([("checked", "nothing wrong"), *notes], str(options.check))

@@ -1,0 +1,153 @@
+"""Estimate what a datasheet does not state: achievable bandwidth, sustained rates, launch floor.
+
+A description may hold datasheet figures alone. The figures that only a measurement gives are then
+estimated from the GPUs whose GEMMs and attention were measured in one campaign (`REFERENCES`), and
+`Gpu.by_datasheet` is true. Predictions for such a GPU have the errors of these estimates, measured
+with the target's die family left out (`datasheet_errors` in `models/coefficients.toml`).
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import msgspec
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.spec_schema import (
+    ASYNCHRONOUS,
+    ESTIMATE_SOURCE,
+    FRACTIONS,
+    SIXTEEN_BIT,
+    TENSOR,
+    VECTOR,
+    Figure,
+)
+
+REFERENCES = ("A100-SXM-80GB", "L40S", "H100-SXM", "H200", "B200")
+"""Shipped descriptions whose figures were all measured in one campaign (see their `sources`)."""
+
+_SOURCE_TEXT = (
+    "estimated by onerank from measured GPUs (A100, L40S, H100, H200, B200): the datasheet does "
+    "not state it"
+)
+
+# Power of a chip at one speed relative to TSMC's 5 nm class, which the other references share:
+# N5 needs 30% less than N7 (TSMC, 2020). Ampere's A100 is in N7.
+_NODE_POWER = {"ampere": 1 / 0.7}
+
+# No reference sustains more than 0.79 of its bf16 peak. Above 0.9 the power limit is not what
+# holds GEMMs back (H20, GeForce cards: 0.93 to 1.0 of the peak), so the estimate stops there.
+_MOST_SUSTAINED = 0.9
+
+
+def with_estimates(gpu: Gpu, references: Callable[[], Sequence[Gpu]]) -> Gpu:
+    """Return the GPU with estimates in place of figures that its description lacks.
+
+    Args:
+        gpu: a checked description; it has at least the datasheet's figures.
+        references: returns measured GPUs; called only if a figure is missing. GPUs of one
+            architecture count as one.
+    """
+    missing = _missing(gpu)
+    if not missing:
+        return gpu
+    measured = references()
+    estimates = {
+        "memory_achievable_fraction": lambda: mean_over_families(
+            measured, lambda g: g.figures["memory_achievable_fraction"].value
+        ),
+        # A launch costs instructions, so the floor scales with the clock.
+        "launch_floor_ns": lambda: (
+            mean_over_families(measured, lambda g: g.launch_floor_ns * g.clock_hz) / gpu.clock_hz
+        ),
+        "tensor_sustained_fraction": lambda: sustained_fraction(gpu, measured),
+        "vector_sustained_fraction": lambda: mean_over_families(
+            measured, lambda g: g.figures["vector_sustained_fraction"].value
+        ),
+    }
+    figures = {name: Figure(estimates[name](), ESTIMATE_SOURCE, "estimated") for name in missing}
+    return msgspec.structs.replace(
+        gpu,
+        sources={**gpu.sources, ESTIMATE_SOURCE: _SOURCE_TEXT},
+        figures={**gpu.figures, **figures},
+    )
+
+
+def estimate_notes(gpu: Gpu) -> tuple[str, ...]:
+    """Return a sentence that lists the estimated figures; none if no figure is estimated."""
+    estimated = [
+        f"{n} {f.value:.4g}" for n, f in gpu.figures.items() if f.source == ESTIMATE_SOURCE
+    ]
+    if not estimated:
+        return ()
+    return (
+        f"The description of {gpu.name} does not state {', '.join(estimated)}: estimated from "
+        "measured GPUs. Intervals have the errors of such estimates.",
+    )
+
+
+def _missing(gpu: Gpu) -> list[str]:
+    """Return the names of figures that the cost models need and the description lacks."""
+    figures = gpu.figures
+    missing: list[str] = []
+    if not figures.keys() & {"memory_achievable_fraction", "measured_copy_gb_per_s"}:
+        missing.append("memory_achievable_fraction")
+    if "launch_floor_ns" not in figures:
+        missing.append("launch_floor_ns")
+    for peaks, fraction in (
+        (TENSOR.values(), "tensor_sustained_fraction"),
+        (VECTOR.values(), "vector_sustained_fraction"),
+    ):
+        by_measurement = fraction.startswith("tensor") and "measured_gemm_tflops" in figures
+        lacking = [p for p in peaks if p in figures and not figures.keys() & {*FRACTIONS[p]}]
+        if lacking and not by_measurement:
+            missing.append(fraction)
+    return missing
+
+
+def mean_over_families(gpus: Sequence[Gpu], figure: Callable[[Gpu], float]) -> float:
+    """Return the mean of a figure over architectures, of the mean over each one's GPUs."""
+    families = sorted({gpu.architecture for gpu in gpus})
+    return fmean(fmean(figure(g) for g in gpus if g.architecture == f) for f in families)
+
+
+def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:
+    """Return the fraction of the peak that the power limit lets long GEMMs sustain.
+
+    Power goes with rate * voltage^2, and voltage with the clock. The part x of peak and clock at
+    which the limit is met therefore satisfies
+
+        node's power * peak * clock^2 * x^3 = limit * what a GEMM needs
+
+    What a GEMM needs is known from GPUs whose matrix units are fed in the same way: the larger
+    tiles of newer units move fewer operands. Without a 16-bit peak or a power limit in the
+    description the result is the mean of the references' fractions.
+
+    Args:
+        target: its peak, boost clock, power limit and architecture are read.
+        references: GPUs whose sustained fractions were measured.
+    """
+    share = _power_share(target)
+    if share is None:
+        return mean_over_families(references, _bf16_fraction)
+    asynchronous = target.architecture in ASYNCHRONOUS
+    alike = [gpu for gpu in references if (gpu.architecture in ASYNCHRONOUS) == asynchronous]
+
+    def need(gpu: Gpu) -> float:
+        reference_share = _power_share(gpu)
+        assert reference_share is not None, f"{gpu.name} is a reference without peak or tdp_w"
+        return _bf16_fraction(gpu) / reference_share
+
+    return min(_MOST_SUSTAINED, mean_over_families(alike or references, need) * share)
+
+
+def _bf16_fraction(gpu: Gpu) -> float:
+    return gpu.figures["bf16_sustained_fraction"].value
+
+
+def _power_share(gpu: Gpu) -> float | None:
+    """Return x of `sustained_fraction` for a GEMM that needs 1; None if a figure is missing."""
+    peak = next((gpu.figures[name].value for name in SIXTEEN_BIT if name in gpu.figures), None)
+    if peak is None or gpu.tdp_w is None:
+        return None
+    needed = _NODE_POWER.get(gpu.architecture, 1.0) * peak * (gpu.clock_hz / 1e9) ** 2
+    return float((gpu.tdp_w / needed) ** (1 / 3))

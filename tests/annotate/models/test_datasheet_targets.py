@@ -1,0 +1,64 @@
+"""Targets whose description has datasheet figures alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu, recost
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_model import widening
+from onerank.ir import Graph
+
+DATASHEET = """
+name = "H100 by its datasheet"
+vendor = "NVIDIA"
+architecture = "hopper"
+[sources]
+sheet = "NVIDIA H100 datasheet"
+[figures]
+sm_count = { value = 132, source = "sheet" }
+boost_clock_mhz = { value = 1830, source = "sheet" }
+memory_gb = { value = 80, source = "sheet" }
+memory_bandwidth_gb_per_s = { value = 3350, source = "sheet" }
+l2_mb = { value = 52.43, source = "sheet" }
+bf16_tensor_tflops = { value = 989, source = "sheet" }
+fp32_vector_tflops = { value = 67, source = "sheet" }
+tdp_w = { value = 700, source = "sheet" }
+"""
+
+
+@pytest.fixture
+def datasheet(tmp_path: Path) -> str:
+    path = tmp_path / "h100.toml"
+    path.write_text(DATASHEET, encoding="utf-8")
+    return str(path)
+
+
+def reach(graph: Graph) -> list[float]:
+    """Return ln(p90 / duration) of the compute nodes."""
+    nodes, compute = graph.nodes, graph.gpu_compute
+    return np.log(nodes.p90_ns[compute] / nodes.duration_ns[compute]).tolist()
+
+
+def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
+    graph = trace(mm(8192, 8192, 8192, ns=1_500_000), add(10**8, ns=700_000))
+    by_sheet, described = (recost(graph, target) for target in (datasheet, "H100"))
+    c, gpu = shipped(), load_gpu(datasheet)
+    gemm = c.datasheet_errors["gemm_same_die"]  # the trace is of an H200
+    assert reach(by_sheet) == pytest.approx(
+        [gemm.high * widening(gpu, c, "gemm_same_die"), c.datasheet_errors["memory"].high], rel=1e-3
+    )
+    assert all(a > b for a, b in zip(reach(by_sheet), reach(described), strict=True))
+    (note,) = [n for n in by_sheet.job.measurement.notes if "does not state" in n]
+    assert "launch_floor_ns" in note
+
+
+def test_the_estimates_are_near_the_measured_figures(datasheet):
+    gpu, measured = load_gpu(datasheet), load_gpu("H100")
+    for estimate, figure in (
+        (gpu.bandwidth_bytes_per_s, measured.bandwidth_bytes_per_s),
+        (gpu.tensor_flops_per_s("bfloat16"), measured.tensor_flops_per_s("bfloat16")),
+        (gpu.launch_floor_ns, measured.launch_floor_ns),
+    ):
+        assert estimate == pytest.approx(figure, rel=0.1)
