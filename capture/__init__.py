@@ -1,14 +1,19 @@
 """Run a script as one rank of a job and measure it.
 
-Importing this package imports torch, so commands import it late.
+The names below are imported on first use. The command line imports `onerank.capture.options` and
+`onerank.capture.validate` to check its options, and must not import torch for that.
 """
 
-from onerank.capture.capture_depths import capture_at_depths
-from onerank.capture.capture_ranks import CapturedRanks, capture_ranks
-from onerank.capture.options import Options
-from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
-from onerank.capture.profiling.window_plan import WindowPlan
-from onerank.capture.run import Capture, capture
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onerank.capture.capture_depths import capture_at_depths
+    from onerank.capture.capture_ranks import CapturedRanks, capture_ranks
+    from onerank.capture.options import Options
+    from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
+    from onerank.capture.profiling.window_plan import WindowPlan
+    from onerank.capture.run import Capture, capture
 
 __all__ = [
     "Capture",
@@ -21,3 +26,21 @@ __all__ = [
     "capture_ranks",
     "read_plan",
 ]
+
+_MODULES = {
+    "Capture": "run",
+    "CapturedRanks": "capture_ranks",
+    "Options": "options",
+    "ShardingPlan": "parallelize.tensor.plan_file",
+    "WindowPlan": "profiling.window_plan",
+    "capture": "run",
+    "capture_at_depths": "capture_depths",
+    "capture_ranks": "capture_ranks",
+    "read_plan": "parallelize.tensor.plan_file",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'onerank.capture' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"onerank.capture.{_MODULES[name]}"), name)

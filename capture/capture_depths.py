@@ -14,8 +14,8 @@ from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.capture.profiling.raw_traces import check_raw_dir, keep
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
+from onerank.capture.validate import check_layers
 from onerank.converters.expand.layers import extrapolate
-from onerank.ir.errors import DepthError
 
 
 def capture_at_depths(
@@ -44,7 +44,7 @@ def capture_at_depths(
         DepthError: the depths are not fit, or the model's layers cannot be extrapolated.
         CaptureError: the script cannot be captured as asked.
     """
-    _check(layers, options)
+    check_layers(layers, options)
     check_raw_dir(options.raw_dir)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
@@ -68,35 +68,3 @@ def capture_at_depths(
         if options.raw_dir is not None:
             keep(raw, options.raw_dir)
     return replace(deepest, graph=graph)
-
-
-def _check(layers: Sequence[int], options: Options) -> None:
-    asked = ",".join(map(str, layers))
-    if any(count < 1 for count in layers):
-        raise DepthError(
-            f"--capture-layers {asked}: a model has at least 1 layer", code="layers-below-one"
-        )
-    if sorted(set(layers)) != list(layers):
-        raise DepthError(
-            f"--capture-layers {asked}: expected ascending depths, each once",
-            code="layers-not-ascending",
-        )
-    if len(layers) < 2:
-        raise DepthError(
-            f"--capture-layers {asked}: one depth does not tell what a layer adds: name two, "
-            f"such as --capture-layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}",
-            code="layers-one-depth",
-        )
-    if options.real_job:
-        raise DepthError(
-            "--capture-layers with --record-real-job: real ranks train the model they have; "
-            "choose one",
-            code="layers-with-real-job",
-        )
-    if options.world.sizes.get("pp", 1) > 1:
-        raise DepthError(
-            f"--capture-layers {asked} with --pp {options.world.sizes['pp']}: a pipeline stage "
-            "has a part "
-            "of the layers already; capture the stage whole, or leave --pp out",
-            code="layers-with-pp",
-        )

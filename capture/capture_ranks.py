@@ -11,12 +11,11 @@ from onerank.capture.capture_depths import capture_at_depths
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.routing import MODEL
 from onerank.capture.parallelize.rank_classes import classes_along
-from onerank.capture.profiling.raw_traces import check_raw_dir, keep
+from onerank.capture.profiling.raw_traces import keep
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
-from onerank.capture.validate import uses_torch_distributed
+from onerank.capture.validate import check_ranks, uses_torch_distributed, validate_early
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError
 
@@ -61,12 +60,10 @@ def capture_ranks(
     Raises:
         CaptureError: a rank cannot be captured as asked, or which ranks are alike is not known.
     """
-    if not script.is_file():
-        raise CaptureError(f"{script}: no such script", code="script-missing")
+    validate_early(script, options, ranks=ranks, layers=layers, several=True)
     options = decide_torchrun(script, args, options, progress)
     itself = uses_torch_distributed(script, options)
-    _check(script, options, ranks, itself=itself)
-    check_raw_dir(options.raw_dir)
+    check_ranks(script, options, ranks, distributed=itself)
     pending = [0] if ranks is None else sorted(ranks)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
@@ -93,58 +90,6 @@ def capture_ranks(
     if itself:
         captures = _with_classes(captures, classes_along(options.world, pending))
     return _stand(captures, options.world)
-
-
-def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itself: bool) -> None:
-    world = options.world
-    if options.real_job:
-        raise CaptureError(
-            "--ranks with --record-real-job: every real rank is captured; leave --ranks out",
-            code="ranks-with-real-job",
-        )
-    if ranks is None:
-        if world.size == 1:
-            raise CaptureError(
-                "--ranks distinct: the world has 1 rank; name its axes (--tp, --pp, ...), or "
-                "leave --ranks out",
-                code="ranks-of-one",
-            )
-        if itself:
-            raise CaptureError(
-                f"--ranks distinct: {script} uses torch.distributed itself, so that it alone knows "
-                f"which ranks do the same work: {_named(world)}",
-                code="ranks-classes-unknown",
-            )
-        if world.ep > 1 and options.moe_routing == MODEL:
-            raise CaptureError(
-                f"--ranks distinct: --moe-routing {MODEL} leaves it to the model's router which "
-                "ranks receive how many tokens, so that it is not known which are alike: name the "
-                "ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE",
-                code="ranks-model-routing",
-            )
-        return
-    text = ",".join(map(str, ranks))
-    outside = [rank for rank in ranks if not 0 <= rank < world.size]
-    if outside:
-        raise CaptureError(
-            f"--ranks {text}: the world has {world}; expected 0 to {world.size - 1}, found "
-            f"{', '.join(map(str, outside))}",
-            code="ranks-out-of-range",
-        )
-    if len(set(ranks)) < len(ranks):
-        raise CaptureError(f"--ranks {text}: expected each rank once", code="ranks-repeated")
-
-
-def _named(world: World) -> str:
-    """Return what to ask for instead of `distinct`."""
-    stages = [world.first({"pp": stage}) for stage in range(world.sizes.get("pp", 1))]
-    if len(stages) > 1:
-        text = ",".join(map(str, stages))
-        return (
-            f"name one of each sort, such as --ranks {text}, the first rank of each stage where "
-            f"the script counts its ranks as {world} does, innermost first"
-        )
-    return "if all do, capture one (--rank 0); else name one of each sort, as --ranks 0,1"
 
 
 def _check_told(

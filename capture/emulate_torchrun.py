@@ -16,13 +16,12 @@ from onerank.capture.fake_world.block_spawn import block_launchers, spawn_in_pro
 from onerank.capture.fake_world.checkpoint.dcp import skip_checkpoints
 from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
-    ranks_per_node,
     report_node_gpus,
 )
 from onerank.capture.fake_world.object_collectives import Messages, RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
-from onerank.capture.options import Options
+from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import rebound
 from onerank.capture.profiling.window_plan import Progress

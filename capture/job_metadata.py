@@ -11,7 +11,7 @@ import torch
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.options import Options
-from onerank.capture.profiling.window_plan import Observed
+from onerank.capture.profiling.observations import Observed
 from onerank.capture.run_as_rank import RankRun
 from onerank.ir import Device, Job, Measurement, Pipeline, ProcessGroup, RankClass, World, axis_of
 

@@ -25,12 +25,14 @@ from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.runner import run_script
-from onerank.capture.validate import nothing_parallel_error, nothing_routed_error, validate
+from onerank.capture.validate import validate
+from onerank.ir.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -207,3 +209,51 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
         )
 
     return ModelSlicing(slice_one, options.sharding_plan.classes if options.sharding_plan else None)
+
+
+def nothing_parallel_error(
+    script: Path, options: Options, found: str, passed_over: nn.Module | None
+) -> CaptureError:
+    """Return the error of a script that did a first step, and a world of several ranks unused.
+
+    Args:
+        script: what ran.
+        options: what was asked for.
+        found: what was missed.
+        passed_over: the first model that was called and not sliced.
+    """
+    if options.torchrun:
+        why = (
+            "The script ran as torchrun would start it, and communicated nothing. To slice its "
+            "models instead, give --no-torchrun. Where there is no GPU, accelerate and the HF "
+            "Trainer communicate only when told to take the CPU: --use_cpu, or "
+            "ACCELERATE_USE_CPU=true"
+        )
+    elif passed_over is None:
+        why = (
+            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with "
+            "--sharding-plan FILE, a class of the script's own. If the script distributes itself, "
+            "give --torchrun"
+        )
+    elif options.sharding_plan is None:
+        why = without_plan(passed_over)
+    else:
+        why = (
+            f"The plan slices the class {' or '.join(options.sharding_plan.classes)}; the script "
+            "called "
+            f"a {type(passed_over).__name__}"
+        )
+    return CaptureError(
+        f"{script}: in its first steps in a world of {options.world} {found}. "
+        f"To capture it whole, leave the sizes out. {why}",
+        code="nothing-parallel",
+    )
+
+
+def nothing_routed_error(script: Path, options: Options) -> CaptureError:
+    """Return the error of a script whose tokens are to be routed, and none of whose models is."""
+    return CaptureError(
+        f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
+        f"(--tp, --ep), and in a world of {options.world} it sliced none of {script}: leave it out",
+        code="routing-unused",
+    )

@@ -1,61 +1,65 @@
-"""Validate a script against the options, before it runs and during its first steps."""
+"""Check the options of a capture against each other and against the script's text.
+
+The command line calls `validate_early` before it imports torch, so that a wrong option is reported
+within a second. This module and its imports name torch in annotations alone.
+"""
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
-from onerank.capture.fake_world.device_remap import ranks_per_node
-from onerank.capture.options import Options
-from onerank.capture.parallelize.tensor.plan_file import without_plan
+from onerank.capture.options import Options, ranks_per_node
+from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.profiling.raw_traces import check_raw_dir
-from onerank.ir.errors import CaptureError
+from onerank.ir import World
+from onerank.ir.errors import CaptureError, DepthError
 
 
-def local_imports(script: Path, root: Path) -> list[Path]:
-    """Return the files below `root` that a script imports, and that these import, and so on."""
-    found: list[Path] = [script]
-    for path in found:  # grows
-        for names, level in _imports(path):
-            place = path.resolve().parents[level - 1] if level else root
-            for end in range(1, len(names) + 1):
-                stem = place.joinpath(*names[:end])
-                for file in (stem.with_suffix(".py"), stem / "__init__.py"):
-                    if file.is_file() and file not in found and file != script.resolve():
-                        found.append(file)
-    return found[1:]
+def validate_early(
+    script: Path,
+    options: Options,
+    *,
+    ranks: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    several: bool = False,
+) -> None:
+    """Check all that can be checked before the script runs.
 
+    Args:
+        script: path of the script.
+        options: what to capture.
+        ranks: ranks to capture in turn; None for one of each class.
+        layers: depths to capture at and to extrapolate from; None for the script's own depth.
+        several: whether several ranks are captured.
 
-def _imports(path: Path) -> list[tuple[list[str], int]]:
-    """Return the dotted names that a file imports, and how many dots stand before each."""
-    try:
-        tree = ast.parse(path.read_text(errors="replace"))
-    except (SyntaxError, ValueError):  # told when it is run
-        return []
-    named: list[tuple[list[str], int]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            named += [(alias.name.split("."), 0) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = node.module.split(".") if node.module else []
-            named += [([*start, alias.name], node.level) for alias in node.names]
-    return named
-
-
-_DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
-
-_SETS_UP = re.compile(r"\b(init_process_group|init_device_mesh)\(")
+    Raises:
+        CaptureError: there is no such script, or options exclude each other, the world or it.
+        DepthError: the depths cannot be extrapolated from.
+    """
+    distributed = distributes_itself(script, options)
+    _check(script, options, distributed)
+    if several:
+        check_ranks(script, options, ranks, distributed=distributed)
+    if layers is not None:
+        check_layers(layers, options)
 
 
 def validate(script: Path, options: Options) -> bool:
-    """Check the options before any work; return whether the script distributes itself.
+    """Check the options; return whether the script distributes itself.
+
+    `options` went through `emulate_torchrun.decide_torchrun`.
 
     Raises:
-        CaptureError: there is no such script, or an option is not for it or for the world.
+        CaptureError: as `validate_early`.
     """
-    if not script.is_file():
-        raise CaptureError(f"{script}: no such script", code="script-missing")
+    distributed = uses_torch_distributed(script, options)
+    _check(script, options, distributed)
+    return distributed
+
+
+def _check(script: Path, options: Options, distributed: bool | None) -> None:
+    """Check the options; `distributed` is None while it is not known."""
     world = options.world
     if not 0 <= options.rank < world.size:
         raise CaptureError(
@@ -63,76 +67,192 @@ def validate(script: Path, options: Options) -> bool:
             code="rank-out-of-range",
         )
     check_raw_dir(options.raw_dir)
-    itself = uses_torch_distributed(script, options)
-    if options.torchrun and not itself:
+    parse_routing(options.moe_routing)
+    if options.torchrun and options.sharding_plan is not None:
         raise CaptureError(
-            "--torchrun runs a script as it is, and --sharding-plan slices its models: give one "
-            "of them",
+            "--torchrun runs a script unchanged, --sharding-plan slices its models: give one",
             code="torchrun-with-plan",
         )
-    if options.nproc_per_node is not None and (options.real_job or not itself):
-        why = (
-            "under --record-real-job it is"
-            if options.real_job
-            else f"{script.name} is none that it starts"
-        )
-        raise CaptureError(
-            f"--nproc-per-node {options.nproc_per_node} is what torchrun would be given, and "
-            f"{why}: "
-            "leave it out",
-            code="nproc-unused",
-        )
-    if options.true_local_rank and (options.real_job or not itself):
-        why = (
-            "under --record-real-job they have it"
-            if options.real_job
-            else f"{script.name} has none"
-        )
-        raise CaptureError(
-            f"--true-local-rank tells ranks that torchrun would start their LOCAL_RANK, and {why}: "
-            "leave it out",
-            code="local-rank-unused",
-        )
+    _check_launch(script, options, distributed)
     ranks_per_node(world.size, options.nproc_per_node)
-    if options.sequence_parallel and (itself or world.sizes.get("tp", 1) < 2):
-        raise CaptureError(
-            f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
-            if itself
-            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}",
-            code="sp-unused",
-        )
-    if options.cp_comm != "all_gather" and (itself or "cp" not in world.sizes):
-        raise CaptureError(
-            f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks of "
-            f"--cp, but {script.name} distributes itself"
-            if itself
-            else f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks "
-            f"of --cp, and the world has {world}",
-            code="cp-comm-unused",
-        )
-    if options.pp_layers and (itself or "pp" not in world.sizes):
-        why = f"{script.name} distributes itself" if itself else f"the world has {world}"
-        raise CaptureError(
-            f"--pp-layers says how many layers each stage of --pp has, and {why}: leave it out",
-            code="pp-layers-unused",
-        )
-    if itself and options.data_parallel is not None:
+    _check_slicing(script, options, distributed)
+    if distributed and options.data_parallel is not None:
         raise CaptureError(
             f"{script} creates process groups of its own, so it runs as it is, and --ddp, --fsdp "
             "and --zero are for scripts that do not\n"
             "  leave them out (--dp then gives the world's shape only), or give --no-torchrun",
             code="dp-strategy-unused",
         )
-    return itself
+
+
+def _check_launch(script: Path, options: Options, distributed: bool | None) -> None:
+    """Refuse what torchrun would be given for a script that it does not start here."""
+    if options.real_job:
+        why = "--record-real-job leaves this to the torchrun that launched the ranks"
+    elif distributed is False:
+        why = f"{script.name} does not distribute itself"
+    else:
+        return
+    if options.nproc_per_node is not None:
+        raise CaptureError(
+            f"--nproc-per-node {options.nproc_per_node} has no effect: {why}\n  leave it out",
+            code="nproc-unused",
+        )
+    if options.true_local_rank:
+        raise CaptureError(
+            f"--true-local-rank has no effect: {why}\n  leave it out", code="local-rank-unused"
+        )
+
+
+def _check_slicing(script: Path, options: Options, distributed: bool | None) -> None:
+    """Refuse settings of the slicer where nothing is sliced along their axis."""
+    sizes = options.world.sizes
+    settings = (
+        ("--sp", options.sequence_parallel, "tp", "sp-unused"),
+        (f"--cp-comm {options.cp_comm}", options.cp_comm != "all_gather", "cp", "cp-comm-unused"),
+        ("--pp-layers", bool(options.pp_layers), "pp", "pp-layers-unused"),
+    )
+    for option, given, axis, code in settings:
+        if not given:
+            continue
+        if distributed:
+            raise CaptureError(
+                f"{option} has no effect: {script.name} distributes itself and is not sliced\n"
+                "  leave it out, or give --no-torchrun",
+                code=code,
+            )
+        if sizes.get(axis, 1) < 2:
+            raise CaptureError(
+                f"{option} has no effect: the world has {options.world}\n"
+                f"  give --{axis} N with N above 1, or leave {option.split()[0]} out",
+                code=code,
+            )
+
+
+def check_ranks(
+    script: Path, options: Options, ranks: Sequence[int] | None, *, distributed: bool | None
+) -> None:
+    """Check the ranks to capture in turn; None selects one of each class of equivalent ranks.
+
+    Raises:
+        CaptureError: a rank is outside the world or repeated, or the classes are not known.
+    """
+    world = options.world
+    if options.real_job:
+        raise CaptureError(
+            "--ranks with --record-real-job: every real rank is captured; leave --ranks out",
+            code="ranks-with-real-job",
+        )
+    if ranks is None:
+        _check_distinct(script, options, distributed=distributed)
+        return
+    text = ",".join(map(str, ranks))
+    outside = [rank for rank in ranks if not 0 <= rank < world.size]
+    if outside:
+        raise CaptureError(
+            f"--ranks {text}: the world has {world}; expected 0 to {world.size - 1}, found "
+            f"{', '.join(map(str, outside))}",
+            code="ranks-out-of-range",
+        )
+    if len(set(ranks)) < len(ranks):
+        raise CaptureError(f"--ranks {text}: expected each rank once", code="ranks-repeated")
+
+
+def _check_distinct(script: Path, options: Options, *, distributed: bool | None) -> None:
+    """Check that the classes of equivalent ranks are known, for `--ranks distinct`."""
+    world = options.world
+    if world.size == 1:
+        raise CaptureError(
+            "--ranks distinct: the world has 1 rank; name its axes (--tp, --pp, ...), or "
+            "leave --ranks out",
+            code="ranks-of-one",
+        )
+    if distributed:
+        raise CaptureError(
+            f"--ranks distinct: {script} uses torch.distributed itself, so only the script "
+            f"determines which ranks do the same work: {_ranks_to_name(world)}",
+            code="ranks-classes-unknown",
+        )
+    if world.ep > 1 and options.moe_routing == MODEL:
+        raise CaptureError(
+            f"--ranks distinct: with --moe-routing {MODEL} the model's router decides which ranks "
+            "receive how many tokens, so equivalent ranks are not known\n"
+            "  name the ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE",
+            code="ranks-model-routing",
+        )
+
+
+def _ranks_to_name(world: World) -> str:
+    """Return what to give instead of `distinct`."""
+    stages = [world.first({"pp": stage}) for stage in range(world.sizes.get("pp", 1))]
+    if len(stages) > 1:
+        text = ",".join(map(str, stages))
+        return (
+            f"name one of each class, such as --ranks {text}, the first rank of each stage if the "
+            f"script numbers its ranks as {world}, innermost first"
+        )
+    return "if all do, capture one (--rank 0); else name one of each class, as --ranks 0,1"
+
+
+def check_layers(layers: Sequence[int], options: Options) -> None:
+    """Check the depths of `--capture-layers`.
+
+    Raises:
+        DepthError: they cannot be extrapolated from, or exclude another option.
+    """
+    text = ",".join(map(str, layers))
+    if any(count < 1 for count in layers):
+        raise DepthError(
+            f"--capture-layers {text}: a model has at least 1 layer", code="layers-below-one"
+        )
+    if sorted(set(layers)) != list(layers):
+        raise DepthError(
+            f"--capture-layers {text}: expected ascending depths, each once",
+            code="layers-not-ascending",
+        )
+    if len(layers) < 2:
+        raise DepthError(
+            f"--capture-layers {text}: one depth does not show what a layer adds: name two, "
+            f"such as --capture-layers {max(2, int(text or 2) // 2)},{max(4, int(text or 4))}",
+            code="layers-one-depth",
+        )
+    if options.real_job:
+        raise DepthError(
+            "--capture-layers with --record-real-job: real ranks train the model they have; "
+            "choose one",
+            code="layers-with-real-job",
+        )
+    if options.world.sizes.get("pp", 1) > 1:
+        raise DepthError(
+            f"--capture-layers {text} with --pp {options.world.sizes['pp']}: a pipeline stage "
+            "holds part of the layers already; capture the stage whole, or leave --pp out",
+            code="layers-with-pp",
+        )
+
+
+def distributes_itself(script: Path, options: Options) -> bool | None:
+    """Return whether the script distributes itself; None if only a run of it decides.
+
+    Raises:
+        CaptureError: there is no such script.
+    """
+    if not script.is_file():
+        raise CaptureError(f"{script}: no such script", code="script-missing")
+    if options.sharding_plan is not None or options.torchrun is not None:
+        return bool(options.torchrun)
+    if not names_torch_distributed(script, options):
+        return False
+    return True if options.real_job or options.world.size == 1 else None
 
 
 def uses_torch_distributed(script: Path, options: Options) -> bool:
-    """Return whether a script distributes itself, and no plan says what of it to slice."""
-    if options.sharding_plan is not None:
-        return False
-    if options.torchrun is not None:
-        return options.torchrun
-    return names_torch_distributed(script, options)
+    """Return whether the script distributes itself, by its text where no option decides."""
+    return distributes_itself(script, options) is not False
+
+
+_NAMES_DISTRIBUTED = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
+
+_CREATES_GROUPS = re.compile(r"\b(init_process_group|init_device_mesh)\(")
 
 
 def names_torch_distributed(script: Path, options: Options) -> bool:
@@ -140,56 +260,41 @@ def names_torch_distributed(script: Path, options: Options) -> bool:
 
     A script whose text names neither distributes itself only if --torchrun is given.
     """
-    if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
+    if _NAMES_DISTRIBUTED.search(script.read_text(errors="replace")):
         return True
     root = Path.cwd() if options.module else script.resolve().parent
-    own = local_imports(script, root)
-    return any(_SETS_UP.search(one.read_text(errors="replace")) for one in own)
-
-
-def nothing_parallel_error(
-    script: Path, options: Options, found: str, passed_over: nn.Module | None
-) -> CaptureError:
-    """Return the error of a script that did a first step, and a world of several ranks unused.
-
-    Args:
-        script: what ran.
-        options: what was asked for.
-        found: what was missed.
-        passed_over: the first model that was called and not sliced.
-    """
-    if options.torchrun:
-        why = (
-            "The script ran as torchrun would start it, and communicated nothing. To slice its "
-            "models instead, give --no-torchrun. Where there is no GPU, accelerate and the HF "
-            "Trainer communicate only when told to take the CPU: --use_cpu, or "
-            "ACCELERATE_USE_CPU=true"
-        )
-    elif passed_over is None:
-        why = (
-            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with "
-            "--sharding-plan FILE, a class of the script's own. If the script distributes itself, "
-            "give --torchrun"
-        )
-    elif options.sharding_plan is None:
-        why = without_plan(passed_over)
-    else:
-        why = (
-            f"The plan slices the class {' or '.join(options.sharding_plan.classes)}; the script "
-            "called "
-            f"a {type(passed_over).__name__}"
-        )
-    return CaptureError(
-        f"{script}: in its first steps in a world of {options.world} {found}. "
-        f"To capture it whole, leave the sizes out. {why}",
-        code="nothing-parallel",
+    # A local module may name torch.distributed for its types alone, so only a set-up counts there.
+    return any(
+        _CREATES_GROUPS.search(path.read_text(errors="replace"))
+        for path in local_imports(script, root)
     )
 
 
-def nothing_routed_error(script: Path, options: Options) -> CaptureError:
-    """Return the error of a script whose tokens are to be routed, and none of whose models is."""
-    return CaptureError(
-        f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
-        f"(--tp, --ep), and in a world of {options.world} it sliced none of {script}: leave it out",
-        code="routing-unused",
-    )
+def local_imports(script: Path, root: Path) -> list[Path]:
+    """Return the files below `root` that a script imports, directly or through one another."""
+    files = [script]
+    for path in files:  # grows
+        for names, level in _imports(path):
+            place = path.resolve().parents[level - 1] if level else root
+            for end in range(1, len(names) + 1):
+                stem = place.joinpath(*names[:end])
+                for file in (stem.with_suffix(".py"), stem / "__init__.py"):
+                    if file.is_file() and file not in files and file != script.resolve():
+                        files.append(file)
+    return files[1:]
+
+
+def _imports(path: Path) -> list[tuple[list[str], int]]:
+    """Return the dotted names that a file imports, and the number of dots before each."""
+    try:
+        tree = ast.parse(path.read_text(errors="replace"))
+    except (SyntaxError, ValueError):  # reported when Python runs it
+        return []
+    imports: list[tuple[list[str], int]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name.split("."), 0) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module.split(".") if node.module else []
+            imports += [([*start, alias.name], node.level) for alias in node.names]
+    return imports

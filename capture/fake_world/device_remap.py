@@ -20,36 +20,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import _init_utils
 
 from onerank.capture.patches import patched, rebound, resolve
-from onerank.ir.errors import CaptureError
-
-MOST_RANKS = 8
 
 _INDEX = "_get_device_index"
 
 _FSDP_UTILS = "torch.distributed.fsdp._init_utils"
 
 _fsdp: Any = _init_utils  # it has no public names and no types
-
-
-def ranks_per_node(size: int, requested: int | None) -> int:
-    """Return the number of ranks per node in a world of `size` ranks.
-
-    Args:
-        size: ranks of the world.
-        requested: ranks per node; None takes the largest divisor of `size` up to 8.
-
-    Raises:
-        CaptureError: `requested` does not divide `size`.
-    """
-    if requested is None:
-        return max(n for n in range(1, min(size, MOST_RANKS) + 1) if size % n == 0)
-    if size % requested:
-        raise CaptureError(
-            f"--nproc-per-node {requested} does not divide the world of {size} ranks: choose a "
-            f"divisor of {size}",
-            code="nodes-indivisible",
-        )
-    return requested
 
 
 @contextlib.contextmanager

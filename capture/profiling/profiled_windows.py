@@ -27,10 +27,10 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from onerank.capture.profiling.allocator_snapshots import recorded
 from onerank.capture.profiling.clock import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
+from onerank.capture.profiling.observations import Others, Watch, Window
 from onerank.capture.profiling.raw_traces import compress
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import Work, WorkOfSteps
-from onerank.capture.profiling.window_plan import Others, Watch, Window
 from onerank.converters.sources.kineto import STRUCTURE, UNCONTENDED, profile_name
 from onerank.converters.sources.kineto.read.execution_trace import PLACEHOLDERS
 

@@ -25,8 +25,8 @@ from onerank.capture.profiling.allocator_snapshots import (
     lingering_as,
     steps_recorded,
 )
+from onerank.capture.profiling.observations import Observed
 from onerank.capture.profiling.resident_tensors import holdings, sizes_of
-from onerank.capture.profiling.window_plan import Observed
 from onerank.converters.sources.kineto import History, history_name
 
 _NOTED_SHARE = 0.01

@@ -10,8 +10,9 @@ from onerank.capture.profiling.allocator_snapshots import StepsHistory
 from onerank.capture.profiling.clock import StepClock
 from onerank.capture.profiling.module_clock import ModuleClock
 from onerank.capture.profiling.nvml_sampler import SensorSampler
+from onerank.capture.profiling.observations import Watch, Window
 from onerank.capture.profiling.step_memory import Collector, StepMemory
-from onerank.capture.profiling.window_plan import HOST, TIMED, Watch, Window
+from onerank.capture.profiling.window_plan import HOST, TIMED
 
 SETTLED_SPREAD = 0.02
 MAX_WARM_UP_FACTOR = 4

@@ -22,19 +22,12 @@ from pathlib import Path
 import torch
 
 from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.observations import Observed, Others, Watch, Window
 from onerank.capture.profiling.profiled_windows import ProfiledWindows
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import WorkOfSteps, note_of, note_of_overflow
 from onerank.capture.profiling.unprofiled_windows import UnprofiledWindows
-from onerank.capture.profiling.window_plan import (
-    HOST,
-    Observed,
-    Others,
-    Progress,
-    Watch,
-    Window,
-    WindowPlan,
-)
+from onerank.capture.profiling.window_plan import HOST, Progress, WindowPlan
 from onerank.ir.errors import ScriptError
 
 _MOST_SKIPPED = 100

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -36,17 +37,39 @@ def test_a_script_without_transformers_is_captured_without_it(tmp_path, monkeypa
     assert [name for name in modules if name.startswith("transformers")] == []
 
 
-def test_an_unmet_option_is_refused_without_transformers(tmp_path):
+REFUSED = {
+    "--rank 3": "rank-out-of-range",
+    "--sp": "sp-unused",
+    "--cp-comm p2p": "cp-comm-unused",
+    "--pp-layers 1,2": "pp-layers-unused",
+    "--ep 3 --dp 2": "world-ep-indivisible",
+    "--ddp --fsdp": "dp-strategy-twice",
+    "--raw-dir .": "raw-directory-not-empty",
+    "--true-local-rank": "local-rank-unused",
+    "--torchrun --dp 4 --nproc-per-node 3": "nodes-indivisible",
+    "--moe-routing zipf:x": "routing-bad-exponent",
+    "--network missing.toml": "network-unreadable",
+    "--sharding-plan train.py": "plan-malformed",
+    "--tp 2 --ranks 0,9": "ranks-out-of-range",
+    "--ranks distinct": "ranks-of-one",
+    "--capture-layers 4,2": "layers-not-ascending",
+}
+
+
+def test_options_are_checked_before_torch_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     code = (
         "import sys\n"
         "from onerank.cli import capture\n"
-        f"try: capture(['run', {str(tmp_path / 'train.py')!r}, '--rank', '3', '-o', '/tmp/x.et'])\n"
-        "except SystemExit as end: print(end.code, 'transformers' in sys.modules)\n"
+        f"for options in {list(REFUSED)!r}:\n"
+        "    try: capture(['run', 'train.py', *options.split(), '-o', 'x.et'])\n"
+        "    except SystemExit as end: print(end.code, 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False"]
-    assert "error[rank-out-of-range]" in done.stderr
+    assert done.stdout.splitlines() == ["2 False"] * len(REFUSED)
+    codes = re.findall(r"^error\[([\w-]+)\]", done.stderr, re.MULTILINE)
+    assert codes == list(REFUSED.values())
 
 
 def test_a_context_is_entered_when_its_module_is_imported(tmp_path, monkeypatch):

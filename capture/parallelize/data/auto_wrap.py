@@ -15,7 +15,7 @@ plain tensors, writes this rank's shards, as `torch.save` does: the other shards
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
+from onerank.capture.parallelize.data.data_groups import DataParallelStrategy, Groups
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel, refuse_double_backward
 from onerank.capture.parallelize.data.grad_accumulation import AccumulationRounds
@@ -41,8 +41,7 @@ from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
 from onerank.capture.patches import live, rebound
 from onerank.capture.script.step_hooks import after_backward
-from onerank.ir import World
-from onerank.ir.errors import CaptureError, OneRankError, SliceError
+from onerank.ir.errors import OneRankError, SliceError
 
 
 @contextlib.contextmanager
@@ -117,47 +116,6 @@ def refuse_model(module: nn.Module) -> None:
                 f"  {_RUN_AS_IT_IS}",
                 code="dp-already-dtensor",
             )
-
-
-DataParallelStrategy = Literal["ddp", "zero1", "zero2", "fsdp"]
-
-
-def strategy_of(
-    world: World, *, ddp: bool, fsdp: bool, zero: int | None
-) -> DataParallelStrategy | None:
-    """Return the strategy that the options select; None if they select none.
-
-    Raises:
-        CaptureError: the options exclude each other, or the world has no data-parallel ranks.
-    """
-    selected = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
-    if zero is not None:
-        selected.append(f"--zero {zero}")
-    if len(selected) > 1:
-        raise CaptureError(
-            f"{' and '.join(selected)}: each selects how gradients and states are sharded; give "
-            "one (--fsdp is --zero 3)",
-            code="dp-strategy-twice",
-        )
-    if zero not in (None, 1, 2, 3):
-        raise CaptureError(
-            f"--zero {zero}: expected 1 (optimizer states sharded), 2 (and gradients) or "
-            "3 (and parameters, the same as --fsdp)",
-            code="dp-zero-stage",
-        )
-    if selected and len(data_ranks(world, 0)) == 1:
-        raise CaptureError(
-            f"{selected[0]} needs more than one data-parallel rank; the world has {world}\n"
-            "  give --dp D with D above 1",
-            code="dp-size-missing",
-        )
-    if ddp:
-        return "ddp"
-    if fsdp or zero == 3:
-        return "fsdp"
-    if zero == 1:
-        return "zero1"
-    return "zero2" if zero == 2 else None
 
 
 class TrainedModel(Protocol):

@@ -12,13 +12,14 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from onerank.ir.errors import CaptureError, FormatError, SliceError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BALANCED = "balanced"
 MODEL = "model"  # the model's own router decides
@@ -133,12 +134,14 @@ def parse_routing(text: str) -> Routing | None:
     return Routing(text, table=_table(path))
 
 
-def chosen_experts(counts: list[int], top_k: int) -> Tensor:
+def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     """Return expert indices [tokens, top_k], int64, in which expert e occurs counts[e] times.
 
     The experts of a token differ. Tokens, and each token's top-k slots, are shuffled from a fixed
     seed; the global generators stay untouched.
     """
+    import torch  # late: the command line parses --moe-routing without torch
+
     tokens = sum(counts) // top_k
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     # Token t takes the entries t, t + tokens, ...: an expert fills at most `tokens` consecutive
@@ -157,7 +160,7 @@ class StaticRouting:
         self._routing = routing
         self._indices: dict[Any, Tensor] = {}
 
-    def indices(self, layer: int, experts: int, chosen: Tensor) -> Tensor:
+    def indices(self, layer: int, experts: int, chosen: "Tensor") -> "Tensor":
         """Return indices in place of those `chosen` by a router; both are [tokens, top_k].
 
         Layers with the same distribution share one tensor.

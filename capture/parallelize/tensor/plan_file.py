@@ -31,14 +31,15 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import torch
-from torch import nn
 
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.ir.errors import SliceError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PLAN_STYLES = {
     "colwise": "output features sliced",
@@ -99,7 +100,7 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Names of the model classes that the plan applies to."""
         return (self.model,) if isinstance(self.model, str) else self.model
 
-    def rules_of(self, model: nn.Module) -> dict[str, ModuleRule]:
+    def rules_of(self, model: "nn.Module") -> dict[str, ModuleRule]:
         """Return module name -> rule for every module the plan matches.
 
         Raises:
@@ -180,14 +181,14 @@ def _shipped() -> dict[str, ShardingPlan]:
     return {name: plan for plan in plans for name in plan.classes}
 
 
-def shipped_plan(model: nn.Module) -> ShardingPlan | None:
+def shipped_plan(model: "nn.Module") -> ShardingPlan | None:
     """Return the plan shipped with onerank for a transformers model that has no plan."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
         return None
     return _shipped().get(type(model).__name__)
 
 
-def rules_for(model: nn.Module, plan: ShardingPlan | None) -> dict[str, ModuleRule]:
+def rules_for(model: "nn.Module", plan: ShardingPlan | None) -> dict[str, ModuleRule]:
     """Return module name -> rule from a plan or the plan shipped for the model; {} without both.
 
     A plan that slices nothing adds its rules to the shipped plan's.
@@ -208,7 +209,7 @@ def rules_for(model: nn.Module, plan: ShardingPlan | None) -> dict[str, ModuleRu
     return rules
 
 
-def without_plan(model: nn.Module) -> str:
+def without_plan(model: "nn.Module") -> str:
     """Return the error message for a model without a plan, with a skeleton plan to fill in."""
     kind = type(model).__name__
     return (
@@ -219,14 +220,14 @@ def without_plan(model: nn.Module) -> str:
     )
 
 
-def whole_plan(model: nn.Module, names: Iterable[str]) -> str:
+def whole_plan(model: "nn.Module", names: Iterable[str]) -> str:
     """Return, as text, a plan that keeps modules whole and adds to the model's own plan."""
     patterns = dict.fromkeys(_pattern(name) for name in names)
     lines = [f'{pattern} = {{ style = "{KEPT_WHOLE[0]}" }}' for pattern in patterns]
     return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *lines])
 
 
-def skeleton(model: nn.Module) -> str:
+def skeleton(model: "nn.Module") -> str:
     """Return a plan of `model` with the styles left to fill in, as text."""
     lines: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -248,7 +249,9 @@ def _pattern(name: str) -> str:
     return '"' + re.sub(r"\.\d+(?=\.|$)", ".*", name) + '"'
 
 
-def _shape(module: nn.Module) -> str | None:
+def _shape(module: "nn.Module") -> str | None:
+    from torch import nn  # late: the command line reads a plan file without torch
+
     if isinstance(module, nn.Embedding):
         return f"Embedding {module.num_embeddings} x {module.embedding_dim}"
     if isinstance(module, nn.Linear):
@@ -258,12 +261,14 @@ def _shape(module: nn.Module) -> str | None:
     return None
 
 
-def _counts(module: nn.Module) -> str:
+def _counts(module: "nn.Module") -> str:
     return ", ".join(f"{key} = {value}" for key, value in _whole_numbers(module))
 
 
 def _whole_numbers(module: Any) -> Iterator[tuple[str, int]]:
+    from torch import SymInt  # late, as above
+
     for key, value in vars(module).items():
-        plain = isinstance(value, int) and not isinstance(value, bool | torch.SymInt)
+        plain = isinstance(value, int) and not isinstance(value, bool | SymInt)
         if plain and value > 1 and not key.startswith("_"):
             yield key, value

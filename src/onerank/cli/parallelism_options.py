@@ -233,9 +233,11 @@ class ParallelismOptions:
             UsageError: a text is not what its option takes.
             CaptureError: the sizes do not go together, or a file cannot be read.
         """
-        from onerank.capture import Options, read_plan
+        # None of these imports torch, so that a wrong option is reported at once.
         from onerank.capture.collective_kernels import collective_emulation
-        from onerank.capture.parallelize.data.auto_wrap import strategy_of
+        from onerank.capture.options import Options
+        from onerank.capture.parallelize.data.data_groups import strategy_of
+        from onerank.capture.parallelize.tensor.plan_file import read_plan
         from onerank.ir import World
 
         dp = self.dp or self.ep // math.gcd(self.ep, self.cp)

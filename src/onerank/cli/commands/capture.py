@@ -185,15 +185,13 @@ def run(
     raw_dir = how.raw_dir
     keep_inputs(output, script, job.sharding_plan)
     _check_exclusive(job, how)
-    with loading_capture():
-        from onerank.capture import WindowPlan, capture_at_depths, capture_ranks
-        from onerank.capture import capture as capture_script
-        from onerank.capture.isolation import forked_processes
-
     real_rank = _launched_rank() if how.record_real_job else None
     if real_rank is not None:
         output = output.with_suffix(f".{real_rank}{output.suffix}")
         raw_dir = raw_dir and raw_dir.with_name(f"{raw_dir.name}.{real_rank}")
+    from onerank.capture.profiling.window_plan import WindowPlan
+    from onerank.capture.validate import validate_early
+
     windows = WindowPlan(
         warm_up=how.warm_up,
         pure=how.timed_steps,
@@ -203,9 +201,16 @@ def run(
     )
     options = job.options(windows, module=module, raw_dir=raw_dir, real_rank=real_rank)
     layers = how.capture_layers
+    chosen = None if isinstance(how.ranks, str) else how.ranks
+    validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
+    with loading_capture():
+        from onerank.capture.capture_depths import capture_at_depths
+        from onerank.capture.capture_ranks import capture_ranks
+        from onerank.capture.isolation import forked_processes
+        from onerank.capture.run import capture as capture_script
+
     script_output = stdout_to_stderr if as_json else contextlib.nullcontext
     if how.ranks is not None:
-        chosen = None if isinstance(how.ranks, str) else how.ranks
         with script_output(), forked_processes() as run_process:
             several = capture_ranks(
                 *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
@@ -318,11 +323,14 @@ def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json
 
     Exit code 1: something differs by more than the tolerance.
     """
-    with loading_capture():
-        from onerank.capture import WindowPlan
-        from onerank.capture.verify.numerics import verify as verify_script
+    from onerank.capture.profiling.window_plan import WindowPlan
+    from onerank.capture.validate import validate_early
+
     script, module = job.located(script)
     options = job.options(WindowPlan(warm_up=1, pure=1, repeat=1), module=module)
+    validate_early(script, options)
+    with loading_capture():
+        from onerank.capture.verify.numerics import verify as verify_script
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         found = verify_script(script, args, options, progress)
     if as_json:

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from data_parallel_job import ADAM, MODEL, SGD, TRAIN, run_text
 
-from onerank.capture.parallelize.data.auto_wrap import strategy_of
+from onerank.capture.parallelize.data.data_groups import strategy_of
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 

@@ -1,0 +1,90 @@
+"""What the windows of a capture share: their plan, the other ranks, and their observations."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.resident_tensors import Held
+from onerank.capture.profiling.window_plan import Progress, WindowPlan
+from onerank.ir import ScopeTime, Sensors
+
+Window = Generator[None, bool, None]
+
+"""Yields once per step of the script; is sent whether the step was skipped."""
+
+
+@dataclass
+class Observed:
+    """Observations of the windows that are not in their traces.
+
+    Attributes:
+        on_gpu: whether the script's first step allocated GPU memory.
+        step_ns: duration of each pure step.
+        host_step_ns: host time of each step that began with an idle GPU.
+        timed_step_ns: duration of each step whose modules were timed.
+        scopes: times of layers and sub-modules.
+        sensors: GPU sensors during the pure steps; None if none could be read.
+        profiled_step_ns: duration of each profiled step.
+        profiled_host_ns: host time of each profiled step.
+        start_memory_bytes: memory allocated at the begin of each profiled step.
+        peak_memory_bytes: peak memory of each profiled step; 0 on a CPU.
+        resident_bytes: storages resident at the begin of the last profiled step, by class.
+        resident_pools: allocator pool of each of these storages.
+        notes: sentences that are stored with the trace.
+    """
+
+    on_gpu: bool = False
+    step_ns: tuple[int, ...] = ()
+    host_step_ns: list[int] = field(default_factory=list[int])
+    timed_step_ns: tuple[int, ...] = ()
+    scopes: tuple[ScopeTime, ...] = ()
+    sensors: Sensors | None = None
+    profiled_step_ns: list[int] = field(default_factory=list[int])
+    profiled_host_ns: list[int] = field(default_factory=list[int])
+    start_memory_bytes: list[int] = field(default_factory=list[int])
+    peak_memory_bytes: list[int] = field(default_factory=list[int])
+    resident_bytes: Held = field(default_factory=Held)
+    resident_pools: Held = field(default_factory=Held)
+    notes: list[str] = field(default_factory=list[str])
+
+
+class Others(Protocol):
+    """The other ranks of the job: emulated, or real processes."""
+
+    @property
+    def paced(self) -> bool:
+        """Whether emulated collectives occupy the GPU for a network's time."""
+        ...
+
+    @paced.setter
+    def paced(self, on: bool) -> None: ...
+
+    @property
+    def communicated(self) -> int:
+        """Number of communication calls so far; 0 if they are not counted."""
+        ...
+
+    def rendezvous(self) -> bool:
+        """Wait until every real rank has called this; return whether all did."""
+        ...
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The shared state of one capture's windows.
+
+    Attributes:
+        plan: number of steps of each window.
+        directory: receives their traces.
+        modules: modules of the script.
+        progress: called with a short description of each step.
+        observed: receives their observations.
+    """
+
+    plan: WindowPlan
+    directory: Path
+    modules: Modules
+    progress: Progress
+    observed: Observed
