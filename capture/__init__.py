@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from onerank.capture.capture_depths import capture_at_depths
-    from onerank.capture.capture_ranks import CapturedRanks, capture_ranks
     from onerank.capture.options import Options
     from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
     from onerank.capture.profiling.window_plan import WindowPlan
     from onerank.capture.run import Capture, capture
+    from onerank.capture.several_ranks import CapturedRanks, capture_ranks
 
 __all__ = [
     "Capture",
@@ -29,13 +29,13 @@ __all__ = [
 
 _MODULES = {
     "Capture": "run",
-    "CapturedRanks": "capture_ranks",
+    "CapturedRanks": "several_ranks",
     "Options": "options",
     "ShardingPlan": "parallelize.tensor.plan_file",
     "WindowPlan": "profiling.window_plan",
     "capture": "run",
     "capture_at_depths": "capture_depths",
-    "capture_ranks": "capture_ranks",
+    "capture_ranks": "several_ranks",
     "read_plan": "parallelize.tensor.plan_file",
 }
 

@@ -205,9 +205,9 @@ def run(
     validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
     with loading_capture():
         from onerank.capture.capture_depths import capture_at_depths
-        from onerank.capture.capture_ranks import capture_ranks
         from onerank.capture.isolation import forked_processes
         from onerank.capture.run import capture as capture_script
+        from onerank.capture.several_ranks import capture_ranks
 
     script_output = stdout_to_stderr if as_json else contextlib.nullcontext
     if how.ranks is not None:
