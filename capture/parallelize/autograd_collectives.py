@@ -75,6 +75,22 @@ class SplitToGroup(torch.autograd.Function):
         return _gather(grads[0], ctx.group), None
 
 
+class AllGatherLastDim(torch.autograd.Function):
+    """All-gather along the last dimension forward; reduce-scatter of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        shards = torch.cat(grads[0].chunk(ctx.group.size(), dim=-1))
+        grad = shards.new_empty((grads[0].shape[0], *shards.shape[1:]))
+        reduce_scatter(grad, shards, group=ctx.group)
+        return grad, None
+
+
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a tensor-parallel region with a replicated tensor of any shape."""
     result: Tensor = CopyToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
@@ -96,6 +112,12 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def split_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a tensor-parallel region with a replicated tensor [..., n]; return [..., n / size]."""
     result: Tensor = SplitToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def all_gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather shards [..., n / size] that ranks go on to use differently; return [..., n]."""
+    result: Tensor = AllGatherLastDim.apply(x, group)  # pyright: ignore[reportAssignmentType]
     return result
 
 

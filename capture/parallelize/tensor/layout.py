@@ -51,6 +51,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
 )
 from onerank.capture.parallelize.tensor.plan_file import KEPT_WHOLE, ModuleRule, without_plan
 from onerank.capture.parallelize.tensor.sequence_parallel import LayerInput
+from onerank.capture.parallelize.tensor.shared_heads import SharedHeads, shared_heads
 from onerank.ir.errors import SliceError
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -195,6 +196,7 @@ class Layout:
         boundaries: boundary of each block with column-parallel layers.
         layer_inputs: gathers the input of each layer that no block's boundary covers.
         adapted: layers with low-rank adapters.
+        shared_heads: projections whose heads several ranks share.
     """
 
     styles: Mapping[str, str]
@@ -203,6 +205,13 @@ class Layout:
     boundaries: Mapping[str, BlockBoundary]
     layer_inputs: Mapping[str, LatentSequence | LayerInput]
     adapted: Mapping[str, LoraLinear]
+    shared_heads: Mapping[str, SharedHeads]
+
+    @property
+    def ranks_per_head(self) -> dict[str, int]:
+        """Ranks that share a key-value head, of each attention with fewer of them than ranks."""
+        shared = self.shared_heads
+        return {parent_of(name): heads.ranks_per_head for name, heads in shared.items()}
 
     @property
     def cuts(self) -> list[str]:
@@ -245,7 +254,8 @@ def layout_of(
     stack = _stack(model, styles, head, tp_style) if sequence else None
     boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     layer_inputs = _layer_inputs(model, styles, group) if stack else {}
-    return Layout(styles, head, stack, boundaries, layer_inputs, adapters)
+    shared = shared_heads(model, styles, rules, adapters, group=group, tp_style=tp_style)
+    return Layout(styles, head, stack, boundaries, layer_inputs, adapters, shared)
 
 
 def _styles(

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from onerank.capture.parallelize.autograd_collectives import (
     copy_to_group,
-    gather_from_group,
     reduce_from_group,
     split_to_group,
 )
@@ -37,8 +36,8 @@ def column_linear(
     group: dist.ProcessGroup,
     *,
     copy: bool,
-    gathers: Callable[[], bool] = lambda: False,
     linear: Linear = nn.functional.linear,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Make a linear layer column-parallel: [..., in] -> [..., out / size].
 
@@ -47,14 +46,14 @@ def column_linear(
         group: the tensor-parallel group.
         copy: whether this layer is itself the boundary, so that it all-reduces the gradient of
             its input; else an enclosing block does.
-        gathers: returns whether this call gathers the output to [..., out].
         linear: multiplies the input by the weight.
+        finish: maps this rank's output features to the layer's output; None returns them.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         x = copy_to_group(input, group) if copy else input
         y = linear(x, matrix_of(self), self.bias)
-        return gather_from_group(y, group) if gathers() else y
+        return y if finish is None else finish(y)
 
     replace_forward(module, forward)
 

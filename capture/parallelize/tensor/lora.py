@@ -17,7 +17,11 @@ from onerank.capture.parallelize.autograd_collectives import copy_to_group, redu
 from onerank.capture.parallelize.hugging_face import Conv1D
 from onerank.capture.parallelize.tensor.linear import matrix_of, replace_forward
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
-from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_module
+from onerank.capture.parallelize.tensor.shard_parameters import (
+    cut_blocks,
+    cut_module,
+    reorder_rows,
+)
 from onerank.ir.errors import SliceError
 
 _PEFT = ("lora_A", "lora_B")  # its LoraLayer's names (peft/tuners/lora/layer.py)
@@ -69,10 +73,28 @@ class LoraLinear:
         return [f"{self.name}.{key}" for key, _ in self.module.named_modules() if key]
 
     def cut_column(
-        self, group: dist.ProcessGroup, cut: set[int], blocks: Sequence[int], *, copy: bool
+        self,
+        group: dist.ProcessGroup,
+        cut: set[int],
+        blocks: Sequence[int],
+        *,
+        copy: bool,
+        row_order: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Keep this rank's output features; `copy` places the boundary at this layer."""
+        """Keep this rank's output features.
+
+        Args:
+            group: the tensor-parallel group.
+            cut: as for `cut_module`.
+            blocks: as for `cut_module`.
+            copy: whether this layer is the boundary.
+            row_order: order of the whole layer's output features before the cut; None keeps it.
+            finish: maps this rank's output features to the layer's output; None returns them.
+        """
         rows = matrix_of(self.base).shape[0]
+        reorder_rows(self.base.parameters(recurse=False), row_order)
+        reorder_rows((up.owner.get_parameter(up.key) for up in self.ups), row_order)
         self._cut_base(group, cut, output=True, blocks=blocks)
         for up in self.ups:
             up.cut(f"{self.name}'s B", group, blocks or (rows,))
@@ -80,6 +102,8 @@ class LoraLinear:
             sum_gradients(down.owner, group, [down.key])
         if copy:
             self.module.register_forward_pre_hook(_copying(group))
+        if finish is not None:
+            self.module.register_forward_hook(lambda _, __, output: finish(output))
 
     def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
         """Keep this rank's input features; sum the layer's output over the group."""

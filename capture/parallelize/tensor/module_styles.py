@@ -64,30 +64,58 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     return styles
 
 
+_DIVIDED = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key-value heads",
+    "intermediate_size": "intermediate features",
+    "vocab_size": "vocabulary entries",
+}
+
+
 def check_sizes(model: PreTrainedModel, size: int) -> None:
-    """Refuse a tensor-parallel size that does not divide heads, features and vocabulary."""
+    """Refuse a tensor-parallel size that does not divide heads, features and vocabulary.
+
+    A multiple of the number of key-value heads is supported: ranks share them (`shared_heads`).
+    """
     config = model.config.get_text_config()
-    for attribute, label in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key-value heads"),
-        ("intermediate_size", "intermediate features"),
-        ("vocab_size", "vocabulary entries"),
-    ):
-        for value in of_layers(config, attribute):
-            if not isinstance(value, int) or value % size == 0:
-                continue
+    counts = [
+        (attribute, value)
+        for attribute in _DIVIDED
+        for value in of_layers(config, attribute)
+        if isinstance(value, int) and value > 0
+    ]
+    for attribute, value in counts:
+        if _fits(attribute, value, size):
+            continue
+        remainder = f"{value} = {size} x {value // size} + {value % size}"
+        if attribute == "vocab_size":
             padded = -(-value // (128 * size)) * 128 * size
-            raise SliceError(
-                f"--tp {size} must divide the model's {value} {label} "
-                f"({value} = {size} x {value // size} + {value % size})"
-                + (
-                    ": pad them as Megatron-LM does, to a multiple of 128 a rank: "
-                    f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
-                    if attribute == "vocab_size"
-                    else ""
-                ),
-                code="tp-indivisible-heads",
+            remedy = (
+                "pad them as Megatron-LM does, to a multiple of 128 a rank: "
+                f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
             )
+        else:
+            sizes = [n for n in range(1, _LARGEST + 1) if all(_fits(*count, n) for count in counts)]
+            remedy = f"sizes that fit the model: --tp {', '.join(map(str, sizes))}"
+        or_multiple = " or be a multiple of" if attribute == "num_key_value_heads" else ""
+        raise SliceError(
+            f"--tp {size} must divide{or_multiple} the model's {value} {_DIVIDED[attribute]} "
+            f"({remainder})\n  {remedy}",
+            code="tp-indivisible-heads",
+        )
+
+
+_LARGEST = 128  # largest size that an error suggests
+
+
+def _fits(attribute: str, count: int, size: int) -> bool:
+    shares = attribute == "num_key_value_heads" and size % count == 0
+    return count % size == 0 or shares
+
+
+def divisors_of(count: int) -> str:
+    """Return the sizes that divide a number, as text for an error."""
+    return ", ".join(str(n) for n in range(1, _LARGEST + 1) if count % n == 0)
 
 
 def of_layers(config: Any, attribute: str) -> list[Any]:
@@ -165,7 +193,7 @@ def without_gathers(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
         partner, fused = _FUSED[leaf]
         if styles.get(f"{block}.{partner}") not in SPLIT:
             continue
-        if fused != "fused_qkv" or _qkv_widths(model.get_submodule(block)):
+        if fused != "fused_qkv" or qkv_widths(model.get_submodule(block)):
             result[name], result[f"{block}.{partner}"] = fused, ROW[0]
     return result
 
@@ -182,7 +210,7 @@ def blocks_of(
 ) -> Sequence[int]:
     """Return the output features of each fused part of a column-parallel layer."""
     if style == "fused_qkv":
-        return _qkv_widths(model.get_submodule(parent_of(name)))
+        return qkv_widths(model.get_submodule(parent_of(name)))
     features = matrix_of(linear).shape[0]
     if style == "packed_colwise":
         return (features // 2, features - features // 2)
@@ -202,7 +230,7 @@ def parts_of(
     return [features // sum(proportions) * part for part in proportions]
 
 
-def _qkv_widths(attention: Any) -> list[int]:
+def qkv_widths(attention: Any) -> list[int]:
     """Return the rows of q, k and v in a fused projection laid out as Phi3's, else nothing."""
     heads = getattr(getattr(attention, "config", None), "num_attention_heads", None)
     pairs, width = (getattr(attention, key, None) for key in ("num_key_value_heads", "head_dim"))

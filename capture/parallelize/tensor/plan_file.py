@@ -12,6 +12,9 @@ A plan is a TOML file. onerank ships some under `plans/`; a user passes the path
 
 - `parts`: of a fused layer, the number of equal parts (3: q, k and v) or their proportions ([4, 1,
   1]: four times as many query heads as key-value heads). For a row-parallel layer, of its input.
+  "grouped": for each key-value head its query heads, its key and its value together.
+- `kv_heads`: of a layer that computes keys or values, the attribute of its parent that counts the
+  key-value heads, named in the parent's `divide` too. `--tp` may then be a multiple of it.
 - `divide`: attributes of the module that count what is sliced.
 - `multiple`: each rank's share is a multiple of this number.
 - `narrow_input`: for a module that reads its width from its input's shape. It sees a slice of the
@@ -31,7 +34,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -56,6 +59,8 @@ PLAN_STYLES = {
 
 KEPT_WHOLE = ("replicated", "replicated_with_grad_allreduce")
 
+GROUPED = "grouped"
+
 _SHIPPED = Path(__file__).with_name("plans")
 
 _SKELETON_LINES = 40
@@ -65,7 +70,8 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to slice the modules that a pattern matches; fields as in this file's docstring."""
 
     style: str = ""
-    parts: int | tuple[int, ...] = 1
+    parts: int | tuple[int, ...] | Literal["grouped"] = 1
+    kv_heads: str = ""
     divide: tuple[str, ...] = ()
     multiple: int = 1
     head_bias: tuple[str, ...] = ()
@@ -81,6 +87,8 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def proportions(self) -> tuple[int, ...]:
         """Proportions of a fused layer's parts."""
+        if self.parts == GROUPED:
+            return (1,)  # groups follow each other, so a rank's share is contiguous
         return (1,) * self.parts if isinstance(self.parts, int) else self.parts
 
 
@@ -132,6 +140,14 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         f"{_counts(module) or 'none'}",
                         code="plan-unknown-attribute",
                     )
+        for name, rule in rules.items():
+            block = name.rpartition(".")[0]
+            if rule.kv_heads and rule.kv_heads not in rules.get(block, ModuleRule()).divide:
+                raise SliceError(
+                    f"the plan gives {rule.kv_heads} as kv_heads of {name}, but does not divide\n  "
+                    f"name it in divide of {block or 'its parent'}, after the query heads",
+                    code="plan-kv-heads",
+                )
         needed = [pattern for pattern, rule in self.modules.items() if not rule.optional]
         if missing := [pattern for pattern in needed if pattern not in matched]:
             raise SliceError(

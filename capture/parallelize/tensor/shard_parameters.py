@@ -1,7 +1,7 @@
 """Shard a module's parameters in place, and map a slice's elements to the whole model."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,12 @@ def cut_blocks(
         parameter.grad = None
 
 
+def reorder_rows(parameters: Iterable[nn.Parameter], order: Tensor | None) -> None:
+    """Reorder the first dimension of whole parameters; None keeps the order."""
+    for parameter in parameters if order is not None else ():
+        parameter.data = parameter.data[order.to(parameter.device)]
+
+
 def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Cut a module's heads parameters, whose first dimension are heads."""
     for key, parameter in module.named_parameters(recurse=False):
@@ -199,5 +205,5 @@ def keep_heads(attention: Any, size: int) -> None:
     """Divide the head counts by which an attention module splits q, k and v."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= size
-    attention.config.num_key_value_heads //= size
-    attention.num_key_value_heads //= size
+    heads = max(1, attention.num_key_value_heads // size)  # one where ranks share it
+    attention.config.num_key_value_heads = attention.num_key_value_heads = heads

@@ -12,15 +12,20 @@ with onerank, or the user's plan file. The style says where collectives stand:
 Both styles gather where a plan requires it (OLMo2 normalises queries over all heads).
 """
 
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
+from onerank.capture.parallelize.autograd_collectives import (
+    gather_from_group,
+    reduce_from_group,
+    split_to_group,
+)
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.tensor.layer_stack import (
@@ -65,8 +70,10 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_module,
     divide_attributes,
     keep_heads,
+    reorder_rows,
     slice_head_bias,
 )
+from onerank.capture.parallelize.tensor.shared_heads import apply_row_of_head, count_one_head
 from onerank.capture.parallelize.tensor.vocab_parallel import (
     computes_loss_in_forward,
     cross_entropy_head,
@@ -133,7 +140,11 @@ def slice_model(
     for name, boundary in layout.boundaries.items():
         boundary.place_before(model.get_submodule(name))
     for name, rule in rules.items():
-        _divide_heads(model.get_submodule(name), name, rule, group)
+        heads = (child for child in layout.shared_heads if parent_of(child) == name)
+        shared = {rules[child].kv_heads for child in heads if child in rules}
+        _divide_heads(model.get_submodule(name), name, rule, group, shared)
+    for name, ranks in layout.ranks_per_head.items():
+        count_one_head(model.get_submodule(name), ranks)
     return Sliced(
         dict(Counter(s for s in layout.styles.values() if s not in WHOLE)),
         sum(whole.values()),
@@ -209,11 +220,19 @@ class _Slicing:
         elif style in IDENTITY:
             module.register_forward_hook(_dividing(self._group))
         elif style in HEADS:
-            cut_heads(module, name, self._group)
+            self._cut_heads(module, name)
         elif style in SPLIT_OUTPUT:
             module.register_forward_hook(_splitting(self._group))
         elif style in LATENT and self._stack is None:
             sum_rotary(module, rotary_width(self._model, parent_of(name)), self._group)
+
+    def _cut_heads(self, module: nn.Module, name: str) -> None:
+        ranks = self._layout.ranks_per_head.get(parent_of(name))
+        shapes = {parameter.shape[0] for parameter in module.parameters(recurse=False)}
+        if ranks is not None and shapes == {self._group.size() // ranks}:
+            apply_row_of_head(module, self._group.size() // ranks, self._group)
+        else:
+            cut_heads(module, name, self._group)
 
     def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
         model, group = self._model, self._group
@@ -226,22 +245,34 @@ class _Slicing:
         blocks = (
             fused if len(fused) > 1 else ()
         )  # a tied head's weight may be cut already, so its size is read in cut_module
+        shared = layout.shared_heads.get(name)
+        if shared is not None:
+            blocks = shared.widths
+        if style == "fused_qkv":
+            keep_heads(model.get_submodule(parent_of(name)), group.size())
         if adapted is not None:
-            adapted.cut_column(group, self._cut, blocks, copy=boundary is None)
-            if style == "fused_qkv":
-                keep_heads(model.get_submodule(parent_of(name)), group.size())
+            adapted.cut_column(
+                group,
+                self._cut,
+                blocks,
+                copy=boundary is None,
+                row_order=None if shared is None else shared.row_order,
+                finish=None if shared is None else shared.select,
+            )
             return
+        if shared is not None:
+            reorder_rows(module.parameters(recurse=False), shared.row_order)
         cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
-        gathered = style in (*GATHERED, HEAD)
+        finish = None if shared is None else shared.select
+        if style in (*GATHERED, HEAD):
+            finish = functools.partial(gather_from_group, group=group)
         column_linear(
             module,
             group,
             copy=boundary is None,
-            gathers=lambda: gathered,
             linear=nn.functional.linear if boundary is None else boundary.linear,
+            finish=finish,
         )
-        if style == "fused_qkv":
-            keep_heads(model.get_submodule(parent_of(name)), group.size())
 
     def _cut_row(self, module: nn.Module, name: str, style: str) -> None:
         if (adapted := self._layout.adapted.get(name)) is not None:
@@ -266,9 +297,21 @@ class _Slicing:
         parallel_embedding(module, self._group, peers_absent=self._peers_absent, reduce=reduces)
 
 
-def _divide_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
-    """Divide a module's head counts, and slice bias arguments to this rank's heads."""
-    divide_attributes(module, name, rule.divide, group.size(), rule.multiple)
+def _divide_heads(
+    module: nn.Module,
+    name: str,
+    rule: ModuleRule,
+    group: dist.ProcessGroup,
+    shared: Set[str],
+) -> None:
+    """Divide a module's head counts, and slice bias arguments to this rank's heads.
+
+    Attributes in `shared` count heads of which each rank has one.
+    """
+    divided = [attribute for attribute in rule.divide if attribute not in shared]
+    divide_attributes(module, name, divided, group.size(), rule.multiple)
+    for attribute in shared - {""}:
+        setattr(module, attribute, 1)
     if rule.head_bias:
         slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
 

@@ -248,7 +248,11 @@ def head_linear(
 ) -> None:
     """Make a head column-parallel; without a boundary before it, the head copies its input."""
     multiply = nn.functional.linear if boundary is None else boundary.linear
-    column_linear(head, group, copy=boundary is None, gathers=gathers, linear=multiply)
+
+    def finish(logits: Tensor) -> Tensor:
+        return gather_from_group(logits, group) if gathers() else logits
+
+    column_linear(head, group, copy=boundary is None, linear=multiply, finish=finish)
 
 
 def causal_loss(

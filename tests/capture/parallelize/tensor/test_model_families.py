@@ -414,15 +414,6 @@ def test_biases_that_come_as_a_mask(attention):
     assert not [row for row in rows if row.breaches]
 
 
-def test_one_key_value_head_for_all_ranks_is_refused():
-    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    one = transformers.FalconForCausalLM(transformers.FalconConfig(**shape))
-    ids = torch.randint(3, 64, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
-    with pytest.raises(SliceError, match=r"--tp 2 must divide .*num_kv_heads = 1 \(1 = 2 x 0 \+ 1"):
-        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
-
-
 def test_a_model_that_multiplies_past_its_layers_is_refused():
     shape = {**SHAPE, "pretraining_tp": 2, "slow_but_exact": True}
     one = transformers.BloomForCausalLM(transformers.BloomConfig(**shape))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from raised import raises_code
 from real_ranks import run_ranks
 
 from onerank.capture.parallelize.tensor.slicer import slice_model
@@ -208,16 +209,16 @@ class OneOf:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "complaint"),
+    ("size", "changes", "arithmetic"),
     [
-        (3, {}, r"--tp 3 must divide the model's 4 attention heads \(4 = 3 x 1 \+ 1\)"),
-        (4, {}, r"--tp 4 must divide the model's 2 key-value heads"),
-        (2, {"vocab_size": 97}, r"97 vocabulary entries \(97 = 2 x 48 \+ 1\)"),
+        (3, {}, "(4 = 3 x 1 + 1)"),
+        (2, {"vocab_size": 97}, "(97 = 2 x 48 + 1)"),
     ],
 )
-def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, complaint):
-    with pytest.raises(SliceError, match=complaint):
+def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, arithmetic):
+    with raises_code("tp-indivisible-heads") as caught:
         slice_model(model("llama", **changes), OneOf(size), "megatron")
+    assert arithmetic in str(caught.value)
 
 
 def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
