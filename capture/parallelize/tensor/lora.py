@@ -103,7 +103,7 @@ class LoraLinear:
         if copy:
             self.module.register_forward_pre_hook(_copying(group))
         if finish is not None:
-            self.module.register_forward_hook(lambda _, __, output: finish(output))
+            self.module.register_forward_hook(_finishing(finish))
 
     def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
         """Keep this rank's input features; sum the layer's output over the group."""
@@ -211,6 +211,13 @@ def _without_bias(base: Any, x: Tensor) -> Tensor:
 def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: Any) -> Any:
         return (copy_to_group(args[0], group), *args[1:])
+
+    return hook
+
+
+def _finishing(finish: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return finish(output)
 
     return hook
 

@@ -106,7 +106,9 @@ def cut_blocks(
 
 def reorder_rows(parameters: Iterable[nn.Parameter], order: Tensor | None) -> None:
     """Reorder the first dimension of whole parameters; None keeps the order."""
-    for parameter in parameters if order is not None else ():
+    if order is None:
+        return
+    for parameter in parameters:
         parameter.data = parameter.data[order.to(parameter.device)]
 
 
