@@ -1,12 +1,13 @@
 """Windows under a profiler: profiled steps, uncontended step, structure step.
 
-Steps with nested tensors need a workaround in the structure step. The execution trace observer
-keeps a stack of callers per thread (torch/csrc/profiler/standalone/execution_trace_observer.cpp).
-It does not push an operator whose operands it cannot read, such as a nested tensor's sizes, but
-pops when the operator ends. The backward of attention over jagged tensors does this so often that
-the stack underflows, which kills the process. So the stack first gets as many placeholders as the
-step has operators. Callers recorded from placeholders are wrong and are not read: the converter
-derives callers from times.
+Steps with nested or compressed sparse tensors need a workaround in the structure step. The
+execution trace observer keeps a stack of callers per thread
+(torch/csrc/profiler/standalone/execution_trace_observer.cpp). It does not push an operator whose
+operands it cannot read: a nested tensor has no sizes, a sparse CSR tensor has no strides. It pops
+when the operator ends. The backward of attention over jagged tensors, or of a product with a CSR
+matrix, does this so often that the stack underflows, which kills the process. So the stack first
+gets as many placeholders as the step has operators. Callers recorded from placeholders are wrong
+and are not read: the converter derives callers from times.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.autograd.profiler import record_function
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
+from onerank.capture.patches import live
 from onerank.capture.profiling.allocator_snapshots import recorded
 from onerank.capture.profiling.clock import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
@@ -36,14 +38,23 @@ from onerank.converters.sources.kineto.read.execution_trace import PLACEHOLDERS
 
 _torch: Any = torch  # the observer has no public name
 
-_NESTED = re.compile("nested|to_padded_tensor", re.IGNORECASE)
+_UNREADABLE = re.compile(
+    "nested|to_padded_tensor|sparse_compressed|sparse_[cb]s[cr]|c(row|col)_indices", re.IGNORECASE
+)
+"""Operators that show that a step has tensors without sizes or strides."""
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def count_events_with_nested(profiler: profile) -> int:
-    """Count the profiled events if an operator on nested tensors ran; return 0 otherwise."""
+def count_events_with_unreadable(profiler: profile) -> int:
+    """Count the profiled events if the step has tensors that the observer cannot read, else 0."""
     inner: Any = profiler.profiler
     events = inner.kineto_results.events()
-    return len(events) if any(_NESTED.search(event.name()) for event in events) else 0
+    named = any(_UNREADABLE.search(event.name()) for event in events)
+    # The forward of a product with a CSR matrix runs no operator that names its layout.
+    if named or any(tensor.layout in _COMPRESSED for tensor in live(Tensor)):
+        return len(events)
+    return 0
 
 
 def push_placeholders(count: int, *, on_gpu: bool) -> None:
@@ -124,8 +135,23 @@ def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[
     )
     with modules.listened_by(ProfilerScopes()), unparsed(profiler):
         yield profiler
+        end_open_ranges()
         if on_gpu:
             torch.cuda.synchronize()
+
+
+def end_open_ranges() -> None:
+    """End every `record_function` range that is open; its later exit then does nothing.
+
+    A script such as DLRM opens a range around backward and optimizer step. A step ends inside it.
+    """
+    # torch 2.11 and 2.13 corrupt the heap where a range begins in one profile and ends in the next:
+    # `onFunctionExit` in torch/csrc/autograd/profiler_kineto.cpp writes the end into the event of
+    # the first profile, which freed its events when it stopped.
+    for scope in live(record_function):
+        # A second call of this operator for a range does nothing, so ended ranges do not matter.
+        if scope.record is not None and scope.run_callbacks_on_exit:
+            _torch.ops.profiler._record_function_exit._RecordFunction(scope.record)
 
 
 @contextlib.contextmanager
@@ -202,7 +228,7 @@ class ProfiledWindows:
         self._steps = steps
         self._others = others
         self._passed = 0
-        self._events_with_nested = 0
+        self._placeholders = 0
 
     def warm_up(self) -> Window:
         """Profile a step and discard it: the first profile includes the profiler's own setup."""
@@ -236,7 +262,7 @@ class ProfiledWindows:
                 self._observed.peak_memory_bytes.append(peak)
                 self._observed.profiled_step_ns.append(step_ns)
                 self._observed.profiled_host_ns.append(host_ns)
-                self._events_with_nested = count_events_with_nested(profiler)
+                self._placeholders = count_events_with_unreadable(profiler)
                 write(profiler, self._directory / profile_name(number))
                 self._memory.keep(history, number)
             yield from self._pass_after(skipped=skipped)
@@ -272,6 +298,7 @@ class ProfiledWindows:
                 with trace as observer, self._kineto(record_shapes=True) as profiler:
                     observer.start()
                     skipped = yield
+                    end_open_ranges()  # the observer writes only ranges that end while it runs
                     observer.stop()
                 same_work = self._steps.by_step[-1] == self.work
                 if not skipped:
@@ -304,8 +331,8 @@ class ProfiledWindows:
     @contextlib.contextmanager
     def _execution_trace(self, file: Path) -> Generator[ExecutionTraceObserver]:
         with execution_trace(file) as observer:
-            if self._events_with_nested:
-                push_placeholders(self._events_with_nested, on_gpu=self._observed.on_gpu)
+            if self._placeholders:
+                push_placeholders(self._placeholders, on_gpu=self._observed.on_gpu)
             yield observer
 
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
