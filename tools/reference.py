@@ -1,4 +1,4 @@
-"""Write docs/reference.md: every command with its arguments and options, from their declarations.
+"""Write docs/reference/cli.md, every command and option, from their declarations.
 
 `python tools/reference.py` writes the page. With `--check` it writes nothing, and exits with code 1
 if the page is out of date.
@@ -13,7 +13,7 @@ import click
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.options import SectionedCommand
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 
 _HEADER = """# Command reference
 

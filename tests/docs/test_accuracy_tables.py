@@ -1,0 +1,35 @@
+"""The accuracy tables show the figures of the result files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from accuracy_tables import filled, missing_figures, read_rows  # noqa: E402
+
+ROWS = read_rows()
+
+
+def test_every_figure_is_in_the_file_that_its_row_names():
+    assert missing_figures(ROWS) == []
+
+
+def test_a_figure_that_is_not_in_its_file_is_reported():
+    row = {**ROWS[0], "predicted": "107.208 ms"}
+    assert len(missing_figures([row])) == 1
+    assert len(missing_figures([{**ROWS[0], "file": "no-such-file.txt"}])) == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
+def test_the_tables_of_a_page_are_up_to_date(page: str):
+    text = (ROOT / page).read_text()
+    links = "benchmarks/results" if page == "README.md" else ""
+    assert filled(text, ROWS, links) == text, "run: python tools/accuracy_tables.py"
+
+
+def test_every_claim_has_a_table():
+    text = (ROOT / "docs/accuracy.md").read_text()
+    assert [c for c in {row["claim"] for row in ROWS} if f"<!-- claim: {c} -->" not in text] == []
