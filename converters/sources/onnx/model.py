@@ -34,15 +34,48 @@ DTYPES = {
 """ONNX element type -> (PyTorch's C++ name for it, bytes). Strings and 4-bit types have none."""
 
 _LARGEST = (1 << 31) - 1
+_MOST = (1 << 63) - 1
+"""Largest number that a column of a graph and an int64 attribute of Chakra hold."""
+_MOST_NODES = 1_000_000
+"""Largest number of nodes that inlining a model's functions may give."""
 _FLOATING = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8")
+
+
+class SizeError(ValueError):
+    """A size is negative or exceeds 64 bits."""
+
+
+def checked_size(size: int, what: str) -> int:
+    """Return a size, a number of elements or of bytes.
+
+    Sizes are Python integers of any length until they reach a column of 64 bits.
+
+    Raises:
+        SizeError: it is negative, or 2^63 or more.
+    """
+    if not 0 <= size <= _MOST:
+        raise SizeError(f"{what} is {size}; expected 0 to 2^63 - 1 = {_MOST}")
+    return size
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape and ONNX element type of a value."""
+    """Shape and ONNX element type of a value.
+
+    Raises:
+        SizeError: an axis, the number of elements or of bytes does not fit into 64 bits.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        for axis, size in enumerate(self.shape):
+            checked_size(size, f"axis {axis} of a tensor of shape {list(self.shape)}")
+        # An axis of 0 hides the product of the others, which rules fold into one axis.
+        axes = prod(size or 1 for size in self.shape)
+        checked_size(axes, f"the product of the axes of a tensor of shape {list(self.shape)}")
+        checked_size(self.nbytes, f"the bytes of a {self.dtype} tensor of {list(self.shape)}")
 
     @property
     def numel(self) -> int:
@@ -165,8 +198,48 @@ def _read(path: Path) -> Any:
         )
     _check_names(path, proto)
     if proto.functions:
+        _check_expansion(path, proto)
         proto = inline_local_functions(proto)
     return proto
+
+
+def _check_expansion(path: Path, proto: Any) -> None:
+    """Check that inlining the functions ends, and with how many nodes.
+
+    A function may call others: a file of a kilobyte can describe 2^40 nodes.
+    """
+    functions = {(function.domain, function.name): function for function in proto.functions}
+    counts: dict[tuple[str, str], int] = {}
+
+    def count(nodes: Any, callers: tuple[tuple[str, str], ...]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in callers:
+                raise OnnxError(
+                    f"{path}: the function {node.op_type!r} calls itself; ONNX has no recursion",
+                    code="onnx-recursive-function",
+                )
+            if key in functions and key not in counts:
+                counts[key] = count(functions[key].node, (*callers, key))
+            total += counts.get(key, 1)
+            for attribute in node.attribute:
+                for graph in (attribute.g, *attribute.graphs):
+                    total += count(graph.node, callers)
+        return total
+
+    try:
+        total = count(proto.graph.node, ())
+    except RecursionError as error:
+        raise OnnxError(
+            f"{path}: its functions call each other {len(functions)} levels deep",
+            code="onnx-too-many-nodes",
+        ) from error
+    if total > _MOST_NODES:
+        raise OnnxError(
+            f"{path}: its functions stand for {total} nodes; expected at most {_MOST_NODES}",
+            code="onnx-too-many-nodes",
+        )
 
 
 def _check_names(path: Path, proto: Any) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onerank.converters.sources.onnx.model import Model, load
+from onerank.converters.sources.onnx.model import Model, SizeError, checked_size, load
 from onerank.converters.sources.onnx.node_context import Call, NodeContext
-from onerank.converters.sources.onnx.operators import NOT_EXPANDED, calls_of
+from onerank.converters.sources.onnx.operators import NOT_EXPANDED, RECURRENT, calls_of
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.converters.sources.onnx.step_graph import StepBuilder
 from onerank.ir import Device, Graph, Job, Measurement
+from onerank.ir.errors import OnnxError
 
 NAMESPACE = "onnx::"
 
@@ -26,7 +27,8 @@ class OnnxConversion:
         launching: nodes of the model that became nodes of the graph.
         launching_nothing: views, shapes and constants.
         unknown: operator without a rule, kept with its bytes only -> count.
-        not_expanded: control flow, kept as one node without costs -> count.
+        not_expanded: control flow, or an LSTM over too many time steps, kept as one node without
+            costs -> count.
         without_shapes: reason -> count of nodes whose result shapes are unknown.
         without_backward: operator without a backward rule, omitted from the backward -> count.
         weights: elements of the floating-point weights.
@@ -72,7 +74,16 @@ def convert_onnx(
         OnnxError: the model cannot be read, or a size is open.
         OSError: the file cannot be opened.
     """
-    model = load(path, sizes or {}, batch, seq)
+    try:
+        return _convert(load(path, sizes or {}, batch, seq), path, train=train)
+    except SizeError as error:
+        raise OnnxError(
+            f"{path}: {error}\n  use smaller sizes, or export the model again",
+            code="onnx-size-too-large",
+        ) from error
+
+
+def _convert(model: Model, path: Path, *, train: bool) -> tuple[Graph, OnnxConversion]:
     shapes = Shapes(model)
     builder = StepBuilder(model, shapes, train=train)
     lowering = _Lowering(model, shapes)
@@ -99,7 +110,7 @@ def convert_onnx(
         not_expanded=dict(lowering.not_expanded),
         without_shapes=dict(unknown_shapes),
         without_backward=dict(builder.without_backward),
-        weights=sum(tensor.numel for tensor in parameters),
+        weights=checked_size(sum(tensor.numel for tensor in parameters), "the number of weights"),
         weight_bytes=sum(tensor.nbytes for tensor in parameters),
         sizes=model.bound,
         notes=notes,
@@ -150,6 +161,9 @@ class _Lowering:
             weights=tuple(name in self._model.weights for name in node.input),
         )
         calls = calls_of(context)
+        if calls is None and context.op in RECURRENT:
+            self.not_expanded[node.op_type] += 1
+            return [opaque]
         if calls is None:
             self.unknown[f"{context.domain}::{context.op}" if context.domain else context.op] += 1
             return [opaque]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from onerank.converters.sources.onnx.control_flow import MOST_NODES
 from onerank.converters.sources.onnx.model import Tensor
 from onerank.converters.sources.onnx.node_context import Argument, Call, NodeContext, Rule, call
 
@@ -206,14 +207,21 @@ def multi_head(node: NodeContext) -> list[Call] | None:
 
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+RECURRENT = tuple(_GATES)
+"""Operators that become a few calls for each time step."""
 
 
-def recurrent(node: NodeContext) -> list[Call]:
-    """Lower to one product for all inputs, then a product and gates for each time step."""
+def recurrent(node: NodeContext) -> list[Call] | None:
+    """Lower to one product for all inputs, then a product and gates for each time step.
+
+    None if the time steps are too many to list.
+    """
     x, weight = node.tensor(0), node.tensor(1)
     batch_first = bool(node.attributes.get("layout"))
     length, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
     directions, width = weight.shape[0], weight.shape[1]
+    if length * directions > MOST_NODES:
+        return None
     hidden = width // _GATES[node.op]
     state = x.like(batch, hidden)
     gates = x.like(batch, width)

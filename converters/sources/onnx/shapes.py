@@ -14,6 +14,18 @@ from onerank.converters.sources.onnx.model import Model, Tensor, shape_of
 FOLDABLE = 4096
 """Elements of the largest tensor whose data are computed."""
 
+MOST_EVALUATED = 1 << 20
+"""Elements of the largest result that the reference implementation may compute."""
+
+_MOST_AXES = 1 << 16
+"""Largest axis, or number of results, that is passed on to ONNX's shape inference."""
+
+_TARGET_SHAPE = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
+"""Operator -> position of the operand whose elements are the axes of the result."""
+
+_GROWS = frozenset("ConstantOfShape EyeLike Expand OneHot Pad Range Resize Tile Upsample".split())
+"""Operators whose result may be larger than their operands."""
+
 _WITH_SUBGRAPH = ("If", "Loop", "Scan")
 _FROM_SHAPE = ("Shape", "Size")
 
@@ -68,6 +80,7 @@ class Shapes:
         import onnx
         from onnx import defs, helper, shape_inference
 
+        self._check_axes(node)
         domain = "" if node.domain == "ai.onnx" else node.domain
         schema = defs.get_schema(node.op_type, self._versions.get(domain, 1), domain)
         types = {name: self._type(name) for name in node.input if name in self.tensors}
@@ -80,6 +93,25 @@ class Shapes:
             schema, node, types, data, opset_imports=self._opsets
         )
         return {name: helper.make_value_info(name, kind) for name, kind in result_types.items()}
+
+    def _check_axes(self, node: Any) -> None:
+        """Refuse a number of axes that no tensor has.
+
+        ONNX's shape inference lists the axes of a result before it compares them with anything: a
+        Reshape whose target shape has 2^32 elements took it 20 seconds and gigabytes (onnx 1.18).
+        """
+        counts = [
+            (attribute.name, abs(number))
+            for attribute in node.attribute
+            if attribute.name in ("axis", "axes", "num_outputs", "batch_dims")
+            for number in (attribute.i, *attribute.ints)
+        ]
+        position = _TARGET_SHAPE.get(node.op_type, len(node.input))
+        if position < len(node.input) and (target := self.tensors.get(node.input[position])):
+            counts.append(("number of axes", target.numel))
+        for name, count in counts:
+            if count > _MOST_AXES:
+                raise ValueError(f"{node.op_type}: the {name} is {count}")
 
     def _type(self, name: str) -> Any:
         import onnx
@@ -98,6 +130,8 @@ class Shapes:
         random = not node.input and node.op_type != "Constant"
         if node.op_type in _WITH_SUBGRAPH or random or not known:
             return False
+        if not self._is_small(node):
+            return False
         try:
             values = self._evaluate(node)
         except Exception:  # noqa: BLE001 - the reference lacks some operators; infer shapes only
@@ -106,6 +140,20 @@ class Shapes:
         for name, value in zip(node.output, values, strict=False):
             self._set(name, value, keep=small)
         return True
+
+    def _is_small(self, node: Any) -> bool:
+        """Whether the results of a node fit into memory, by their inferred shapes.
+
+        A small operand can demand a large result: ConstantOfShape of [2**20, 2**20] is 4 TiB. The
+        reference implementation would allocate it before its size is known.
+        """
+        try:
+            shapes = [shape_of(value, {}) for value in self._infer(node).values()]
+        except Exception:  # noqa: BLE001 - any error of the checker means that nothing is known
+            shapes = [None]
+        if any(shape is None for shape in shapes):
+            return node.op_type not in _GROWS
+        return all(shape.numel <= MOST_EVALUATED for shape in shapes if shape is not None)
 
     def _evaluate(self, node: Any) -> list[Any]:
         import onnx

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from onerank.converters.sources.onnx.backward import backward_of
-from onerank.converters.sources.onnx.model import Model, Tensor
+from onerank.converters.sources.onnx.model import Model, Tensor, checked_size
 from onerank.converters.sources.onnx.node_context import Call, call
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.ir import Graph, Job, Kind, Phase, Reason
@@ -50,7 +50,8 @@ class StepBuilder:
         self._parameters = {n: t for n, t in trained.items() if n not in buffers} if train else {}
         self._needs = set(self._parameters)
         weights = sum(tensor.nbytes for tensor in model.weights.values())
-        self.start_bytes = weights + 2 * sum(t.nbytes for t in self._parameters.values())
+        moments = 2 * sum(tensor.nbytes for tensor in self._parameters.values())
+        self.start_bytes = checked_size(weights + moments, "the bytes of all weights and moments")
         self._live = self.peak_bytes = self.start_bytes
 
     def forward(self, place: int, node: Any, calls: list[Call], module: str) -> None:
@@ -170,7 +171,7 @@ class StepBuilder:
     def _allocate(self, index: int, size: int) -> None:
         allocated = self._builder.row(index).get("bytes_allocated", 0)
         self._builder.update(index, bytes_allocated=allocated + size)
-        self._live += size
+        self._live = checked_size(self._live + size, "the bytes of all live tensors")
         self.peak_bytes = max(self.peak_bytes, self._live)
 
     def _free(self, index: int, size: int) -> None:

@@ -48,7 +48,7 @@ def perceptron(*, batch: int | str = "batch") -> onnx.ModelProto:
 
 def saved(directory: Path, model: onnx.ModelProto) -> Path:
     path = directory / "model.onnx"
-    onnx.save(model, path)
+    path.write_bytes(model.SerializeToString())  # onnx.save wants the files of external weights
     return path
 
 
@@ -388,3 +388,137 @@ def test_a_model_from_file_to_gpu(tmp_path):
     graph = onerank.recost(onerank.read(target), "H100")
     assert (graph.nodes.duration_ns > 0).all()
     assert len(graph) == 9
+
+
+# Sizes -------------------------------------------------------------------------------------------
+
+TWO_62 = 1 << 62
+
+
+def oversized(change: str) -> onnx.ModelProto:
+    """Return the perceptron with one size that no machine has."""
+    model = perceptron()
+    graph = model.graph
+    if change == "weight":
+        graph.initializer[0].dims[0] = TWO_62
+        graph.initializer[0].data_location = TensorProto.EXTERNAL
+    elif change == "folded axes":  # an axis of 0 hides the product, which MatMul folds into rows
+        del graph.node[:2]
+        graph.node[0].input[0] = "x"
+        for axis in (TWO_62, TWO_62):
+            graph.input[0].type.tensor_type.shape.dim.insert(1, onnx.TensorShapeProto.Dimension())
+            graph.input[0].type.tensor_type.shape.dim[1].dim_value = axis
+        graph.input[0].type.tensor_type.shape.dim[0].dim_value = 0
+        graph.input[0].type.tensor_type.shape.dim[-1].dim_value = 16
+    elif change == "all weights":
+        for number in range(8):
+            weight = graph.initializer.add(name=f"large{number}", data_type=TensorProto.FLOAT)
+            weight.dims[:] = [1 << 58]
+            weight.data_location = TensorProto.EXTERNAL
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "batch"),
+    [("weight", 2), ("folded axes", 2), ("all weights", 2), ("", TWO_62), ("", 1 << 58)],
+)
+def test_sizes_beyond_64_bits_are_refused(tmp_path, change, batch):
+    """Of one axis, of a product, of a sum of bytes, and of a size that the user gives."""
+    with pytest.raises(OnnxError) as caught:
+        convert_onnx(saved(tmp_path, oversized(change)), batch=batch, train=True)
+    assert caught.value.code == "onnx-size-too-large"
+    assert str(tmp_path / "model.onnx") in str(caught.value)
+
+
+def test_the_largest_sizes_are_written_and_annotated(tmp_path):
+    graph, _ = convert_onnx(saved(tmp_path, perceptron()), batch=1 << 53)
+    assert json.loads(graph.text("input_shapes")[0])[1] == [1 << 53, 8]
+    graph.write(tmp_path / "large.et")
+    assert onerank.read(tmp_path / "large.et").nodes.bytes_allocated.max() == 1 << 59
+
+
+def test_a_result_too_large_for_memory_is_not_computed(tmp_path):
+    """Its shape is known all the same: ConstantOfShape of [2^20, 2^20] would be 4 TiB."""
+    sizes = numpy_helper.from_array(np.array([1 << 20, 1 << 20]), "sizes")
+    nodes = [
+        helper.make_node("ConstantOfShape", ["sizes"], ["zeros"]),
+        helper.make_node("Relu", ["zeros"], ["y"]),
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "fill", [], [value("y", [1 << 20, 1 << 20])], [sizes]),
+        opset_imports=[helper.make_opsetid("", 17)],
+    )
+    graph, report = convert_onnx(saved(tmp_path, model))
+    assert report.without_shapes == {}
+    assert json.loads(graph.text("output_shapes")[-1]) == [[1 << 20, 1 << 20]]
+
+
+def test_a_result_of_too_many_axes_is_not_inferred(tmp_path):
+    """onnx's inference lists the axes of a Reshape before it compares their number."""
+    target = helper.make_tensor("target", TensorProto.INT64, [1], [-1])
+    target.dims[0] = 1 << 32
+    target.ClearField("int64_data")
+    target.data_location = TensorProto.EXTERNAL
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Reshape", ["x", "target"], ["y"])],
+            "reshape", [value("x", [4])], [helper.make_tensor_value_info("y", 1, None)], [target],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+    )  # fmt: skip
+    _, report = convert_onnx(saved(tmp_path, model))
+    assert sum(report.without_shapes.values()) == 1
+
+
+def functions(bodies: list[list[str]]) -> onnx.ModelProto:
+    """Return a model whose function i calls, one after another, the functions of bodies[i]."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+    protos = []
+    for number, names in enumerate(bodies):
+        ends = [*(f"v{place}" for place in range(len(names))), "y"]
+        nodes = [
+            helper.make_node(name, [ends[place] if place else "x"],
+                             [ends[place + 1] if place + 1 < len(names) else "y"],
+                             domain="" if name == "Relu" else "f")
+            for place, name in enumerate(names)
+        ]  # fmt: skip
+        protos.append(helper.make_function("f", f"f{number}", ["x"], ["y"], nodes, opsets))
+    graph = helper.make_graph(
+        [helper.make_node("f0", ["x"], ["y"], domain="f")],
+        "calls", [value("x", [2])], [value("y", [2])],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=opsets, functions=protos)
+
+
+def test_functions_are_inlined(tmp_path):
+    model = functions([["f1", "f1"], ["Relu", "Relu", "Relu"]])
+    assert convert_onnx(saved(tmp_path, model))[1].nodes == 6
+
+
+@pytest.mark.parametrize(
+    ("bodies", "code"),
+    [
+        ([[f"f{i + 1}"] * 2 for i in range(40)] + [["Relu"]], "onnx-too-many-nodes"),
+        ([["f0"]], "onnx-recursive-function"),
+        ([["f1"], ["Relu", "f0"]], "onnx-recursive-function"),
+    ],
+)
+def test_functions_without_a_small_end_are_refused(tmp_path, bodies, code):
+    with pytest.raises(OnnxError) as caught:
+        convert_onnx(saved(tmp_path, functions(bodies)))
+    assert caught.value.code == code
+
+
+def test_a_recurrent_network_over_too_many_steps_is_one_node(tmp_path):
+    weights = [
+        helper.make_tensor(name, TensorProto.FLOAT, [1, 16, width], [0.0] * 16 * width)
+        for name, width in (("w", 3), ("r", 4))
+    ]
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=4)
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    for steps, nodes in ((10, 31), (1_000_000, 1)):
+        graph = helper.make_graph([node], "lstm", [value("x", [steps, 2, 3])], [output], weights)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        converted, report = convert_onnx(saved(tmp_path, model))
+        assert len(converted) == nodes
+        assert report.not_expanded == ({} if steps == 10 else {"LSTM": 1})
