@@ -430,7 +430,7 @@ def test_sizes_beyond_64_bits_are_refused(tmp_path, change, batch):
     assert str(tmp_path / "model.onnx") in str(caught.value)
 
 
-def test_the_largest_sizes_are_written_and_annotated(tmp_path):
+def test_the_largest_sizes_are_written_and_read(tmp_path):
     graph, _ = convert_onnx(saved(tmp_path, perceptron()), batch=1 << 53)
     assert json.loads(graph.text("input_shapes")[0])[1] == [1 << 53, 8]
     graph.write(tmp_path / "large.et")
@@ -454,7 +454,7 @@ def test_a_result_too_large_for_memory_is_not_computed(tmp_path):
 
 
 def test_a_result_of_too_many_axes_is_not_inferred(tmp_path):
-    """onnx's inference lists the axes of a Reshape before it compares their number."""
+    """The shape inference of onnx lists the axes of a Reshape before it compares their number."""
     target = helper.make_tensor("target", TensorProto.INT64, [1], [-1])
     target.dims[0] = 1 << 32
     target.ClearField("int64_data")
