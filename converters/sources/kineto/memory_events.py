@@ -143,15 +143,9 @@ def _pairs(rows: MemoryRows) -> tuple[I64, I64]:
 def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
     """Return the outermost operator around each event, and whether a caller communicates."""
     marks = timeline.named(lambda name: name.startswith(_COMMUNICATES)) | (timeline.in_mark >= 0)
-    root, communicates = np.full(len(around), NONE), np.zeros(len(around), dtype=bool)
-    index, at = around[around >= 0], np.flatnonzero(around >= 0)
-    while len(at):
-        operators = timeline.rows.is_operator[index]
-        root[at[operators]] = index[operators]
-        communicates[at] |= marks[index]
-        index = timeline.parent[index]
-        at, index = at[index >= 0], index[index >= 0]
-    return root, communicates
+    inside = marks | (timeline.nearest(marks) >= 0)
+    roots = timeline.outermost(timeline.rows.is_operator)
+    return pick(roots, around, NONE), pick(inside, around, default=False)
 
 
 def _gradients_before(allocated: I64, gradient: Mask, size: I64) -> Mask:

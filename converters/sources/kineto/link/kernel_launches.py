@@ -239,12 +239,11 @@ def _backlog(rows: GpuRows, launched: Mask) -> Mask:
 
     A stream without any recorded launch has none.
     """
-    first = np.full(len(rows), np.iinfo(np.int64).min)
-    for stream in np.unique(rows.stream[~launched]).tolist():
-        on_stream = rows.stream == stream
-        if (on_stream & launched).any():
-            first[on_stream] = rows.start_ns[on_stream & launched].min()
-    return ~launched & (rows.start_ns < first)
+    streams, place = np.unique(rows.stream, return_inverse=True)
+    never = np.iinfo(np.int64).max
+    first = np.full(len(streams), never)
+    np.minimum.at(first, place[launched], rows.start_ns[launched])
+    return ~launched & (first[place] != never) & (rows.start_ns < first[place])
 
 
 def _at_start(

@@ -83,24 +83,13 @@ def _exclude_nonforward(timeline: HostTimeline, is_scope: Mask, et_threads: I64)
     after_module = np.zeros(len(order), dtype=bool)
     after_module[order] = (last >= 0) & opens[order[boundaries[last]]]
     candidates = np.flatnonzero((phase == Phase.FORWARD) & ~after_module)
-    roots = _roots(timeline)
+    roots = timeline.outermost(np.ones(len(timeline), dtype=bool))
     forward_roots = np.unique(roots[forward_backward_pairs(timeline, et_threads).forward])
     inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(candidates) else is_scope
     candidates = candidates[~inside[candidates] & ~np.isin(roots[candidates], forward_roots)]
     phase = phase.copy()
     phase[candidates] = Phase.NONE
     return phase
-
-
-def _roots(timeline: HostTimeline) -> I64:
-    """Return the outermost event around each, int64[n]."""
-    parent = timeline.parent
-    roots = np.arange(len(parent))
-    inner = np.flatnonzero(parent >= 0)
-    while len(inner):
-        roots[inner] = parent[roots[inner]]
-        inner = inner[parent[roots[inner]] >= 0]
-    return roots
 
 
 _BACKWARD = "autograd::engine::evaluate_function"

@@ -333,16 +333,21 @@ class DependencyEdges:
         for sequence in threads.values():
             self.edges.chain(sequence.members, Reason.PROGRAM_ORDER)
         self._add_handovers()
-        for sequence in threads.values():
-            self._add_thread_start(sequence.members[0])
+        self._add_thread_starts([sequence.members[0] for sequence in threads.values()])
 
-    def _add_thread_start(self, first: int) -> None:
-        """Let a thread start after the last operator that started before it on another thread."""
+    def _add_thread_starts(self, firsts: Sequence[int]) -> None:
+        """Let each thread start after the last operator that started before it on another thread.
+
+        Args:
+            firsts: number of each thread's first operator.
+        """
         begun = self.timeline.rows.start_ns[self.kept]
         order = np.argsort(begun, kind="stable")
-        place = int(np.searchsorted(begun[order], self.times.start[first])) - 1
-        if place >= 0:
-            self.edges.add(int(order[place]), first, Reason.PROGRAM_ORDER)
+        ordered = begun[order]
+        for first in firsts:
+            place = int(np.searchsorted(ordered, self.times.start[first])) - 1
+            if place >= 0:
+                self.edges.add(int(order[place]), first, Reason.PROGRAM_ORDER)
 
     def _add_handovers(self) -> None:
         """Let autograd's thread wait for the thread that called backward, and the other way round.

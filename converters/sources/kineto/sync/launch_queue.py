@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I32, I64, Mask
@@ -71,17 +72,20 @@ def launch_queue(trace: KinetoTrace) -> LaunchQueue:
     call = last_of(calls.correlation, gpu.correlation)
     queue_waits: list[QueueWait] = []
     depth = 0
-    for key in np.unique(np.stack([gpu.device, gpu.stream]), axis=1).T.tolist():
-        rows = np.flatnonzero((gpu.device == key[0]) & (gpu.stream == key[1]) & (call >= 0))
+    _, stream_of = np.unique(np.stack([gpu.device, gpu.stream]), axis=1, return_inverse=True)
+    launched = np.flatnonzero(call >= 0)
+    for members in groups(stream_of.reshape(-1)[launched]):
+        rows = launched[members]
         if len(rows) < LEAST_PENDING:
             continue
+        key = int(gpu.device[rows[0]]), int(gpu.stream[rows[0]])
         stream = _StreamLaunches.of(trace, rows, call)
         waits = stream.waits()
         if not len(waits):
             continue
         depth = max(depth, int(stream.pending[waits].max()))
         waiting = zip(*(column[waits].tolist() for column in stream.wait_columns), strict=True)
-        queue_waits += [QueueWait((key[0], key[1]), *row) for row in waiting]
+        queue_waits += [QueueWait(key, *row) for row in waiting]
     return LaunchQueue(tuple(sorted(queue_waits, key=lambda wait: wait.start_ns)), depth)
 
 
@@ -144,10 +148,10 @@ class _StreamLaunches:
         """
         took = self.end_ns - self.start_ns
         usual = np.zeros(len(took), dtype=np.int64)
-        for name in np.unique(self.name).tolist():
-            same = self.name == name
-            free = same & ~self._ahead
-            usual[same] = np.median(took[free]) if free.any() else took[same].min()
+        ahead = self._ahead
+        for same in groups(self.name.astype(np.int64)):
+            free = same[~ahead[same]]
+            usual[same] = np.median(took[free]) if len(free) else took[same].min()
         return usual
 
     @property
