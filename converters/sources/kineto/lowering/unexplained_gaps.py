@@ -7,6 +7,7 @@ ends, or when its last blocks run. If nothing ended at that time, the cause is n
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -85,56 +86,96 @@ class UnexplainedGaps:
 
 
 @dataclass(frozen=True, slots=True)
-class _StreamIntervals:
-    """A stream's operations in the order of their starts.
+class _DeviceOperations:
+    """The operations of a device's streams, stream by stream in the order of their starts.
 
     Attributes:
         number: numbers of the future nodes, int64[n].
+        stream: place of each one's stream among the device's, int64[n].
         start: int64[n].
         end: int64[n].
-        last_end: latest end up to each operation; kept, because computing it for every query would
-            take n steps each, int64[n].
-        latest: position of the operation that ended last, up to each one, int64[n].
+        next_start: start of the next operation of the stream, int64[n].
+        last_end: latest end up to each operation within its stream, int64[n].
+        latest: number of the operation with that end, int64[n].
     """
 
     number: I64
+    stream: I64
     start: I64
     end: I64
+    next_start: I64
     last_end: I64
     latest: I64
 
     @classmethod
-    def of(cls, sequence: NodeSequence) -> "_StreamIntervals":
-        number = np.array(sequence.members, dtype=np.int64)
-        start = np.array(
-            [sequence.times.start[member] for member in sequence.members], dtype=np.int64
-        )
-        end = np.array([sequence.times.end[member] for member in sequence.members], dtype=np.int64)
-        last_end = np.maximum.accumulate(end)
-        latest = np.maximum.accumulate(np.where(end == last_end, np.arange(len(end)), 0))
-        return cls(number, start, end, last_end, latest)
+    def of(cls, sequences: Iterable[NodeSequence]) -> "_DeviceOperations":
+        streams: list[tuple[I64, ...]] = []
+        for place, sequence in enumerate(sequences):
+            times, number = sequence.times, np.array(sequence.members, dtype=np.int64)
+            start = np.array([times.start[member] for member in sequence.members], dtype=np.int64)
+            end = np.array([times.end[member] for member in sequence.members], dtype=np.int64)
+            last_end = np.maximum.accumulate(end)
+            latest = np.maximum.accumulate(np.where(end == last_end, np.arange(len(end)), 0))
+            next_start = np.append(start[1:], np.iinfo(np.int64).max)
+            stream = np.full(len(number), place)
+            streams.append((number, stream, start, end, next_start, last_end, number[latest]))
+        return cls(*(np.concatenate(columns) for columns in zip(*streams, strict=True)))
 
-    def ended(self, time_ns: int) -> tuple[int, int] | None:
-        """Return end and number of the operation that ended last by that time, or None."""
-        place = int(np.searchsorted(self.last_end, time_ns + ROUNDING_NS, side="right")) - 1
-        if place < 0:
-            return None
-        latest = int(self.latest[place])
-        return int(self.end[latest]), int(self.number[latest])
 
-    def ending(self, time_ns: int) -> tuple[int, int] | None:
-        """Return end and number of the operation that runs its last blocks then, or None."""
-        place = int(np.searchsorted(self.start, time_ns)) - 1
-        if place < 0:
-            return None
-        remaining_ns = int(self.end[place]) - time_ns
-        lasted_ns = int(self.end[place] - self.start[place])
-        if (
-            0 < remaining_ns <= max(RELEASE_NS, LAST_BLOCKS * lasted_ns)
-            and remaining_ns < lasted_ns
-        ):
-            return int(self.end[place]), int(self.number[place])
-        return None
+def _ended_before(operations: _DeviceOperations, late: I64) -> list[tuple[int, int] | None]:
+    """Return end and number of the operation of another stream that ended last, for each of `late`.
+
+    An operation that ended after the start of the late one, by less than the times' unit, counts.
+    """
+    order = np.lexsort((operations.latest, operations.last_end))
+    end, number = operations.last_end[order], operations.latest[order]
+    stream = operations.stream[order]
+    # The last earlier place with another stream: the place before the run of equal streams.
+    runs = np.append(0, np.flatnonzero(np.diff(stream)) + 1)
+    before_run = runs[np.searchsorted(runs, np.arange(len(stream)), side="right") - 1] - 1
+    places = np.searchsorted(end, operations.start[late] + ROUNDING_NS, side="right") - 1
+    ended: list[tuple[int, int] | None] = []
+    for place, waiting in zip(places.tolist(), operations.stream[late].tolist(), strict=True):
+        other = int(before_run[place]) if place >= 0 and stream[place] == waiting else place
+        ended.append((int(end[other]), int(number[other])) if other >= 0 else None)
+    return ended
+
+
+def _ending_at(operations: _DeviceOperations, late: I64) -> list[tuple[int, int] | None]:
+    """Return end and number of the operation of another stream that runs its last blocks then.
+
+    Then: when each of `late` starts. Of several, the one that ends first. Only the last operation
+    that a stream started can run its last blocks.
+    """
+    # The late operations are visited by time, and a heap holds what runs its last blocks: asking
+    # every stream for each late operation would take streams x late steps.
+    lasted = operations.end - operations.start
+    blocks = np.maximum(RELEASE_NS, (LAST_BLOCKS * lasted).astype(np.int64))
+    begin = np.maximum(operations.start + 1, operations.end - blocks)
+    until = np.minimum(operations.end - 1, operations.next_start)
+    candidates = np.flatnonzero(begin <= until)
+    waiting = iter(candidates[np.argsort(begin[candidates], kind="stable")].tolist())
+    upcoming = next(waiting, None)
+    running: list[tuple[int, int, int]] = []  # end, number, place
+    ending: list[tuple[int, int] | None] = [None] * len(late)
+    for position in np.argsort(operations.start[late], kind="stable").tolist():
+        time_ns, stream = int(operations.start[late[position]]), operations.stream[late[position]]
+        while upcoming is not None and begin[upcoming] <= time_ns:
+            entry = int(operations.end[upcoming]), int(operations.number[upcoming]), upcoming
+            heappush(running, entry)
+            upcoming = next(waiting, None)
+        skipped: list[tuple[int, int, int]] = []
+        while running:
+            end, number, place = running[0]
+            if until[place] >= time_ns and operations.stream[place] != stream:
+                ending[position] = end, number
+                break
+            heappop(running)
+            if until[place] >= time_ns:  # of the late operation's own stream
+                skipped.append((end, number, place))
+        for entry in skipped:
+            heappush(running, entry)
+    return ending
 
 
 def find_unexplained_gaps(sequences: Iterable[NodeSequence], ready_ns: I64) -> UnexplainedGaps:
@@ -145,20 +186,20 @@ def find_unexplained_gaps(sequences: Iterable[NodeSequence], ready_ns: I64) -> U
         ready_ns: earliest start of each future node by all known dependencies, NEVER_LATE without
             any, int64[n].
     """
-    streams = [_StreamIntervals.of(sequence) for sequence in sequences]
     gaps = UnexplainedGaps()
-    for waiting in streams:
-        others = [stream for stream in streams if stream is not waiting]
-        ready = ready_ns[waiting.number]
-        for place in np.flatnonzero(waiting.start - ready > LATE_NS).tolist():
-            target, start = int(waiting.number[place]), int(waiting.start[place])
-            ended = [end for end in (stream.ended(start) for stream in others) if end]
-            ending = [end for end in (stream.ending(start) for stream in others) if end]
-            # A full stop on another stream explains more than free SMs do: check it first.
-            if ended and max(ended)[0] >= start - RELEASE_NS:
-                gaps.explained.append((max(ended)[1], target, Reason.SYNC))
-            elif ending:
-                gaps.explained.append((min(ending)[1], target, Reason.ROOM))
-            else:
-                gaps.unexplained_ns[target] = start - int(ready[place])
+    operations = _DeviceOperations.of(sequences)
+    ready = ready_ns[operations.number]
+    late = np.flatnonzero(operations.start - ready > LATE_NS)
+    if not len(late):
+        return gaps
+    ended_before, ending_at = _ended_before(operations, late), _ending_at(operations, late)
+    for place, ended, ending in zip(late.tolist(), ended_before, ending_at, strict=True):
+        target, start = int(operations.number[place]), int(operations.start[place])
+        # A full stop on another stream explains more than free SMs do: check it first.
+        if ended and ended[0] >= start - RELEASE_NS:
+            gaps.explained.append((ended[1], target, Reason.SYNC))
+        elif ending:
+            gaps.explained.append((ending[1], target, Reason.ROOM))
+        else:
+            gaps.unexplained_ns[target] = start - int(ready[place])
     return gaps

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, launch_times
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I64
@@ -73,6 +74,99 @@ class StreamTimeline:
         return int(np.searchsorted(self.launched, before_ns, side="right")) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class _OperationEnds:
+    """Operations of all streams by their `StreamTimeline.ended`, then stream and start; n of them.
+
+    One sorted list answers which operation of any stream ended last before a time. Asking every
+    stream instead would take streams x waits steps.
+
+    Attributes:
+        ended: ascending, int64[n].
+        stream: int64[n].
+        launched: when it and all earlier ones of its stream had been launched, int64[n].
+        next_launched: `launched` of the next operation of its stream, int64[n].
+    """
+
+    ended: I64
+    stream: I64
+    launched: I64
+    next_launched: I64
+
+    @classmethod
+    def of(cls, timelines: dict[int, StreamTimeline]) -> "_OperationEnds":
+        if not timelines:
+            return cls(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
+        lines = timelines.values()
+        never = np.iinfo(np.int64).max
+        ended = np.concatenate([line.ended for line in lines])
+        launched = np.concatenate([line.launched for line in lines])
+        following = np.concatenate([np.append(line.launched[1:], never) for line in lines])
+        stream = np.repeat(np.array([*timelines]), [len(line.ended) for line in lines])
+        order = np.lexsort((stream, ended))  # stable, so operations of a stream stay in order
+        return cls(ended[order], stream[order], launched[order], following[order])
+
+    def last(
+        self,
+        since_ns: int,
+        until_ns: int,
+        launched_by_ns: int,
+        *,
+        other_than: int | None = None,
+        last_launched: bool = False,
+    ) -> int | None:
+        """Return the place of the last operation that ended in a time and was launched by another.
+
+        Args:
+            since_ns: it ended after this time.
+            until_ns: it ended at this time or before.
+            launched_by_ns: it was launched at this time or before.
+            other_than: its stream is not this one.
+            last_launched: it is the last one of its stream that was launched by then.
+        """
+        low = int(np.searchsorted(self.ended, since_ns, side="right"))
+        high = int(np.searchsorted(self.ended, until_ns, side="right"))
+        while low < high:
+            # The sought operation is mostly among the last few.
+            window = slice(max(low, high - _WINDOW), high)
+            usable = self.launched[window] <= launched_by_ns
+            if other_than is not None:
+                usable &= self.stream[window] != other_than
+            if last_launched:
+                usable &= self.next_launched[window] > launched_by_ns
+            places = np.flatnonzero(usable)
+            if len(places):
+                return window.start + int(places[-1])
+            high = window.start
+        return None
+
+
+_WINDOW = 1024  # operations whose ends are compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadLaunches:
+    """The GPU operations that one thread launched, n of them, by launch.
+
+    Attributes:
+        rows: rows among the GPU operations, int64[n].
+        launched: int64[n].
+        stream: int64[n].
+        next_other: place of the next operation on another stream, n for none, int64[n].
+    """
+
+    rows: I64
+    launched: I64
+    stream: I64
+    next_other: I64
+
+    @classmethod
+    def of(cls, rows: I64, launched: I64, stream: I64) -> "_ThreadLaunches":
+        changes = np.append(np.flatnonzero(np.diff(stream[rows])) + 1, len(rows))
+        following = np.searchsorted(changes, np.arange(len(rows)), side="right")
+        return cls(rows, launched[rows], stream[rows], changes[following])
+
+
 class StreamTimelines:
     """The streams of a trace."""
 
@@ -82,37 +176,36 @@ class StreamTimelines:
         launch = last_of(calls.correlation, gpu.correlation)
         self.timelines: dict[int, StreamTimeline] = {}
         self._place = np.zeros(len(gpu), dtype=np.int64)
-        for stream in np.unique(gpu.stream).tolist():
-            rows = np.flatnonzero(gpu.stream == stream)
-            rows = rows[np.argsort(gpu.start_ns[rows], kind="stable")]
+        for members in groups(gpu.stream):
+            rows = members[np.argsort(gpu.start_ns[members], kind="stable")]
             self._place[rows] = np.arange(len(rows))
             known = np.flatnonzero(launch[rows] >= 0)
-            self.timelines[stream] = StreamTimeline(
+            self.timelines[int(gpu.stream[rows[0]])] = StreamTimeline(
                 launched=np.maximum.accumulate(launched[rows]),
                 start=gpu.start_ns[rows],
                 ended=np.maximum.accumulate(ended[rows]),
                 backlog=int(known[0]) if len(known) else 0,
             )
+        self._ends = _OperationEnds.of(self.timelines)
         rows = np.flatnonzero(launch >= 0)
         rows = rows[np.lexsort((gpu.start_ns[rows], launched[rows]))]
-        self._launched, self._stream = launched, gpu.stream
         thread = calls.thread[launch[rows]]
-        self._by_thread = {number: rows[thread == number] for number in np.unique(thread).tolist()}
+        self._by_thread = {
+            int(thread[members[0]]): _ThreadLaunches.of(rows[members], launched, gpu.stream)
+            for members in groups(thread)
+        }
 
     def delayed_by_call(self, thread: int, call_ns: int) -> InferredWait | None:
         """Return the operation that a stream's event wait, called at that time, delayed.
 
         None if the next operation that the thread launched started for another reason.
         """
-        thread_rows = self._by_thread.get(thread)
-        place = (
-            0 if thread_rows is None else int(np.searchsorted(self._launched[thread_rows], call_ns))
-        )
-        if thread_rows is None or place == len(thread_rows):
+        launches = self._by_thread.get(thread)
+        place = 0 if launches is None else int(np.searchsorted(launches.launched, call_ns))
+        if launches is None or place == len(launches.rows):
             return None
-        row = thread_rows[place]
-        until = {s: other.last_launched(call_ns) + 1 for s, other in self.timelines.items()}
-        return self._find_cause(int(self._stream[row]), int(self._place[row]), until)
+        stream, at = int(launches.stream[place]), int(self._place[launches.rows[place]])
+        return self._find_cause(self._ends, stream, at, call_ns)
 
     def pair_record(
         self,
@@ -131,72 +224,77 @@ class StreamTimelines:
             records: of all records of the thread, ascending.
             waited: of those that its next call waited for.
         """
-        thread_rows = self._by_thread.get(thread)
-        if thread_rows is None:
+        launches = self._by_thread.get(thread)
+        if launches is None:
             return None
-        launched = self._launched[thread_rows]
+        launched = launches.launched
         before, behind = np.searchsorted(launched, [record_ns, call_ns]).tolist()
-        if not before or behind == len(thread_rows):
+        if not before or behind == len(launched):
             return None
         since_ns = int(launched[before - 1])
         again = bisect_left(waited, record_ns) > bisect_left(waited, since_ns)
-        other = bisect_left(records, record_ns) > bisect_left(records, since_ns)
-        if again or (other and record_ns - since_ns > RECENT_NS):
+        another = bisect_left(records, record_ns) > bisect_left(records, since_ns)
+        if again or (another and record_ns - since_ns > RECENT_NS):
             return None
         following = bisect_right(records, int(launched[behind]))
-        end = len(thread_rows)
+        end = len(launched)
         if following < len(records):
             end = int(np.searchsorted(launched, records[following]))
-        stream = int(self._stream[thread_rows[before - 1]])
-        others = np.flatnonzero(self._stream[thread_rows[behind:end]] != stream)
-        if not len(others):
+        stream = int(launches.stream[before - 1])
+        other = behind if launches.stream[behind] != stream else int(launches.next_other[behind])
+        if other >= end:
             return None
-        row = thread_rows[behind + int(others[0])]
-        waiting, timeline = int(self._stream[row]), self.timelines[stream]
+        waiting, timeline = int(launches.stream[other]), self.timelines[stream]
         source = timeline.last_launched(record_ns)
-        start = int(self.timelines[waiting].start[self._place[row]])
+        start = int(self.timelines[waiting].start[self._place[launches.rows[other]]])
         if source < 0 or timeline.ended[source] > start + ROUNDING_NS:
             return None
         return StreamWait(stream, waiting)
 
     def delayed_backlog(self) -> Iterator[InferredWait]:
         """Yield operations of the backlog that another stream's backlog delayed."""
-        until = {stream: timeline.backlog for stream, timeline in self.timelines.items()}
+        backlogs = _OperationEnds.of(
+            {
+                stream: StreamTimeline(
+                    *(column[: line.backlog] for column in (line.launched, line.start, line.ended)),
+                    backlog=line.backlog,
+                )
+                for stream, line in self.timelines.items()
+            }
+        )
         for stream, timeline in self.timelines.items():
             for at in range(timeline.backlog):
-                if wait := self._find_cause(stream, at, until):
+                if wait := self._find_cause(backlogs, stream, at, np.iinfo(np.int64).max):
                     yield wait
 
-    def _find_cause(self, stream: int, at: int, until: dict[int, int]) -> InferredWait | None:
-        """Return the cause of a delayed operation, among the first `until` of other streams."""
+    def _find_cause(
+        self, ends: _OperationEnds, stream: int, at: int, launched_by_ns: int
+    ) -> InferredWait | None:
+        """Return the cause of a delayed operation: one of `ends` that another stream ran."""
         timeline = self.timelines[stream]
         start = int(timeline.start[at])
         since = int(timeline.launched[at]) if at >= timeline.backlog else -1
         since = max(since, int(timeline.ended[at - 1]) if at else since, start - RELEASE_NS)
-        cause: tuple[int, int] | None = None
-        for other, other_timeline in self.timelines.items():
-            if other == stream:
-                continue
-            last = np.searchsorted(other_timeline.ended, start + ROUNDING_NS, side="right") - 1
-            last = min(int(last), until[other] - 1)
-            if last >= 0 and other_timeline.ended[last] > since:
-                candidate = int(other_timeline.ended[last]), other
-                cause = max(cause, candidate) if cause else candidate
-        return InferredWait(stream, start, cause[1], cause[0]) if cause else None
+        cause = ends.last(since, start + ROUNDING_NS, launched_by_ns, other_than=stream)
+        if cause is None:
+            return None
+        return InferredWait(stream, start, int(ends.stream[cause]), int(ends.ended[cause]))
 
     def ended_last(self, start_ns: int, end_ns: int) -> tuple[int, int] | None:
         """Return stream and launch time of the operation that a host call waited for, or None.
 
         That is the operation launched before that ended last before the call returned.
         """
-        latest: tuple[int, int, int] | None = None
-        for stream, timeline in self.timelines.items():
-            last = int(np.searchsorted(timeline.ended, end_ns + CLOCK_NS, side="right")) - 1
-            last = min(last, timeline.last_launched(start_ns))
-            if last < 0:
-                continue
-            ended = int(timeline.ended[last])
-            if start_ns < ended and end_ns - ended <= RELEASE_NS:
-                candidate = ended, stream, int(timeline.launched[last])
-                latest = max(latest, candidate) if latest else candidate
-        return latest[1:] if latest else None
+        since_ns = max(start_ns, end_ns - RELEASE_NS - 1)
+        place = self._ends.last(since_ns, end_ns + CLOCK_NS, start_ns)
+        if place is None:
+            return None
+        return int(self._ends.stream[place]), int(self._ends.launched[place])
+
+    def finished_last(self, start_ns: int, end_ns: int) -> int | None:
+        """Return the stream that finished last during a host call, None if none did.
+
+        A stream finishes when all that was launched on it before the call has ended.
+        """
+        place = self._ends.last(start_ns, end_ns + CLOCK_NS, start_ns, last_launched=True)
+        return None if place is None else int(self._ends.stream[place])

@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from onerank.converters.sources.kineto.link.host_timeline import named
+from onerank.converters.sources.kineto.link.host_timeline import groups, named
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.converters.sources.kineto.sync.inferred_waits import InferredWait, StreamTimelines
@@ -55,8 +55,15 @@ class EventRecords:
             launch = by_correlation.get(correlation)
             if launch is not None:
                 self._launches[self._thread[launch]].append((self._start[launch], stream))
-        for launched in self._launches.values():
+        self._before_other: dict[int, list[int]] = {}
+        """Thread -> place of the last earlier launch on another stream for each launch, or -1."""
+        for thread, launched in self._launches.items():
             launched.sort()
+            before: list[int] = []
+            for place, (_, stream) in enumerate(launched):
+                same = place > 0 and launched[place - 1][1] == stream
+                before.append(before[-1] if same else place - 1)
+            self._before_other[thread] = before
         queries = named(calls.name, strings, QUERIES.__contains__)
         self._position_by_event = self._in_order(trace, by_correlation, queries.tolist())
 
@@ -110,13 +117,12 @@ class EventRecords:
             record: the call.
             exclude: a stream that it cannot be: the waiting one.
         """
-        launched = self._launches.get(self._thread[record], [])
-        place = bisect_right(launched, self._start[record], key=lambda launch: launch[0])
-        while place > 0:
-            place -= 1
-            if launched[place][1] != exclude:
-                return launched[place][1]
-        return None
+        thread = self._thread[record]
+        launched = self._launches.get(thread, [])
+        place = bisect_right(launched, self._start[record], key=lambda launch: launch[0]) - 1
+        if place >= 0 and launched[place][1] == exclude:
+            place = self._before_other[thread][place]
+        return launched[place][1] if place >= 0 else None
 
 
 class Scope(Enum):
@@ -291,8 +297,9 @@ class _EventCalls:
         rows = np.flatnonzero(event_calls)
         rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
         event_calls_by_thread = cls({}, {}, {})
-        for thread in np.unique(calls.thread[rows]).tolist():
-            thread_rows = rows[calls.thread[rows] == thread]
+        for members in groups(calls.thread[rows]):
+            thread_rows = rows[members]
+            thread = int(calls.thread[thread_rows[0]])
             start = calls.start_ns[thread_rows]
             before = np.where(recording[thread_rows], start, -1)
             event_calls_by_thread.starts[thread] = start.tolist()
@@ -361,11 +368,7 @@ def _blocking(
     streams: StreamTimelines, scope: Scope, start_ns: int, end_ns: int
 ) -> tuple[int | None, int] | None:
     """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
-    done: list[tuple[int, int]] = []
-    for stream, timeline in streams.timelines.items():
-        place = timeline.last_launched(start_ns)
-        if place >= 0 and start_ns < timeline.ended[place] <= end_ns + CLOCK_NS:
-            done.append((int(timeline.ended[place]), stream))
-    if not done:
+    stream = streams.finished_last(start_ns, end_ns)
+    if stream is None:
         return None
-    return (None if scope is Scope.DEVICE else max(done)[1]), start_ns
+    return (None if scope is Scope.DEVICE else stream), start_ns
