@@ -10,6 +10,7 @@ the group. It runs the preceding calls of the same thread that launched nothing.
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -69,6 +70,9 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 _MOST_ELEMENTS = 1 << 50
+
+_MAX_CALLERS = 64
+"""Callers above a call that are searched for the operator that issued it; torch has about 5."""
 
 _ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10d::gather_"})
 
@@ -205,10 +209,14 @@ def find_root(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
 
     NCCL's arguments contain no root; c10d operators have it as their first integer input.
     """
-    while op != NONE and timeline.name(op) not in _ROOTED:
+    for _ in range(_MAX_CALLERS):
+        if op == NONE:
+            break
+        if timeline.name(op) in _ROOTED:
+            values = inputs_of(timeline, op, et) or []
+            return next((value for value in values if type(value) is int), UNKNOWN)
         op = int(timeline.parent[op])
-    values = inputs_of(timeline, op, et) or []
-    return next((value for value in values if type(value) is int), UNKNOWN)
+    return UNKNOWN
 
 
 def with_root(call: Communication, root: int) -> Communication:
@@ -340,13 +348,15 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> CommunicationKernels:
     if not len(open_kernels):
         return CommunicationKernels(gpu, call, 0, unknown)
     waiting = _pending_calls(timeline, gpu, call != NO_CALL)
+    taken = Counter[int]()  # thread -> number of its calls that earlier kernels ran
     multiple: dict[int, list[Args]] = {}
     unmatched: list[int] = []
     for kernel_row in open_kernels.tolist():  # in the order of their launch
-        calls = waiting.get(int(gpu.thread[kernel_row]), [])
-        until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), key=lambda c: c[0])
-        kernel_calls = _merge_calls([timeline.calls[place] for _, place in calls[:until]])
-        del calls[:until]
+        thread = int(gpu.thread[kernel_row])
+        calls, begin = waiting.get(thread, []), taken[thread]
+        until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), lo=begin, key=lambda c: c[0])
+        kernel_calls = _merge_calls([timeline.calls[place] for _, place in calls[begin:until]])
+        taken[thread] = until
         if not kernel_calls:
             unmatched.append(kernel_row)
             continue

@@ -20,7 +20,7 @@ from onerank.converters.sources.kineto.collectives.communication import (
     inputs_of,
     with_root,
 )
-from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
+from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline, groups
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 from onerank.ir.arrays import I64, Mask
@@ -190,21 +190,43 @@ def _peer(values: list[object] | None) -> tuple[int, int]:
             return UNKNOWN, UNKNOWN
 
 
-def first_operator_after(call: GlooCall, timeline: HostTimeline, by_start: I64) -> int:
-    """Return the first operator that waits for a call; NONE if no operator waits.
-
-    Args:
-        call: the call.
-        timeline: the host events.
-        by_start: indices of the operators that are nodes, by start.
-    """
+def first_operator_after(call: GlooCall, operators: "OperatorsByStart") -> int:
+    """Return the first operator that waits for a call; NONE if no operator waits."""
     if call.caller == NONE:
         return NONE
-    rows = timeline.rows
-    starts = rows.start_ns[by_start]
-    after = by_start[np.searchsorted(starts, rows.end_ns[call.op]) :]
-    waits = rows.thread[after] == rows.thread[call.caller]
+    timeline = operators.timeline
+    end_ns = int(timeline.rows.end_ns[call.op])
     if timeline.in_functions[call.caller]:
-        waits = ~timeline.in_functions[after]
-    waiting = np.flatnonzero(waits)
-    return int(after[waiting[0]]) if len(waiting) else NONE
+        return operators.first_outside_functions(end_ns)
+    return operators.first_on_thread(int(timeline.rows.thread[call.caller]), end_ns)
+
+
+class OperatorsByStart:
+    """The operators that are nodes, in the order of their starts: all, per thread, and others."""
+
+    def __init__(self, timeline: HostTimeline, kept: I64) -> None:
+        self.timeline = timeline
+        rows = timeline.rows
+        kept = kept[np.argsort(rows.start_ns[kept], kind="stable")]
+        self._of_thread = {
+            int(rows.thread[kept[members[0]]]): kept[members]
+            for members in groups(rows.thread[kept])
+        }
+        self._start_of_thread = {
+            thread: rows.start_ns[members] for thread, members in self._of_thread.items()
+        }
+        self._outside = kept[~timeline.in_functions[kept]]
+        self._start_outside = rows.start_ns[self._outside]
+
+    def first_on_thread(self, thread: int, time_ns: int) -> int:
+        """Return the first operator of a thread that starts at a time or later, or NONE."""
+        if thread not in self._of_thread:
+            return NONE
+        place = int(np.searchsorted(self._start_of_thread[thread], time_ns))
+        members = self._of_thread[thread]
+        return int(members[place]) if place < len(members) else NONE
+
+    def first_outside_functions(self, time_ns: int) -> int:
+        """Return the first operator outside autograd functions from a time on, or NONE."""
+        place = int(np.searchsorted(self._start_outside, time_ns))
+        return int(self._outside[place]) if place < len(self._outside) else NONE

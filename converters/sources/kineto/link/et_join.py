@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
+from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, groups
 from onerank.converters.sources.kineto.read.execution_trace import load_execution_trace
 from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace, last_of
 from onerank.ir.errors import TraceError
@@ -17,6 +17,8 @@ MIN_ALIGNED_SHARE_OTHER_RUN = 0.99
 """Share of operators that must align by order if record ids show two different runs."""
 
 _EQUAL_NAMES = 4  # consecutive equal names after which two sequences count as aligned again
+
+_MAX_THREADS = 256  # the longest of each file; comparing all pairs takes threads^2 steps
 
 _MAX_SKIPPED = 64  # consecutive events that only one of the files may have
 
@@ -62,8 +64,8 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
     """
     rows = np.full(len(timeline), NONE)
     et_threads = {
-        int(tid): np.flatnonzero(et.tid == tid)[np.argsort(et.id[et.tid == tid], kind="stable")]
-        for tid in np.unique(et.tid)
+        int(et.tid[members[0]]): members[np.argsort(et.id[members], kind="stable")]
+        for members in groups(et.tid)
     }
     name_counts: dict[int, Counter[int]] = {
         tid: Counter(et.name[et_rows].tolist()) for tid, et_rows in et_threads.items()
@@ -71,7 +73,9 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
     # The files number threads differently. The longest thread chooses first, by the names that it
     # shares with each thread of the execution trace.
     spans = sorted(timeline.threads.values(), key=len, reverse=True)
-    for span in spans:
+    longest = sorted(name_counts, key=lambda tid: len(et_threads[tid]), reverse=True)
+    name_counts = {tid: name_counts[tid] for tid in sorted(longest[:_MAX_THREADS])}
+    for span in spans[:_MAX_THREADS]:
         names = timeline.rows.name[span.start : span.stop]
         span_counts: Counter[int] = Counter(names.tolist())
         shared = {tid: (span_counts & counts).total() for tid, counts in name_counts.items()}

@@ -260,6 +260,7 @@ def _connected_runs(count: int, groups: Iterable[list[int]]) -> list[int]:
 
     def root(run: int) -> int:
         while part[run] != run:
+            part[run] = part[part[run]]  # halves the path: long chains stay cheap
             run = part[run]
         return run
 

@@ -45,9 +45,14 @@ def _fill_types(text: str, kinds: tuple[str, ...]) -> str:
     return msgspec.json.encode(filled).decode()
 
 
-_CONCATENATION = re.compile(r"CatArrayBatchedCopy\w*<[^<]*OpaqueType<(\d+)")
+_CONCATENATION = re.compile(r"CatArrayBatchedCopy\w{0,64}<[^<]*OpaqueType<(\d{1,3})")
 
-_FOREACH = re.compile(r"multi_tensor_apply_kernel<.*?Metadata<(\d+)>.*?(\w+)Functor<(.*)")
+_FOREACH = "multi_tensor_apply_kernel<"
+
+# Searched one after the other: in one pattern, a long name without a functor takes cubic time.
+_FOREACH_LISTS = re.compile(r"Metadata<(\d{1,3})>")
+
+_FOREACH_FUNCTOR = re.compile(r"\b(\w+)Functor<(.*)")
 
 _TYPE_BY_BYTES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
@@ -64,16 +69,18 @@ def _list_types(kernel: str) -> tuple[str, ...]:
     if match := _CONCATENATION.search(kernel):
         dtype = _TYPE_BY_BYTES.get(int(match[1]))
         return (TENSOR_TYPES[dtype],) if dtype else ()
-    match = _FOREACH.search(kernel)
-    if match is None:
+    template = kernel.partition(_FOREACH)[2]
+    lists = _FOREACH_LISTS.search(template)
+    functor = _FOREACH_FUNCTOR.search(template, lists.end()) if lists else None
+    if lists is None or functor is None:
         return ()
-    arguments = [_tensor_type(text) for text in split_types(match[3])[:2]]
+    arguments = [_tensor_type(text) for text in split_types(functor[2])[:2]]
     if not arguments[0]:
         return ()
-    if match[2] == "Copy":  # the destination may have another type than the source
+    if functor[1] == "Copy":  # the destination may have another type than the source
         return tuple(arguments) if all(arguments) else ()
-    lists = int(match[1])
-    return (arguments[0],) * lists + ((_STEPS,) if match[2].startswith("Fused") else ())
+    same = (arguments[0],) * int(lists[1])
+    return same + ((_STEPS,) if functor[1].startswith("Fused") else ())
 
 
 def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list[I32]:

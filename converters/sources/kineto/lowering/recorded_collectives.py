@@ -14,7 +14,11 @@ from onerank.converters.sources.kineto.collectives.communication import (
     awaited,
     from_mark,
 )
-from onerank.converters.sources.kineto.collectives.gloo import GlooCall, first_operator_after
+from onerank.converters.sources.kineto.collectives.gloo import (
+    GlooCall,
+    OperatorsByStart,
+    first_operator_after,
+)
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
@@ -72,7 +76,7 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
     return calls
 
 
-def end_of_wait(call: RecordedCall, timeline: HostTimeline, kept: I64) -> int:
+def end_of_wait(call: RecordedCall, operators: OperatorsByStart) -> int:
     """Return the first kept operator that runs after the wait for a call, -1 if there is none.
 
     A wait without a mark belongs to a call of DDP's reducer, which waits for all its calls when
@@ -80,18 +84,13 @@ def end_of_wait(call: RecordedCall, timeline: HostTimeline, kept: I64) -> int:
 
     Args:
         call: an asynchronous call.
-        timeline: the host events.
-        kept: indices of the operators that are nodes, by start.
+        operators: the operators that are nodes.
     """
-    rows = timeline.rows
+    rows = operators.timeline.rows
     if call.waits:
         wait = call.waits[0]
-        after = kept[np.searchsorted(rows.start_ns[kept], rows.start_ns[wait]) :]
-        following = np.flatnonzero(rows.thread[after] == rows.thread[wait])
-    else:
-        after = kept[np.searchsorted(rows.start_ns[kept], rows.end_ns[call.op]) :]
-        following = np.flatnonzero(~timeline.in_functions[after])
-    return int(after[following[0]]) if len(following) else -1
+        return operators.first_on_thread(int(rows.thread[wait]), int(rows.start_ns[wait]))
+    return operators.first_outside_functions(int(rows.end_ns[call.op]))
 
 
 def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
@@ -152,15 +151,14 @@ class CallPlacement:
     ) -> list[RecordedCall]:
         """Add the calls recorded on a CPU and those of Gloo; return the calls assumed blocking."""
         timeline = self._timeline
-        starts = timeline.rows.start_ns[self._kept]
-        by_start = self._kept[np.argsort(starts, kind="stable")]
+        operators = OperatorsByStart(timeline, self._kept)
         unplaced: list[RecordedCall] = []
         for call in calls:
             number = self._add_call(call)
             thread = int(timeline.rows.thread[call.op])
             if call.communication.asynchronous and wait_is_known(call, timeline):
                 self._add_asynchronous(call, number)
-                waiter = end_of_wait(call, timeline, by_start)
+                waiter = end_of_wait(call, operators)
                 if waiter >= 0:
                     self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
             else:
@@ -168,13 +166,12 @@ class CallPlacement:
                     self._threads[thread] = NodeSequence(self._times)
                 self._insert(number, self._threads[thread])
                 unplaced.append(call)
-        self._add_gloo_calls(gloo_calls)
+        self._add_gloo_calls(gloo_calls, operators)
         return unplaced
 
-    def _add_gloo_calls(self, gloo_calls: list[GlooCall]) -> None:
+    def _add_gloo_calls(self, gloo_calls: list[GlooCall], operators: OperatorsByStart) -> None:
         """Add the calls that Gloo ran, after their issuers and earlier work of their threads."""
         rows = self._timeline.rows
-        by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
         sequences: ThreadSequences = {}
         starts = [*self._times.start, *rows.start_ns[[call.op for call in gloo_calls]].tolist()]
         since = min(starts, default=0)
@@ -194,7 +191,7 @@ class CallPlacement:
                 sequence.members.append(number)
             if call.caller != NONE:
                 self._edges.add(int(self._node[call.caller]), number, Reason.LAUNCH)
-            waiter = first_operator_after(call, self._timeline, by_start)
+            waiter = first_operator_after(call, operators)
             if waiter != NONE:
                 self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
         for sequence in sequences.values():

@@ -39,9 +39,13 @@ def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
         marks: ids of the nodes called PLACEHOLDERS: alternately one before and one after such
             callers, int64[m].
     """
-    for first, last in marks[: len(marks) // 2 * 2].reshape(-1, 2):
-        caller = np.where((first < caller) & (caller < last), node.min(), caller)
-    return caller
+    first, last = marks[: len(marks) // 2 * 2].reshape(-1, 2).T
+    if not len(first):
+        return caller
+    order = np.argsort(first, kind="stable")
+    end = np.maximum.accumulate(last[order])
+    place = np.searchsorted(first[order], caller) - 1  # the last range that begins before
+    return np.where((place >= 0) & (caller < end[place]), node.min(), caller)
 
 
 def check_callers(path: Path, node: I64, caller: I64) -> int:

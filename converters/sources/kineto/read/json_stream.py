@@ -8,6 +8,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Generic, Literal, TypeVar
 
@@ -21,6 +22,9 @@ PIECE_BYTES = 1 << 20
 _LONGEST_HEAD = 64 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+# Occurrences of the array's name to try: each one parses the file up to there.
+_MAX_HEADS = 32
 
 _TRIES = 8  # candidate ends of a piece before a longer piece is read
 
@@ -111,10 +115,13 @@ class ArrayFile(Generic[_T]):
     def _head(self, file: BinaryIO) -> tuple[_T, bytes | None]:
         """Return the fields before the array and the text after its bracket, None without array."""
         text = b""
+        seen = 0  # end of the last occurrence of the name that was tried
+        tries = _MAX_HEADS
         while True:
             more = file.read(PIECE_BYTES)
             text = (text + more).removeprefix(_BYTE_ORDER_MARK)
-            for match in self._opening.finditer(text):
+            for match in islice(self._opening.finditer(text, seen), tries):
+                seen, tries = match.end(), tries - 1
                 try:
                     head = self._decoder.decode(text[: match.end()] + b"]}")
                 except msgspec.ValidationError as error:

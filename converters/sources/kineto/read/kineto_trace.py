@@ -5,7 +5,7 @@ Memory holds one piece of the file as typed records, and the columns built so fa
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from onerank.converters.sources.kineto.read.schema import (
 from onerank.ir import StringTable
 from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.errors import TraceError
+
+_MOST_DIGITS = 20
 
 _BACKENDS = ("cuda", "hip", "xpu", "mtia", "privateuse1")
 
@@ -206,7 +208,9 @@ class _Reader:
         for tid in dict.fromkeys(event.tid for event in events):
             if tid in known:
                 continue
-            number = int(tid) if isinstance(tid, str) and tid.isdecimal() else tid
+            # Python refuses to convert thousands of digits; no thread's number has so many.
+            is_number = isinstance(tid, str) and tid.isdecimal() and len(tid) < _MOST_DIGITS
+            number = int(tid) if is_number else tid
             known[tid] = self.threads.setdefault(number, len(self.threads))
         return np.array([known[event.tid] for event in events], dtype=np.int64)
 
@@ -302,11 +306,14 @@ def load_kineto(
         read = read_distributed(part.distributed)
         lost_run |= read is None and bool(bytes(part.distributed))
         distributed = read or distributed
+    ranks_of = (
+        {group.name: group.ranks for group in reversed(distributed.groups)} if distributed else {}
+    )
     return KinetoTrace(
         path=path,
         strings=reader.strings,
         threads=list(reader.threads),
-        calls=[_with_ranks(call, distributed) for call in reader.calls],
+        calls=[_with_ranks(call, ranks_of) for call in reader.calls],
         device=devices[0] if devices else None,
         distributed=distributed,
         lost_run=lost_run,
@@ -315,11 +322,11 @@ def load_kineto(
     )
 
 
-def _with_ranks(call: Args, distributed: Distributed | None) -> Args:
+def _with_ranks(call: Args, ranks_of: Mapping[str, tuple[int, ...]]) -> Args:
     """Return a call with the ranks of its group, if it lacks some."""
-    if distributed is None or (call.group_ranks.endswith("]") and "..." not in call.group_ranks):
+    if call.group_ranks.endswith("]") and "..." not in call.group_ranks:
         return call
-    ranks = next((g.ranks for g in distributed.groups if g.name == call.group_name), ())
+    ranks = ranks_of.get(call.group_name, ())
     return msgspec.structs.replace(call, group_ranks=str([*ranks])) if ranks else call
 
 
@@ -368,7 +375,7 @@ ALL = "all"
 
 MEDIAN = "median"
 
-_MARK = re.compile(r"ProfilerStep#(\d+)")
+_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,13 +394,16 @@ class Step:
 
 def steps(trace: KinetoTrace) -> list[Step]:
     """Return the steps of a trace in order; none if profiler.step() was never called."""
-    marked: list[Step] = []
     host = trace.host
-    for code in np.unique(host.name[~host.is_operator]).tolist():
-        if mark := _MARK.fullmatch(trace.strings[code]):
-            for row in np.flatnonzero((host.name == code) & ~host.is_operator).tolist():
-                span = int(host.start_ns[row]), int(host.end_ns[row])
-                marked.append(Step(int(mark.group(1)), *span))
+    annotations = np.flatnonzero(~host.is_operator)
+    codes = np.unique(host.name[annotations]).tolist()
+    marks = {code: _MARK.fullmatch(trace.strings[code]) for code in codes}
+    number = {code: int(mark.group(1)) for code, mark in marks.items() if mark}
+    rows = annotations[np.isin(host.name[annotations], [*number])]
+    # By code, then by row: steps of equal start keep this order.
+    rows = rows[np.argsort(host.name[rows], kind="stable")]
+    columns = (column[rows].tolist() for column in (host.name, host.start_ns, host.end_ns))
+    marked = [Step(number[code], start, end) for code, start, end in zip(*columns, strict=True)]
     return sorted(marked, key=lambda step: step.start_ns)
 
 

@@ -125,7 +125,7 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
         for attribute in self.attrs:
             if attribute.name == name:
                 text = bytes(attribute.value)
-                return int(text) if text.isdigit() else 0
+                return int(text) if text.isdigit() and len(text) < 20 else 0  # 2^64 has 20 digits
         return 0
 
     @property

@@ -27,7 +27,7 @@ _PLAIN = frozenset({"", "Scalar", "ScalarList"})
 
 _LIST = "TensorList"
 
-_DIGITS_AND_POINT = re.compile(r"^-?\d+\.?\d*(e[+-]?\d+)?$")
+_DIGITS_AND_POINT = re.compile(r"^-?\d+(\.\d*)?(e[+-]?\d+)?$")
 
 
 def use_profiler_shapes(timeline: HostTimeline) -> None:
