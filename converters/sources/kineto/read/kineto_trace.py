@@ -306,9 +306,8 @@ def load_kineto(
         read = read_distributed(part.distributed)
         lost_run |= read is None and bool(bytes(part.distributed))
         distributed = read or distributed
-    ranks_of = (
-        {group.name: group.ranks for group in reversed(distributed.groups)} if distributed else {}
-    )
+    described = distributed.groups if distributed else ()
+    ranks_of = {group.name: group.ranks for group in reversed(described)}  # the first of a name
     return KinetoTrace(
         path=path,
         strings=reader.strings,
