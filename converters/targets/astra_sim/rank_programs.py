@@ -3,7 +3,7 @@
 import numpy as np
 
 from onerank.converters.targets.astra_sim.check import (
-    Call,
+    CommCall,
     CommProgram,
     Dag,
     End,
@@ -35,7 +35,7 @@ def rank_programs(workload: Workload, name: str) -> dict[int, Program]:
     }
     targets = {placement: workload.targets(placement) for _, placement in slots}
     first = min(workload.ranks)
-    calls: list[Call | None] = [
+    calls: list[CommCall | None] = [
         _call(workload.graph, index, number, targets[workload.placements[index]][first], first)
         for number, index in zip(numbers, indices, strict=True)
     ]
@@ -84,15 +84,15 @@ def _communication_dag(workload: Workload) -> tuple[list[int], Dag]:
     )
 
 
-def _call(graph: Graph, index: int, number: int, target: int, rank: int) -> Call:
+def _call(graph: Graph, index: int, number: int, target: int, rank: int) -> CommCall:
     """Return a communication of `rank`, given its group's number or its peer."""
     node = graph.node(index)
     size = node.value("comm_bytes")
     kind = NodeType(COMM[node.kind])
     end = _end(node.kind, target, rank)
     if isinstance(end, str):
-        return Call(number, kind, size, collective=int(node.collective), group=end)
-    return Call(number, kind, size, source=end[0], target=end[1], tag=tag_of(node))
+        return CommCall(number, kind, size, collective=int(node.collective), group=end)
+    return CommCall(number, kind, size, source=end[0], target=end[1], tag=tag_of(node))
 
 
 def _end(kind: Kind, target: int, rank: int) -> End:

@@ -18,7 +18,7 @@ from onerank.converters.targets.astra_sim.check.findings import Report
 
 
 def check_order(programs: Sequence[Program], report: Report) -> None:
-    """Report the first two unordered collectives of each group, once for ranks of one course."""
+    """Report the first two unordered collectives of each group, once for ranks of one comm."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for program in programs:
         numbers: dict[str, int] = {}
@@ -26,7 +26,7 @@ def check_order(programs: Sequence[Program], report: Report) -> None:
             numbers.setdefault(end, len(numbers)) if isinstance(end, str) else -1
             for end in program.ends
         )
-        key = id(program.course), lanes
+        key = id(program.comm), lanes
         if numbers and key not in seen:
             seen.add(key)
             _check(program, list(numbers), lanes, report)
@@ -38,13 +38,13 @@ def _check(program: Program, groups: list[str], lanes: tuple[int, ...], report: 
     In an order that respects all dependencies it suffices to compare neighbours: the collectives
     are ordered if each waits for the one before it.
     """
-    course = program.course
-    dag = course.dag
+    comm = program.comm
+    dag = comm.dag
     awaited = np.full((len(dag.ids), len(groups)), -1, dtype=np.int64)
     latest: dict[int, int] = {}
     issued: list[int] = []
-    for node in course.order:
-        call, slot = course.calls[node], course.slots[node]
+    for node in comm.order:
+        call, slot = comm.calls[node], comm.slots[node]
         if call is not None and slot is not None and call.type == NodeType.COLL:
             lane = lanes[slot]
             before = latest.get(lane)

@@ -25,8 +25,8 @@ class NodeType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A communication node, reduced to what decides whom it meets.
+class CommCall:
+    """A communication node, reduced to what decides which calls of other ranks match it.
 
     Attributes:
         node: its id.
@@ -69,12 +69,12 @@ Channel = tuple[int, int, int, int]
 """What a send and its receive agree on: source, target, tag, bytes."""
 
 End = str | tuple[int, int]
-"""Whom a call meets: a group, or the source and target of a message."""
+"""Whom a call communicates with: a group, or the source and target of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommProgram:
-    """The common part of ranks whose files differ only in groups and peers.
+    """The communication of ranks whose files differ only in groups and peers.
 
     Attributes:
         dag: dependencies.
@@ -86,7 +86,7 @@ class CommProgram:
 
     dag: Dag
     order: list[int]
-    calls: list[Call | None]
+    calls: list[CommCall | None]
     slots: list[int | None]
 
 
@@ -96,42 +96,42 @@ class Program:
 
     Attributes:
         file: its name.
-        course: what it shares with ranks like it.
-        ends: whom the calls of each slot meet.
+        comm: the part that it shares with equal ranks.
+        ends: group or peers of each slot.
     """
 
     file: str
-    course: CommProgram
+    comm: CommProgram
     ends: Sequence[End]
 
     @classmethod
-    def of(cls, file: str, dag: Dag, calls: list[Call | None], order: list[int]) -> "Program":
-        """Return the program of a file whose calls are known, each end a slot."""
+    def of(cls, file: str, dag: Dag, calls: list[CommCall | None], order: list[int]) -> "Program":
+        """Return the program of a file; each distinct group or pair of ranks is a slot."""
         numbers: dict[End, int] = {}
         slots = [numbers.setdefault(end_of(call), len(numbers)) if call else None for call in calls]
         return cls(file, CommProgram(dag, order, calls, slots), list(numbers))
 
-    def calls(self) -> list[Call | None]:
+    def calls(self) -> list[CommCall | None]:
         """Return per node its communication."""
-        pairs = zip(self.course.calls, self.course.slots, strict=True)
+        pairs = zip(self.comm.calls, self.comm.slots, strict=True)
         return [
-            call if call is None or slot is None else met(call, self.ends[slot])
+            call if call is None or slot is None else with_end(call, self.ends[slot])
             for call, slot in pairs
         ]
 
-    def issued(self) -> list[Call]:
+    def issued(self) -> list[CommCall]:
         """Return the communication in the order it is issued."""
         calls = self.calls()
-        return [call for node in self.course.order if (call := calls[node]) is not None]
+        return [call for node in self.comm.order if (call := calls[node]) is not None]
 
 
-def end_of(call: Call) -> End:
-    """Return whom a call meets."""
+def end_of(call: CommCall) -> End:
+    """Return the group or the peers of a call."""
     return call.group if call.type == NodeType.COLL else (call.source, call.target)
 
 
-def met(call: Call, end: End) -> Call:
-    """Return the call with another end."""
+def with_end(call: CommCall, end: End) -> CommCall:
+    """Return the call with another group or peer."""
     if end == end_of(call):
         return call
     if isinstance(end, str):
@@ -139,12 +139,12 @@ def met(call: Call, end: End) -> Call:
     return replace(call, source=end[0], target=end[1])
 
 
-def courses_of(programs: Iterable[Program]) -> list[CommProgram]:
-    """Return the distinct courses of some programs."""
-    return list({id(program.course): program.course for program in programs}.values())
+def distinct_comms(programs: Iterable[Program]) -> list[CommProgram]:
+    """Return the distinct shared parts of programs."""
+    return list({id(program.comm): program.comm for program in programs}.values())
 
 
-def channel_of(call: Call) -> Channel:
+def channel_of(call: CommCall) -> Channel:
     """Return the channel of a send or receive."""
     return call.source, call.target, call.tag, call.size
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
-    Call,
     Channel,
+    CommCall,
     NodeType,
     Program,
     channel_of,
@@ -19,7 +19,16 @@ from onerank.converters.targets.astra_sim.check.findings import Report
 
 @dataclass(slots=True)
 class RankState:
-    """How far one rank has come."""
+    """Progress of one rank.
+
+    Attributes:
+        waits: per node, how many of its dependencies are unfinished.
+        left: unfinished nodes.
+        computing: heap of ready nodes that complete at once.
+        communicating: heap of ready collectives and sends.
+        in_flight: the collective that the rank waits in.
+        receiving: ready receives whose message was not sent.
+    """
 
     waits: list[int]
     left: int
@@ -31,15 +40,21 @@ class RankState:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """One collective of a group: the node each member has issued for it."""
+    """One collective of a group.
+
+    Attributes:
+        group: its group.
+        place: number of earlier collectives of the group.
+        arrived: rank -> node that it issued.
+    """
 
     group: str
     place: int
     arrived: dict[int, int] = field(default_factory=dict[int, int])
 
 
-class Run:
-    """Runs all ranks without time: ASTRA-sim's rules of issue, with computation instantaneous.
+class CommRun:
+    """A run of all ranks by ASTRA-sim's rules of issue, in which compute and messages take no time.
 
     Ready nodes are issued lowest id first, one collective or send at a time per rank. A send
     completes when issued, a receive when its send was issued, a collective when all members
@@ -50,29 +65,27 @@ class Run:
         self.programs = programs
         self._calls = [program.calls() for program in programs]
         self.members = members
-        self.states = [
-            RankState(p.course.dag.waits.copy(), len(p.course.dag.ids)) for p in programs
-        ]
-        self.meetings: dict[tuple[str, int], Rendezvous] = {}
+        self.states = [RankState(p.comm.dag.waits.copy(), len(p.comm.dag.ids)) for p in programs]
+        self.open_collectives: dict[tuple[str, int], Rendezvous] = {}
         self.places: Counter[tuple[int, str]] = Counter()
         self.sent: Counter[Channel] = Counter()
         self.expected: dict[Channel, deque[tuple[int, int]]] = defaultdict(deque)
-        self.awake: deque[int] = deque(range(len(programs)))
+        self._runnable: deque[int] = deque(range(len(programs)))
 
     def finish(self) -> None:
-        """Run until no rank can go on."""
+        """CommRun until no rank can go on."""
         for rank, state in enumerate(self.states):
             for node, waits in enumerate(state.waits):
                 if waits == 0:
                     self._make_ready(rank, node)
-        while self.awake:
-            self._advance(self.awake.popleft())
+        while self._runnable:
+            self._advance(self._runnable.popleft())
 
-    def calls(self, rank: int) -> list[Call | None]:
+    def calls(self, rank: int) -> list[CommCall | None]:
         """Return the communication of each node of a rank."""
         return self._calls[rank]
 
-    def call(self, rank: int, node: int) -> Call:
+    def call(self, rank: int, node: int) -> CommCall:
         """Return the communication of a node."""
         call = self._calls[rank][node]
         assert call is not None, f"node {node} of rank {rank} is not communication"
@@ -97,7 +110,8 @@ class Run:
             channel = channel_of(call)
             if self.sent[channel]:
                 self.sent[channel] -= 1
-                # It completes like a computation: at once, but after what is issued now.
+                # A message that has arrived completes its receive at once, but only after the
+                # rank has issued its next communication, as in ASTRA-sim's event loop.
                 heapq.heappush(state.computing, node)
             else:
                 state.receiving.add(node)
@@ -108,7 +122,7 @@ class Run:
     def _complete(self, rank: int, node: int) -> None:
         state = self.states[rank]
         state.left -= 1
-        dag = self.programs[rank].course.dag
+        dag = self.programs[rank].comm.dag
         for follower in dag.followers[dag.starts[node] : dag.starts[node + 1]]:
             state.waits[follower] -= 1
             if state.waits[follower] == 0:
@@ -123,15 +137,15 @@ class Run:
         place = self.places[rank, call.group]
         self.places[rank, call.group] += 1
         key = (call.group, place)
-        meeting = self.meetings.setdefault(key, Rendezvous(*key))
-        meeting.arrived[rank] = node
+        collective = self.open_collectives.setdefault(key, Rendezvous(*key))
+        collective.arrived[rank] = node
         self.states[rank].in_flight = node
-        if len(meeting.arrived) == len(self.members[call.group]) and self.agrees(meeting):
-            del self.meetings[key]
-            for member, its_node in meeting.arrived.items():
+        if len(collective.arrived) == len(self.members[call.group]) and self.agrees(collective):
+            del self.open_collectives[key]
+            for member, its_node in collective.arrived.items():
                 self.states[member].in_flight = None
                 self._complete(member, its_node)
-                self.awake.append(member)
+                self._runnable.append(member)
 
     def _send(self, channel: Channel) -> None:
         waiting = self.expected.get(channel)
@@ -141,11 +155,11 @@ class Run:
         rank, node = waiting.popleft()
         self.states[rank].receiving.remove(node)
         self._complete(rank, node)
-        self.awake.append(rank)
+        self._runnable.append(rank)
 
-    def agrees(self, meeting: Rendezvous) -> bool:
-        """Whether all who arrived have issued the same type and size."""
-        return len({self.shape(rank, node) for rank, node in meeting.arrived.items()}) == 1
+    def agrees(self, collective: Rendezvous) -> bool:
+        """Whether the ranks that arrived have issued the same type and size."""
+        return len({self.shape(rank, node) for rank, node in collective.arrived.items()}) == 1
 
     def shape(self, rank: int, node: int) -> tuple[int, int]:
         """Return type and size of a collective."""
@@ -153,7 +167,7 @@ class Run:
         return call.collective, call.size
 
 
-def report_stalls(run: Run, report: Report) -> None:
+def report_stalls(run: CommRun, report: Report) -> None:
     """Report why the ranks that did not finish a run wait."""
     stalled = [rank for rank, state in enumerate(run.states) if state.left]
     if not stalled:
@@ -161,17 +175,17 @@ def report_stalls(run: Run, report: Report) -> None:
     end = f"; {_ranks(stalled)} of {len(run.states)} never finish"
     blocked: dict[int, list[tuple[int, int]]] = {rank: [] for rank in stalled}
     at_fault: set[int] = set()
-    for meeting in run.meetings.values():
-        absent = [rank for rank in run.members[meeting.group] if rank not in meeting.arrived]
+    for collective in run.open_collectives.values():
+        absent = [rank for rank in run.members[collective.group] if rank not in collective.arrived]
         gone = [rank for rank in absent if rank not in blocked]
-        if not run.agrees(meeting):
-            _report_mismatch(run, meeting, end, report)
-            at_fault.update(meeting.arrived)
+        if not run.agrees(collective):
+            _report_mismatch(run, collective, end, report)
+            at_fault.update(collective.arrived)
         elif gone:
-            _report_missing(run, meeting, gone, end, report)
-            at_fault.update(meeting.arrived)
+            _report_missing(run, collective, gone, end, report)
+            at_fault.update(collective.arrived)
         else:
-            for rank, node in meeting.arrived.items():
+            for rank, node in collective.arrived.items():
                 blocked[rank].extend((other, node) for other in absent)
     unsent = _unsent(run)
     for rank in stalled:
@@ -181,7 +195,7 @@ def report_stalls(run: Run, report: Report) -> None:
                 blocked[rank].append((channel[0], node))
             else:
                 at_fault.add(rank)
-    # What waits for a rank with a fault of its own is not at fault.
+    # Ranks that wait for a rank with a fault are not at fault themselves.
     blocked.update({rank: [] for rank in at_fault})
     for ring in _rings(blocked):
         rank, node = ring[0][0], ring[0][2]
@@ -192,43 +206,43 @@ def report_stalls(run: Run, report: Report) -> None:
         report.add(
             "deadlock",
             run.programs[rank].file,
-            run.programs[rank].course.dag.ids[node],
+            run.programs[rank].comm.dag.ids[node],
             f"{waits}{end}; number the nodes so that all members issue in one order",
         )
 
 
-def _report_mismatch(run: Run, meeting: Rendezvous, end: str, report: Report) -> None:
-    shapes = {rank: run.shape(rank, node) for rank, node in sorted(meeting.arrived.items())}
+def _report_mismatch(run: CommRun, collective: Rendezvous, end: str, report: Report) -> None:
+    shapes = {rank: run.shape(rank, node) for rank, node in sorted(collective.arrived.items())}
     usual = Counter(shapes.values()).most_common(1)[0][0]
     model = next(rank for rank, shape in shapes.items() if shape == usual)
     odd = next(rank for rank, shape in shapes.items() if shape != usual)
-    call = run.call(odd, meeting.arrived[odd])
+    call = run.call(odd, collective.arrived[odd])
     report.add(
         "collective-mismatch",
         run.programs[odd].file,
         call.node,
-        f"collective {meeting.place + 1} of {group_text(meeting.group)}: rank {odd} waits in "
-        f"{call}, rank {model} in {run.call(model, meeting.arrived[model])}{end}; "
+        f"collective {collective.place + 1} of {group_text(collective.group)}: rank {odd} waits in "
+        f"{call}, rank {model} in {run.call(model, collective.arrived[model])}{end}; "
         "type and bytes must be equal",
     )
 
 
 def _report_missing(
-    run: Run, meeting: Rendezvous, gone: list[int], end: str, report: Report
+    run: CommRun, collective: Rendezvous, gone: list[int], end: str, report: Report
 ) -> None:
-    rank, node = min(meeting.arrived.items())
+    rank, node = min(collective.arrived.items())
     call = run.call(rank, node)
     report.add(
         "collective-missing",
         run.programs[rank].file,
         call.node,
-        f"collective {meeting.place + 1} of {group_text(meeting.group)}: {_ranks(gone)} finished "
+        f"collective {collective.place + 1} of {group_text(collective.group)}: {_ranks(gone)} finished "
         f"without issuing it, rank {rank} waits in {call}{end}; "
         f"add the {name_of(call.collective)} there or remove it here",
     )
 
 
-def _unsent(run: Run) -> set[Channel]:
+def _unsent(run: CommRun) -> set[Channel]:
     """Return the channels on which a stalled rank would still send."""
     unsent: set[Channel] = set()
     for rank, state in enumerate(run.states):

@@ -70,75 +70,89 @@ RULES: dict[str, str] = {
 }
 """Every rule, with why it matters."""
 
+NOTES = frozenset({"setting-name"})
+"""Rules on what does not change a run of ASTRA-sim but is probably a mistake."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault.
+    """One violation of a rule.
 
     Attributes:
         rule: name of the rule, a key of `RULES`.
         file: name of the file at fault, the first of equal files.
         node: id of the node at fault, None if it is not a single node.
         message: what was found, what was expected, what to do.
+        is_note: whether ASTRA-sim runs as meant nevertheless. A workload with notes alone passes.
     """
 
     rule: str
     file: str
     node: int | None
     message: str
+    is_note: bool = False
 
 
 class Report:
     """Collects findings in order.
 
-    The same cause at many nodes of a file becomes one finding; so does one that all equal files
-    have.
+    Findings with the same cause at many nodes of a file are merged into one, as are findings of
+    files that differ only in groups and peers.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Finding] = {}
-        self._more: dict[Hashable, int] = {}
-        self._alike: dict[Hashable, list[str]] = {}
+        self._findings: dict[Hashable, Finding] = {}
+        self._repetitions: dict[Hashable, int] = {}
+        self._other_files: dict[Hashable, list[str]] = {}
 
     def add(
         self, rule: str, file: str, node: int | None, message: str, cause: Hashable = None
     ) -> None:
-        """Add a finding; one of equal rule, file and `cause` (else node and message) counts it."""
+        """Add a finding.
+
+        Args:
+            rule: a key of `RULES`.
+            file: name of the file at fault.
+            node: id of the node at fault.
+            message: as in `Finding`.
+            cause: if the file already has a finding of this rule and cause, that finding counts
+                one more; by default the node and the message are the cause.
+        """
         assert rule in RULES, f"{rule} is not a rule"
         key = (rule, file, cause) if cause is not None else (rule, file, node, message)
-        if key not in self._found:
-            self._found[key] = Finding(rule, file, node, message)
+        if key not in self._findings:
+            self._findings[key] = Finding(rule, file, node, message, is_note=rule in NOTES)
         elif cause is not None:
-            self._more[key] = self._more.get(key, 0) + 1
+            self._repetitions[key] = self._repetitions.get(key, 0) + 1
 
-    def since(self, count: int) -> list[Hashable]:
-        """Return what names the findings after the first `count`."""
-        return list(islice(self._found, count, None))
+    def keys_since(self, count: int) -> list[Hashable]:
+        """Return the keys of the findings after the first `count`."""
+        return list(islice(self._findings, count, None))
 
-    def add_alike(self, findings: Iterable[Hashable], file: str) -> None:
-        """Say that a file has findings of another too, named as by `since`."""
-        for key in findings:
-            self._alike.setdefault(key, []).append(file)
+    def add_file(self, keys: Iterable[Hashable], file: str) -> None:
+        """Record that another file has the findings with these keys (`keys_since`) too."""
+        for key in keys:
+            self._other_files.setdefault(key, []).append(file)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._findings)
 
     @property
     def rules(self) -> frozenset[str]:
-        """The rules that were broken."""
-        return frozenset(finding.rule for finding in self._found.values())
+        """The violated rules."""
+        return frozenset(finding.rule for finding in self._findings.values())
 
     @property
     def findings(self) -> list[Finding]:
-        """Every finding, in the order they were found."""
-        return [self._counted(key, finding) for key, finding in self._found.items()]
+        """Every finding, in the order in which they were added."""
+        return [self._counted(key, finding) for key, finding in self._findings.items()]
 
     def _counted(self, key: Hashable, finding: Finding) -> Finding:
-        notes: list[str] = []
-        if more := self._more.get(key, 0):
-            notes.append(f"{more} more like it in this file")
-        if files := self._alike.get(key):
+        counts: list[str] = []
+        if repetitions := self._repetitions.get(key, 0):
+            counts.append(f"{repetitions} more in this file")
+        if files := self._other_files.get(key):
             others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-            notes.append(f"the same in {files[0]}{others}, alike but for groups and peers")
-        suffix = f" ({'; '.join(notes)})" if notes else ""
+            counts.append(f"also in {files[0]}{others}, which differ only in groups and peers")
+        suffix = f" ({'; '.join(counts)})" if counts else ""
         return replace(finding, message=finding.message + suffix)

@@ -15,25 +15,23 @@ import numpy as np
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
-    Call,
     Channel,
+    CommCall,
     End,
     NodeType,
     Program,
     channel_of,
     group_text,
 )
-from onerank.converters.targets.astra_sim.check.deadlocks import Run, report_stalls
+from onerank.converters.targets.astra_sim.check.deadlocks import CommRun, report_stalls
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.edges import I64
 
-_MOST_TURNS = 64
+_MAX_REFINEMENTS = 64
+"""Passes over all ranks after which every rank runs on its own."""
 
-"""Most refinements; each is a pass over all ranks. Beyond it, ranks count as different."""
-
-_WORTH = 4
-
-"""Least ranks per class for which finding the classes pays off."""
+_MIN_RANKS_PER_CLASS = 4
+"""Mean ranks per class from which running representatives is cheaper than running all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class RankClasses:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meetings:
-    """Who meets where, each row a rank that is in a group or a pair.
+class _Memberships:
+    """Membership of ranks in groups and sender-receiver pairs, one row per rank and place.
 
     Attributes:
         rank: int64[m].
         place: number of the group or pair, int64[m].
-        slots: number of the set of slots in which the rank meets there, -1 where it is a member
-            and never does, int64[m].
+        slots: number of the set of slots in which the rank communicates there, -1 for a member
+            that never does, int64[m].
         places: number of each group and pair.
     """
 
@@ -68,7 +66,7 @@ class _Meetings:
     places: dict[End, int]
 
 
-def sorts_of(
+def rank_classes(
     programs: Sequence[Program], members: dict[str, tuple[int, ...]]
 ) -> RankClasses | None:
     """Return one rank of each class; None if too few ranks are equivalent.
@@ -77,35 +75,37 @@ def sorts_of(
         programs: the ranks' programs.
         members: ranks of each group.
     """
-    meetings = _meetings(programs, members)
-    by_place = _Segments(meetings.place, len(meetings.places))
-    by_rank = _Segments(meetings.rank, len(programs))
-    of_rank = _numbered([id(program.course) for program in programs])
+    memberships = _memberships(programs, members)
+    by_place = _Segments(memberships.place, len(memberships.places))
+    by_rank = _Segments(memberships.rank, len(programs))
+    of_rank = _numbered([id(program.comm) for program in programs])
     count = 0
-    for _ in range(_MOST_TURNS):
-        of_place = by_place.sorts(np.stack([of_rank[meetings.rank], meetings.slots], axis=1))
-        seen = np.stack([meetings.slots, of_place[meetings.place]], axis=1)
-        of_rank = by_rank.sorts(seen, of_rank)
+    for _ in range(_MAX_REFINEMENTS):
+        of_place = by_place.classes(
+            np.stack([of_rank[memberships.rank], memberships.slots], axis=1)
+        )
+        seen = np.stack([memberships.slots, of_place[memberships.place]], axis=1)
+        of_rank = by_rank.classes(seen, of_rank)
         before, count = count, int(of_rank.max(initial=-1)) + 1
-        if count * _WORTH > len(programs):
+        if count * _MIN_RANKS_PER_CLASS > len(programs):
             return None
         if count == before:
-            if _cross(meetings, of_rank):
+            if _cross(memberships, of_rank):
                 return None
-            return _one_of_each(programs, meetings, of_rank, of_place)
+            return _representatives(programs, memberships, of_rank, of_place)
     return None
 
 
-def _cross(meetings: _Meetings, of_rank: I64) -> bool:
+def _cross(memberships: _Memberships, of_rank: I64) -> bool:
     """Whether members of a group meet in other slots than members of its class."""
-    is_group = np.array([isinstance(end, str) for end in meetings.places], dtype=bool)
-    here = is_group[meetings.place]
-    rows = np.stack([meetings.place, of_rank[meetings.rank], meetings.slots], axis=1)[here]
+    is_group = np.array([isinstance(end, str) for end in memberships.places], dtype=bool)
+    here = is_group[memberships.place]
+    rows = np.stack([memberships.place, of_rank[memberships.rank], memberships.slots], axis=1)[here]
     return len(np.unique(rows, axis=0)) > len(np.unique(rows[:, :2], axis=0))
 
 
 class _Segments:
-    """Rows that belong together, by the number of what they belong to."""
+    """Rows grouped by a number in each of them."""
 
     def __init__(self, number: I64, count: int) -> None:
         self._number = number
@@ -113,7 +113,7 @@ class _Segments:
         last = np.cumsum(counts)
         self._spans = list(zip((last - counts).tolist(), last.tolist(), strict=True))
 
-    def sorts(self, rows: I64, before: I64 | None = None) -> I64:
+    def classes(self, rows: I64, before: I64 | None = None) -> I64:
         """Return the class of each segment; segments with the same rows form a class.
 
         Args:
@@ -121,15 +121,15 @@ class _Segments:
             before: classes to refine, int64[segments].
         """
         order = np.lexsort((rows[:, 1], rows[:, 0], self._number))
-        octets = np.ascontiguousarray(rows[order]).tobytes()
+        row_bytes = np.ascontiguousarray(rows[order]).tobytes()
         size = rows.itemsize * 2
-        cut = [octets[first * size : last * size] for first, last in self._spans]
+        segments = [row_bytes[first * size : last * size] for first, last in self._spans]
         if before is None:
-            return _numbered(cut)
-        return _numbered(list(zip(before.tolist(), cut, strict=True)))
+            return _numbered(segments)
+        return _numbered(list(zip(before.tolist(), segments, strict=True)))
 
 
-def _meetings(programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> _Meetings:
+def _memberships(programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> _Memberships:
     ranks: list[int] = []
     places: dict[End, int] = {}
     number: list[int] = []
@@ -150,7 +150,7 @@ def _meetings(programs: Sequence[Program], members: dict[str, tuple[int, ...]]) 
                 ranks.append(rank)
                 number.append(place)
                 slots.append(-1)
-    return _Meetings(
+    return _Memberships(
         np.array(ranks, dtype=np.int64),
         np.array(number, dtype=np.int64),
         np.array(slots, dtype=np.int64),
@@ -164,69 +164,71 @@ def _numbered(values: Sequence[object]) -> I64:
     return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
 
 
-def _one_of_each(
-    programs: Sequence[Program], meetings: _Meetings, of_rank: I64, of_place: I64
+def _representatives(
+    programs: Sequence[Program], memberships: _Memberships, of_rank: I64, of_place: I64
 ) -> RankClasses:
-    sorts = {end: int(of_place[place]) for end, place in meetings.places.items()}
-    made: list[Program] = []
+    class_of = {end: int(of_place[place]) for end, place in memberships.places.items()}
+    representatives: list[Program] = []
     firsts: list[int] = np.unique(of_rank, return_index=True)[1].tolist()
     for given in (programs[rank] for rank in firsts):
         ends: list[End] = [
-            str(sorts[end]) if isinstance(end, str) else (sorts[end], sorts[end])
+            str(class_of[end]) if isinstance(end, str) else (class_of[end], class_of[end])
             for end in given.ends
         ]
-        made.append(Program(given.file, given.course, ends))
-    pairs = np.unique(np.stack([of_place[meetings.place], of_rank[meetings.rank]], axis=1), axis=0)
+        representatives.append(Program(given.file, given.comm, ends))
+    pairs = np.unique(
+        np.stack([of_place[memberships.place], of_rank[memberships.rank]], axis=1), axis=0
+    )
     members: dict[str, list[int]] = {}
-    for place, sort in pairs.tolist():
-        members.setdefault(str(place), []).append(sort)
-    return RankClasses(made, {name: tuple(those) for name, those in members.items()})
+    for place, rank_class in pairs.tolist():
+        members.setdefault(str(place), []).append(rank_class)
+    return RankClasses(representatives, {name: tuple(those) for name, those in members.items()})
 
 
 FEW = 64
-
-"""Ranks that are all run."""
+"""Ranks up to which all of them run, since that takes less time than comparing them."""
 
 
 def check_matching(
     programs: Sequence[Program], groups: dict[str, tuple[int, ...]], report: Report
 ) -> None:
-    """Check the ranks of one workload, `programs[rank]`, against each other.
+    """Check the communication of all ranks, `programs[rank]`, against each other.
 
-    One rank of each class runs. If that finds a fault, all ranks run, to name it.
+    One rank of each class runs. If that shows a fault, all ranks run, so that the findings name the
+    ranks.
     """
     members = {**groups, WORLD: tuple(range(len(programs)))}
     if len(programs) > FEW:
-        sorts = sorts_of(programs, members)
-        if sorts is not None and _is_sound(sorts):
+        classes = rank_classes(programs, members)
+        if classes is not None and _is_sound(classes):
             return
     issued = [program.issued() for program in programs]
     _check_sequences(programs, issued, members, report)
-    run = Run(programs, members)
+    run = CommRun(programs, members)
     run.finish()
     _check_messages(programs, issued, report)
     report_stalls(run, report)
 
 
-def _is_sound(sorts: RankClasses) -> bool:
+def _is_sound(classes: RankClasses) -> bool:
     """Whether one rank of each class finishes without unmatched communication."""
     report = Report()
-    issued = [program.issued() for program in sorts.programs]
-    _check_sequences(sorts.programs, issued, sorts.members, report)
+    issued = [program.issued() for program in classes.programs]
+    _check_sequences(classes.programs, issued, classes.members, report)
     if len(report) or any(_unmatched(issued)):
         return False
-    run = Run(sorts.programs, sorts.members)
+    run = CommRun(classes.programs, classes.members)
     run.finish()
     return not any(state.left for state in run.states)
 
 
 def _check_sequences(
     programs: Sequence[Program],
-    issued: list[list[Call]],
+    issued: list[list[CommCall]],
     members: dict[str, tuple[int, ...]],
     report: Report,
 ) -> None:
-    sequences: dict[str, dict[int, list[Call]]] = defaultdict(dict)
+    sequences: dict[str, dict[int, list[CommCall]]] = defaultdict(dict)
     for rank, calls in enumerate(issued):
         for call in calls:
             if call.type == NodeType.COLL:
@@ -242,7 +244,7 @@ def _check_sequences(
             if shape == usual:
                 continue
             mine, other = by_rank.get(rank, []), by_rank.get(model, [])
-            place = _unlike(mine, other)
+            place = _first_difference(mine, other)
             here = str(mine[place]) if place < len(mine) else "none"
             there = str(other[place]) if place < len(other) else "none"
             report.add(
@@ -254,7 +256,7 @@ def _check_sequences(
             )
 
 
-def _unlike(mine: list[Call], other: list[Call]) -> int:
+def _first_difference(mine: list[CommCall], other: list[CommCall]) -> int:
     """Return the first place at which two sequences differ in type or size."""
     for place, (left, right) in enumerate(zip(mine, other, strict=False)):
         if (left.collective, left.size) != (right.collective, right.size):
@@ -262,10 +264,10 @@ def _unlike(mine: list[Call], other: list[Call]) -> int:
     return min(len(mine), len(other))
 
 
-def _unmatched(issued: list[list[Call]]) -> "tuple[_Lonely, _Lonely]":
+def _unmatched(issued: list[list[CommCall]]) -> "tuple[_Unmatched, _Unmatched]":
     """Return sends, and receives, that have no counterpart, whenever they would be issued."""
-    sends: dict[Channel, list[Call]] = defaultdict(list)
-    receives: dict[Channel, list[Call]] = defaultdict(list)
+    sends: dict[Channel, list[CommCall]] = defaultdict(list)
+    receives: dict[Channel, list[CommCall]] = defaultdict(list)
     for calls in issued:
         for call in calls:
             if call.type == NodeType.SEND:
@@ -275,14 +277,16 @@ def _unmatched(issued: list[list[Call]]) -> "tuple[_Lonely, _Lonely]":
     return _surplus(sends, receives), _surplus(receives, sends)
 
 
-def _check_messages(programs: Sequence[Program], issued: list[list[Call]], report: Report) -> None:
+def _check_messages(
+    programs: Sequence[Program], issued: list[list[CommCall]], report: Report
+) -> None:
     """Report sends and receives that have no counterpart."""
-    lonely_sends, lonely_receives = _unmatched(issued)
-    for rule, lonely, others, what in (
-        ("unmatched-recv", lonely_receives, lonely_sends, "receive waits for ever"),
-        ("unmatched-send", lonely_sends, lonely_receives, "send is never received"),
+    unmatched_sends, unmatched_receives = _unmatched(issued)
+    for rule, unmatched, others, what in (
+        ("unmatched-recv", unmatched_receives, unmatched_sends, "receive waits for ever"),
+        ("unmatched-send", unmatched_sends, unmatched_receives, "send is never received"),
     ):
-        for (source, target, _, _), calls in lonely.items():
+        for (source, target, _, _), calls in unmatched.items():
             rank = target if rule == "unmatched-recv" else source
             near = others.get_near(source, target)
             hint = f"closest is {near} of rank {rank ^ source ^ target}; " if near else ""
@@ -296,19 +300,21 @@ def _check_messages(programs: Sequence[Program], issued: list[list[Call]], repor
             )
 
 
-class _Lonely(dict[Channel, list[Call]]):
+class _Unmatched(dict[Channel, list[CommCall]]):
     """Calls without a counterpart, by channel."""
 
-    def get_near(self, source: int, target: int) -> Call | None:
+    def get_near(self, source: int, target: int) -> CommCall | None:
         """Return one between the same ranks."""
         found = (calls for key, calls in self.items() if key[:2] == (source, target))
         return next(found, [None])[0]
 
 
-def _surplus(mine: dict[Channel, list[Call]], theirs: dict[Channel, list[Call]]) -> _Lonely:
-    lonely = _Lonely()
+def _surplus(
+    mine: dict[Channel, list[CommCall]], theirs: dict[Channel, list[CommCall]]
+) -> _Unmatched:
+    unmatched = _Unmatched()
     for channel, calls in mine.items():
         rest = calls[len(theirs.get(channel, ())) :]
         if rest:
-            lonely[channel] = rest
-    return lonely
+            unmatched[channel] = rest
+    return unmatched

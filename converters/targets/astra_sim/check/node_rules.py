@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from onerank.converters.targets.astra_sim.check.comm_programs import WORLD, Call, NodeType, name_of
+from onerank.converters.targets.astra_sim.check.comm_programs import (
+    WORLD,
+    CommCall,
+    NodeType,
+    name_of,
+)
 from onerank.converters.targets.astra_sim.check.config_rules import ALGORITHMS, Groups, System
 from onerank.converters.targets.astra_sim.check.config_text import stoi
 from onerank.converters.targets.astra_sim.check.file_rules import Dag, Structure
@@ -24,10 +29,10 @@ class Setting:
     system: System | None
 
 
-def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[int, Call]:
+def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[int, CommCall]:
     """Check every node; return the communication nodes that can be matched, by id."""
     checker = _NodeChecker(setting, report)
-    calls: dict[int, Call] = {}
+    calls: dict[int, CommCall] = {}
     for node in nodes:
         call = checker.check(node)
         if call is not None:
@@ -52,7 +57,7 @@ class _NodeChecker:
         self.memory = system is not None and system.is_on("track-local-mem")
         self.written: dict[str, int] = {}
 
-    def check(self, node: Record) -> Call | None:
+    def check(self, node: Record) -> CommCall | None:
         """Check one node; return it as a call when it is communication that can be matched."""
         on_cpu = self._read(node, "is_cpu_op", "bool_val", required=False)
         if on_cpu is True:
@@ -164,7 +169,7 @@ class _NodeChecker:
             self._add("comm-size", node, message, "size")
         return size
 
-    def _collective(self, node: Record) -> Call | None:
+    def _collective(self, node: Record) -> CommCall | None:
         kind = self._read(node, "comm_type", "int64_val")
         size = self._size(node)
         group = self._group(node)
@@ -201,7 +206,7 @@ class _NodeChecker:
             self._add("dataset-splits", node, message, "charged")
         if group is None:
             return None
-        return Call(node.id, NodeType.COLL, size, collective=kind, group=group)
+        return CommCall(node.id, NodeType.COLL, size, collective=kind, group=group)
 
     def _group(self, node: Record) -> str | None:
         """Return the name of a group that a call can be matched in, else None."""
@@ -239,7 +244,7 @@ class _NodeChecker:
             return None
         return name
 
-    def _point_to_point(self, node: Record) -> Call | None:
+    def _point_to_point(self, node: Record) -> CommCall | None:
         sends = node.type == NodeType.SEND
         own, other = ("comm_src", "comm_dst") if sends else ("comm_dst", "comm_src")
         rank, world = self.setting.rank, self.setting.world
@@ -261,7 +266,7 @@ class _NodeChecker:
         if size is None or tag is None or peer is None:
             return None
         source, target = (rank, peer) if sends else (peer, rank)
-        return Call(node.id, NodeType(node.type), size, source=source, target=target, tag=tag)
+        return CommCall(node.id, NodeType(node.type), size, source=source, target=target, tag=tag)
 
 
 def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
-    Call,
+    CommCall,
     CommProgram,
     End,
     NodeType,
@@ -19,18 +19,18 @@ from onerank.converters.targets.astra_sim.check.node_rules import Setting, check
 from onerank.ir.chakra import PEERS, RankDiff, Record
 
 _KEPT = 16
-"""Number of earlier files that the next one is compared with."""
+"""Number of earlier files that the next one is compared with; a pipeline has few stages."""
 
-_REMEMBERED = 1 << 12
-"""Endings of nodes kept parsed."""
+_MAX_CACHED_NODES = 1 << 12
+"""Parsed nodes of compared files that are kept."""
 
-_NOBODY: End = (-1, -1)
-"""Whom the calls of a slot meet that are all faulty."""
+_NO_PEER: End = (-1, -1)
+"""Peer of a slot whose calls are all faulty."""
 
-_TALKS = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
+_COMMUNICATES = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
 
-_Told = tuple[frozenset[str], End]
-"""The rules that a node breaks, and whom it meets."""
+_Verdict = tuple[frozenset[str], End]
+"""The rules that a node violates, and its peer or group."""
 
 
 class RankReader:
@@ -58,8 +58,8 @@ class RankReader:
             ends = model.ends(octets, setting)
             if ends is not None:
                 self._models.insert(0, self._models.pop(place))
-                self._report.add_alike(model.findings, path.name)
-                return Program(path.name, model.course, ends) if model.runs else None
+                self._report.add_file(model.findings, path.name)
+                return Program(path.name, model.comm, ends) if model.runs else None
         return self._read_whole(path, setting)
 
     def _read_whole(self, path: Path, setting: Setting) -> Program | None:
@@ -71,7 +71,7 @@ class RankReader:
         if structure.sound:
             check_graph(structure, setting, self._report)
         calls = [by_id.get(node_id) for node_id in structure.dag.ids]
-        model = _Model(path, structure, calls, setting, self._report.since(before))
+        model = _Model(path, structure, calls, setting, self._report.keys_since(before))
         if not model.fits_others:
             program = Program.of(path.name, structure.dag, calls, structure.schedule.order)
             return program if structure.sound else None
@@ -81,99 +81,103 @@ class RankReader:
 
 
 class _Model:
-    """A file that others are compared with.
+    """A parsed file, with which later files are compared.
 
     Args:
         path: the file.
         structure: its parsed contents.
-        calls: per node of its dependencies, its communication; None also for a faulty one.
+        calls: communication of each node of `structure.dag`; None for compute and faulty nodes.
         setting: what it was checked against.
-        findings: names of its findings, see `Report.since`.
+        findings: keys of its findings, see `Report.keys_since`.
 
     Attributes:
-        findings: as given.
+        findings: as above.
         runs: whether it has no structural faults.
-        course: its common part with others; slots are those of its template, then one of the
-            default group.
+        comm: the part that it shares with equal files; its slots are those of the byte
+            comparison, then one of the default group.
         program: its program.
-        fits_others: whether everything that names a rank lies in a slot.
+        fits_others: whether each node that names a rank or group has a slot, so that other files
+            can be compared with it.
     """
 
     def __init__(
         self,
         path: Path,
         structure: Structure,
-        calls: list[Call | None],
+        calls: list[CommCall | None],
         setting: Setting,
         findings: Sequence[Hashable],
     ) -> None:
         self.findings = findings
         self.runs = structure.sound
-        self._likeness = RankDiff(path)
+        self._diff = RankDiff(path)
         place = {node.id: node.position for node in structure.records.nodes}
-        own = [self._likeness.slots[place[node_id]] for node_id in structure.dag.ids]
-        count = len(self._likeness.own)
-        ends: list[End] = [_NOBODY] * count
-        shown = self._likeness.slots.index
-        self._shown = [shown(slot) for slot in range(count)]
+        own_slots = [self._diff.slots[place[node_id]] for node_id in structure.dag.ids]
+        count = len(self._diff.own)
+        ends: list[End] = [_NO_PEER] * count
+        first_in_slot = self._diff.slots.index
+        self._examples = [first_in_slot(slot) for slot in range(count)]
         on_world = {call.node for call in calls if call is not None and end_of(call) == WORLD}
-        without = False
-        for node_id, call, slot in zip(structure.dag.ids, calls, own, strict=True):
+        on_default_group = False
+        for node_id, call, slot in zip(structure.dag.ids, calls, own_slots, strict=True):
             if call is not None and slot is not None:
-                ends[slot], self._shown[slot] = end_of(call), place[node_id]
-            without |= call is not None and slot is None
+                ends[slot], self._examples[slot] = end_of(call), place[node_id]
+            on_default_group |= call is not None and slot is None
         self.fits_others = all(
             slot is not None
-            or node.type not in _TALKS
+            or node.type not in _COMMUNICATES
             or node.id in on_world
             or not PEERS & node.attributes.keys()
-            for node, slot in zip(structure.records.nodes, self._likeness.slots, strict=True)
+            for node, slot in zip(structure.records.nodes, self._diff.slots, strict=True)
         )
-        self._rest: list[End] = [WORLD] if without else []
+        self._rest: list[End] = [WORLD] if on_default_group else []
         slots = [
             count if call is not None and slot is None else slot
-            for call, slot in zip(calls, own, strict=True)
+            for call, slot in zip(calls, own_slots, strict=True)
         ]
         self._records: dict[tuple[int, bytes], Record | None] = {}
-        self.course = CommProgram(structure.dag, structure.schedule.order, calls, slots)
-        self.program = Program(path.name, self.course, ends + self._rest)
-        self._told = [
-            self._tell(slot, ending, setting) for slot, ending in enumerate(self._likeness.own)
+        self.comm = CommProgram(structure.dag, structure.schedule.order, calls, slots)
+        self.program = Program(path.name, self.comm, ends + self._rest)
+        self._verdicts = [
+            self._verdict(slot, ending, setting) for slot, ending in enumerate(self._diff.own)
         ]
 
     def ends(self, octets: bytes, setting: Setting) -> list[End] | None:
-        """Return whom another file's calls meet; None where more differs, or other rules fail."""
-        endings = self._likeness.endings(octets)
+        """Return the peer or group of each slot in another file.
+
+        Returns None if the file differs in more than that, or violates other rules.
+        """
+        endings = self._diff.endings(octets)
         if endings is None:
             return None
         ends: list[End] = []
         for slot, ending in enumerate(endings):
-            told = self._tell(slot, ending, setting)
-            own = self._told[slot]
-            if told is None or own is None or told[0] != own[0]:
+            verdict = self._verdict(slot, ending, setting)
+            expected = self._verdicts[slot]
+            if verdict is None or expected is None or verdict[0] != expected[0]:
                 return None
-            if (told[1] == _NOBODY) != (own[1] == _NOBODY):
+            if (verdict[1] == _NO_PEER) != (expected[1] == _NO_PEER):
                 return None
-            ends.append(told[1])
+            ends.append(verdict[1])
         return ends + self._rest
 
-    def _tell(self, slot: int, ending: bytes, setting: Setting) -> _Told | None:
-        """Return the rules that a slot's node breaks, and its peers; None if it is no slot.
+    def _verdict(self, slot: int, ending: bytes, setting: Setting) -> _Verdict | None:
+        """Return the verdict on a slot with other peers; None if `ending` is no such bytes.
 
-        A communication node shows all faults of its ending; if no node of the slot communicates,
-        the first one represents it.
+        A communication node shows all faults that its peers can have. If no node of the slot
+        communicates, its first node represents it.
         """
         record = self._record(slot, ending)
         if record is None:
             return None
         report = Report()
         call = check_nodes([record], setting, report).get(record.id)
-        return report.rules, _NOBODY if call is None else end_of(call)
+        return report.rules, _NO_PEER if call is None else end_of(call)
 
     def _record(self, slot: int, ending: bytes) -> Record | None:
         key = slot, ending
         if key not in self._records:
-            if len(self._records) > _REMEMBERED:
+            if len(self._records) > _MAX_CACHED_NODES:
                 self._records.clear()
-            self._records[key] = self._likeness.record(self._shown[slot], ending)
+            self._records[key] = self._diff.record(self._examples[slot], ending)
         return self._records[key]

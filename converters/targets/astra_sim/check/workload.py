@@ -10,7 +10,7 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
     NodeType,
     Program,
-    courses_of,
+    distinct_comms,
 )
 from onerank.converters.targets.astra_sim.check.config_rules import (
     MEMORY_FILE,
@@ -230,16 +230,16 @@ def _check_presence(directory: Path, prefix: str, system: str, report: Report) -
 def _uses(programs: Sequence[Program], groups: Groups, world: int) -> set[Use]:
     """Return the types of the collectives that are issued, with the sizes of their groups."""
     slots = {
-        id(course): {
+        id(comm): {
             (call.collective, slot)
-            for call, slot in zip(course.calls, course.slots, strict=True)
+            for call, slot in zip(comm.calls, comm.slots, strict=True)
             if call is not None and slot is not None and call.type == NodeType.COLL
         }
-        for course in courses_of(programs)
+        for comm in distinct_comms(programs)
     }
     uses: set[Use] = set()
     for program in programs:
-        for collective, slot in slots[id(program.course)]:
+        for collective, slot in slots[id(program.comm)]:
             ranks = groups.usable.get(str(program.ends[slot]))
             uses.add(Use(collective, world if ranks is None else len(ranks)))
     return uses
