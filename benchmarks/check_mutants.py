@@ -11,7 +11,7 @@ and, in both encodings, `run.sh` on the copy, and compares the verdicts:
                  workload means; the check has no finding
     false alarm  ASTRA-sim reports the times of the unchanged workload, or those of a sound change;
                  the check has findings
-    intended     a false alarm of a rule in INTENDED, which says why the finding stays
+    intended     a finding on a mutant in INTENDED, which says why it is right all the same
 
 The exit code is 1 if anything was missed or a false alarm. --only runs the mutants whose name
 contains TEXT; --all prints every mutant.
@@ -46,8 +46,31 @@ LIMIT_S = 15
 _MEMORY_BYTES = 3 << 30
 """Address space of a run: some mutants make ASTRA-sim allocate without end."""
 
-INTENDED: dict[str, str] = {}
-"""Rule -> why it is a finding although ASTRA-sim finishes."""
+INTENDED: dict[str, str] = {
+    r"system.json collective-optimization <removed>|memory.json memory-type <removed>"
+    r"|memory.json text: bad: (list|number|null|no braces)": "ASTRA-sim reads uninitialised memory",
+    r"network.yml text: duplicate (bandwidth behind|npus_count)": (
+        "yaml-cpp takes the first of two values, most other programs the last"
+    ),
+    r"comm_groups.json same key, other ranks": "two groups have one number; ASTRA-sim takes one",
+    r"comm_groups.json group 2 real": "ASTRA-sim truncates rank 0.5 to 0",
+    r"\.et shorter by": "the last node is cut; ASTRA-sim runs it with bytes of the node before",
+    r"rank 4 added": "ASTRA-sim runs 4 of 5 ranks",
+    r"compute \d duration_ns|random (12|102|232),": (
+        "duration_ns, which ASTRA-sim does not read, says another time than it simulates"
+    ),
+    r"collective 2 comm_size \w+ 1048576, rank 1": (
+        "a rank names another size than its group; the chunks are equal after rounding down"
+    ),
+    r"collective 2 pg_name string_val (\"\"|\"0\"|<removed>), all ranks": (
+        "a collective on the default group can stall once groups were used unequally"
+    ),
+    r"send repeated": "no rank receives the message",
+    r"collective repeated, all ranks": "two collectives of a group have no order",
+    r"file of rank 1: bad: (metadata|first node) twice": "two nodes have one id",
+    r"random 38,": "ASTRA-sim keeps the low 32 bits of comm_type 2**62",
+}
+"""Pattern of mutants' names -> why findings are right although ASTRA-sim finishes as before."""
 
 
 def four_ranks(layers: int = 6) -> Graph:
@@ -93,8 +116,8 @@ def four_ranks(layers: int = 6) -> Graph:
 # Simulator ---------------------------------------------------------------------------------------
 
 OUTCOMES = ("same", "other", "stall", "crash", "reject", "hang")
-"""From best to worst: the times of the unchanged workload; other times; ranks that never finish with
-exit status 0; death by a signal; another exit status; no end within `LIMIT_S`."""
+"""From best to worst: the times of the unchanged workload; other times; ranks that never finish,
+with exit status 0; death by a signal; another exit status; no end within `LIMIT_S`."""
 
 _LINES = re.compile(r"sys\[(\d+)\](?: finished, (\d+) cycles|, (?:Wall|GPU|Comm) time: (\d+))")
 
@@ -150,10 +173,8 @@ class Simulator:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(
-                resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES)
-            ),
         ) as process:
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
             try:
                 output = process.communicate(timeout=LIMIT_S)[0].decode(errors="replace")
             except subprocess.TimeoutExpired:
@@ -198,7 +219,13 @@ class Row:
             return "agree" if self.rules else "missed"
         if not self.rules or (outcome == "other" and legitimate is None):
             return "agree"
-        return "intended" if set(self.rules) <= INTENDED.keys() else "false alarm"
+        return "false alarm" if self.reason is None else "intended"
+
+    @property
+    def reason(self) -> str | None:
+        """Why findings are intended though ASTRA-sim finishes, None if they are not."""
+        reasons = (why for name, why in INTENDED.items() if re.search(name, self.mutant.name))
+        return next(reasons, None)
 
 
 def rules_of(workload: Path) -> tuple[str, ...]:
@@ -207,7 +234,7 @@ def rules_of(workload: Path) -> tuple[str, ...]:
         findings = check_workload(workload)
     except OneRankError as error:
         return (f"error {error.code}",)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the program counts whatever escapes the check
         traceback.print_exc()
         return ("traceback",)
     return tuple(sorted({finding.rule for finding in findings if not finding.is_note}))
@@ -266,9 +293,9 @@ def _summarise(rows: list[Row], seconds: float) -> None:
         "\n"
         + ", ".join(f"{verdicts[v]} {v}" for v in ("agree", "intended", "missed", "false alarm"))
     )
-    for rule, reason in INTENDED.items():
-        count = sum(row.verdict == "intended" and rule in row.rules for row in rows)
-        print(f"intended: {rule} ({count}): {reason}")
+    for row in rows:
+        if row.verdict == "intended":
+            print(f"intended: {row.mutant.name} [{', '.join(row.rules)}]: {row.reason}")
 
 
 if __name__ == "__main__":

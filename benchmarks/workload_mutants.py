@@ -49,6 +49,7 @@ def mutants() -> Iterator[Mutant]:
     yield from _files()
     yield from _nodes()
     yield from _dependencies()
+    yield from _arrivals()
     yield from _random_fields(300)
 
 
@@ -58,8 +59,24 @@ REMOVED = object()
 ABSENT = "<removed>"
 
 _VALUES: tuple[Any, ...] = (
-    REMOVED, None, True, False, "1", "", [], {}, 0, -1, 0.5, 1, 2, 1e-9, 2**31, 2**63, 1e30,
-)  # fmt: skip
+    REMOVED,
+    None,
+    True,
+    False,
+    "1",
+    "",
+    [],
+    {},
+    0,
+    -1,
+    0.5,
+    1,
+    2,
+    1e-9,
+    2**31,
+    2**63,
+    1e30,
+)
 
 
 def _json(file: str, key: str, value: object) -> Edit:
@@ -71,6 +88,14 @@ def _json(file: str, key: str, value: object) -> Edit:
         else:
             settings[key] = value
         path.write_text(json.dumps(settings))
+
+    return edit
+
+
+def _settings(file: str, settings: dict[str, Any]) -> Edit:
+    def edit(folder: Path) -> None:
+        for key, value in settings.items():
+            _json(file, key, value)(folder)
 
     return edit
 
@@ -104,7 +129,7 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "local-reduction-delay": (0, 1e6),
     "active-chunks-per-dimension": (1, 2**20),
     "preferred-dataset-splits": (1, 8),
-    "local-mem-bw": (1, 1e10),
+    "local-mem-bw": (0.5, 1e10),
     "model-shared-bus": (0, 1),
     "L": (0, 1e3),
     "o": (0, 1e3),
@@ -132,7 +157,7 @@ def _sound(key: str, value: object) -> bool:
     return False
 
 
-def _system() -> Iterator[Mutant]:
+def _system() -> Iterator[Mutant]:  # noqa: PLR0912
     def mutant(key: str, value: object, *, legitimate: bool) -> Mutant:
         name = f"system.json {key} {_label(value)}"
         return Mutant(name, _both(lambda file: _json(file, key, value)), legitimate)
@@ -165,6 +190,14 @@ def _system() -> Iterator[Mutant]:
             yield mutant(key, value, legitimate=False)
         for value in ([], ["no-such-file"], "no-such-file", ["a", "b"], None):
             yield mutant(f"{key}-custom", value, legitimate=False)
+    for key in ("L", "o", "g", "G", "local-reduction-delay"):
+        for value in (0, 5, 5.5, True, -5, 1e30, None):
+            settings = {"model-shared-bus": 1, key: value}
+            yield Mutant(
+                f"system.json shared bus, {key} {_label(value)}",
+                _both(lambda file, settings=settings: _settings(file, settings)),
+                legitimate=value is not None and 0 <= value < 10,
+            )
     for value in ("", "no-such-file", [], None):
         yield mutant("per-node-custom-implementation", value, legitimate=False)
     for value in ("trace", "", 5, None):
@@ -184,8 +217,12 @@ _JSON_TEXTS: dict[str, Callable[[str], str | bytes]] = {
     "CRLF": lambda text: text.replace("\n", "\r\n"),
     "tabs": lambda text: text.replace("  ", "\t"),
     "leading blank lines": lambda text: "\n\n " + text,
-    "unknown number beyond 64 bits": lambda text: text.replace("{", '{ "x": 123456789012345678901234567890,', 1),
-    "escaped key": lambda text: text.replace('"endpoint-delay"', '"endpoint\\u002ddelay"').replace('"memory-type"', '"memory\\u002dtype"'),
+    "unknown number beyond 64 bits": lambda text: text.replace(
+        "{", '{ "x": 123456789012345678901234567890,', 1
+    ),
+    "escaped key": lambda text: text.replace('"endpoint-delay"', '"endpoint\\u002ddelay"').replace(
+        '"memory-type"', '"memory\\u002dtype"'
+    ),
     "bad: empty": lambda text: "",
     "bad: list": lambda text: "[]",
     "bad: number": lambda text: "5",
@@ -199,7 +236,9 @@ _JSON_TEXTS: dict[str, Callable[[str], str | bytes]] = {
     "bad: single quotes": lambda text: text.replace('"', "'"),
     "bad: cut": lambda text: text[: len(text) // 2],
     "bad: leading zero": lambda text: text.replace("{", '{ "x": 012,', 1),
-    "bad: invalid UTF-8": lambda text: text.replace("{", '{ "x": "@",', 1).encode().replace(b"@", b"\xff"),
+    "bad: invalid UTF-8": lambda text: (
+        text.replace("{", '{ "x": "@",', 1).encode().replace(b"@", b"\xff")
+    ),
     "bad: control character": lambda text: text.replace("{", '{ "x": "a\tb",', 1),
     "bad: NUL": lambda text: "\0" + text,
     "bad: UTF-16": lambda text: text.encode("utf-16"),
@@ -207,7 +246,7 @@ _JSON_TEXTS: dict[str, Callable[[str], str | bytes]] = {
     "bad: no braces": lambda text: text.strip()[1:-1],
     "bad: equals": lambda text: text.replace(":", " ="),
     "bad: missing comma": lambda text: text.replace(",", "", 1),
-}  # fmt: skip
+}
 
 
 # Network -----------------------------------------------------------------------------------------
@@ -224,23 +263,116 @@ def _network() -> Iterator[Mutant]:
         return _text(file, change)
 
     sound = {
-        "npus_count": ("[ 4 ]", "[4]", "[ 0x4 ]", "[ 04 ]", '[ "4" ]', "[ +4 ]", "[ 4, ]", "\n  - 4"),
-        "bandwidth": ("[ 100 ]", "[ 100. ]", "[ 1e2 ]", "[ +50.5 ]", "['50']", "[ .5e3 ]", "\n- 50", "[ 1 ]"),
+        "npus_count": (
+            "[ 4 ]",
+            "[4]",
+            "[ 0x4 ]",
+            "[ 04 ]",
+            '[ "4" ]',
+            "[ +4 ]",
+            "[ 4, ]",
+            "\n  - 4",
+        ),
+        "bandwidth": (
+            "[ 100 ]",
+            "[ 100. ]",
+            "[ 1e2 ]",
+            "[ +50.5 ]",
+            "['50']",
+            "[ .5e3 ]",
+            "\n- 50",
+            "[ 1 ]",
+        ),
         "latency": ("[ 0 ]", "[ 250 ]", "[ 1e3 ]", "[ .5 ]", "[ 2.5E2 ]", "\n  - 100", "[ 0.0 ]"),
-        "topology": ("[ Ring ]", "[ FullyConnected ]", "[ 'Switch' ]", '["Switch"]', "\n  - Switch"),
-    }  # fmt: skip
+        "topology": (
+            "[ Ring ]",
+            "[ FullyConnected ]",
+            "[ 'Switch' ]",
+            '["Switch"]',
+            "\n  - Switch",
+        ),
+    }
     broken = {
-        "npus_count": ("[ 4.0 ]", "[ 2 ]", "[ 8 ]", "[ 0 ]", "[ 1 ]", "[ -4 ]", "4", "[]", "[ 08 ]", "[ 4e0 ]",
-                       "[ 4_0 ]", "[ four ]", "[ ~ ]", "[ null ]", "[ [4] ]", "[ {a: 4} ]", "[ 4, 4 ]", "[ 2, 2 ]",
-                       "[ 99999999999 ]", "[ 0b100 ]", "[ 0o4 ]", '[ "" ]', "[ ! 4 ]", "{ a: 4 }", "[ 4 4 ]"),
-        "bandwidth": ("[ 0 ]", "[ -1 ]", "[ 1e-9 ]", "[ 1e30 ]", "[ 1e999 ]", "[ inf ]", "[ .inf ]", "[ .nan ]",
-                      "[ nan ]", "[ 4_50 ]", "[ 0x5 ]", "[ 5 0 ]", "50", "[]", "[ 50, 50 ]", "[ fast ]", "[ ~ ]",
-                      "[ 450GB ]", "[ '' ]", "[ 1,5 ]", "{ a: 50 }", "[ [50] ]"),
-        "latency": ("[ -1 ]", "[ 1e30 ]", "[ .inf ]", "[ nan ]", "[ 5us ]", "500", "[]", "[ 5, 5 ]", "[ ~ ]",
-                    "[ 1_0 ]", "[ {a: 1} ]", "[ 1e14 ]"),
-        "topology": ("[ ring ]", "[ Torus ]", "[ Mesh ]", "[ '' ]", "[ ~ ]", "Switch", "[]", "[ Switch, Switch ]",
-                     "[ 1 ]", "[ SWITCH ]", "[ Switch ", "{ Switch }"),
-    }  # fmt: skip
+        "npus_count": (
+            "[ 4.0 ]",
+            "[ 2 ]",
+            "[ 8 ]",
+            "[ 0 ]",
+            "[ 1 ]",
+            "[ -4 ]",
+            "4",
+            "[]",
+            "[ 08 ]",
+            "[ 4e0 ]",
+            "[ 4_0 ]",
+            "[ four ]",
+            "[ ~ ]",
+            "[ null ]",
+            "[ [4] ]",
+            "[ {a: 4} ]",
+            "[ 4, 4 ]",
+            "[ 2, 2 ]",
+            "[ 99999999999 ]",
+            "[ 0b100 ]",
+            "[ 0o4 ]",
+            '[ "" ]',
+            "[ ! 4 ]",
+            "{ a: 4 }",
+            "[ 4 4 ]",
+        ),
+        "bandwidth": (
+            "[ 0 ]",
+            "[ -1 ]",
+            "[ 1e-9 ]",
+            "[ 1e30 ]",
+            "[ 1e999 ]",
+            "[ inf ]",
+            "[ .inf ]",
+            "[ .nan ]",
+            "[ nan ]",
+            "[ 4_50 ]",
+            "[ 0x5 ]",
+            "[ 5 0 ]",
+            "50",
+            "[]",
+            "[ 50, 50 ]",
+            "[ fast ]",
+            "[ ~ ]",
+            "[ 450GB ]",
+            "[ '' ]",
+            "[ 1,5 ]",
+            "{ a: 50 }",
+            "[ [50] ]",
+        ),
+        "latency": (
+            "[ -1 ]",
+            "[ 1e30 ]",
+            "[ .inf ]",
+            "[ nan ]",
+            "[ 5us ]",
+            "500",
+            "[]",
+            "[ 5, 5 ]",
+            "[ ~ ]",
+            "[ 1_0 ]",
+            "[ {a: 1} ]",
+            "[ 1e14 ]",
+        ),
+        "topology": (
+            "[ ring ]",
+            "[ Torus ]",
+            "[ Mesh ]",
+            "[ '' ]",
+            "[ ~ ]",
+            "Switch",
+            "[]",
+            "[ Switch, Switch ]",
+            "[ 1 ]",
+            "[ SWITCH ]",
+            "[ Switch ",
+            "{ Switch }",
+        ),
+    }
     for legitimate, table in ((True, sound), (False, broken)):
         for key, texts in table.items():
             for text in texts:
@@ -249,10 +381,10 @@ def _network() -> Iterator[Mutant]:
     for key in sound:
         edit = _text(
             file,
-            lambda whole, key=key: "\n".join(
-                line for line in whole.splitlines() if not line.startswith(f"{key}:")
-            )
-            + "\n",
+            lambda whole, key=key: (
+                "\n".join(line for line in whole.splitlines() if not line.startswith(f"{key}:"))
+                + "\n"
+            ),
         )
         yield Mutant(f"network.yml {key} {ABSENT}", edit, legitimate=False)
     texts: dict[str, tuple[bool, Callable[[str], str | bytes]]] = {
@@ -260,13 +392,27 @@ def _network() -> Iterator[Mutant]:
         "document start and end": (True, lambda text: f"---\n{text}...\n"),
         "second document, broken": (True, lambda text: text + "---\na: [\n"),
         "extra keys": (True, lambda text: text + "name: mine\nnotes: [a, {b: c}]\n"),
-        "flow mapping": (True, lambda text: "{topology: [Switch], npus_count: [4], bandwidth: [419.0], latency: [250]}"),
+        "flow mapping": (
+            True,
+            lambda text: (
+                "{topology: [Switch], npus_count: [4], bandwidth: [419.0], latency: [250]}"
+            ),
+        ),
         "byte order mark": (True, lambda text: "\ufeff" + text),
         "CRLF": (True, lambda text: text.replace("\n", "\r\n")),
         "comments only at the end": (True, lambda text: text + "# end"),
-        "anchor and alias": (True, lambda text: text.replace("npus_count: [ 4 ]", "n: &n [ 4 ]\nnpus_count: *n")),
-        "quoted keys": (True, lambda text: text.replace("topology:", '"topology":').replace("latency:", "'latency':")),
-        "explicit key": (True, lambda text: text.replace("topology: [ Switch ]", "? topology\n: [ Switch ]")),
+        "anchor and alias": (
+            True,
+            lambda text: text.replace("npus_count: [ 4 ]", "n: &n [ 4 ]\nnpus_count: *n"),
+        ),
+        "quoted keys": (
+            True,
+            lambda text: text.replace("topology:", '"topology":').replace("latency:", "'latency':"),
+        ),
+        "explicit key": (
+            True,
+            lambda text: text.replace("topology: [ Switch ]", "? topology\n: [ Switch ]"),
+        ),
         "UTF-16": (True, lambda text: text.encode("utf-16")),
         "tag on a list": (True, lambda text: text.replace("topology: [", "topology: !!seq [")),
         "indented": (True, lambda text: "".join(f"  {line}\n" for line in text.splitlines())),
@@ -288,11 +434,20 @@ def _network() -> Iterator[Mutant]:
         "NUL": (False, lambda text: "\0" + text),
         "keys in capitals": (False, lambda text: text.upper()),
         "cut": (False, lambda text: text[: len(text) * 2 // 3]),
-        "merge key": (False, lambda text: "d: &d {topology: [ Switch ]}\n<<: *d\n" + text.replace("topology: [ Switch ]", "")),
-    }  # fmt: skip
+        "merge key": (
+            False,
+            lambda text: (
+                "d: &d {topology: [ Switch ]}\n<<: *d\n" + text.replace("topology: [ Switch ]", "")
+            ),
+        ),
+    }
     for label, (legitimate, change) in texts.items():
         yield Mutant(f"network.yml text: {label}", _text(file, change), legitimate)
-    for algorithms, legitimate in ((["ring", "ring"], True), (["ring"], False), (["oneRing"], True)):
+    for algorithms, legitimate in (
+        (["ring", "ring"], True),
+        (["ring"], False),
+        (["oneRing"], True),
+    ):
         yield Mutant(
             f"network.yml two dimensions, {json.dumps(algorithms)}",
             _two_dimensions(algorithms),
@@ -319,24 +474,50 @@ def _two_dimensions(algorithms: list[str]) -> Edit:
 def _memory() -> Iterator[Mutant]:
     file = "memory.json"
     for value in _VALUES:
-        yield Mutant(f"memory.json memory-type {_label(value)}", _json(file, "memory-type", value), legitimate=False)  # fmt: skip
+        yield Mutant(
+            f"memory.json memory-type {_label(value)}",
+            _json(file, "memory-type", value),
+            legitimate=False,
+        )
         for key in ("remote-mem-latency", "remote-mem-bw", "num-nodes", "num-npus-per-node"):
             sound = value is REMOVED or (isinstance(value, bool | int) and 0 <= value <= 2)
             if key.startswith("num-"):
                 sound = True  # not read with this memory type
             yield Mutant(f"memory.json {key} {_label(value)}", _json(file, key, value), sound)
-    for kind in ("PER_NODE_MEMORY_EXPANSION", "PER_NPU_MEMORY_EXPANSION", "MEMORY_POOL", "NONE", "no_memory_expansion"):  # fmt: skip
+    for kind in (
+        "PER_NODE_MEMORY_EXPANSION",
+        "PER_NPU_MEMORY_EXPANSION",
+        "MEMORY_POOL",
+        "NONE",
+        "no_memory_expansion",
+    ):
         sound = kind in ("PER_NPU_MEMORY_EXPANSION", "MEMORY_POOL")
         yield Mutant(f"memory.json memory-type {kind}", _json(file, "memory-type", kind), sound)
-    for nodes, npus, sound in ((1, 4, True), (2, 2, True), (0, 4, False), (-1, 4, False), (1, 0, False), ("1", 4, False), (1.5, 4, False)):  # fmt: skip
-        settings = {"memory-type": "PER_NODE_MEMORY_EXPANSION", "num-nodes": nodes, "num-npus-per-node": npus}  # fmt: skip
+    for nodes, npus, sound in (
+        (1, 4, True),
+        (2, 2, True),
+        (0, 4, False),
+        (-1, 4, False),
+        (1, 0, False),
+        ("1", 4, False),
+        (1.5, 4, False),
+    ):
+        settings = {
+            "memory-type": "PER_NODE_MEMORY_EXPANSION",
+            "num-nodes": nodes,
+            "num-npus-per-node": npus,
+        }
         yield Mutant(
             f"memory.json per node {nodes!r} x {npus!r}",
             _text(file, lambda _, settings=settings: json.dumps(settings)),
             sound,
         )
     for label, change in _JSON_TEXTS.items():
-        yield Mutant(f"memory.json text: {label}", _text(file, change), legitimate=not label.startswith("bad"))  # fmt: skip
+        yield Mutant(
+            f"memory.json text: {label}",
+            _text(file, change),
+            legitimate=not label.startswith("bad"),
+        )
 
 
 def _logging() -> Iterator[Mutant]:
@@ -360,15 +541,26 @@ def _logging() -> Iterator[Mutant]:
         "stderr sink": added("stderr_sink_st"),
         "stdout sink": added("color_stdout_sink_mt"),
         "file sink": added("basic_file_sink_mt", 'filename = "more.txt"\ntruncate = true'),
-        "rotating sink": added("rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = "1M"\nmax_files = 2'),
-        "daily sink": added("daily_file_sink_mt", 'base_filename = "more.txt"\nrotation_hour = 1\nrotation_minute = 0'),
-        "async logger": lambda text: '[global_thread_pool]\nqueue_size = 8192\nnum_threads = 1\n\n' + text.replace('sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "async"'),
-        "pattern": lambda text: '[[pattern]]\nname = "p"\nvalue = "%v"\n\n' + text.replace('sinks = ["nowhere"]', 'sinks = ["nowhere"]\npattern = "p"'),
+        "rotating sink": added(
+            "rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = "1M"\nmax_files = 2'
+        ),
+        "daily sink": added(
+            "daily_file_sink_mt",
+            'base_filename = "more.txt"\nrotation_hour = 1\nrotation_minute = 0',
+        ),
+        "async logger": lambda text: (
+            "[global_thread_pool]\nqueue_size = 8192\nnum_threads = 1\n\n"
+            + text.replace('sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "async"')
+        ),
+        "pattern": lambda text: (
+            '[[pattern]]\nname = "p"\nvalue = "%v"\n\n'
+            + text.replace('sinks = ["nowhere"]', 'sinks = ["nowhere"]\npattern = "p"')
+        ),
         "global pattern": lambda text: 'global_pattern = "%v"\n\n' + text,
         "without flush level": changed('flush_level = "info"\n', ""),
         "inline table": changed('name = "workload"', 'name = "workload"\nmine = { a = 1 }'),
         "one more logger": lambda text: text + '\n[[logger]]\nname = "mine"\nsinks = ["nowhere"]\n',
-    }  # fmt: skip
+    }
     broken: dict[str, Callable[[str], str | bytes]] = {
         "empty": lambda _: "",
         "bracket": lambda _: "[",
@@ -396,17 +588,30 @@ def _logging() -> Iterator[Mutant]:
         "flush level unknown": changed('flush_level = "info"', 'flush_level = "always"'),
         "type unknown": changed('sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "lazy"'),
         "pattern unknown": changed('sinks = ["nowhere"]', 'sinks = ["nowhere"]\npattern = "p"'),
-        "thread pool unknown": changed('sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "async"\nthread_pool = "p"'),
+        "thread pool unknown": changed(
+            'sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "async"\nthread_pool = "p"'
+        ),
         "file sink without name": added("basic_file_sink_mt"),
-        "file sink in a missing folder": added("basic_file_sink_mt", 'filename = "no/such/more.txt"'),
-        "rotating sink without size": added("rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_files = 2'),
-        "rotating sink, size a number": added("rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = 1024\nmax_files = 2'),
-        "rotating sink, size of words": added("rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = "big"\nmax_files = 2'),
-        "daily sink, hour 25": added("daily_file_sink_mt", 'base_filename = "more.txt"\nrotation_hour = 25\nrotation_minute = 0'),
+        "file sink in a missing folder": added(
+            "basic_file_sink_mt", 'filename = "no/such/more.txt"'
+        ),
+        "rotating sink without size": added(
+            "rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_files = 2'
+        ),
+        "rotating sink, size a number": added(
+            "rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = 1024\nmax_files = 2'
+        ),
+        "rotating sink, size of words": added(
+            "rotating_file_sink_mt", 'base_filename = "more.txt"\nmax_size = "big"\nmax_files = 2'
+        ),
+        "daily sink, hour 25": added(
+            "daily_file_sink_mt",
+            'base_filename = "more.txt"\nrotation_hour = 25\nrotation_minute = 0',
+        ),
         "sink a table": lambda text: text.replace("[[sink]]", "[sink]"),
         "duplicate key": changed('name = "nowhere"', 'name = "nowhere"\nname = "nowhere"'),
         "unquoted value": changed('"debug"', "debug"),
-    }  # fmt: skip
+    }
     for legitimate, table in ((True, sound), (False, broken)):
         for label, change in table.items():
             yield Mutant(f"logging.toml {label}", _text("logging.toml", change), legitimate)
@@ -478,7 +683,11 @@ def _groups() -> Iterator[Mutant]:
         for label, change in table.items():
             yield Mutant(f"comm_groups.json {label}", regrouped(change), legitimate)
     # A rank's place in the list is its place in the ring.
-    yield Mutant("comm_groups.json reversed ranks", regrouped(lambda groups: groups["1"].reverse()), legitimate=True)  # fmt: skip
+    yield Mutant(
+        "comm_groups.json reversed ranks",
+        regrouped(lambda groups: groups["1"].reverse()),
+        legitimate=True,
+    )
     for label, change in _JSON_TEXTS.items():
         sound_text = not label.startswith("bad") and "unknown" not in label
         yield Mutant(f"comm_groups.json text: {label}", _text(file, change), sound_text)
@@ -491,17 +700,29 @@ def _script() -> Iterator[Mutant]:
         return _text(file, lambda text: text.replace(before, after))
 
     sound = {
-        "comment": changed("set -eu", "# note: not the AstraSim_Analytical_Congestion_Aware\nset -eu"),
+        "comment": changed(
+            "set -eu", "# note: not the AstraSim_Analytical_Congestion_Aware\nset -eu"
+        ),
         "more options": changed("--logging-folder", "--num-queues-per-dim=1 --logging-folder"),
         "comm-scale 2": changed("--logging-folder", "--comm-scale=2 --logging-folder"),
-        "no logging": changed("--logging-configuration=logging.toml", "--logging-configuration=empty"),
-        "quoted path": changed("--network-configuration=network.yml", '--network-configuration="network.yml"'),
-        "path with dot": changed("--network-configuration=network.yml", "--network-configuration=./network.yml"),
-        "option with a space": changed("--network-configuration=network.yml", "--network-configuration network.yml"),
-    }  # fmt: skip
+        "no logging": changed(
+            "--logging-configuration=logging.toml", "--logging-configuration=empty"
+        ),
+        "quoted path": changed(
+            "--network-configuration=network.yml", '--network-configuration="network.yml"'
+        ),
+        "path with dot": changed(
+            "--network-configuration=network.yml", "--network-configuration=./network.yml"
+        ),
+        "option with a space": changed(
+            "--network-configuration=network.yml", "--network-configuration network.yml"
+        ),
+    }
     broken = {
         "groups of another name": changed("=comm_groups.json", "=groups.json"),
-        "no groups": changed("--comm-group-configuration=comm_groups.json", "--comm-group-configuration=empty"),
+        "no groups": changed(
+            "--comm-group-configuration=comm_groups.json", "--comm-group-configuration=empty"
+        ),
         "groups in a path with empty": changed("=comm_groups.json", "=empty/../comm_groups.json"),
         "network of another name": changed("=network.yml", "=net.yml"),
         "memory of another name": changed("=memory.json", "=mem.json"),
@@ -510,9 +731,11 @@ def _script() -> Iterator[Mutant]:
         "without memory": changed("--remote-memory-configuration=memory.json", ""),
         "without system": changed('--system-configuration="$system"', ""),
         "without workload": changed('--workload-configuration="./$workload"', ""),
-        "system of the other encoding": changed("system=system_roofline.json", "system=system.json"),
+        "system of the other encoding": changed(
+            "system=system_roofline.json", "system=system.json"
+        ),
         "misspelt option": changed("--network-configuration", "--network-config"),
-    }  # fmt: skip
+    }
     for legitimate, table in ((True, sound), (False, broken)):
         for label, edit in table.items():
             yield Mutant(f"run.sh {label}", edit, legitimate)
@@ -522,30 +745,31 @@ def _files() -> Iterator[Mutant]:
     names = ("system.json", "system_roofline.json", "network.yml", "memory.json", "logging.toml")
     traces = ("workload.0.et", "workload.3.et", "workload_roofline.2.et")
     for name in (*names, "comm_groups.json", *traces):
-        yield Mutant(f"{name} removed", lambda folder, name=name: (folder / name).unlink(), legitimate=False)  # fmt: skip
+        yield Mutant(
+            f"{name} removed", lambda folder, name=name: (folder / name).unlink(), legitimate=False
+        )
         for label, content in (("empty", b""), ("zeros", b"\0" * 64), ("text", b"hello, world\n")):
             yield Mutant(
                 f"{name} {label}",
-                lambda folder, name=name, content=content: (folder / name).write_bytes(content)
-                and None,
+                lambda folder, name=name, content=content: (
+                    (folder / name).write_bytes(content) and None
+                ),
                 legitimate=False,
             )
     for name in traces:
         for cut in (1, 7, 40):
             yield Mutant(
                 f"{name} shorter by {cut} bytes",
-                lambda folder, name=name, cut=cut: (folder / name).write_bytes(
-                    (folder / name).read_bytes()[:-cut]
-                )
-                and None,
+                lambda folder, name=name, cut=cut: (
+                    (folder / name).write_bytes((folder / name).read_bytes()[:-cut]) and None
+                ),
                 legitimate=False,
             )
     yield Mutant(
         "rank 4 added",
-        lambda folder: (folder / "workload.4.et").write_bytes(
-            (folder / "workload.3.et").read_bytes()
-        )
-        and None,
+        lambda folder: (
+            (folder / "workload.4.et").write_bytes((folder / "workload.3.et").read_bytes()) and None
+        ),
         legitimate=False,
     )
     yield Mutant(
@@ -571,7 +795,12 @@ def _write(path: Path, nodes: list[Node]) -> None:
     path.write_bytes(frame([header, *(node.SerializeToString() for node in nodes)]))
 
 
-def _edited(change: Change, *, ranks: tuple[int, ...] = (1,), sets: tuple[str, ...] = ("workload", "workload_roofline")) -> Edit:  # fmt: skip
+def _edited(
+    change: Change,
+    *,
+    ranks: tuple[int, ...] = (1,),
+    sets: tuple[str, ...] = ("workload", "workload_roofline"),
+) -> Edit:
     def edit(folder: Path) -> None:
         for name in sets:
             for rank in ranks:
@@ -592,7 +821,9 @@ def _set(name: str, variant: str, value: object) -> Callable[[Node], None]:
     """Return an edit that sets an attribute of a node, or removes it."""
 
     def edit(node: Node) -> None:
-        kept = [AttributeProto.FromString(a.SerializeToString()) for a in node.attr if a.name != name]
+        kept = [
+            AttributeProto.FromString(a.SerializeToString()) for a in node.attr if a.name != name
+        ]
         del node.attr[:]
         node.attr.extend(kept)
         if value is REMOVED:
@@ -626,7 +857,9 @@ def _nodes() -> Iterator[Mutant]:
             for place in (0, 2):
                 edit = _edited(_at(kind, _set(name, variant, value), place), ranks=ranks)
                 sound = legitimate is True or (legitimate == "all" and ranks == ALL)
-                yield Mutant(f"{label} {place} {name} {variant} {_label(value)}, {where}", edit, sound)
+                yield Mutant(
+                    f"{label} {place} {name} {variant} {_label(value)}, {where}", edit, sound
+                )
     for value in (0, 1, 7, 2**31, 2**40, 2**62, 2**64 - 5):
         for place in (0, 2):
 
@@ -646,7 +879,7 @@ def _nodes() -> Iterator[Mutant]:
             yield Mutant(
                 f"compute {place} duration_micros {value} without duration_ns",
                 _edited(_at(COMP, lasts_without, place), sets=("workload",)),
-                legitimate=value <= 7,
+                legitimate=value <= 2**31,
             )
     for kind, label in ((COMP, "compute"), (SEND, "send"), (RECV, "receive"), (COLL, "collective")):
         for number in (0, 1, 2, 3, 4, 5, 6, 7, 8, 99):
@@ -673,7 +906,9 @@ def _nodes() -> Iterator[Mutant]:
 
         sound = kind == COMP
         yield Mutant(f"{label} removed, rank 1", _edited(removed), sound)
-        yield Mutant(f"{label} removed, all ranks", _edited(removed, ranks=ALL), sound or kind == COLL)  # fmt: skip
+        yield Mutant(
+            f"{label} removed, all ranks", _edited(removed, ranks=ALL), sound or kind == COLL
+        )
 
         def repeated(nodes: list[Node], _: int, kind: int = kind) -> None:
             of_kind = [node for node in nodes if node.type == kind]
@@ -683,7 +918,9 @@ def _nodes() -> Iterator[Mutant]:
             nodes.append(copy)
 
         yield Mutant(f"{label} repeated, rank 1", _edited(repeated), sound)
-        yield Mutant(f"{label} repeated, all ranks", _edited(repeated, ranks=ALL), sound or kind == COLL)  # fmt: skip
+        yield Mutant(
+            f"{label} repeated, all ranks", _edited(repeated, ranks=ALL), sound or kind == COLL
+        )
 
     def renamed(node: Node) -> None:
         node.name = "\u00e9 [b] \x1b[31m" * 5
@@ -712,23 +949,53 @@ def _nodes() -> Iterator[Mutant]:
 _HEADER = GlobalMetadata(version="1.0.0").SerializeToString()
 
 _WHOLE_FILES: dict[str, Callable[[list[Node]], list[bytes]]] = {
-    "shuffled": lambda nodes: [_HEADER, *(n.SerializeToString() for n in random.Random(0).sample(nodes, len(nodes)))],
+    "shuffled": lambda nodes: [
+        _HEADER,
+        *(n.SerializeToString() for n in random.Random(0).sample(nodes, len(nodes))),
+    ],
     "reversed": lambda nodes: [_HEADER, *(n.SerializeToString() for n in reversed(nodes))],
-    "metadata of another version": lambda nodes: [GlobalMetadata(version="9.9").SerializeToString(), *(n.SerializeToString() for n in nodes)],
+    "metadata of another version": lambda nodes: [
+        GlobalMetadata(version="9.9").SerializeToString(),
+        *(n.SerializeToString() for n in nodes),
+    ],
     "empty metadata": lambda nodes: [b"", *(n.SerializeToString() for n in nodes)],
     "bad: no metadata": lambda nodes: [n.SerializeToString() for n in nodes],
     "bad: only metadata": lambda _: [_HEADER],
-    "bad: metadata twice": lambda nodes: [_HEADER, _HEADER, *(n.SerializeToString() for n in nodes)],
-    "bad: without the last node": lambda nodes: [_HEADER, *(n.SerializeToString() for n in nodes[:-1] if n.type != COMP or n is not nodes[-1])],
-    "bad: first node twice": lambda nodes: [_HEADER, nodes[0].SerializeToString(), *(n.SerializeToString() for n in nodes)],
-    "bad: empty message inside": lambda nodes: [_HEADER, *(n.SerializeToString() for n in nodes[:3]), b"", *(n.SerializeToString() for n in nodes[3:])],
-    "bad: broken message inside": lambda nodes: [_HEADER, *(n.SerializeToString() for n in nodes[:3]), b"\xff\xff\xff", *(n.SerializeToString() for n in nodes[3:])],
-}  # fmt: skip
+    "bad: metadata twice": lambda nodes: [
+        _HEADER,
+        _HEADER,
+        *(n.SerializeToString() for n in nodes),
+    ],
+    "without the last node": lambda nodes: [
+        _HEADER,
+        *(n.SerializeToString() for n in nodes[:-1] if n.type != COMP or n is not nodes[-1]),
+    ],
+    "bad: first node twice": lambda nodes: [
+        _HEADER,
+        nodes[0].SerializeToString(),
+        *(n.SerializeToString() for n in nodes),
+    ],
+    "bad: empty message inside": lambda nodes: [
+        _HEADER,
+        *(n.SerializeToString() for n in nodes[:3]),
+        b"",
+        *(n.SerializeToString() for n in nodes[3:]),
+    ],
+    "bad: broken message inside": lambda nodes: [
+        _HEADER,
+        *(n.SerializeToString() for n in nodes[:3]),
+        b"\xff\xff\xff",
+        *(n.SerializeToString() for n in nodes[3:]),
+    ],
+}
 
 _I32, _I64, _U64 = "int32_val", "int64_val", "uint64_val"
 
 _ATTRIBUTES: list[tuple[str, int, str, str, Any, bool | str]] = [
-    *(("compute", COMP, "num_ops", _I64, value, False) for value in (REMOVED, 0, -1, 1, 500, 2**62)),
+    *(
+        ("compute", COMP, "num_ops", _I64, value, False)
+        for value in (REMOVED, 0, -1, 1, 500, 2**62)
+    ),
     ("compute", COMP, "num_ops", _U64, 2**63 + 5, False),
     ("compute", COMP, "num_ops", "string_val", "5500", False),
     ("compute", COMP, "num_ops", "float_val", 5500.0, False),
@@ -742,17 +1009,27 @@ _ATTRIBUTES: list[tuple[str, int, str, str, Any, bool | str]] = [
     *(("compute", COMP, "duration_ns", _I64, value, False) for value in (0, 1, 10**12)),
     ("compute", COMP, "duration_ns", _I64, REMOVED, True),
     ("compute", COMP, "mine", "string_val", "note", True),
-    *(("collective", COLL, "comm_size", _I64, value, False) for value in (REMOVED, 0, -1, 2**46, 2**62)),
+    *(
+        ("collective", COLL, "comm_size", _I64, value, False)
+        for value in (REMOVED, 0, -1, 2**46, 2**62)
+    ),
     *(("collective", COLL, "comm_size", _I64, value, "all") for value in (4096, 2**20)),
     ("collective", COLL, "comm_size", "string_val", "4096", False),
     ("collective", COLL, "comm_size", "double_val", 4096.0, False),
     ("collective", COLL, "comm_size", _U64, 2**20, "all"),
     *(("collective", COLL, "comm_type", _I64, value, "all") for value in (0, 2, 6, 7)),
-    *(("collective", COLL, "comm_type", _I64, value, False) for value in (1, 3, 4, 5, 8, 9, 10, 99, -1, REMOVED)),
+    *(
+        ("collective", COLL, "comm_type", _I64, value, False)
+        for value in (1, 3, 4, 5, 8, 9, 10, 99, -1, REMOVED)
+    ),
     ("collective", COLL, "comm_type", "string_val", "ALL_REDUCE", False),
-    *(("collective", COLL, "pg_name", "string_val", value, False) for value in ("", "0", "99", "tp", "-1", "2.5", "1e3", "99999999999")),
+    *(
+        ("collective", COLL, "pg_name", "string_val", value, False)
+        for value in ("", "0", "99", "tp", "-1", "2.5", "99999999999")
+    ),
     ("collective", COLL, "pg_name", "string_val", "1", "all"),
     ("collective", COLL, "pg_name", "string_val", "01", "all"),
+    ("collective", COLL, "pg_name", "string_val", "1e3", "all"),  # std::stoi reads 1
     ("collective", COLL, "pg_name", "string_val", " 1", "all"),
     ("collective", COLL, "pg_name", "string_val", REMOVED, False),
     ("collective", COLL, "pg_name", _I32, 1, False),
@@ -765,7 +1042,10 @@ _ATTRIBUTES: list[tuple[str, int, str, str, Any, bool | str]] = [
     ("collective", COLL, "involved_dim", "bool_val", True, False),
     ("collective", COLL, "is_cpu_op", "bool_val", True, False),
     ("collective", COLL, "duration_ns", _I64, 10**15, True),
-    *(("send", SEND, "comm_dst", _I32, value, False) for value in (REMOVED, -1, 1, 4, 99, 2**31 - 1)),
+    *(
+        ("send", SEND, "comm_dst", _I32, value, False)
+        for value in (REMOVED, -1, 1, 4, 99, 2**31 - 1)
+    ),
     *(("send", SEND, "comm_src", _I32, value, False) for value in (-1, 2, 99)),
     ("send", SEND, "comm_src", _I32, REMOVED, True),
     *(("send", SEND, "comm_tag", _I32, value, False) for value in (REMOVED, -1, 77)),
@@ -778,7 +1058,7 @@ _ATTRIBUTES: list[tuple[str, int, str, str, Any, bool | str]] = [
     *(("receive", RECV, "comm_tag", _I32, value, False) for value in (REMOVED, -1, 77)),
     *(("receive", RECV, "comm_size", _I64, value, False) for value in (REMOVED, 0, -1, 4097)),
     ("receive", RECV, "comm_tag", "string_val", "3", False),
-]  # fmt: skip
+]
 """Kind of node, attribute, type, value, and whether the change is sound (on "all" ranks only)."""
 
 
@@ -799,7 +1079,9 @@ def _dependencies() -> Iterator[Mutant]:
         ):
             for ranks in ((1,), ALL):
 
-                def each(nodes: list[Node], _: int, change: Any = change, place: int = place) -> None:
+                def each(
+                    nodes: list[Node], _: int, change: Any = change, place: int = place
+                ) -> None:
                     change(nodes[min(place, len(nodes) - 2)], nodes)
 
                 where = "all ranks" if len(ranks) > 1 else "rank 1"
@@ -830,12 +1112,16 @@ def _dependencies() -> Iterator[Mutant]:
         """Remove the order of two collectives of one group."""
         kinds = {node.id: node.type for node in nodes}
         for node in nodes:
-            kept = [d for d in node.data_deps if not (node.type == COLL and kinds[d] in (COLL, SEND))]
+            kept = [
+                d for d in node.data_deps if not (node.type == COLL and kinds[d] in (COLL, SEND))
+            ]
             del node.data_deps[:]
             node.data_deps.extend(kept)
 
     yield Mutant("communication unchained, rank 1", _edited(unchained), legitimate=False)
-    yield Mutant("communication unchained, all ranks", _edited(unchained, ranks=ALL), legitimate=False)  # fmt: skip
+    yield Mutant(
+        "communication unchained, all ranks", _edited(unchained, ranks=ALL), legitimate=False
+    )
 
     def free(nodes: list[Node], _: int) -> None:
         for node in nodes:
@@ -848,6 +1134,83 @@ def _dependencies() -> Iterator[Mutant]:
 def _move_to_control(node: Node, _: list[Node]) -> None:
     node.ctrl_deps.extend(node.data_deps)
     del node.data_deps[:]
+
+
+# Order by arrival --------------------------------------------------------------------------------
+
+_SHARED_GROUPS: dict[str, tuple[dict[str, list[int]], str, str, bool]] = {
+    "one group": ({"1": [0, 1]}, "1", "1", False),
+    "two groups of the same ranks": ({"1": [0, 1], "2": [0, 1]}, "1", "2", False),
+    "two groups that share two ranks": ({"1": [0, 1, 3], "2": [0, 1]}, "1", "2", False),
+    "two groups that share one rank": ({"1": [0, 1], "2": [0, 3]}, "1", "2", True),
+}
+"""Name -> groups, the groups of collectives A and B, whether their order is free."""
+
+
+def _arrivals() -> Iterator[Mutant]:
+    """Replace the workload by one in which late messages decide the order of two collectives.
+
+    Rank 0 may issue A at once, and B after a message that rank 2 sends 100 us later. Rank 1 may
+    issue B at once, and A after such a message.
+    """
+    for label, (groups, first, second, free) in _SHARED_GROUPS.items():
+        for ordered in (False, True):
+
+            def edit(
+                folder: Path,
+                groups: dict[str, list[int]] = groups,
+                ends: tuple[str, str] = (first, second),
+                ordered: bool = ordered,
+            ) -> None:
+                (folder / "comm_groups.json").write_text(json.dumps(groups))
+                for rank in range(RANKS):
+                    calls = {
+                        name: group
+                        for name, group in zip("AB", ends, strict=True)
+                        if rank in groups[group]
+                    }
+                    for name in ("workload", "workload_roofline"):
+                        nodes = _late_step(rank, calls, ordered=ordered)
+                        _write(folder / f"{name}.{rank}.et", nodes)
+
+            order = "with an order" if ordered else "without an order"
+            yield Mutant(f"late messages, {label}, {order}", edit, legitimate=ordered or free)
+
+
+def _late_step(rank: int, calls: dict[str, str], *, ordered: bool) -> list[Node]:
+    """Return the step of a rank with the collectives `calls`, name -> group."""
+    nodes = [_node(1, COMP, 5_000)]
+    if rank == 2:
+        nodes.append(_node(2, COMP, 100_000, after=1))
+        for target in (0, 1):
+            message = {"comm_dst": target, "comm_tag": target}
+            nodes.append(_node(3 + target, SEND, after=2 + target, comm_size=64, **message))
+        return nodes
+    late = {0: "B", 1: "A"}.get(rank, "")
+    if rank in (0, 1):
+        nodes.append(_node(2, RECV, comm_size=64, comm_src=2, comm_tag=rank))
+    for number, (name, size) in enumerate((("A", 4096), ("B", 8192)), start=10):
+        if name in calls:
+            node = _node(number, COLL, after=2 if name == late else 1, comm_type=0, comm_size=size)
+            _set("pg_name", "string_val", calls[name])(node)
+            if ordered and name == "B" and "A" in calls:
+                node.data_deps.append(10)
+            nodes.append(node)
+    return nodes
+
+
+def _node(number: int, kind: int, duration_ns: int = 0, *, after: int = 0, **values: int) -> Node:
+    node = Node(id=number, name=f"node {number}", duration_micros=duration_ns // 1000)
+    node.type = kind  # pyright: ignore[reportAttributeAccessIssue]
+    if after:
+        node.data_deps.append(after)
+    if kind == COMP:
+        values |= {"num_ops": duration_ns * 1000 + 500, "duration_ns": duration_ns}
+        _set("tensor_size", _U64, 1)(node)
+    for name, value in values.items():
+        small = name in ("comm_dst", "comm_src", "comm_tag")
+        _set(name, _I32 if small else _I64, value)(node)
+    return node
 
 
 # Random ------------------------------------------------------------------------------------------
@@ -868,13 +1231,15 @@ def _random_fields(count: int) -> Iterator[Mutant]:
                 variant = field.WhichOneof("value")
                 before = getattr(field, variant) if variant else None
                 if isinstance(before, bool) or before is None:
-                    setattr(field, "bool_val", not before)
+                    field.bool_val = not before
                 elif isinstance(before, int):
                     bits = 31 if variant == _I32 else 63
-                    after = rng.choice((0, 1, before + 1, before * 2, before * 1000, 2 ** (bits - 1)))
+                    after = rng.choice(
+                        (0, 1, before + 1, before * 2, before * 1000, 2 ** (bits - 1))
+                    )
                     setattr(field, str(variant), min(after, 2**bits - 1))
                 elif isinstance(before, str):
-                    setattr(field, "string_val", rng.choice(("", "0", "1", "2", "9", "x")))
+                    field.string_val = rng.choice(("", "0", "1", "2", "9", "x"))
             elif action == "dependency" and node.data_deps:
                 node.data_deps[rng.randrange(len(node.data_deps))] = rng.choice(nodes).id
             elif action == "swap":

@@ -71,7 +71,7 @@ for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
 def check(path: Path, as_json: bool) -> None:
     """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
 
-    Exit code 1: findings.
+    Exit code 1: findings. Notes, on what ASTRA-sim ignores or converts, are no findings.
     """
     from onerank.cli.render.export_table import render_findings
     from onerank.converters.targets.astra_sim.check import check as check_path
@@ -82,7 +82,7 @@ def check(path: Path, as_json: bool) -> None:
         print_json(findings)
     else:
         render_findings(findings, str(path), alone=not path.is_dir())
-    sys.exit(1 if findings else 0)
+    sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

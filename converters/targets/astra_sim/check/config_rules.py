@@ -4,7 +4,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from onerank.converters.targets.astra_sim.check.config_text import (
     read_json,
     read_toml,
     read_yaml_lists,
+    read_yaml_paths,
     shown,
     stoi,
     yaml_integer,
@@ -34,6 +35,8 @@ from onerank.ir.job.comm_groups import NAMES, group_files
 NETWORK_FILE = "network.yml"
 
 MEMORY_FILE = "memory.json"
+
+LOGGING_FILE = "logging.toml"
 
 SCRIPT_FILE = "run.sh"
 
@@ -116,6 +119,44 @@ class Use:
     ranks: int
 
 
+def check_custom_algorithms(
+    directory: Path, system: System, uses: set[Use], report: Report
+) -> None:
+    """Check that the files of custom algorithms exist where collectives use them.
+
+    A path P means one trace per rank of the group, P.0.et, P.1.et and so on.
+    """
+    for collective, key in ALGORITHMS.items():
+        ranks = max((use.ranks for use in uses if use.collective == collective), default=0)
+        paths = as_list(system.values.get(f"{key}-custom")) or []
+        for path in paths if len(paths) == 1 else []:
+            _require_custom(directory, system, f"{key}-custom", path, ranks, report)
+    per_node = system.values.get(_PER_NODE_ALGORITHMS)
+    if not isinstance(per_node, str):
+        return
+    file = directory / per_node
+    paths_by_node = read_yaml_paths(file, report) if file.is_file() else {}
+    if not file.is_file():
+        message = f"{_PER_NODE_ALGORITHMS} is {shown(per_node)}, and there is no such file"
+        report.add("algorithms", system.file, None, message)
+    ranks = max((use.ranks for use in uses), default=0)
+    for path in sorted(set((paths_by_node or {}).values())):
+        _require_custom(directory, system, _PER_NODE_ALGORITHMS, path, min(ranks, 1), report)
+
+
+_PER_NODE_ALGORITHMS = "per-node-custom-implementation"
+
+
+def _require_custom(  # noqa: PLR0917
+    directory: Path, system: System, key: str, path: object, ranks: int, report: Report
+) -> None:
+    names = [f"{path}.{rank}.et" for rank in range(ranks)]
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        message = f"{key} is {shown(path)}, and there is no {missing[0]}: ASTRA-sim ends"
+        report.add("algorithms", system.file, None, message)
+
+
 def check_algorithms(
     system: System, npus: list[int], world: int, uses: set[Use], report: Report
 ) -> None:
@@ -181,7 +222,7 @@ def _algorithm_faults(
 
 def read_network(path: Path, report: Report) -> list[int] | None:
     """Return the NPUs of each dimension, or None when the file is absent or faulty."""
-    values = read_yaml_lists(path, report)
+    values = read_yaml_lists(path, NETWORK, report)
     if values is None:
         return None
     faults = [
@@ -246,7 +287,7 @@ def check_network(prefix: str, npus: list[int], world: int, script: Script, repo
 
 def check_memory(path: Path, report: Report) -> None:
     """Check the remote memory's JSON."""
-    values = read_json(path, report)
+    values = read_json(path, report, any_value=True)
     if values is not None:
         check_settings(path.name, values, MEMORY, report)
 
@@ -276,6 +317,8 @@ class Groups:
         given: whether there is a group file.
         members: the ranks of the usable ones again, as sets.
         file: its name.
+        faults: of each faulty group, what is wrong.
+        used: names of faulty groups that nodes use; filled in while nodes are read.
     """
 
     usable: dict[str, tuple[int, ...]]
@@ -283,18 +326,29 @@ class Groups:
     given: bool
     members: dict[str, frozenset[int]]
     file: str
+    faults: dict[str, str] = field(default_factory=dict[str, str])
+    used: set[str] = field(default_factory=set[str])
+
+    def report_faults(self, report: Report) -> None:
+        """Report the faulty groups; one that no node uses is a note."""
+        for name, message in self.faults.items():
+            is_note = name not in self.used
+            report.add("group-ranks", self.file, None, message, is_note=is_note)
 
 
 def read_groups(path: Path, world: int, report: Report) -> Groups:
     """Read the group JSON and check it against the number of ranks.
 
-    ASTRA-sim reads a key with `std::stoi`, in the order of the texts: "02" is group 2.
+    ASTRA-sim reads a key with `std::stoi`, in the order of the texts: "02" is group 2. It throws on
+    ranks that are no numbers, so these are findings at once; other faults may wait until it is
+    known whether a node uses the group (`Groups.report_faults`).
     """
     values = read_json(path, report)
     if values is None:
         return Groups({}, frozenset(), given=path.exists(), members={}, file=path.name)
     usable: dict[str, tuple[int, ...]] = {}
-    faulty: set[str] = set()
+    used: set[str] = set()
+    faults: dict[str, str] = {}
     for key, listed in sorted(values.items()):
         number = stoi(key)
         if number is None or number < 1:
@@ -302,7 +356,7 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
             report.add("group-key", path.name, None, message)
             continue
         name = str(number)
-        if name in usable or name in faulty:
+        if name in usable or name in faults:
             message = f"group {shown(key)} is group {name} again, and replaces it: remove one"
             report.add("group-key", path.name, None, message)
         ranks = _ranks(listed)
@@ -310,12 +364,20 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
             message = (
                 f"group {shown(key)} {problem}; list distinct global ranks from 0 to {world - 1}"
             )
-            report.add("group-ranks", path.name, None, message)
-            faulty.add(name)
+            faults[name] = message
+            if ranks is None:
+                used.add(name)
         else:
             usable[name] = tuple(ranks or ())
-    members = {name: frozenset(ranks) for name, ranks in usable.items()}
-    return Groups(usable, frozenset(faulty), given=True, members=members, file=path.name)
+    return Groups(
+        usable,
+        frozenset(faults),
+        given=True,
+        members={name: frozenset(ranks) for name, ranks in usable.items()},
+        file=path.name,
+        faults=faults,
+        used=used,
+    )
 
 
 def _ranks(value: Any) -> list[int] | None:
@@ -333,11 +395,11 @@ def _ranks(value: Any) -> list[int] | None:
 
 def groups_file(directory: Path, prefix: str, report: Report) -> Path:
     """Return where the groups of a set lie, or would; of several files the first, reported."""
-    found = group_files(directory, f"{prefix}.0.et") or [directory / GROUPS_FILE]
-    if len(found) > 1:
-        message = f"{found[0].name} holds groups of {prefix} too: remove one"
-        report.add("configuration-file", found[1].name, None, message)
-    return found[0]
+    files = group_files(directory, f"{prefix}.0.et") or [directory / GROUPS_FILE]
+    if len(files) > 1:
+        message = f"{files[0].name} holds groups of {prefix} too: remove one"
+        report.add("configuration-file", files[1].name, None, message)
+    return files[0]
 
 
 def check_group_path(file: Path, script: Script, report: Report) -> None:

@@ -18,10 +18,15 @@ from onerank.converters.targets.astra_sim.check.findings import Report
 
 
 class Form(Enum):
-    """What a value must be; ASTRA-sim throws on any other type."""
+    """The type of a value; ASTRA-sim throws on any other type.
 
-    INTEGER = "an integer"
-    REAL = "a number"
+    nlohmann's JSON converts true and false to `int` and `float`, and throws for wider types.
+    """
+
+    INTEGER = "an integer"  # int
+    WIDE_INTEGER = "a whole number"  # uint64_t
+    SINGLE = "a real number"  # float
+    REAL = "a number"  # double
     TEXT = "a string"
     SWITCH = "0 or 1"
     ALGORITHMS = "a list of algorithms"
@@ -38,7 +43,9 @@ class Key:
         high: greatest value that works, or that is plausible: beyond it times overflow.
         choices: the texts that are known; any if empty.
         required: whether ASTRA-sim has no usable default.
-        when: another key and its value, without which this one is not read.
+        when: another key and its value, without which the value has no effect.
+        read_when: another key and its value, without which the key is not even read.
+        harmless: whether values that do not work leave the simulated time as meant.
         rule: code of the finding for a value that does not work.
         why: what ASTRA-sim does with it, or without it.
     """
@@ -49,6 +56,8 @@ class Key:
     choices: tuple[str, ...] = ()
     required: bool = False
     when: tuple[str, Any] | None = None
+    read_when: tuple[str, Any] | None = None
+    harmless: bool = False
     rule: str = "setting-value"
     why: str = ""
 
@@ -74,7 +83,10 @@ _DAY_NS = 86_400e9
 _NO_DEFAULT = "ASTRA-sim has no default for it and reads uninitialised memory"
 
 _DELAY = Key(Form.INTEGER, 0, 1e9)
-_COST = Key(Form.REAL, 0, 1e9)
+# ASTRA-sim computes the delays of memory traffic (LogGP) only with model-shared-bus 1. It casts
+# L, o and g to unsigned integers.
+_ON_BUS = ("model-shared-bus", 1)
+_BUS_COST = Key(Form.SINGLE, 0, 1e9, when=_ON_BUS)
 _SWITCH = Key(Form.SWITCH, rule="switch-number")
 _IMPLEMENTATION = Key(Form.ALGORITHMS, rule="algorithms")
 _CUSTOM = Key(Form.TRACE)
@@ -106,12 +118,14 @@ SYSTEM: dict[str, Key] = {
         Form.INTEGER, 1, INT32, why="below 1 no collective starts and every rank stalls"
     ),
     "endpoint-delay": _DELAY,
-    "local-reduction-delay": _DELAY,
-    "L": _COST,
-    "o": _COST,
-    "g": _COST,
-    "G": _COST,
-    "model-shared-bus": Key(Form.INTEGER, 0, 1),
+    "local-reduction-delay": Key(Form.INTEGER, 0, 1e9, when=_ON_BUS),
+    "L": _BUS_COST,
+    "o": _BUS_COST,
+    "g": _BUS_COST,
+    "G": _BUS_COST,
+    "model-shared-bus": Key(
+        Form.INTEGER, 0, 1, harmless=True, why="ASTRA-sim takes any number but 1 as 0"
+    ),
     "peak-perf": Key(
         Form.REAL,
         1e-6,
@@ -129,7 +143,7 @@ SYSTEM: dict[str, Key] = {
         why="GB/s; every reduction, and the roofline, divide by it",
     ),
     "roofline-enabled": _SWITCH,
-    "trace-enabled": _SWITCH,
+    "trace-enabled": Key(Form.SWITCH, rule="switch-number", harmless=True),
     "replay-only": _SWITCH,
     "track-local-mem": _SWITCH,
     "local-mem-trace-filename": Key(Form.TEXT),
@@ -159,10 +173,12 @@ MEMORY: dict[str, Key] = {
         required=True,
         why=_NO_DEFAULT,
     ),
-    "num-nodes": Key(Form.INTEGER, 1, INT32, required=True, when=_PER_NODE),
-    "num-npus-per-node": Key(Form.INTEGER, 1, INT32, required=True, when=_PER_NODE),
-    "remote-mem-latency": Key(Form.INTEGER, 0, 2**63 - 1),
-    "remote-mem-bw": Key(Form.INTEGER, 0, 2**63 - 1),
+    # Values matter for memory nodes alone, which have findings of their own (host-node). ASTRA-sim
+    # allocates a queue per node at the start, so that a huge number ends it.
+    "num-nodes": Key(Form.INTEGER, high=1e6, read_when=_PER_NODE),
+    "num-npus-per-node": Key(Form.INTEGER, read_when=_PER_NODE),
+    "remote-mem-latency": Key(Form.WIDE_INTEGER),
+    "remote-mem-bw": Key(Form.WIDE_INTEGER),
 }
 """Of the remote memory's JSON."""
 
@@ -203,9 +219,11 @@ def check_settings(
 ) -> None:
     """Check the values of a JSON file against its table."""
     for name, key in schema.items():
-        read = key.when is None or values.get(key.when[0]) == key.when[1]
+        if not _holds(key.read_when, values):
+            continue
+        in_effect = _holds(key.when, values)
         if name not in values:
-            if key.required and read:
+            if key.required and in_effect:
                 _report(file, name, None, key, report)
             continue
         value = values[name]
@@ -215,13 +233,17 @@ def check_settings(
                     f"{name} is {shown(value)}; ASTRA-sim compares it with the number 0, so that "
                     "even false turns it on: write 0 or 1"
                 )
-                report.add("switch-number", file, None, message)
+                report.add("switch-number", file, None, message, is_note=key.harmless)
             else:
                 message = f"{name} is {_shown(value)}; expected {key.expected}, or ASTRA-sim throws"
                 report.add("setting-type", file, None, message)
-        elif read and not _works(value, key):
+        elif in_effect and not _works(value, key):
             _report(file, name, value, key, report)
     _check_names(file, values, schema, report)
+
+
+def _holds(condition: tuple[str, Any] | None, values: Mapping[str, Any]) -> bool:
+    return condition is None or values.get(condition[0]) == condition[1]
 
 
 def _shown(value: Any) -> str:
@@ -231,14 +253,14 @@ def _shown(value: Any) -> str:
 def _report(file: str, name: str, value: Any, key: Key, report: Report) -> None:
     why = f": {key.why}" if key.why else ""
     message = f"{name} is {shown(value)}; expected {key.expected}{why}"
-    report.add(key.rule, file, None, message)
+    report.add(key.rule, file, None, message, is_note=key.harmless)
 
 
 def _has_form(value: Any, form: Form) -> bool:
     match form:
-        case Form.INTEGER:  # nlohmann makes an int of a bool
+        case Form.INTEGER | Form.SINGLE:
             return isinstance(value, int | float)
-        case Form.REAL | Form.SWITCH:
+        case Form.REAL | Form.WIDE_INTEGER | Form.SWITCH:
             return isinstance(value, int | float) and not isinstance(value, bool)
         case Form.TEXT:
             return isinstance(value, str)
@@ -251,8 +273,9 @@ def _has_form(value: Any, form: Form) -> bool:
 def _works(value: Any, key: Key) -> bool:
     match key.form:
         case Form.INTEGER:
-            return key.low <= value <= key.high and value == math.trunc(value)
-        case Form.REAL:
+            whole = math.isinf(key.low) or value == math.trunc(value)
+            return key.low <= value <= key.high and whole
+        case Form.REAL | Form.SINGLE | Form.WIDE_INTEGER:
             return key.low <= value <= key.high
         case Form.TEXT:
             return not key.choices or value in key.choices
@@ -278,7 +301,7 @@ def is_algorithm(name: str) -> bool:
 def _check_names(
     file: str, values: Mapping[str, Any], schema: Mapping[str, Key], report: Report
 ) -> None:
-    """Report keys that are not read and look like one that is and is not given."""
+    """Note keys that ASTRA-sim does not read and that resemble a key that is not given."""
     absent = [name for name in schema if len(name) > 1 and name not in values]
     for name in values:
         if name in schema:
@@ -286,7 +309,7 @@ def _check_names(
         near = difflib.get_close_matches(name.lower().replace("_", "-"), absent, cutoff=0.9)
         if near:
             message = f"{name} is not read by ASTRA-sim; did you mean {near[0]}?"
-            report.add("setting-name", file, None, message)
+            report.add("setting-name", file, None, message, is_note=True)
 
 
 def check_network_entry(
@@ -322,31 +345,62 @@ def _logging_faults(values: Mapping[str, Any]) -> list[str]:
             )
             continue
         for field, needed in _SINKS[kind].items():
-            if type(sink.get(field)) is not needed:
-                faults.append(f"sink {name}, a {kind}, has {field} {shown(sink.get(field))}")
+            value = sink.get(field)
+            accepted = _SINK_VALUES.get(field, _any_value)
+            if type(value) is not needed or not accepted(value):
+                faults.append(f"sink {name}, a {kind}, has {field} {shown(value)}")
         faults.extend(_level_faults(f"sink {name}", sink, ("level",)))
     named = {
         kind: {table.get("name") for table in _tables(values, kind, None)}
         for kind in ("pattern", "thread_pool")
     }
+    loggers: set[str] = set()
     for logger in _tables(values, "logger", faults):
         name, uses = logger.get("name"), logger.get("sinks")
         if not isinstance(name, str):
             faults.append("a [[logger]] has no name; give it one")
             continue
+        if name in loggers:
+            faults.append(f"logger {name} is defined twice; remove one")
+        loggers.add(name)
         if not isinstance(uses, list):
             faults.append(f"logger {name} has no list of sinks")
             continue
-        unknown = [one for one in cast("list[Any]", uses) if one not in sinks]
+        unknown = [sink for sink in cast("list[Any]", uses) if sink not in sinks]
         if unknown:
             faults.append(f"logger {name} names sink {shown(unknown[0])}, which is not defined")
-        if logger.get("type", "sync") not in ("sync", "async"):
-            faults.append(f"logger {name} has type {shown(logger['type'])}; expected sync or async")
+        faults.extend(_type_faults(name, logger))
         for kind in ("pattern", "thread_pool"):
-            if kind in logger and logger[kind] not in named[kind]:
+            if isinstance(logger.get(kind), str) and logger[kind] not in named[kind]:
                 faults.append(f"logger {name} names {kind} {shown(logger[kind])}, not defined")
         faults.extend(_level_faults(f"logger {name}", logger, ("level", "flush_level")))
     return faults
+
+
+def _any_value(_: Any) -> bool:
+    return True
+
+
+# spdlog_setup accepts a lower-case suffix in its pattern and then throws on it.
+_MAX_SIZE = re.compile(r"\s*\d+\s*[TGMK]?:?[bB]?\s*")
+
+_SINK_VALUES: dict[str, Callable[[Any], bool]] = {
+    "max_size": lambda text: _MAX_SIZE.fullmatch(text) is not None,
+    "rotation_hour": lambda hour: 0 <= hour < 24,
+    "rotation_minute": lambda minute: 0 <= minute < 60,
+}
+"""Accepted values of the fields of sinks."""
+
+
+def _type_faults(name: str, logger: Mapping[str, Any]) -> list[str]:
+    kind = logger.get("type")
+    if not isinstance(kind, str) or kind == "sync":
+        return []  # a value of another type counts as absent
+    if kind == "async":
+        # ASTRA-sim replaces spdlog's thread pool after it has set up this file, so that an
+        # asynchronous logger prints "thread pool doesn't exist anymore" and nothing else.
+        return [f"logger {name} has type async, and ASTRA-sim drops its lines: use sync"]
+    return [f"logger {name} has type {shown(kind)}; expected sync"]
 
 
 def _tables(
@@ -366,5 +420,6 @@ def _level_faults(what: str, table: Mapping[str, Any], fields: tuple[str, ...]) 
     return [
         f"{what} has {field} {shown(table[field])}; expected one of {', '.join(_LEVELS)}"
         for field in fields
-        if field in table and table[field] not in _LEVELS
+        # A level that is no string counts as absent.
+        if isinstance(table.get(field), str) and table[field] not in _LEVELS
     ]

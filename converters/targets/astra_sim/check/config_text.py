@@ -5,6 +5,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -48,19 +49,29 @@ def _no_constant(text: str) -> NoReturn:
 _JSON = json.JSONDecoder(parse_float=_real, parse_int=_whole, parse_constant=_no_constant)
 
 
-def read_json(path: Path, report: Report) -> dict[str, Any] | None:
+def read_json(path: Path, report: Report, *, any_value: bool = False) -> dict[str, Any] | None:
     """Return a JSON object; None when the file is absent or faulty.
 
     A byte order mark, and anything after the object, are ignored; the last of equal keys wins.
+
+    Args:
+        path: the file.
+        report: receives the finding on a faulty file.
+        any_value: take a value that is no object as an empty object, as the reader of the remote
+            memory's file does.
     """
     if not path.exists():
         return None
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
         value: Any = _JSON.raw_decode(text.lstrip(_SPACES))[0]
+        # Python reads a lone surrogate (\ud800), on which nlohmann throws; it cannot be encoded.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, OSError, RecursionError) as error:
         _unreadable(path, f"not a JSON object: {error}; expected one as ASTRA-sim reads it", report)
         return None
+    if not isinstance(value, dict) and any_value:
+        return {}
     if not isinstance(value, dict):
         message = f"not a JSON object but {shown(value)}; expected {{ ... }}"
         _unreadable(path, message, report)
@@ -73,18 +84,72 @@ def read_toml(path: Path, report: Report) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return tomllib.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
+        return tomllib.loads(path.read_bytes().decode())
     except (ValueError, OSError, RecursionError) as error:
         _unreadable(path, f"not TOML: {error}; spdlog_setup throws on it", report)
         return None
 
 
-def read_yaml_lists(path: Path, report: Report) -> dict[str, list[str | None] | None] | None:
+def read_yaml_lists(
+    path: Path, keys: Container[str], report: Report
+) -> dict[str, list[str | None] | None] | None:
     """Return each key of a YAML mapping with its list; None when the file is absent or faulty.
 
     An entry is its text, None if it is no scalar; a value that is no list is None. Of several
     documents the first is read, of equal keys the first.
+
+    Args:
+        path: the file.
+        keys: keys that ASTRA-sim reads; if one of them stands twice, that is a finding.
+        report: receives the findings.
     """
+    root = _yaml_root(path, report)
+    if root is None:
+        return None
+    values: dict[str, list[str | None] | None] = {}
+    pairs = cast("list[tuple[yaml.Node, yaml.Node]]", root.value)
+    for key, value in pairs:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name = str(key.value)
+        if name in values and name in keys:
+            report.add(
+                "duplicate-key",
+                path.name,
+                None,
+                f"line {key.start_mark.line + 1} gives {name} again; yaml-cpp takes the first, "
+                "other programs the last: keep one",
+            )
+        if name in values:
+            continue
+        if isinstance(value, yaml.SequenceNode):
+            entries = cast("list[yaml.Node]", value.value)
+            values[name] = [
+                str(entry.value) if isinstance(entry, yaml.ScalarNode) else None
+                for entry in entries
+            ]
+        else:
+            values[name] = None
+    return values
+
+
+def read_yaml_paths(path: Path, report: Report) -> dict[int, str] | None:
+    """Return a YAML mapping of integers to texts; None when the file is absent or faulty."""
+    root = _yaml_root(path, report)
+    if root is None:
+        return None
+    values: dict[int, str] = {}
+    for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", root.value):
+        number = yaml_integer(str(key.value)) if isinstance(key, yaml.ScalarNode) else None
+        if number is None or not isinstance(value, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            _unreadable(path, f"line {line} is not `node id: path`; ASTRA-sim throws on it", report)
+            return None
+        values[number] = str(value.value)
+    return values
+
+
+def _yaml_root(path: Path, report: Report) -> yaml.MappingNode | None:
     if not path.exists():
         return None
     try:
@@ -98,32 +163,9 @@ def read_yaml_lists(path: Path, report: Report) -> dict[str, list[str | None] | 
         _unreadable(path, f"not YAML: {place}; yaml-cpp throws on it", report)
         return None
     if not isinstance(root, yaml.MappingNode):
-        _unreadable(path, "not a YAML mapping; expected lines `key: [ a, b ]`", report)
+        _unreadable(path, "not a YAML mapping; expected lines `key: value`", report)
         return None
-    values: dict[str, list[str | None] | None] = {}
-    pairs = cast("list[tuple[yaml.Node, yaml.Node]]", root.value)
-    for key, value in pairs:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        name = str(key.value)
-        if name in values:
-            report.add(
-                "duplicate-key",
-                path.name,
-                None,
-                f"line {key.start_mark.line + 1} gives {name} again; yaml-cpp takes the first, "
-                "other programs the last: keep one",
-            )
-            continue
-        if isinstance(value, yaml.SequenceNode):
-            entries = cast("list[yaml.Node]", value.value)
-            values[name] = [
-                str(entry.value) if isinstance(entry, yaml.ScalarNode) else None
-                for entry in entries
-            ]
-        else:
-            values[name] = None
-    return values
+    return root
 
 
 def _unreadable(path: Path, message: str, report: Report) -> None:
@@ -182,7 +224,7 @@ def stoi(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a run script passes to ASTRA-sim, as far as its text says.
+    """What a run script passes to ASTRA-sim, as far as its text shows.
 
     Attributes:
         text: the script without comments; "" if there is none.
@@ -198,13 +240,18 @@ class Script:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         return cls("\n".join(line for line in lines if not line.lstrip().startswith("#")))
 
+    @property
+    def passes_options(self) -> bool:
+        """Whether the script passes any configuration file."""
+        return bool(re.search(r"--[\w-]+-configuration[= ]", self.text))
+
     def argument(self, option: str) -> str | None:
         """Return the text after `--option=`, None if the script does not pass it."""
         match = re.search(rf"--{option}[= ]\s*[\"']?([^\s\"'\\]+)", self.text)
         return match[1] if match else None
 
-    def names(self, option: str, directory: Path) -> Path | None:
-        """Return the file in the workload's folder that an option names, or None."""
+    def file_of(self, option: str, directory: Path) -> Path | None:
+        """Return the file in the workload's directory that an option names, or None."""
         argument = self.argument(option)
         if argument is None or argument == "empty":
             return None
@@ -212,6 +259,22 @@ class Script:
         if "$" in path.name or (path.is_absolute() and path.parent != directory.resolve()):
             return None
         return directory / (path.name if "$" in argument else path)
+
+    def system_of(self, prefix: str) -> str | None:
+        """Return the name of the system file that a set of traces runs with, None if not shown.
+
+        Args:
+            prefix: the set's prefix.
+        """
+        argument = self.argument("system-configuration")
+        if argument is None or "$" not in argument:
+            return argument
+        names = dict(re.findall(r"^\s*(\w+)=([\w.-]+)\s*$", self.text, re.MULTILINE))
+        for workload, system in re.findall(r"\bworkload=(\S+)\s+system=([\w.-]+)", self.text):
+            expanded = re.sub(r"\$\{?(\w+)\}?", lambda name: names.get(name[1], ""), workload)
+            if expanded == prefix:
+                return str(system)
+        return None
 
     @property
     def is_congestion_aware(self) -> bool:

@@ -236,8 +236,8 @@ def _report_missing(
         "collective-missing",
         run.programs[rank].file,
         call.node,
-        f"collective {collective.place + 1} of {group_text(collective.group)}: {_ranks(gone)} finished "
-        f"without issuing it, rank {rank} waits in {call}{end}; "
+        f"collective {collective.place + 1} of {group_text(collective.group)}: {_ranks(gone)} "
+        f"finished without issuing it, rank {rank} waits in {call}{end}; "
         f"add the {name_of(call.collective)} there or remove it here",
     )
 

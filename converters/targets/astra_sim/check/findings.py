@@ -15,12 +15,12 @@ RULES: dict[str, str] = {
     "dangling-edge": "A dependency on a node that is not there aborts the simulator.",
     "self-dependency": "A node that waits for itself is skipped silently with all behind it.",
     "cycle": "Nodes on a cycle are skipped silently and the rank reports a shorter finish.",
-    "control-edge": "Older feeders read data_deps alone: an order in ctrl_deps is lost silently.",
+    "control-edge": "Older feeders read data_deps alone, so ctrl_deps are lost there (a note).",
     # nodes
     "node-type": "A METADATA node aborts, an INVALID node stalls the rank with exit status 0.",
     "host-node": "CPU operations and memory nodes lose the run's statistics.",
     "missing-attribute": "A node without a required attribute throws; after tick 0, it stalls.",
-    "attribute-type": "An attribute of another type throws in one feeder or the other.",
+    "attribute-type": "An attribute of another type throws; of integers in older feeders (a note).",
     "ready-width": "Every event rescans all ready nodes: 2000 ready at once took 60 s.",
     "memory-attributes": "track-local-mem reads `inputs` and `outputs` of every node or throws.",
     "roofline-values": "With the roofline on, num_ops and tensor_size of 0 lose or stall the node.",
@@ -50,7 +50,7 @@ RULES: dict[str, str] = {
     "logging-configuration": "spdlog_setup throws on a sink or logger that it cannot set up.",
     "setting-type": "A setting of another type throws.",
     "setting-value": "A setting out of range stalls, or falsifies times, with exit status 0.",
-    "setting-name": "A misspelt setting is ignored.",
+    "setting-name": "A misspelt setting is ignored (a note).",
     "replay-only": "Replayed nodes last their duration_micros: no bytes, no waiting.",
     "network-dimensions": "Each network dimension has a topology, > 1 NPUs, bandwidth, latency.",
     "network-ranks": "The product of npus_count is the number of ranks.",
@@ -61,17 +61,14 @@ RULES: dict[str, str] = {
     "switch-number": "Switches are compared with the number 0: false turns them on.",
     # across ranks
     "collective-sequence": "Members match the collectives of a group by order, type and size.",
-    "unordered-collectives": "Without a dependency, arrival times order a group's collectives.",
-    "collective-mismatch": "Members that meet in unlike collectives stall with exit status 0.",
+    "unordered-collectives": "Without a dependency, arrival times order collectives.",
+    "collective-mismatch": "Members in collectives of other type or size stall with exit status 0.",
     "collective-missing": "A collective that a member never issues stalls the others.",
     "deadlock": "One communication runs at a time: ranks waiting in a ring stall.",
     "unmatched-recv": "A receive without a send of equal tag, ranks and size stalls its rank.",
-    "unmatched-send": "A send nobody receives costs time for bytes that go nowhere.",
+    "unmatched-send": "A send without a receive costs time for bytes that go nowhere.",
 }
 """Every rule, with why it matters."""
-
-NOTES = frozenset({"setting-name"})
-"""Rules on what does not change a run of ASTRA-sim but is probably a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,8 @@ class Finding:
         file: name of the file at fault, the first of equal files.
         node: id of the node at fault, None if it is not a single node.
         message: what was found, what was expected, what to do.
-        is_note: whether ASTRA-sim runs as meant nevertheless. A workload with notes alone passes.
+        is_note: whether ASTRA-sim runs the workload as meant all the same. A workload with notes
+            alone passes.
     """
 
     rule: str
@@ -106,7 +104,14 @@ class Report:
         self._other_files: dict[Hashable, list[str]] = {}
 
     def add(
-        self, rule: str, file: str, node: int | None, message: str, cause: Hashable = None
+        self,
+        rule: str,
+        file: str,
+        node: int | None,
+        message: str,
+        cause: Hashable = None,
+        *,
+        is_note: bool = False,
     ) -> None:
         """Add a finding.
 
@@ -117,11 +122,12 @@ class Report:
             message: as in `Finding`.
             cause: if the file already has a finding of this rule and cause, that finding counts
                 one more; by default the node and the message are the cause.
+            is_note: as in `Finding`.
         """
         assert rule in RULES, f"{rule} is not a rule"
         key = (rule, file, cause) if cause is not None else (rule, file, node, message)
         if key not in self._findings:
-            self._findings[key] = Finding(rule, file, node, message, is_note=rule in NOTES)
+            self._findings[key] = Finding(rule, file, node, message, is_note)
         elif cause is not None:
             self._repetitions[key] = self._repetitions.get(key, 0) + 1
 

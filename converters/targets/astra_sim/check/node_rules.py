@@ -46,6 +46,16 @@ def integer(node: Record, name: str) -> int | None:
     return attribute.value if attribute and type(attribute.value) is int else None
 
 
+_INTEGERS = frozenset(
+    f"{kind}_val"
+    for kind in (
+        *("bool", "int32", "int64", "uint32", "uint64", "sint32", "sint64"),
+        *("fixed32", "fixed64", "sfixed32", "sfixed64"),
+    )
+)
+"""Types of attributes that the feeder converts into each other."""
+
+
 class _NodeChecker:
     """Checks the nodes of one file against its setting."""
 
@@ -85,9 +95,11 @@ class _NodeChecker:
                 self._add("node-type", node, message, node.type)
         return None
 
-    def _add(self, rule: str, node: Record, message: str, cause: object) -> None:
+    def _add(
+        self, rule: str, node: Record, message: str, cause: object, is_note: bool = False
+    ) -> None:
         text = f"node {node.id} ({node.name!r}) {message}"
-        self.report.add(rule, self.setting.file, node.id, text, cause=str(cause))
+        self.report.add(rule, self.setting.file, node.id, text, cause=str(cause), is_note=is_note)
 
     def _read(self, node: Record, name: str, variant: str, *, required: bool = True) -> Any:
         """Return an attribute's value; None when it is absent or not of the variant's type."""
@@ -98,9 +110,13 @@ class _NodeChecker:
                 self._add("missing-attribute", node, message, (node.type, name))
             return None
         if attribute.variant != variant:
+            # The feeder of this ASTRA-sim converts between integers; earlier ones throw.
+            converts = {variant, attribute.variant} <= _INTEGERS
             message = f"holds {name} as {attribute.variant}; write it as {variant}"
-            self._add("attribute-type", node, message, (name, attribute.variant))
+            self._add("attribute-type", node, message, (name, attribute.variant), converts)
         expected = {"bool_val": bool, "string_val": str}.get(variant, int)
+        if expected is bool and isinstance(attribute.value, int):
+            return bool(attribute.value)
         return attribute.value if type(attribute.value) is expected else None
 
     def _check_memory(self, node: Record) -> None:
@@ -225,7 +241,9 @@ class _NodeChecker:
         elif not groups.given:
             message = f"has pg_name {name!r} and there is no {groups.file}: write one"
             self._add("group-unknown", node, message, "no file")
-        elif str(number) not in groups.faulty:
+        elif str(number) in groups.faulty:
+            groups.used.add(str(number))
+        else:
             message = f"has pg_name {name!r}, which {groups.file} does not define: add it"
             self._add("group-unknown", node, message, name)
         return None
@@ -319,15 +337,16 @@ def check_graph(structure: Structure, setting: Setting, report: Report) -> None:
 
 def _check_control(nodes: list[Record], file: str, report: Report) -> None:
     for node in nodes:
-        alone = set(node.ctrl_deps) - set(node.data_deps)
-        if alone:
+        control_only = set(node.ctrl_deps) - set(node.data_deps)
+        if control_only:
             report.add(
                 "control-edge",
                 file,
                 node.id,
-                f"node {node.id} ({node.name!r}) waits for node {min(alone)} by ctrl_deps alone, "
-                "which older feeders do not read: name it in data_deps too",
+                f"node {node.id} ({node.name!r}) waits for node {min(control_only)} by ctrl_deps "
+                "alone, which older feeders do not read: name it in data_deps too",
                 cause="control",
+                is_note=True,
             )
 
 

@@ -13,12 +13,14 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
     distinct_comms,
 )
 from onerank.converters.targets.astra_sim.check.config_rules import (
+    LOGGING_FILE,
     MEMORY_FILE,
     NETWORK_FILE,
     SCRIPT_FILE,
     Groups,
     Use,
     check_algorithms,
+    check_custom_algorithms,
     check_group_path,
     check_logging_file,
     check_memory,
@@ -41,9 +43,6 @@ Progress = Callable[[str, int, int], None]
 """Gets the prefix of a set, how many of its files are read, and how many there are."""
 
 
-LOGGING_FILE = "logging.toml"
-
-
 class _Common(NamedTuple):
     """The configuration that all sets of a folder share.
 
@@ -57,7 +56,7 @@ class _Common(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """What to check of a set: some ranks, all if None; the shared files; and whom to tell."""
+    """What to check of a set: some ranks, all if None; the shared files; and progress."""
 
     common: _Common
     ranks: Collection[int] | None
@@ -65,11 +64,11 @@ class _Extent(NamedTuple):
     progress: Progress
 
 
-def _untold(prefix: str, done: int, files: int) -> None:
+def _no_progress(prefix: str, done: int, files: int) -> None:
     """Ignore progress."""
 
 
-def check(path: Path | str, *, progress: Progress = _untold) -> list[Finding]:
+def check(path: Path | str, *, progress: Progress = _no_progress) -> list[Finding]:
     """Check a file or a folder; see `check_file` and `check_workload`."""
     if Path(path).is_dir():
         return check_workload(path, progress=progress)
@@ -97,7 +96,7 @@ def check_workload(
     *,
     read: Collection[int] | None = None,
     programs: Sequence[Program] | None = None,
-    progress: Progress = _untold,
+    progress: Progress = _no_progress,
 ) -> list[Finding]:
     """Return every fault that would stop ASTRA-sim, or make it report wrong figures.
 
@@ -145,18 +144,46 @@ def check_workload(
     return report.findings
 
 
+_OPTIONS = {
+    "network-configuration": NETWORK_FILE,
+    "remote-memory-configuration": MEMORY_FILE,
+    "logging-configuration": LOGGING_FILE,
+}
+"""Option of ASTRA-sim -> file that an export passes."""
+
+_REQUIRED_OPTIONS = (
+    "workload-configuration",
+    "system-configuration",
+    "network-configuration",
+    "remote-memory-configuration",
+)
+
+
 def _read_common(directory: Path, report: Report) -> _Common:
     script = Script.read(directory / SCRIPT_FILE)
-    npus = read_network(directory / NETWORK_FILE, report)
-    check_memory(directory / MEMORY_FILE, report)
-    logging = script.names("logging-configuration", directory) or directory / LOGGING_FILE
-    check_logging_file(logging, report)
-    for option in ("logging-configuration", "comm-group-configuration"):
-        file = script.names(option, directory)
+    files = {
+        option: script.file_of(option, directory) or directory / name
+        for option, name in _OPTIONS.items()
+    }
+    network = files["network-configuration"]
+    npus = read_network(network, report)
+    check_memory(files["remote-memory-configuration"], report)
+    check_logging_file(files["logging-configuration"], report)
+    _check_script(directory, script, report)
+    return _Common(script, npus)
+
+
+def _check_script(directory: Path, script: Script, report: Report) -> None:
+    """Check that a run script passes every option that ASTRA-sim needs, and files that exist."""
+    for option in _REQUIRED_OPTIONS if script.passes_options else ():
+        if script.argument(option) is None:
+            message = f"passes no --{option}: ASTRA-sim ends without it"
+            report.add("configuration-file", SCRIPT_FILE, None, message)
+    for option in (*_OPTIONS, "comm-group-configuration"):
+        file = script.file_of(option, directory)
         if file is not None and not file.exists() and "empty" not in str(file):
             message = f"missing, and {SCRIPT_FILE} passes it as --{option}: ASTRA-sim ends"
             report.add("configuration-file", file.name, None, message)
-    return _Common(script, npus)
 
 
 def _check_set(
@@ -169,9 +196,19 @@ def _check_set(
     world = max(files) + 1
     complete = _check_ranks(prefix, files, world, report)
     script, npus = extent.common
-    name = "system_roofline.json" if prefix.endswith("_roofline") else "system.json"
-    _check_presence(directory, prefix, name, report)
+    exact = prefix.endswith("_roofline")
+    default = "system_roofline.json" if exact else "system.json"
+    name = script.system_of(prefix) or default
+    _check_presence(directory, prefix, name, script, report)
     system = read_system(directory / name, report)
+    if exact and system is not None and not system.is_on("roofline-enabled"):
+        report.add(
+            "roofline-configuration",
+            system.file,
+            None,
+            f"roofline-enabled is off, and {prefix} runs with it: whole microseconds are simulated "
+            "in place of the exact times; write 1",
+        )
     if npus is not None:
         check_network(prefix, npus, world, script, report)
     groups_at = groups_file(directory, prefix, report)
@@ -190,9 +227,13 @@ def _check_set(
     if any(isinstance(end, str) and end != WORLD for program in programs for end in program.ends):
         check_group_path(groups_at, script, report)
         _report_default_group(programs, groups.file, report)
+    groups.report_faults(report)
+    uses = _uses(programs, groups, world)
     if system is not None and npus is not None:
-        check_algorithms(system, npus, world, _uses(programs, groups, world), report)
-    check_order(extent.programs or programs, report)
+        check_algorithms(system, npus, world, uses, report)
+    if system is not None:
+        check_custom_algorithms(directory, system, uses, report)
+    check_order(extent.programs or programs, groups.members, report)
     if complete:
         check_matching(extent.programs or programs, groups.usable, report)
 
@@ -217,12 +258,17 @@ def _check_ranks(prefix: str, files: dict[int, Path], world: int, report: Report
     return not missing and world >= 2
 
 
-def _check_presence(directory: Path, prefix: str, system: str, report: Report) -> None:
-    """Report missing files of a folder that is to be run; bare traces need none."""
+def _check_presence(
+    directory: Path, prefix: str, system: str, script: Script, report: Report
+) -> None:
+    """Report missing files of a directory that is to be run; bare traces need none."""
     names = [system, NETWORK_FILE, MEMORY_FILE]
     runs = any((directory / name).exists() for name in ("system.json", SCRIPT_FILE, *names))
+    named = {file.name for option in _OPTIONS if (file := script.file_of(option, directory))}
+    # A file that the script names under another name was reported with the script.
+    passed = {name for option, name in _OPTIONS.items() if script.argument(option) is not None}
     for name in names:
-        if runs and not (directory / name).exists():
+        if runs and name not in named | passed and not (directory / name).exists():
             message = f"missing, and {prefix} runs with it; write it as ASTRA-sim's examples do"
             report.add("configuration-file", name, None, message)
 

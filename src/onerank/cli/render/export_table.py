@@ -78,8 +78,17 @@ def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> N
         lines([("checked", f"no findings{rest}")], path)
         return
     rows = [
-        (found.rule, found.file, "" if found.node is None else found.node, found.message)
-        for found in findings
+        (
+            f"{finding.rule} (note)" if finding.is_note else finding.rule,
+            finding.file,
+            "" if finding.node is None else finding.node,
+            finding.message,
+        )
+        for finding in findings
     ]
+    notes = sum(finding.is_note for finding in findings)
+    counts = [counted(len(findings) - notes, "finding")]
+    if notes:
+        counts.append(counted(notes, "note"))
     columns = ("rule", "file", "node", "message")
-    table(f"{path}: {counted(len(findings), 'finding')}", columns, rows, texts=(0, 1, 3))
+    table(f"{path}: {', '.join(counts)}", columns, rows, texts=(0, 1, 3))

@@ -1,6 +1,18 @@
 """Bad groups, ranks, and configurations of system and network."""
 
-from rule_case import CHOICES, COMP, ROOFLINE, SYSTEM, TIMED, Case, both, coll, network, ranks
+from rule_case import (
+    CHOICES,
+    COMP,
+    ROOFLINE,
+    SCRIPT,
+    SYSTEM,
+    TIMED,
+    Case,
+    both,
+    coll,
+    network,
+    ranks,
+)
 
 CASES: list[Case] = [
     Case(
@@ -71,7 +83,7 @@ CASES: list[Case] = [
         "comm_groups.json",
         None,
         'the path /data/empty/comm_groups.json holds "empty"',
-        {"run.sh": "astra --comm-group-configuration=/data/empty/comm_groups.json\n"},
+        {"run.sh": SCRIPT.replace("=comm_groups", "=/data/empty/comm_groups")},
     ),
     Case(
         "default-group",
@@ -112,7 +124,7 @@ CASES: list[Case] = [
         "configuration-file",
         "network.yml",
         None,
-        "missing, and w runs with it",
+        "missing, and run.sh passes it",
         {
             "network.yml": None,
         },
@@ -162,7 +174,7 @@ CASES: list[Case] = [
             **ranks(COMP, COMP, COMP, COMP),
             "network.yml": network("Ring, Ring", "2, 2", "50, 50", "5, 5"),
             "system.json": {**SYSTEM, **{k: ["ring"] * 2 for k in SYSTEM if "implement" in k}},
-            "run.sh": "AstraSim_Analytical_Congestion_Aware --x\n",
+            "run.sh": SCRIPT.replace("Unaware", "Aware"),
         },
     ),
     Case(
@@ -237,6 +249,25 @@ CASES: list[Case] = [
         None,
         "endpoint-dealy is not read by ASTRA-sim; did you mean endpoint-delay?",
         {"system.json": {**SYSTEM, "endpoint-dealy": 10}},
+    ),
+    Case(
+        "configuration-file",
+        "run.sh",
+        None,
+        "passes no --network-configuration",
+        {"run.sh": SCRIPT.replace("--network-configuration", "--network")},
+    ),
+    Case(
+        "roofline-configuration",
+        "system_roofline.json",
+        None,
+        "roofline-enabled is off",
+        {
+            "w_roofline.0.et": COMP,
+            "w_roofline.1.et": COMP,
+            "system_roofline.json": SYSTEM,
+            "run.sh": None,
+        },
     ),
     Case(
         "replay-only",

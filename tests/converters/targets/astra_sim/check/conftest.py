@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rule_case import SCRIPT
 
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, Node, NodeType
 
@@ -44,8 +45,7 @@ CONFIGURATION: dict[str, Any] = {
     "network.yml": "topology: [ Ring ]  # one\nnpus_count: [ 2 ]\n"
     "bandwidth: [ 50.0 ]  # GB/s\nlatency: [ 500.0 ]\n",
     "memory.json": {"memory-type": "NO_MEMORY_EXPANSION"},
-    "run.sh": "AstraSim_Analytical_Congestion_Unaware "
-    "--comm-group-configuration=comm_groups.json\n",
+    "run.sh": SCRIPT,
 }
 
 

@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 COMP = "0 comp us=5\n"
+SCRIPT = (
+    "AstraSim_Analytical_Congestion_Unaware --workload-configuration=w "
+    "--comm-group-configuration=comm_groups.json --system-configuration=$system "
+    "--network-configuration=network.yml --remote-memory-configuration=memory.json\n"
+)
 CHOICES = {"scheduling-policy": "LIFO", "collective-optimization": "localBWAware"}
 SYSTEM = {
     **CHOICES,

@@ -254,7 +254,10 @@ def test_files_that_the_script_passes(workload: Build, make: SimpleNamespace) ->
         ({"memory-type": "NONE"}, "setting-value"),
         ({"memory-type": 0}, "setting-type"),
         ({"memory-type": "MEMORY_POOL", "remote-mem-bw": "5"}, "setting-type"),
-        ({"memory-type": "PER_NODE_MEMORY_EXPANSION", "num-npus-per-node": 2}, "setting-value"),
+        ({"memory-type": "PER_NODE_MEMORY_EXPANSION", "num-nodes": 2**31 - 1}, "setting-value"),
+        ({"memory-type": "PER_NODE_MEMORY_EXPANSION", "num-nodes": "2"}, "setting-type"),
+        ({"memory-type": "NO_MEMORY_EXPANSION", "remote-mem-bw": True}, "setting-type"),
+        ([], "setting-value"),
     ],
 )
 def test_a_memory_that_ends_the_simulator(workload: Build, memory: Any, rule: str) -> None:

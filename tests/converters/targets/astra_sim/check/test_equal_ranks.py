@@ -151,7 +151,8 @@ def test_groups_met_in_opposite_orders_are_a_deadlock(
     workload: Callable[..., Path], read_whole: list[str]
 ) -> None:
     """The files are alike, and each pair of ranks meets in the same two groups."""
-    text = "0 coll comm_type=0 comm_size=8 pg_name={}\n1 coll comm_type=0 comm_size=8 pg_name={}"
+    call = "coll comm_type=0 comm_size=8 pg_name={}"
+    text = f"0 {call}\n1 {call} after=0"
     pairs = [[rank, rank + 1] for rank in range(0, WORLD, 2)]
     groups = {str(number): pair for number, pair in enumerate([*pairs, *pairs], start=1)}
     files = configuration(groups)

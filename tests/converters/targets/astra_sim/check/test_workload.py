@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from raised import raises_code
+from rule_case import SCRIPT
 
 from onerank.converters.targets.astra_sim.check import check, check_file, check_workload
 
@@ -81,7 +82,7 @@ def test_the_path_is_the_scripts_or_the_folders(tmp_path: Path, make: SimpleName
     folder.mkdir()
     make.write(folder, {"w.0.et": make.RANK, "w.1.et": make.RANK})
     assert check(folder) == []
-    (folder / "run.sh").write_text('astra --comm-group-configuration="$HERE/comm_groups.json"\n')
+    (folder / "run.sh").write_text(SCRIPT.replace("=comm_groups", "=$HERE/comm_groups"))
     assert [found.rule for found in check(folder)] == ["group-path"]
 
 
