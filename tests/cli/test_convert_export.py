@@ -114,7 +114,7 @@ def test_export_check_and_their_exit_codes(traces, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-3])
     findings = json.loads(invoke(onerank, "check", out, "--json", code=1).stdout)
     assert {(f["rule"], f["file"]) for f in findings} == {("truncated-file", "workload.2.et")}
-    assert set(findings[0]) == {"rule", "file", "node", "message"}
+    assert set(findings[0]) == {"rule", "file", "node", "message", "is_note"}
 
 
 def test_a_cpu_capture_must_be_annotated_before_it_is_exported(traces, tmp_path):

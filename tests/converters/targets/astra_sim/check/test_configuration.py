@@ -14,6 +14,10 @@ from onerank.converters.targets.astra_sim.config_files import logging_toml, netw
 Build = Callable[..., Path]
 
 NETWORK = "topology: [ Ring ]\nnpus_count: [ 2 ]\nbandwidth: [ 50 ]\nlatency: [ 500 ]\n"
+LOG_FILE = (
+    '[[sink]]\nname = "file"\ntype = "rotating_file_sink_mt"\nbase_filename = "a.txt"\n'
+    'max_size = "{size}"\nmax_files = 2\n'
+)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
@@ -272,10 +276,29 @@ def test_a_memory_that_ends_the_simulator(workload: Build, memory: Any, rule: st
         logging_toml().replace('sinks = ["nowhere"]\n', ""),
         logging_toml().replace('type = "null_sink_mt"', 'type = "rotating_file_sink_mt"'),
         logging_toml().split("[[logger]]")[0],
+        "\ufeff" + logging_toml(),
+        logging_toml() + logging_toml()[logging_toml().index("[[logger]]") :],
+        logging_toml().replace('sinks = ["nowhere"]', 'sinks = ["nowhere"]\ntype = "async"'),
+        LOG_FILE.format(size="1k") + logging_toml(),
+        LOG_FILE.format(size="big") + logging_toml(),
     ],
 )
 def test_a_logging_file_that_throws(workload: Build, text: str) -> None:
-    assert rules(workload({"logging.toml": text})) == {"logging-configuration"}
+    found = rules(workload({"logging.toml": text}))
+    assert len(found) == 1
+    assert found <= {"logging-configuration", "configuration-file"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOG_FILE.format(size="10M") + logging_toml(),
+        LOG_FILE.format(size=" 4096 ") + logging_toml(),
+        logging_toml().replace('"debug"', "1"),  # no string counts as absent
+    ],
+)
+def test_a_logging_file_that_runs(workload: Build, text: str) -> None:
+    assert check(workload({"logging.toml": text})) == []
 
 
 def test_a_second_dimension_under_our_script_is_not_congestion_aware(
@@ -359,6 +382,96 @@ def test_a_roofline_that_gives_another_time(
     system = {**make.system, "roofline-enabled": 1, **settings}
     files = {"w.0.et": rank, "w.1.et": rank, "system.json": system}
     assert rules(workload(files)) == {"roofline-time"}
+
+
+@pytest.mark.parametrize(
+    ("files", "rule"),
+    [
+        ({"system.json": {"endpoint-dealy": 10}}, "setting-name"),
+        ({"system.json": {"trace-enabled": False}}, "switch-number"),
+        ({"system.json": {"model-shared-bus": 2}}, "setting-value"),
+        ({"comm_groups.json": {"1": [0, 1], "2": [0, 9]}}, "group-ranks"),  # not in use
+        ({"w.0.et": "0 comp us=5\n1 comp us=5 ctrl=0", "w.1.et": "0 comp us=5"}, "control-edge"),
+        (
+            dict.fromkeys(("w.0.et", "w.1.et"), "0 comp us=5 is_cpu_op:int32_val=0"),
+            "attribute-type",
+        ),
+    ],
+)
+def test_what_does_not_change_a_run_is_a_note(
+    workload: Build, make: SimpleNamespace, files: Any, rule: str
+) -> None:
+    if "system.json" in files:
+        files = {"system.json": {**make.system, **files["system.json"]}}
+    assert {(finding.rule, finding.is_note) for finding in check(workload(files))} == {(rule, True)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"L": -1, "o": 1e30, "g": True, "local-reduction-delay": 0.5}, set[str]()),
+        ({"model-shared-bus": 1, "L": -1}, {"setting-value"}),
+        ({"model-shared-bus": 1, "L": 5, "o": 0.5}, set[str]()),
+        ({"L": None}, {"setting-type"}),
+    ],
+)
+def test_the_costs_of_the_memory_bus_count_if_it_is_shared(
+    workload: Build, make: SimpleNamespace, settings: Any, found: set[str]
+) -> None:
+    assert rules(workload({"system.json": {**make.system, **settings}})) == found
+
+
+@pytest.mark.parametrize(
+    "key", ["all-reduce-implementation-custom", "all-gather-implementation-custom"]
+)
+def test_a_custom_algorithm_in_use_has_a_file_for_each_rank(
+    workload: Build, make: SimpleNamespace, key: str
+) -> None:
+    folder = workload({"system.json": {**make.system, key: ["more/tree"]}})
+    used = key.startswith("all-reduce")
+    assert rules(folder) == ({"algorithms"} if used else set[str]())
+    (folder / "more").mkdir()
+    for rank in range(2):
+        assert rules(folder) == ({"algorithms"} if used else set[str]())
+        (folder / "more" / f"tree.{rank}.et").write_bytes(make.trace(make.RANK))
+    assert check(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("1: more/tree\n", "algorithms"), ("a: b\n", "configuration-file"), (None, "algorithms")],
+)
+def test_the_file_of_algorithms_by_node(
+    workload: Build, make: SimpleNamespace, text: str | None, rule: str
+) -> None:
+    system = {**make.system, "per-node-custom-implementation": "nodes.yml"}
+    assert rules(workload({"system.json": system, "nodes.yml": text})) == {rule}
+
+
+@pytest.mark.parametrize(
+    ("members", "found"),
+    [
+        ({"1": [0, 1], "2": [0, 1]}, {"unordered-collectives"}),
+        ({"1": [0, 1], "2": [0, 1, 2]}, {"unordered-collectives"}),
+        ({"1": [0, 1], "2": [0, 2]}, set[str]()),
+    ],
+)
+def test_collectives_of_groups_that_share_another_rank_need_an_order(
+    workload: Build, members: Any, found: set[str]
+) -> None:
+    """ASTRA-sim stalls with two shared ranks if messages arrive late, and never with one."""
+    files: dict[str, Any] = {
+        "network.yml": with_entries(npus_count="3"),
+        "comm_groups.json": members,
+    }
+    for rank in range(3):
+        calls = [group for group, ranks in members.items() if rank in ranks]
+        lines = ["0 comp us=5"]
+        lines += [
+            f"{group} coll comm_type=0 comm_size=64 pg_name={group} after=0" for group in calls
+        ]
+        files[f"w.{rank}.et"] = "\n".join(lines)
+    assert rules(workload(files)) == found
 
 
 def test_collectives_of_one_group_behind_a_receive_and_behind_compute(workload: Build) -> None:
