@@ -108,8 +108,9 @@ def _unordered(comm: CommProgram, lanes: tuple[int, ...], groups: int) -> list[_
         call, slot = comm.calls[node], comm.slots[node]
         if call is not None and slot is not None and call.type == NodeType.COLL:
             lane = lanes[slot]
-            for other in np.flatnonzero(awaited[node] != latest).tolist():
-                before = issued[latest[other]]
+            others: list[int] = np.flatnonzero(awaited[node] != latest).tolist()
+            for other in others:
+                before = issued[int(latest[other])]
                 ends = sorted(((dag.ids[before], other), (dag.ids[node], lane)))
                 pair = _Pair((ends[0][0], ends[1][0]), (ends[0][1], ends[1][1]))
                 pairs.setdefault((min(lane, other), max(lane, other)), pair)
