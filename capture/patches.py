@@ -194,8 +194,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.autograd",
         ("grad", "backward"),
-        "FSDP frees weights after a backward: refuse create_graph=True. The probe samples losses.",
-        ("parallelize.data.fsdp", "verify.step_probe"),
+        "FSDP frees weights after a backward: refuse create_graph=True. The probe samples losses; it "
+        "is installed around the whole run, so before the model is sharded.",
+        ("verify.step_probe", "parallelize.data.fsdp"),
     ),
     Patch(
         "torch.optim.Optimizer",

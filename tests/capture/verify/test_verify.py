@@ -330,3 +330,12 @@ def test_the_example_agrees_with_itself_and_its_slices(tmp_path):
     assert "not checked" not in done.stdout, done.stdout
     assert "Slices that communicate, against the whole model" in done.stdout
     assert "no tensor differs by more than the tolerance" in done.stdout
+
+
+def test_a_sharded_model_agrees_with_itself(tmp_path):
+    """The probe and FSDP both patch backward, in this order."""
+    done = verify(script(tmp_path, ""), "--dp", "2", "--zero", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["comparisons"]
+    assert {row["what"] for row in rows} >= {"loss", "gradients"}
+    assert not any(row["breaches"] for row in rows)
