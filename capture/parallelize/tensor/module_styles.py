@@ -29,7 +29,7 @@ EXPERTS = ("moe_tp_experts",)
 IDENTITY = ("moe_identity_expert",)
 LATENT = ("mla_kv_a_proj",)
 HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
-UP = ("colwise_own_border",)  # ours: column-parallel with a boundary of its own in both styles
+UP = ("colwise_own_boundary",)  # ours: column-parallel with a boundary of its own in both styles
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
 _STYLES = (
     *COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *IDENTITY, *LATENT,

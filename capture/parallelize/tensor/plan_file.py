@@ -48,7 +48,7 @@ PLAN_STYLES = {
     "colwise": "output features sliced",
     "rowwise": "input features sliced, the sum reduced",
     "colwise_gather_output": "output features sliced, then gathered",
-    "colwise_own_border": "as colwise, of a layer whose block is more than what is sliced",
+    "colwise_own_boundary": "as colwise, of a layer whose block is more than what is sliced",
     "rowwise_split_input": "whole input split, input features sliced",
     "embedding_rowwise": "vocabulary sliced",
     "head": "vocabulary sliced, up to torch.nn.functional.cross_entropy in the model's forward",
