@@ -194,8 +194,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.autograd",
         ("grad", "backward"),
-        "FSDP frees weights after a backward: refuse create_graph=True. The probe samples losses; it "
-        "is installed around the whole run, so before the model is sharded.",
+        "FSDP frees weights after a backward: refuse create_graph=True. The probe samples "
+        "losses; it is installed around the whole run, so before a model is sharded.",
         ("verify.step_probe", "parallelize.data.fsdp"),
     ),
     Patch(
