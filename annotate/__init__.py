@@ -1,6 +1,6 @@
 """What a node costs on a GPU: GPU descriptions, operator costs, and models that transfer time."""
 
-from onerank.annotate.explain.node import Explanation, explain
+from onerank.annotate.explain import Explanation, explain
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu, with_figures
 from onerank.annotate.models.cost_model import MODELS, CostModel

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.call_features import Point, modelled_ns, point_of
 from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
+from onerank.annotate.kernel_db.database import VERSIONS, KernelRow
 from onerank.annotate.kernel_db.database_set import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
@@ -26,6 +27,16 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import (
+    Term,
+    TermRecord,
+    exponential,
+    factor,
+    power,
+    product,
+    quantity,
+    quotient,
+)
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.unique_rows import combine
@@ -56,6 +67,56 @@ _LEVEL = 0.8
 _ROOM = 1e-9
 
 _CHUNK = 128
+
+
+def call_text(key: CallKey) -> str:
+    """Return a call as text: operator, shapes and dtypes."""
+    shapes = " ".join(str(list(shape)).replace(" ", "") for shape in key.shapes[:4])
+    more = f" and {len(key.shapes) - 4} more" if len(key.shapes) > 4 else ""
+    return f"{key.operator} {shapes}{more} {', '.join(dict.fromkeys(key.dtypes))}"
+
+
+def match_facts(match: Match | None) -> list[tuple[str, str]]:
+    """Return the rows of a call as facts: durations, and the conditions of their measurement."""
+    facts: list[tuple[str, str]] = []
+    if match is not None:
+        for row in match.rows:
+            facts += [("row", row_text(row)), ("row measured", _conditions(row))]
+        facts += [("source row", row_text(row)) for row in match.source]
+    return facts
+
+
+def neighbour_facts(prediction: "Between") -> list[tuple[str, str]]:
+    """Return the rows around a call as facts."""
+    return [
+        (
+            "near",
+            f"{call_text(neighbour.key)}: {neighbour.time_ns:,.0f} ns, ln(measured / modelled) = "
+            f"{neighbour.off:+.3f}, weight {neighbour.weight:.2f}",
+        )
+        for neighbour in prediction.neighbours
+    ]
+
+
+def row_text(row: KernelRow) -> str:
+    """Return a row as text: its durations and kernels."""
+    kernels = row.kernels[0] if row.kernels else ""
+    if len(row.kernels) > 1:
+        kernels += f" and {len(row.kernels) - 1} more"
+    return (
+        f"{sum(row.kernel_ns):,} ns ({row.median_ns:,} replayed, {row.p10_ns:,} to {row.p90_ns:,} "
+        f"in {row.samples} samples, {row.l2} cache, layout {row.layout}) by {kernels}"
+    )
+
+
+def _conditions(row: KernelRow) -> str:
+    readings = [
+        f"{value:,.0f} {unit}"
+        for value, unit in ((row.sm_clock_mhz, "MHz"), (row.power_w, "W"), (row.temperature_c, "C"))
+        if value is not None
+    ]
+    versions = [f"{name} {getattr(row, name)}" for name in VERSIONS if getattr(row, name)]
+    return ", ".join([f"{row.gpu} {row.date}", *readings, *versions])
 
 
 class Interpolated(NamedTuple):
@@ -188,6 +249,19 @@ class Between(NamedTuple):
     bound: float
     neighbours: tuple[Neighbour, ...]
 
+    def term(self, part: float) -> Term:
+        """Return the time of a kernel that takes `part` of the operator's time as a term."""
+        off = float(np.log(self.time_ns / self.modelled_ns))
+        note = f"four of five rows left out are within e^+-{self.bound:.3f}"
+        modelled = quantity("modelled alone", self.modelled_ns, note="the model by the shape alone")
+        deviation = factor(off, "off", "ln(measured / modelled) of the rows around the call")
+        between = product(
+            modelled, exponential(deviation), name="between", value=self.time_ns, note=note
+        )
+        if part == 1:
+            return between
+        return product(between, factor(part, "part", "of the operator's time"), name="kernel")
+
 
 def between(
     library: Library, keys: Sequence[CallKey], gpu: Gpu, from_description: PredictFromDescription
@@ -307,13 +381,16 @@ class Lookups(NamedTuple):
             mine[rows] = theirs[known]
 
 
-def look_up(graph: Graph, found: OpCosts, where: Mask, basis: Basis) -> Lookups:
+def look_up(
+    graph: Graph, found: OpCosts, where: Mask, basis: Basis, record: TermRecord | None = None
+) -> Lookups:
     """Return the database's durations for the nodes of `found` selected by `where`.
 
     A kernel takes the time of the kernel with its name in the row of its call. If the target runs
     other kernels, the operator's kernels share their time in proportion to their measured
     durations. If the source also has a row with the kernel, `SOURCE_SHARE` of its deviation from
-    that row carries over. A call without a row may be interpolated (see `between`).
+    that row carries over. A call without a row may be interpolated (see `between`). `record` takes
+    the durations as terms, and the rows as facts.
     """
     made = Lookups.nothing(len(where))
     sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
@@ -323,8 +400,11 @@ def look_up(graph: Graph, found: OpCosts, where: Mask, basis: Basis) -> Lookups:
     if len(rows):
         nodes = _Nodes.of(graph, found, rows)
         loosely = found.is_class(*_BY_DATA)
-        made.put(rows, _exact(graph, nodes, keyed, basis.library))
-        made.put(rows, _between(nodes, keyed, basis))
+        scratch = None if record is None else record.within(rows)
+        made.put(rows, _exact(graph, nodes, keyed, basis, scratch))
+        made.put(rows, _between(nodes, keyed, basis, scratch))
+        if record is not None and scratch is not None:
+            record.take(rows, scratch)
         made.doubt.loosely[rows] = loosely[rows]
     return made
 
@@ -358,8 +438,11 @@ class _Nodes:
         )
 
 
-def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Lookups:
+def _exact(
+    graph: Graph, nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | None
+) -> Lookups:
     """Return what rows of the calls themselves say."""
+    library = basis.library
     first, pair = combine([keyed.key, nodes.name])
     of = [int(key) for key in keyed.key[first]]
     names = graph.strings.decode(nodes.name[first])
@@ -374,13 +457,50 @@ def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Looku
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
     doubt = Uncertainty.none(len(pair))._replace(own=spread, otherwise=~same)
+    if record is not None:
+        for row in record.rows.tolist():
+            key, match = keyed.keys[int(keyed.key[row])], matches[int(pair[row])]
+            record.facts[row] += [("call", call_text(key)), *match_facts(match)]
     if nodes.whole:
+        if record is not None:
+            note = "all kernels of the call"
+            record.update(
+                slice(0, len(pair)),
+                lambda i, _: (
+                    quantity("looked up", whole[i], note=note) if np.isfinite(whole[i]) else None
+                ),
+            )
         return Lookups(whole, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
     both: Mask = np.isfinite(source) & (nodes.duration_ns > 0)
     deviation = np.divide(nodes.duration_ns, source, out=np.ones(len(pair)), where=both)
     nameless: Mask = np.isnan(kernel)
-    named: F64 = np.where(nameless, _part(nodes, keyed.key, nameless) * rest, kernel)
+    part = _part(nodes, keyed.key, nameless)
+    named: F64 = np.where(nameless, part * rest, kernel)
     time = named * deviation**SOURCE_SHARE
+
+    def term(i: int, _: Term | None) -> Term | None:
+        if not np.isfinite(time[i]):
+            return None
+        match = matches[int(pair[i])]
+        count = len(match.rows) if match else 0
+        mean = f", geometric mean of {count} rows" if count > 1 else ""
+        if nameless[i]:
+            note = f"the call's kernels that the trace has none of{mean}"
+            looked_up = product(
+                quantity("looked up", rest[i], note=note),
+                factor(part[i], "part", "of the operator's time"),
+            )
+        else:
+            looked_up = quantity("looked up", kernel[i], note=f"the kernel of this name{mean}")
+        if not both[i]:
+            return looked_up
+        here = "" if basis.source is None else f"on {basis.source.name}"
+        measured = quantity("measured", nodes.duration_ns[i], note=here)
+        row = quantity("source row", source[i], note=f"the kernel's row {here}")
+        return product(looked_up, power(quotient(measured, row), factor(SOURCE_SHARE)), name="both")
+
+    if record is not None:
+        record.update(slice(0, len(pair)), term)
     rules = np.where(both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
     return Lookups(time, rules, doubt)
 
@@ -402,7 +522,7 @@ def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:
     return nodes.duration_ns / (nodes.operator_ns * share[key])
 
 
-def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Lookups:
+def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | None) -> Lookups:
     """Return predictions for calls without rows, interpolated between neighbouring rows."""
     keys, library = keyed.keys, basis.library
     time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
@@ -416,7 +536,15 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Lookups:
             time[at], bound[at] = prediction.time_ns, prediction.bound
             rows = [row for near in prediction.neighbours for row in library.target[near.key]]
             otherwise[at] = not all(library.ran_with(row) for row in rows)
-    part = 1.0 if nodes.whole else nodes.duration_ns / nodes.operator_ns
+    part = np.ones(len(keyed.key)) if nodes.whole else nodes.duration_ns / nodes.operator_ns
+    if record is not None:
+        by_key = dict(zip(missing, predictions, strict=True))
+        for row in record.rows.tolist():
+            prediction = by_key.get(int(keyed.key[row]))
+            if prediction is not None:
+                record.facts[row] += neighbour_facts(prediction)
+                if np.isfinite(part[row]):
+                    record.roots[row] = prediction.term(float(part[row]))
     rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)
     doubt = Uncertainty.none(len(keyed.key))._replace(
         own=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]

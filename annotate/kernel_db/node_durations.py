@@ -14,6 +14,7 @@ from onerank.annotate.models.error_model import Uncertainty, kinds_of, resize_ki
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import TermRecord, product, quantity, quotient
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
@@ -58,6 +59,7 @@ def best_of(
     basis: Basis,
     *,
     where: Mask,
+    record: TermRecord | None = None,
 ) -> Best:
     """Return the prediction with the narrower interval: a cost model's or the database's.
 
@@ -75,17 +77,38 @@ def best_of(
         predicted: durations in ns and rules of a model, n of each.
         basis: rows, GPUs, and a model.
         where: nodes that may be looked up, bool[n].
+        record: terms of the model's predictions; takes those of the database.
     """
     target, errors = basis.target, basis.errors
-    told = look_up(graph, found, where & ~kernels.over_link, basis)
+    scratch = None if record is None else TermRecord(record.rows)
+    told = look_up(graph, found, where & ~kernels.over_link, basis, scratch)
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, modelled = half_widths(ErrorKinds.of(kinds), target, errors)
     kinds = kinds_of(kernels, (told.time_ns, told.rules), basis.source, target, told.doubt)
     _, reach = half_widths(ErrorKinds.of(kinds), target, errors, told.doubt)
     known = np.isfinite(told.time_ns)
     better = known if basis.source is None else known & (reach <= modelled)
+    if record is not None and scratch is not None:
+        for row in record.rows.tolist():
+            record.facts[row] += scratch.facts[row]
+            if better[row]:
+                record.roots[row] = scratch.roots[row]
+            elif known[row]:
+                reason = "not used: the model's interval is the narrower one"
+                record.facts[row].append(("database", reason))
+            elif where[row]:
+                record.facts[row].append(("database", _no_row(basis, scratch.facts[row])))
     note = note_of(graph, basis.library, better, known & ~better)
     return Best.of(told, better, predicted, note)
+
+
+def _no_row(basis: Basis, facts: Sequence[tuple[str, str]]) -> str:
+    """Return why the database has no duration for a node, from what it knows of its call."""
+    if not facts:
+        return f"{basis.target.name} has no row of this operator"
+    if any(name == "row" for name, _ in facts):
+        return "not used: the row has no time for this kernel"
+    return "no row of this call, and it does not lie between rows"
 
 
 def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
@@ -143,6 +166,7 @@ def best_resized(
     basis: Basis,
     *,
     where: Mask,
+    record: TermRecord | None = None,
 ) -> Best:
     """Return the narrower prediction: a model's ratio of both sizes or the database's.
 
@@ -155,13 +179,18 @@ def best_resized(
         predicted: durations in ns and rules for the requested sizes, n of each.
         basis: rows, GPUs, and a model.
         where: nodes with other shapes, bool[n].
+        record: terms of the model's predictions; takes those of the database.
     """
     target, errors = basis.target, basis.errors
     library = basis.library
     rows = at_one_clock(library.target) if basis.source == target else library.target
     library = Library(rows, {}, library.versions)
     basis = basis._replace(library=library)
-    before, after = (look_up(*size, where & ~kernels.over_link, basis) for size in sizes)
+    records = [None if record is None else TermRecord(record.rows) for _ in sizes]
+    before, after = (
+        look_up(*size, where & ~kernels.over_link, basis, scratch)
+        for size, scratch in zip(sizes, records, strict=True)
+    )
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, modelled = half_widths(ErrorKinds.of(kinds, resize_kinds_of(kernels, where)), target, errors)
@@ -169,6 +198,13 @@ def best_resized(
     _, reach = half_widths(ErrorKinds.of(kinds), target, errors, made.doubt)
     known = np.isfinite(made.time_ns)
     better = known & (reach <= modelled)
+    if record is not None and records[0] is not None and records[1] is not None:
+        for row in record.rows[better[record.rows]].tolist():
+            old, new = records[0].roots[row], records[1].roots[row]
+            if basis.source == target:
+                measured = quantity("measured", float(kernels.duration_ns[row]))
+                new = product(measured, quotient(new, old), name="other size")
+            record.roots[row] = new
     note = note_of(sizes[0].graph, library, better, known & ~better)
     return Best.of(made, better, predicted, note)
 

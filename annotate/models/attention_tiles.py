@@ -19,11 +19,14 @@ Time relative to the forward pass with heads of 128, against FlashAttention-3's 
     this model         0.67   1.67       2.75      1.62
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import AttentionCoefficients
 from onerank.annotate.models.gemm_tiles import F64, Rates, cache_misses, p_norm
+from onerank.annotate.models.terms import Term, TermRecord, norm, quantity, total
 
 _TILE = 128
 _FITTED_TO = 128 + 128  # head sizes of query and value
@@ -37,14 +40,76 @@ H200's database; less on GPUs whose tensor units are slower relative to their ex
 """
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionTerms:
+    """Terms of the time of d attention calls, in ns.
+
+    Attributes:
+        floor_ns: launch floor.
+        compute_ns: products and exponentials of all tiles, float64[d].
+        memory_ns: operands and results that miss the cache, float64[d].
+        helper_ns: the backward pass's other kernels; 0 forward, float64[d].
+        overlap: exponent of how compute and memory overlap.
+    """
+
+    floor_ns: float
+    compute_ns: F64
+    memory_ns: F64
+    helper_ns: F64
+    overlap: float
+
+    @property
+    def predicted_ns(self) -> F64:
+        """The time, float64[d]."""
+        body = p_norm(self.overlap, self.compute_ns, self.memory_ns)
+        return self.floor_ns + body + self.helper_ns
+
+    def term(self, i: int, gpu: str) -> Term:
+        """Return the time of call `i` on the GPU of this name as a term."""
+        on = f"on {gpu}"
+        terms = [
+            quantity("floor", self.floor_ns, note=f"launch floor {on}"),
+            norm(
+                self.overlap,
+                quantity("compute", self.compute_ns[i], note=f"products and exponentials {on}"),
+                quantity("memory", self.memory_ns[i], note=f"what misses the cache {on}"),
+            ),
+        ]
+        if self.helper_ns[i]:
+            note = f"gradient sums, zero fill and rounding of the query gradient {on}"
+            terms.append(quantity("helpers", self.helper_ns[i], note=note))
+        value = float(self.predicted_ns[i])
+        return total(*terms, name="by tiles", value=value, note=on)
+
+
 def attention_ns(
     gpu: Gpu,
     rates: Rates,
     shapes: F64,
     c: AttentionCoefficients,
     described: tuple[Gpu, Rates] | None = None,
+    *,
+    record: TermRecord | None = None,
 ) -> F64:
-    """Return the time of fused attention in ns, float64[d].
+    """Return the time of fused attention in ns, float64[d]; arguments as for `attention_terms`.
+
+    `record` takes the terms of calls, as positions among the d.
+    """
+    terms = attention_terms(gpu, rates, shapes, c, described)
+    predicted_ns = terms.predicted_ns
+    if record is not None:
+        record.update(slice(0, len(predicted_ns)), lambda i, _: terms.term(i, gpu.name))
+    return predicted_ns
+
+
+def attention_terms(
+    gpu: Gpu,
+    rates: Rates,
+    shapes: F64,
+    c: AttentionCoefficients,
+    described: tuple[Gpu, Rates] | None = None,
+) -> AttentionTerms:
+    """Return the terms of the time of fused attention.
 
     Args:
         gpu: the GPU.
@@ -81,8 +146,13 @@ def attention_ns(
     helper_ns = helper_bytes * cache_misses(gpu, helper_bytes) * 1e9 / gpu.bandwidth_bytes_per_s
     helper_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
     memory = moved * cache_misses(gpu, moved) * 1e9 / gpu.bandwidth_bytes_per_s
-    body = p_norm(c.overlap, compute, memory)
-    return c.floor * gpu.launch_floor_ns + body + np.where(backward, helper_ns, 0.0)
+    return AttentionTerms(
+        floor_ns=c.floor * gpu.launch_floor_ns,
+        compute_ns=compute,
+        memory_ns=memory,
+        helper_ns=np.where(backward, helper_ns, 0.0),
+        overlap=c.overlap,
+    )
 
 
 def _softmax(gpu: Gpu, rates: Rates) -> F64:

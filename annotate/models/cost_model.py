@@ -2,16 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet, learned, residual
 from onerank.annotate.models.features import F64, U8, KernelFeatures
+from onerank.annotate.models.terms import TermRecord
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
 
 PredictFromDescription = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
 """(kernels, target) -> (durations in ns of unmeasured kernels, a `Rule` for each)."""
+
+
+class _Transfer(Protocol):
+    """A `Predict` that also records terms."""
+
+    def __call__(
+        self, kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
+    ) -> tuple[F64, U8]: ...
+
+
+class _FromDescription(Protocol):
+    """A `PredictFromDescription` that also records terms."""
+
+    def __call__(
+        self, kernels: KernelFeatures, target: Gpu, *, record: TermRecord | None = None
+    ) -> tuple[F64, U8]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +46,8 @@ class CostModel:
     """
 
     name: str
-    predict: Predict
-    from_description: PredictFromDescription = datasheet.predict
+    predict: _Transfer
+    from_description: _FromDescription = datasheet.predict
     has_intervals: bool = False
     resolves_kernels: bool = False
     looks_up: bool = False

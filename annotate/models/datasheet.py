@@ -12,6 +12,15 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.models.residual import issue_rate
+from onerank.annotate.models.terms import (
+    Term,
+    TermRecord,
+    factor,
+    longest,
+    product,
+    quantity,
+    total,
+)
 
 I64 = npt.NDArray[np.int64]
 
@@ -19,7 +28,9 @@ MODEL = "datasheet"
 """Model name in the annotation of a graph that was not measured."""
 
 
-def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
+def predict(
+    kernels: KernelFeatures, target: Gpu, *, record: TermRecord | None = None
+) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
     The floor depends on the operator's class (see `features`). Memory time is the bytes, as often
@@ -35,14 +46,25 @@ def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
     # roofline over the whole layer would miss them.
     in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
     composed = np.flatnonzero(in_steps & np.isfinite(rate))
-    parts, owner, single_ns = parts_ns(kernels, target, composed, rate[composed])
-    part_ns = parts.times * (single_ns + parts.launches * target.launch_floor_ns)
-    predicted_ns[composed] = np.bincount(owner, weights=part_ns, minlength=len(composed))
-    predicted_ns[composed] *= kernels.share_of_operator[composed]
+    parts = parts_of(kernels, target, composed, rate[composed])
+    share = kernels.share_of_operator[composed]
+    predicted_ns[composed] = parts.operator_ns * share
+    if record is not None:
+        record.update(slice(0, len(predicted_ns)), lambda i, _: terms.term(i))
+        record.update(
+            composed,
+            lambda i, _: product(
+                parts.term(i, "by roofline"),
+                factor(share[i], "share of operator"),
+                name="datasheet",
+            ),
+        )
     return predicted_ns, terms.rule
 
 
-def predict_by_roofline(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict_by_roofline(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
+) -> tuple[F64, U8]:
     """Return (new durations in ns, rules): a launch floor plus the target's roofline.
 
     The roofline is the longer of bytes / achievable bandwidth and FLOPs / sustained rate, whatever
@@ -51,9 +73,55 @@ def predict_by_roofline(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tu
     """
     count = len(kernels.passes)
     plain = replace(kernels, passes=np.ones(count), cycles=np.zeros(count))
-    predicted_ns, rules = predict(plain, target)
+    predicted_ns, rules = predict(plain, target, record=record)
+    if record is not None:
+        durations_ns = kernels.duration_ns
+        record.update_where(
+            kernels.over_link, lambda i, _: quantity("measured", float(durations_ns[i]))
+        )
     predicted_ns = np.where(kernels.over_link, kernels.duration_ns, predicted_ns)
     return predicted_ns, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Times of the component GEMMs of d operators.
+
+    Attributes:
+        parts: the GEMMs, p of them.
+        owner: the operator that each belongs to, ascending, int64[p].
+        single_ns: time of one repetition of each, float64[p].
+        launch_floor_ns: of one additional launch.
+        count: d.
+    """
+
+    parts: Parts
+    owner: I64
+    single_ns: F64
+    launch_floor_ns: float
+    count: int
+
+    @property
+    def operator_ns(self) -> F64:
+        """Time of each operator: its GEMMs one after another with their launches, float64[d]."""
+        launches_ns = self.parts.launches * self.launch_floor_ns
+        part_ns = self.parts.times * (self.single_ns + launches_ns)
+        sums_ns = np.zeros(self.count)
+        sums_ns += np.bincount(self.owner, weights=part_ns, minlength=self.count)
+        return sums_ns
+
+    def term(self, i: int, name: str, note: str = "") -> Term:
+        """Return the time of operator `i` as the sum of its GEMMs."""
+        terms: list[Term] = []
+        for row in np.flatnonzero(self.owner == i).tolist():
+            sizes = ", ".join(f"{size:.0f}" for size in self.parts.shapes[row, :4])
+            single = quantity("", self.single_ns[row])
+            if launches := float(self.parts.launches[row]):
+                floor = quantity("", self.launch_floor_ns)
+                single = total(single, product(factor(launches), floor))
+            part = product(factor(self.parts.times[row]), single, name="product")
+            terms.append(replace(part, note=f"batch, m, n, k = {sizes}"))
+        return total(*terms, name=name, note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +147,20 @@ class DatasheetTerms:
     @property
     def predicted_ns(self) -> F64:
         """Launch floor plus the longest of the three times, float64[n]."""
-        longest = np.maximum(np.maximum(self.compute_s, self.memory_s), self.issue_s)
-        return self.floor_ns + longest * 1e9
+        slowest = np.maximum(np.maximum(self.compute_s, self.memory_s), self.issue_s)
+        return self.floor_ns + slowest * 1e9
+
+    def term(self, i: int) -> Term:
+        """Return the prediction of kernel `i` as a term."""
+        times = [
+            quantity("memory", self.memory_s[i] * 1e9, note="streamed bytes at the bandwidth"),
+            quantity("compute", self.compute_s[i] * 1e9, note="FLOPs at the sustained rate"),
+        ]
+        if self.issue_s[i]:
+            note = "SM cycles of elements handled one by one"
+            times.append(quantity("issue", self.issue_s[i] * 1e9, note=note))
+        floor = quantity("floor", self.floor_ns[i], note="launch floor")
+        return total(floor, longest(*times), name="datasheet", value=self.predicted_ns[i])
 
 
 def terms_of(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
@@ -99,11 +179,9 @@ def terms_of(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     return DatasheetTerms(floor, rate, compute, memory, issue, rule.astype(np.uint8))
 
 
-def parts_ns(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> tuple[Parts, I64, F64]:
-    """Return (component GEMMs of the nodes at `rows`, index into `rows`, single time in ns).
-
-    The single time is that of one repetition, by the roofline at `rate` (float64, one per row).
-    """
+def parts_of(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> PartTimes:
+    """Return the component GEMMs of the nodes at `rows`, by the roofline at each one's `rate`."""
     parts, owner = kernels.parts.of_calls(kernels.call[rows])
     roof_s = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
-    return parts, owner, target.launch_floor_ns + 1e9 * roof_s
+    single_ns = target.launch_floor_ns + 1e9 * roof_s
+    return PartTimes(parts, owner, single_ns, float(target.launch_floor_ns), len(rows))

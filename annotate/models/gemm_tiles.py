@@ -37,6 +37,15 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
 from onerank.annotate.models.coefficients import GemmCoefficients, Pipeline
+from onerank.annotate.models.terms import (
+    Term,
+    TermRecord,
+    factor,
+    norm,
+    product,
+    quantity,
+    total,
+)
 
 F64 = npt.NDArray[np.float64]
 
@@ -156,6 +165,8 @@ def gemm_ns(
     shapes: F64,
     coefficients: GemmCoefficients,
     described: Run | None = None,
+    *,
+    record: TermRecord | None = None,
 ) -> F64:
     """Return the time of products in ns, float64[d].
 
@@ -166,19 +177,23 @@ def gemm_ns(
             a seventh, how many elements of [m, k] are one in memory, float64[d, 6 or 7].
         coefficients: as fitted.
         described: the GPU before a what-if changed its figures; None: they are as described.
+        record: takes the terms of products, as positions among the d.
     """
     made, run = np.empty(len(shapes)), Run(gpu, rates)
     floor_ns = coefficients.floor * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
         part = slice(start, start + _CHUNK)
-        ways = _bodies(run.part(part), shapes[part], coefficients)
+        tilings = _tiling_times(run.part(part), shapes[part], coefficients)
         if described is None:
-            body = _picked(ways, coefficients)
+            body = _picked(tilings.body, coefficients)
         else:
-            before = _bodies(described.part(part), shapes[part], coefficients)
+            before = _tiling_times(described.part(part), shapes[part], coefficients).body
             body = _picked(before, coefficients)
-            body *= _power_mean(ways, coefficients) / _power_mean(before, coefficients)
+            body *= _power_mean(tilings.body, coefficients) / _power_mean(before, coefficients)
         made[part] = floor_ns + body
+        if record is not None:
+            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, coefficients)
+            record.update(part, terms.term)
     return made
 
 
@@ -194,8 +209,73 @@ def _power_mean(ways: F64, c: GemmCoefficients) -> F64:
     return best * ((ways / best[:, None]) ** (-1 / c.choice)).mean(axis=1) ** -c.choice
 
 
-def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
-    """Return the time above the launch floor of each way to cut each product, in ns."""
+class _TilingTimes(NamedTuple):
+    """Times of each tiling of each of d products, in ns, float64[d, tilings].
+
+    Attributes:
+        body: above the launch floor.
+        compute: waves of tiles, or the power cap.
+        cache: operands of all tiles from the last-level cache.
+        read: operands from memory.
+        write: results to memory.
+        split: dividing the inner size among SMs.
+    """
+
+    body: F64
+    compute: F64
+    cache: F64
+    read: F64
+    write: F64
+    split: F64
+
+
+class _GemmTerms(NamedTuple):
+    """Times of d products on the GPU of this name.
+
+    Attributes:
+        gpu: its name.
+        floor_ns: launch floor.
+        tilings: times by tiling.
+        body_ns: time above the floor over the tilings that a library picks, float64[d].
+        c: coefficients.
+    """
+
+    gpu: str
+    floor_ns: float
+    tilings: _TilingTimes
+    body_ns: F64
+    c: GemmCoefficients
+
+    def term(self, i: int, _: Term | None = None) -> Term:
+        """Return the time of product `i` as a term: its fastest tiling, times the mean over it."""
+        on, fastest = f"on {self.gpu}", int(self.tilings.body[i].argmin())
+        times = self.tilings._asdict()
+        compute, cache, read, write, split = (
+            float(np.broadcast_to(times[name], self.tilings.body.shape)[i, fastest])
+            for name in ("compute", "cache", "read", "write", "split")
+        )
+        body = norm(
+            self.c.write_overlap,
+            norm(
+                self.c.overlap,
+                quantity("compute", compute, note=f"waves of tiles, or the power cap {on}"),
+                quantity("cache", cache, note=f"operands of tiles from the last-level cache {on}"),
+                quantity("read", read, note=f"operands from memory {on}"),
+            ),
+            quantity("write", write, note=f"results to memory {on}"),
+        )
+        if split:
+            note = f"dividing the inner size among SMs {on}"
+            body = total(body, quantity("split", split, note=note))
+        note = f"of the tilings that libraries pick over the fastest {on}"
+        tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
+        floor = quantity("floor", self.floor_ns, note=f"launch floor {on}")
+        value = self.floor_ns + float(self.body_ns[i])
+        return total(floor, product(body, tilings), name="by tiles", value=value, note=on)
+
+
+def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
+    """Return the times of each way to cut each product."""
     gpu, rates = run
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
@@ -236,8 +316,10 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
 
     body = p_norm(c.overlap, compute, cache, read)
-    body = p_norm(c.write_overlap, body, written / bandwidth)
-    return body + np.where(split > 1, c.split_ns, 0.0)
+    write = written / bandwidth
+    split_ns = np.where(split > 1, c.split_ns, 0.0)
+    body = p_norm(c.write_overlap, body, write) + split_ns
+    return _TilingTimes(body, compute, cache, read, write, split_ns)
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:

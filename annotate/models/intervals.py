@@ -22,6 +22,8 @@ from onerank.annotate.models.error_model import (
     widening,
 )
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
+from onerank.annotate.models.provenance import BY_DATABASE, Rule
+from onerank.annotate.models.terms import TermRecord
 from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
@@ -71,6 +73,7 @@ def intervals(
     resized: Mask | None = None,
     doubt: Uncertainty | None = None,
     overrides: OverrideEffect | None = None,
+    record: TermRecord | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -87,8 +90,9 @@ def intervals(
         resized: whether a node was measured at another size, bool[n]; None: no node.
         doubt: uncertainty of look-ups; None without look-ups.
         overrides: effect of overridden figures; None without overrides.
+        record: takes the interval of its kernels as a fact.
     """
-    moved, _ = predicted
+    moved, rules = predicted
     c = c.for_gpus(source, target)
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None and changed.any():
@@ -99,9 +103,59 @@ def intervals(
         errors = errors.with_overrides(kernels, moved, overrides, target, c)
     unlike = less_known_gpu(source, target)
     ends = node_intervals(moved, errors, unlike, c, doubt)
+    if record is not None:
+        for row in record.rows.tolist():
+            text = _interval_text(row, ends, errors, Rule(int(rules[row])), unlike, c, doubt)
+            if text:
+                record.facts[row].append(("80% interval", text))
     step = step_interval(moved, errors, kernels.call, unlike, c, doubt=doubt)
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
+
+
+_MEASURED_BY = {
+    "composed": "of DeepBench, on a V100 and a T4",
+    "looked_up": "of captured steps, looked up in rows of the same versions",
+    "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
+    "the same versions",
+    "looked_up_otherwise": "measured in two campaigns on the same GPU",
+}
+
+
+def _interval_text(  # noqa: PLR0917
+    row: int,
+    ends: tuple[F64, F64],
+    errors: "ErrorKinds",
+    rule: Rule,
+    gpu: Gpu,
+    c: Coefficients,
+    doubt: Uncertainty | None,
+) -> str:
+    """Return where the interval of the kernel at `row` comes from; "" if it has none."""
+    kind, size, other = (KINDS[int(kinds[row])] for kinds, _ in errors.each)
+    if kind == size == other == "kept":
+        return ""
+    reach = f"{ends[0][row]:,.0f} to {ends[1][row]:,.0f} ns: "
+    if kind == size == "kept":
+        return (
+            f"{reach}{errors.part[row]:.2f} of the errors of {other} from one GPU to another of "
+            "its die, as no more can be wrong than changes"
+        )
+    others = [k for k in (size, other) if k != "kept"]
+    more = f", and those of {' and '.join(others)}" if others else ""
+    if kind == "kept":
+        kind, more = size, ""
+    error, wide = c.errors[kind], widening(gpu, c, kind)
+    if rule in BY_DATABASE:
+        own = HALF_WIDTH * float(doubt.own[row]) if doubt is not None else 0.0
+        return (
+            f"{reach}x e^+-({error.high:.4f}^2 + {own:.4f}^2)^0.5, of {error.count:,} calls "
+            f"{_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
+        )
+    return (
+        f"{reach}x e^({wide:.4f} x {error.low:+.4f}) to x e^({wide:.4f} x {error.high:+.4f}), the "
+        f"errors of {kind} over {error.count:,} predictions for GPUs that no fit had seen{more}"
+    )
 
 
 class ErrorKinds(NamedTuple):

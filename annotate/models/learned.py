@@ -16,6 +16,7 @@ from onerank.annotate.models.calibration import (
     without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.datasheet import PartTimes
 from onerank.annotate.models.datasheet import predict as from_datasheet
 from onerank.annotate.models.error_model import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.features import (
@@ -23,16 +24,29 @@ from onerank.annotate.models.features import (
     U8,
     KernelFeatures,
     KernelRates,
-    Parts,
     matmul_ratio,
 )
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
 from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import (
+    Term,
+    TermRecord,
+    exponential,
+    factor,
+    logarithm,
+    longest,
+    power,
+    product,
+    quantity,
+    quotient,
+)
 from onerank.annotate.unique_rows import combine
 
 
-def predict_by_ratio(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict_by_ratio(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
+) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by the ratio rule.
 
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
@@ -50,7 +64,7 @@ def predict_by_ratio(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple
     ridge = peak / source.peak_bandwidth_bytes_per_s
     compute = kernels.flops > kernels.bytes * ridge  # false where either is not known
     rated = np.isfinite(peak / new_peak)
-    factor = np.where(compute & rated, peak / new_peak, by_memory)
+    factors = np.where(compute & rated, peak / new_peak, by_memory)
     rule = np.where(compute, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(compute & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
@@ -58,11 +72,20 @@ def predict_by_ratio(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple
     by_matmul = matmul_ratio(source, target, sustained=False)
     if by_matmul is not None:
         blind = kernels.matmul_class & np.isnan(kernels.flops)
-        factor = np.where(blind, by_matmul, factor)
+        factors = np.where(blind, by_matmul, factors)
         rule = np.where(blind, Rule.MATMUL_WITHOUT_FLOPS, rule)
-    factor = np.where(kernels.over_link, 1.0, factor)
+    factors = np.where(kernels.over_link, 1.0, factors)
     rule = np.where(kernels.over_link, Rule.KEPT, rule)
-    return kernels.duration_ns * factor, rule.astype(np.uint8)
+    if record is not None:
+        record.update(
+            slice(0, len(factors)),
+            lambda i, _: product(
+                quantity("measured", kernels.duration_ns[i]),
+                factor(factors[i], "ratio", Rule(int(rule[i])).label),
+                name="by ratio",
+            ),
+        )
+    return kernels.duration_ns * factors, rule.astype(np.uint8)
 
 
 I64 = npt.NDArray[np.int64]
@@ -80,7 +103,12 @@ _ORDINARY = 1.0
 
 
 def predict_learned(
-    kernels: KernelFeatures, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
+    kernels: KernelFeatures,
+    source: Gpu,
+    target: Gpu,
+    coefficients: Coefficients | None = None,
+    *,
+    record: TermRecord | None = None,
 ) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels.
 
@@ -107,17 +135,20 @@ def predict_learned(
     target's lower bound (see `least`).
     """
     c = coefficients or shipped()
-    moved, rules = residual.predict(kernels, source, target)
-    tiles = tile_terms(kernels, source, target, moved, c)
-    moved[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
+    predicted_ns, rules = residual.predict(kernels, source, target, record=record)
+    tiles = tile_terms(kernels, source, target, predicted_ns, c, record)
+    predicted_ns[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
     rules[tiles.rows] = tiles.rule
     if len(kernels.parts.call):
-        parts = part_terms(kernels, source, target, moved, c)
-        moved[parts.rows] = parts.predicted_ns
+        parts = part_terms(kernels, source, target, predicted_ns, c, record)
+        predicted_ns[parts.rows] = parts.predicted_ns
         rules[parts.rows] = Rule.PARTS
     for rows, block in kernels.blocks():
-        moved[rows] = clamp_to_lower_bound(moved[rows], block, source, block, target)
-    return moved, rules
+        recorded = None if record is None else (record, rows)
+        predicted_ns[rows] = clamp_to_lower_bound(
+            predicted_ns[rows], block, source, block, target, record=recorded
+        )
+    return predicted_ns, rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +186,43 @@ class TileTerms:
         by_residual = np.log(self.residual_ns / self.duration_ns)
         return np.exp(self.trust * by_tiles + (1 - self.trust) * by_residual)
 
+    def term(self, i: int, source: Term, target: Term, by_residual: Term) -> Term:
+        """Return the prediction of kernel `i` as a term.
 
-def tile_terms(
-    kernels: KernelFeatures, source: Gpu, target: Gpu, residual_ns: F64, c: Coefficients
+        Args:
+            i: the kernel.
+            source: time of the operator on the source by its tiles.
+            target: the same on the target.
+            by_residual: the residual model's prediction.
+        """
+        own = quantity("measured", self.duration_ns[i])
+        whole = quantity("operator time", self.operator_ns[i], note="measured, of all its kernels")
+        deviation = logarithm(quotient(whole, source), "deviation", self.deviation[i])
+        share = self.carried[i] / self.deviation[i] if self.deviation[i] else 0.0
+        carried = product(
+            factor(share, "carried share", "of the deviation from the source's tiles"),
+            deviation,
+            name="carried",
+            value=self.carried[i],
+            unit="",
+        )
+        by_tiles = product(quotient(target, whole), exponential(carried), unit="")
+        return product(
+            own,
+            power(by_tiles, factor(self.trust, "weight", "of the tiles")),
+            power(quotient(by_residual, own), factor(1 - self.trust)),
+            name="product",
+            value=self.duration_ns[i] * self.factor[i],
+        )
+
+
+def tile_terms(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    source: Gpu,
+    target: Gpu,
+    residual_ns: F64,
+    c: Coefficients,
+    record: TermRecord | None = None,
 ) -> TileTerms:
     """Return the terms of all kernels whose tiles are known on both GPUs.
 
@@ -167,15 +232,18 @@ def tile_terms(
         target: GPU to predict.
         residual_ns: prediction of the residual model, float64[n].
         c: fitted coefficients.
+        record: takes the prediction of these kernels as a term.
     """
-    there, attention = tile_times(kernels, target, c)
-    here, _ = tile_times(kernels, source, c, calibrated_source(source, target, c.gemm))
+    calibration = calibrated_source(source, target, c.gemm)
+    scratch = [None if record is None else TermRecord(record.rows) for _ in range(2)]
+    there, attention = tile_times(kernels, target, c, record=scratch[0])
+    here, _ = tile_times(kernels, source, c, calibration, record=scratch[1])
     usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0) & (residual_ns > 0)
     rows = np.flatnonzero(usable)
     deviation = np.log(kernels.operator_ns[rows] / here[rows])
     misaligned = _is_misaligned(kernels, target, there)[rows]
     trust = trust_in(target, c)
-    return TileTerms(
+    terms = TileTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
         operator_ns=kernels.operator_ns[rows],
@@ -187,6 +255,12 @@ def tile_terms(
         trust=trust,
         rule=_rules(attention[rows], misaligned, trust),
     )
+    target_terms, source_terms = scratch
+    if record is not None and target_terms is not None and source_terms is not None:
+        for row, i in record.among(rows):
+            by_tiles = source_terms.roots[row], target_terms.roots[row]
+            record.roots[row] = terms.term(i, *by_tiles, record.roots[row])
+    return terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +283,21 @@ class PartTerms:
     residual_ns: F64
     trust: float
 
+    def term(self, i: int, source: Term, target: Term, by_residual: Term) -> Term:
+        """Return the prediction of operator `i` as a term; arguments as for `TileTerms.term`."""
+        proportional = product(
+            quantity("measured", self.duration_ns[i]),
+            quotient(target, source),
+            name="in proportion",
+            value=self.proportional_ns[i],
+        )
+        return product(
+            power(proportional, factor(self.trust, "weight", "of the tiles")),
+            power(by_residual, factor(1 - self.trust)),
+            name="product",
+            value=self.predicted_ns[i],
+        )
+
     @property
     def proportional_ns(self) -> F64:
         """Measured duration times the ratio of the tiles' times, float64[n]."""
@@ -220,13 +309,20 @@ class PartTerms:
         return self.proportional_ns**self.trust * self.residual_ns ** (1 - self.trust)
 
 
-def part_terms(
-    kernels: KernelFeatures, source: Gpu, target: Gpu, residual_ns: F64, c: Coefficients
+def part_terms(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    source: Gpu,
+    target: Gpu,
+    residual_ns: F64,
+    c: Coefficients,
+    record: TermRecord | None = None,
 ) -> PartTerms:
     """Return the terms of all operators that are several GEMMs; arguments as for `tile_terms`."""
-    there, here = part_times(kernels, target, c), part_times(kernels, source, c)
+    scratch = [None if record is None else TermRecord(record.rows) for _ in range(2)]
+    there = part_times(kernels, target, c, scratch[0])
+    here = part_times(kernels, source, c, scratch[1])
     rows = np.flatnonzero(np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0))
-    return PartTerms(
+    terms = PartTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
         source_ns=here[rows],
@@ -234,6 +330,12 @@ def part_terms(
         residual_ns=residual_ns[rows],
         trust=trust_in_parts(target, c),
     )
+    target_terms, source_terms = scratch
+    if record is not None and target_terms is not None and source_terms is not None:
+        for row, i in record.among(rows):
+            by_tiles = source_terms.roots[row], target_terms.roots[row]
+            record.roots[row] = terms.term(i, *by_tiles, record.roots[row])
+    return terms
 
 
 class DeviationKind(IntEnum):
@@ -286,22 +388,55 @@ def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
 
 
 def predict_from_description(
-    kernels: KernelFeatures, target: Gpu, coefficients: Coefficients | None = None
+    kernels: KernelFeatures,
+    target: Gpu,
+    coefficients: Coefficients | None = None,
+    *,
+    record: TermRecord | None = None,
 ) -> tuple[F64, U8]:
     """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""
     c = coefficients or shipped()
-    moved, rules = from_datasheet(kernels, target)
-    made, attention = tile_times(kernels, target, c)
-    usable = np.isfinite(made)
+    predicted_ns, rules = from_datasheet(kernels, target, record=record)
+    scratch = None if record is None else TermRecord(record.rows)
+    tiles_ns, attention = tile_times(kernels, target, c, record=scratch)
+    by_tiles = np.isfinite(tiles_ns)
+    misaligned = _is_misaligned(kernels, target, tiles_ns)[by_tiles]
     trust = trust_in(target, c)
-    moved[usable] = made[usable] ** trust * moved[usable] ** (1 - trust)
-    rules[usable] = _rules(attention[usable], _is_misaligned(kernels, target, made)[usable], trust)
-    composed = part_times(kernels, target, c)
-    usable = np.isfinite(composed)
-    trust = trust_in_parts(target, c)
-    moved[usable] = composed[usable] ** trust * moved[usable] ** (1 - trust)
-    rules[usable] = Rule.PARTS
-    return moved, rules
+    _mix(predicted_ns, tiles_ns, trust, record, scratch)
+    rules[by_tiles] = _rules(attention[by_tiles], misaligned, trust)
+    scratch = None if record is None else TermRecord(record.rows)
+    parts_ns = part_times(kernels, target, c, scratch)
+    _mix(predicted_ns, parts_ns, trust_in_parts(target, c), record, scratch)
+    rules[np.isfinite(parts_ns)] = Rule.PARTS
+    return predicted_ns, rules
+
+
+def _mix(
+    predicted_ns: F64,
+    by_tiles_ns: F64,
+    trust: float,
+    record: TermRecord | None,
+    by_tiles: TermRecord | None,
+) -> None:
+    """Replace datasheet times in place by their geometric mean with the times by tiles.
+
+    Args:
+        predicted_ns: times by the datasheet, float64[n].
+        by_tiles_ns: times by tiles; nan keeps the datasheet's, float64[n].
+        trust: weight of the tiles.
+        record: terms of the first.
+        by_tiles: terms of the second.
+    """
+    rows = np.flatnonzero(np.isfinite(by_tiles_ns))
+    predicted_ns[rows] = by_tiles_ns[rows] ** trust * predicted_ns[rows] ** (1 - trust)
+    if record is not None and by_tiles is not None:
+        for row, _ in record.among(rows):
+            record.roots[row] = product(
+                power(by_tiles.roots[row], factor(trust, "weight", "of the tiles")),
+                power(record.roots[row], factor(1 - trust)),
+                name="product",
+                value=predicted_ns[row],
+            )
 
 
 def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
@@ -318,37 +453,67 @@ def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
 
 
 def tile_times(
-    kernels: KernelFeatures, gpu: Gpu, c: Coefficients, measured: Calibration | None = None
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    c: Coefficients,
+    measured: Calibration | None = None,
+    record: TermRecord | None = None,
 ) -> tuple[F64, Mask]:
     """Return (time of each node's whole operator in ns by its tiles, whether it is attention).
 
     nan without a shape or without matrix units for the dtype. Each distinct call is computed once.
     GEMMs in 16 bits use the calibration `measured`, by default that of the GPU's description.
+    `record` takes the times as terms.
     """
-    made = np.full(len(kernels.call), np.nan)
+    operator_ns = np.full(len(kernels.call), np.nan)
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
     has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
-    attention: Mask = has_attention[kernels.call]
+    is_attention: Mask = has_attention[kernels.call]
     where, first, inverse = _distinct(kernels, has_attention | has_gemm)
     if not len(where):
-        return made, attention
+        return operator_ns, is_attention
     kernels = kernels.select(where[first])
     times = np.full(len(first), np.nan)
     rates, call = kernels.rates(gpu), kernels.call
-    able, soft = _able(kernels, rates), has_attention[call]
-    hard, soft = np.flatnonzero(able & ~soft), able & soft
-    fused = Rates(rates.sustained[soft], rates.peak[soft])
+    known, attention = _able(kernels, rates), has_attention[call]
+    gemms, fused = np.flatnonzero(known & ~attention), np.flatnonzero(known & attention)
     before = without_overrides(gpu)
-    was = kernels.rates(before)
-    described = before, Rates(was.sustained[soft], was.peak[soft])
-    shapes = kernels.attention[call[soft]]
-    times[soft] = attention_ns(gpu, fused, shapes, c.attention, described)
-    times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
-    times[hard] = np.maximum(
-        times[hard], gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[hard]]
+    rates_before = kernels.rates(before)
+    described = before, Rates(rates_before.sustained[fused], rates_before.peak[fused])
+    calls = fused_calls = gemm_calls = None
+    if record is not None:
+        calls = TermRecord(inverse[[position for _, position in record.among(where)]])
+        fused_calls, gemm_calls = calls.within(fused), calls.within(gemms)
+    times[fused] = attention_ns(
+        gpu,
+        Rates(rates.sustained[fused], rates.peak[fused]),
+        kernels.attention[call[fused]],
+        c.attention,
+        described,
+        record=fused_calls,
     )
-    made[where] = times[inverse]
-    return made, attention
+    shapes = gemms, kernels.gemm[call[gemms]]
+    aligned_ns = _products_ns(kernels, gpu, shapes, c, measured, gemm_calls)
+    least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[gemms]]
+    times[gemms] = np.maximum(aligned_ns, least_ns)
+    operator_ns[where] = times[inverse]
+    if record is not None and calls is not None and fused_calls is not None and gemm_calls:
+        note = f"rows that begin off 16 bytes on {gpu.name}"
+
+        def misaligned_term(i: int, aligned: Term | None) -> Term | None:
+            if aligned is None or least_ns[i] <= aligned_ns[i]:
+                return aligned
+            least = quantity("rows", least_ns[i], note=note)
+            return longest(aligned, least, name="by rows", note=f"on {gpu.name}")
+
+        gemm_calls.update(slice(0, len(gemms)), misaligned_term)
+        calls.take(fused, fused_calls)
+        calls.take(gemms, gemm_calls)
+        for row, position in record.among(where):
+            root = calls.roots.get(int(inverse[position]))
+            if root is not None:
+                record.roots[row] = root
+    return operator_ns, is_attention
 
 
 def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
@@ -360,34 +525,35 @@ def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
     return where, *combine([kernels.call[where], kernels.dtype[where]])
 
 
-def part_times(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
+def part_times(
+    kernels: KernelFeatures, gpu: Gpu, c: Coefficients, record: TermRecord | None = None
+) -> F64:
     """Return the time of each operator that is made of several GEMMs, in ns.
 
     nan for other operators, and if the tiles do not apply. GEMMs run one after another, each with
-    its additional launches.
+    its additional launches. `record` takes the times as terms.
     """
-    made = np.full(len(kernels.call), np.nan)
+    operator_ns = np.full(len(kernels.call), np.nan)
     composed = np.zeros(len(kernels.gemm), dtype=bool)
     composed[kernels.parts.call] = True
     where, first, inverse = _distinct(kernels, composed)
     if not len(where):
-        return made
+        return operator_ns
     kernels = kernels.select(where[first])
-    able = np.flatnonzero(_able(kernels, kernels.rates(gpu)))
-    parts, owner, once = parts_ns(kernels, gpu, able, c)
-    each = parts.times * (once + parts.launches * gpu.launch_floor_ns)
+    known = np.flatnonzero(_able(kernels, kernels.rates(gpu)))
+    parts, owner = kernels.parts.of_calls(kernels.call[known])
+    single_ns = _products_ns(kernels, gpu, (known[owner], parts.shapes), c)
+    part_times = PartTimes(parts, owner, single_ns, float(gpu.launch_floor_ns), len(known))
     times = np.full(len(first), np.nan)
-    times[able] = np.bincount(owner, weights=each, minlength=len(able))
-    made[where] = times[inverse]
-    return made
-
-
-def parts_ns(
-    kernels: KernelFeatures, gpu: Gpu, rows: I64, c: Coefficients
-) -> tuple[Parts, I64, F64]:
-    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
-    parts, owner = kernels.parts.of_calls(kernels.call[rows])
-    return parts, owner, _products_ns(kernels, gpu, (rows[owner], parts.shapes), c)
+    times[known] = part_times.operator_ns
+    operator_ns[where] = times[inverse]
+    if record is not None:
+        position_of = {int(call): i for i, call in enumerate(known)}
+        for row, position in record.among(where):
+            i = position_of.get(int(inverse[position]))
+            if i is not None:
+                record.roots[row] = part_times.term(i, "by tiles", f"on {gpu.name}")
+    return operator_ns
 
 
 def _able(kernels: KernelFeatures, rates: KernelRates) -> Mask:
@@ -396,23 +562,32 @@ def _able(kernels: KernelFeatures, rates: KernelRates) -> Mask:
     return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
 
 
-def _products_ns(
-    kernels: KernelFeatures, gpu: Gpu, products: tuple[I64, F64], c: Coefficients,
+def _products_ns(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    products: tuple[I64, F64],
+    c: Coefficients,
     measured: Calibration | None = None,
-) -> F64:  # fmt: skip
-    """Return the times of products, (node of each, shapes), float64[d]."""
+    record: TermRecord | None = None,
+) -> F64:
+    """Return the times of products, (node of each, shapes), float64[d]; `record` as elsewhere."""
     rows, shapes = products
     times = np.empty(len(rows))
     rates, before = kernels.rates(gpu), without_overrides(gpu)
     sixteen_bit: Mask = shapes[:, 4] == _ITEM_BYTES
-    for of, at, was in (
+    for mask, at, was in (
         (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)),
         (~sixteen_bit, Calibration(gpu, 1.0), Calibration(before, 1.0)),
     ):
+        chosen = np.flatnonzero(mask)
         described = None
         if before.figures != gpu.figures:
-            described = _run(was, kernels.rates(before), rows[of])
-        times[of] = gemm_ns(*_run(at, rates, rows[of]), shapes[of], c.gemm, described)
+            described = _run(was, kernels.rates(before), rows[chosen])
+        scratch = None if record is None else record.within(chosen)
+        run = _run(at, rates, rows[chosen])
+        times[chosen] = gemm_ns(*run, shapes[chosen], c.gemm, described, record=scratch)
+        if record is not None and scratch is not None:
+            record.take(chosen, scratch)
     return times
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, KernelFeatures
+from onerank.annotate.models.terms import I64, Term, TermRecord, factor, longest, product, quantity
 
 
 def lower_bound_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
@@ -20,7 +21,13 @@ def lower_bound_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
 
 
 def clamp_to_lower_bound(
-    predicted_ns: F64, before: KernelFeatures, source: Gpu, after: KernelFeatures, target: Gpu
+    predicted_ns: F64,
+    before: KernelFeatures,
+    source: Gpu,
+    after: KernelFeatures,
+    target: Gpu,
+    *,
+    record: tuple[TermRecord, slice | I64] | None = None,
 ) -> F64:
     """Return predictions that are at least the target's lower bound.
 
@@ -30,6 +37,7 @@ def clamp_to_lower_bound(
         source: GPU that measured them.
         after: the kernels as predicted.
         target: GPU they are predicted for.
+        record: takes the bound as a term where it decides, and the rows of these kernels.
     """
     # A kernel measured below the source's bound has overcounted work: a mask hides part of it, or a
     # convolution uses another algorithm. It may be as far below the target's bound.
@@ -38,5 +46,21 @@ def clamp_to_lower_bound(
     ratio = np.divide(
         before.duration_ns, source_bound, out=np.ones(len(source_bound)), where=measured
     )
-    bound = lower_bound_ns(after, target) * np.minimum(1.0, ratio)
-    return np.where(after.over_link, predicted_ns, np.maximum(predicted_ns, bound))
+    target_bound, share = lower_bound_ns(after, target), np.minimum(1.0, ratio)
+    bound = target_bound * share
+    clamped = np.where(after.over_link, predicted_ns, np.maximum(predicted_ns, bound))
+    if record is not None:
+
+        def clamped_term(i: int, root: Term | None) -> Term | None:
+            if root is None or clamped[i] <= predicted_ns[i]:
+                return root
+            allowed = quantity("lower bound", target_bound[i], note=_BOUND_NOTE)
+            measured = factor(share[i], "measured part", f"of the lower bound on {source.name}")
+            least = allowed if share[i] == 1 else product(allowed, measured, name="least")
+            return longest(root, least, name="clamped", value=clamped[i])
+
+        record[0].update(record[1], clamped_term)
+    return clamped
+
+
+_BOUND_NOTE = "products at the datasheet's peak, bytes beyond the last-level cache at its bandwidth"

@@ -8,9 +8,22 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
 from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import (
+    Term,
+    TermRecord,
+    factor,
+    longest,
+    power,
+    product,
+    quantity,
+    quotient,
+    total,
+)
 
 
-def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
+) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
 
     The measured time is split, and each part scales with the resource that it uses.
@@ -44,11 +57,18 @@ def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]
     count = len(kernels.call)
     predicted_ns, rules = np.empty(count), np.empty(count, dtype=np.uint8)
     for rows, block in kernels.blocks():
-        terms = terms_of(block, source, target)
-        floor_ns = terms.floor_ns * block.floor_ratio(source, target)
-        block_ns = floor_ns + terms.above_ns * terms.factor
-        block_ns = np.where(block.over_link, block.duration_ns, block_ns)
-        predicted_ns[rows] = clamp_to_lower_bound(block_ns, block, source, block, target)
+        terms = terms_of(block, source, target, recorded=record is not None)
+        block_ns = np.where(block.over_link, block.duration_ns, terms.predicted_ns)
+        recorded = None
+        if record is not None:
+            recorded = record, rows
+            record.update(
+                rows,
+                lambda i, _, t=terms, b=block: t.term(i, b.duration_ns[i], (source, target)),
+            )
+        predicted_ns[rows] = clamp_to_lower_bound(
+            block_ns, block, source, block, target, record=recorded
+        )
         rules[rows] = terms.rule
     return predicted_ns, rules
 
@@ -58,28 +78,114 @@ class Terms(NamedTuple):
 
     Attributes:
         floor_ns: launch floor on the source, float64[n].
+        floor_ratio: launch floor on the target over that on the source, float64[n].
         above_ns: time above it, float64[n].
         roof_ns: roofline time on the source, float64[n].
         by_roof: roofline of the target over that of the source, float64[n].
+        roofs_s: memory and compute time on the source, and on the target, float64[n] each; None
+            unless terms are recorded.
         by_issue: SMs x clock of the source over those of the target.
         by_peak: uncapped peak of the source over that of the target, float64[n].
         part: share of the time above the floor that the roofline explains; for cached data, the
             share of memory, float64[n].
+        bound: whether compute takes longer than memory on the source, bool[n].
         cached: whether the data are cached, bool[n].
+        overlaps: whether instruction time overlaps memory time, bool[n].
+        streams: whether the bandwidths' ratio is the factor, whatever the work, bool[n].
         factor: on the time above the floor, float64[n].
         rule: a `Rule` for each, uint8[n].
     """
 
     floor_ns: F64
+    floor_ratio: F64
     above_ns: F64
     roof_ns: F64
     by_roof: F64
+    roofs_s: tuple[F64, F64, F64, F64] | None
     by_issue: float
     by_peak: F64
     part: F64
+    bound: Mask
     cached: Mask
+    overlaps: Mask
+    streams: Mask
     factor: F64
     rule: U8
+
+    @property
+    def predicted_ns(self) -> F64:
+        """The target's launch floor plus the scaled time above the floor, float64[n]."""
+        return self.floor_ns * self.floor_ratio + self.above_ns * self.factor
+
+    def term(self, i: int, measured_ns: float, gpus: tuple[Gpu, Gpu]) -> Term:
+        """Return the prediction of kernel `i` as a term; `gpus` are source and target."""
+        rule = Rule(int(self.rule[i]))
+        if rule is Rule.KEPT:
+            return quantity("measured", measured_ns)
+        floor = product(
+            quantity("floor", self.floor_ns[i], note=f"launch floor on {gpus[0].name}"),
+            factor(self.floor_ratio[i], "floor ratio", f"{gpus[1].name} over {gpus[0].name}"),
+        )
+        if rule is Rule.FLOOR:
+            return total(floor, name="residual", value=self.predicted_ns[i])
+        above = product(
+            quantity("above floor", self.above_ns[i], note="measured, less the launch floor"),
+            self._factor_term(i, rule, gpus),
+        )
+        return total(floor, above, name="residual", value=self.predicted_ns[i])
+
+    def _factor_term(self, i: int, rule: Rule, gpus: tuple[Gpu, Gpu]) -> Term:
+        """Return the factor on the time above the floor; the cases are those of `predict`."""
+        value, over = float(self.factor[i]), f"of {gpus[0].name} over {gpus[1].name}"
+        if rule is Rule.MATMUL_WITHOUT_FLOPS:
+            return factor(value, "factor", f"sustained 16-bit rate {over}")
+        if self.streams[i]:
+            return factor(value, "factor", f"bandwidth {over}")
+        by_roof = self._roofline_term(i, gpus)
+        by_cache = "data in cache: time above the floor over the roofline"
+        note = by_cache if self.cached[i] else "share of the time above the floor"
+        part = factor(self.part[i], "explained", note)
+        rest = factor(1 - self.part[i])
+        if self.bound[i]:
+            peak = factor(self.by_peak[i], "rest", f"peak {over}")
+            parts = product(part, by_roof, unit=""), product(rest, peak, unit="")
+            return total(*parts, name="factor", value=value, unit="")
+        by_issue = factor(
+            self.by_issue,
+            "issue",
+            f"SMs x clock {over}; a core counts as the SMs that its memory could feed, if these "
+            "are more",
+        )
+        if self.overlaps[i] and not self.cached[i]:
+            p = factor(OVERLAP_EXPONENT)
+            most = power(part, p)
+            powers = total(
+                product(most, power(by_roof, p), unit=""),
+                product(factor(1 - most.value), power(by_issue, p), unit=""),
+                unit="",
+            )
+            root = power(powers, factor(1 / OVERLAP_EXPONENT))
+            return product(root, name="factor", value=value, unit="")
+        mixed = (power(by_roof, part), power(by_issue, rest))
+        if self.cached[i]:
+            return product(*mixed, name="factor", value=value, unit="")
+        inefficiency = product(*mixed, name="rest", unit="")
+        parts = product(part, by_roof, unit=""), product(rest, inefficiency, unit="")
+        return total(*parts, name="factor", value=value, unit="")
+
+    def _roofline_term(self, i: int, gpus: tuple[Gpu, Gpu]) -> Term:
+        """Return the roofline of the target over that of the source."""
+        if not self.roof_ns[i] or self.roofs_s is None:
+            return factor(self.by_roof[i], "roofline", "neither bytes nor FLOPs count")
+        roofs: list[Term] = []
+        for gpu, (memory, compute) in zip(gpus, (self.roofs_s[:2], self.roofs_s[2:]), strict=True):
+            note = f"on {gpu.name}"
+            times = [quantity("memory", memory[i] * 1e9, note=f"bytes at the bandwidth {note}")]
+            if compute[i]:
+                what = f"FLOPs at the sustained rate {note}"
+                times.append(quantity("compute", compute[i] * 1e9, note=what))
+            roofs.append(longest(*times))
+        return quotient(roofs[1], roofs[0], "roofline", self.by_roof[i])
 
 
 OVERLAP_EXPONENT = 1.5
@@ -117,8 +223,8 @@ def issue_overlaps_memory(kernels: KernelFeatures, source: Gpu, target: Gpu) -> 
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 
-def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Terms:
-    """Return the terms of each kernel's prediction."""
+def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: bool = False) -> Terms:
+    """Return the terms of each kernel's prediction; `recorded`: they become a `TermRecord`'s."""
     floor = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
     above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
@@ -148,22 +254,40 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Terms:
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
     separate = explained * by_roof + (1 - explained) * mixed
     overlapped = _overlapped(explained, by_roof, by_issue)
-    memory_bound = np.where(issue_overlaps_memory(kernels, source, target), overlapped, separate)
+    overlaps = issue_overlaps_memory(kernels, source, target)
+    memory_bound = np.where(overlaps, overlapped, separate)
     compute_bound = explained * by_roof + (1 - explained) * by_peak
-    factor = np.where(bound, compute_bound, np.where(cached, mixed, memory_bound))
+    factors = np.where(bound, compute_bound, np.where(cached, mixed, memory_bound))
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 
-    factor = np.where(kernels.transfer, by_memory, factor)
+    factors = np.where(kernels.transfer, by_memory, factors)
     work_unknown = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
-    factor = np.where(work_unknown, by_memory, factor)
+    factors = np.where(work_unknown, by_memory, factors)
     rule = np.where(work_unknown, Rule.BANDWIDTH_ONLY, rule)
     rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
     by_matmul = matmul_ratio(source, target, sustained=True)
     if by_matmul is not None:
         unknown = kernels.matmul_class & np.isnan(kernels.flops)
-        factor = np.where(unknown, by_matmul, factor)
+        factors = np.where(unknown, by_matmul, factors)
         rule = np.where(unknown, Rule.MATMUL_WITHOUT_FLOPS, rule)
     rule = np.where(above <= 0, Rule.FLOOR, rule)
     rule = np.where(kernels.over_link, Rule.KEPT, rule).astype(np.uint8)
-    return Terms(floor, above, roof, by_roof, by_issue, by_peak, part, cached, factor, rule)
+    return Terms(
+        floor_ns=floor,
+        floor_ratio=kernels.floor_ratio(source, target),
+        above_ns=above,
+        roof_ns=roof,
+        by_roof=by_roof,
+        # Columns that stay alive evict those in use from a core's cache: 2 to 4% of a re-costing.
+        roofs_s=(memory, compute, new_memory, new_compute) if recorded else None,
+        by_issue=by_issue,
+        by_peak=by_peak,
+        part=part,
+        bound=bound,
+        cached=cached,
+        overlaps=overlaps,
+        streams=kernels.transfer | work_unknown,
+        factor=factors,
+        rule=rule,
+    )

@@ -9,6 +9,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
 from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
+    Resolution,
     family_of,
     resolve,
     resolve_unmeasured,
@@ -19,6 +20,7 @@ from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import Term, TermRecord, factor, product, quantity, total
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_config import PassOptions
@@ -59,6 +61,7 @@ def swap_kernels(
     passes: PassOptions,
     *,
     model: CostModel,
+    record: TermRecord | None = None,
 ) -> ComputePrediction:
     """Return the predictions with the target's attention kernel and GEMMs in another dtype.
 
@@ -68,6 +71,7 @@ def swap_kernels(
         gpus: source and target.
         passes: the requested changes.
         model: the cost model.
+        record: terms of the predictions; takes the changes.
 
     Raises:
         AnnotateError: a requested change is impossible on the target, or nothing can change.
@@ -75,7 +79,7 @@ def swap_kernels(
     costs, features, predicted_ns, rules, changed, notes = predicted
     if model.resolves_kernels:
         predicted_ns, changed, notes = _swap_attention(
-            graph, costs, predicted_ns, gpus, passes.attention
+            graph, costs, predicted_ns, gpus, passes.attention, record
         )
         measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
         rules = np.where(changed & measured_here, np.uint8(Rule.ATTENTION_TILES), rules)
@@ -84,20 +88,30 @@ def swap_kernels(
     if passes.dtype is not None:
         costs, changes_dtype, note = change_dtype(graph, costs, passes.dtype, gpus[1])
         captured, features = features, KernelFeatures.of(graph, costs)
-        predicted_ns = np.where(
-            changes_dtype, predicted_ns * roofline_ratio(captured, features, gpus[1]), predicted_ns
-        )
+        ratio = roofline_ratio(captured, features, gpus[1])
+        predicted_ns = np.where(changes_dtype, predicted_ns * ratio, predicted_ns)
+        if record is not None:
+            record_factor(record, changes_dtype, ratio, "other data type")
         rules = np.where(changes_dtype, np.uint8(Rule.RETYPED), rules)
         changed, notes = changed | changes_dtype, (*notes, note)
     return ComputePrediction(costs, features, predicted_ns, rules.astype(np.uint8), changed, notes)
 
 
-def scale_to_shapes(
+def record_factor(record: TermRecord, where: Mask, factors: F64, name: str) -> None:
+    """Multiply the recorded terms of the kernels in `where`, bool[n], by `factors`, float64[n]."""
+    record.update_where(
+        where,
+        lambda i, root: root and product(root, factor(float(factors[i]), name), name="changed"),
+    )
+
+
+def scale_to_shapes(  # noqa: PLR0917
     resized: tuple[OpCosts, KernelFeatures],
     captured: ComputePrediction,
     reshaped: Mask,
     target: Gpu,
     from_description: PredictFromDescription,
+    record: TermRecord | None = None,
 ) -> ComputePrediction:
     """Return the predictions for other shapes, see `scale_to_size`.
 
@@ -107,11 +121,16 @@ def scale_to_shapes(
         reshaped: compute nodes with other shapes, bool[n].
         target: GPU whose description the model uses for both.
         from_description: the model of unmeasured kernels.
+        record: terms of the predictions; takes the change of size.
     """
     costs, resized_features = resized
     scaled = scale_to_size(
         captured.predicted_ns, captured.kernels, resized_features, target, from_description
     )
+    if record is not None:
+        before_ns = captured.predicted_ns
+        ratio = np.divide(scaled, before_ns, out=np.ones_like(scaled), where=before_ns > 0)
+        record_factor(record, reshaped, ratio, "other size")
     rules = captured.rules
     rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)
     return captured._replace(
@@ -172,8 +191,26 @@ def _scale_by_bytes(
     return in_proportion**weight * plus_bandwidth ** (1 - weight)
 
 
-def _swap_attention(
-    graph: Graph, costs: OpCosts, predicted_ns: F64, gpus: tuple[Gpu, Gpu], requested: str
+def _attention_term(
+    root: Term | None, above_ns: float, by_kernel: float, resolution: Resolution
+) -> Term | None:
+    """Return the time of attention by another kernel as a term."""
+    if root is None or by_kernel == 1:
+        return root
+    floor = quantity("floor", root.value - above_ns, note="launch floor, which does not change")
+    # The part above the floor is a part of the earlier prediction, so it stays in the tree.
+    above = product(root, factor(above_ns / root.value, note="above the floor"))
+    note = f"{resolution.ran or 'modelled'} -> {resolution.runs} ({resolution.reason})"
+    return total(floor, product(above, factor(by_kernel, "kernel", note)), name="attention")
+
+
+def _swap_attention(  # noqa: PLR0917
+    graph: Graph,
+    costs: OpCosts,
+    predicted_ns: F64,
+    gpus: tuple[Gpu, Gpu],
+    requested: str,
+    record: TermRecord | None = None,
 ) -> tuple[F64, Mask, tuple[str, ...]]:
     """Return times with the target's attention kernels, which nodes changed, and notes.
 
@@ -188,14 +225,22 @@ def _swap_attention(
     per_name = [resolutions.get(name, UNRESOLVED) for name in families]
     share = attention_share(source, target, shipped())
     backward = np.array([w.attention[8] if w.attention else 0 for w in costs.works], dtype=bool)
-    factor = np.where(
+    by_kernel = np.where(
         backward[costs.call],
         np.array([resolution.backward for resolution in per_name])[name_index],
         np.array([resolution.forward_with(share) for resolution in per_name])[name_index],
     )
     # The launch floor does not depend on the kernel: only the time above it changes.
     above = np.maximum(predicted_ns - target.launch_floor_ns, 0)
-    swapped = predicted_ns + above * (factor - 1)
+    swapped = predicted_ns + above * (by_kernel - 1)
+    if record is not None:
+        every = slice(0, len(swapped))
+        record.update(
+            every,
+            lambda i, root: _attention_term(
+                root, above[i], by_kernel[i], per_name[int(name_index[i])]
+            ),
+        )
     occurrences = np.bincount(name_index, minlength=len(names))
     counts = dict.fromkeys(resolutions, 0)
     for count, family in zip(occurrences.tolist(), families, strict=True):
@@ -213,12 +258,13 @@ def _swap_attention(
     return swapped, swapped != predicted_ns, tuple(notes)
 
 
-def swap_unmeasured_attention(
+def swap_unmeasured_attention(  # noqa: PLR0917
     kernels: KernelFeatures,
     predicted: tuple[F64, U8],
     target: Gpu,
     model: CostModel,
     requested: str,
+    record: TermRecord | None = None,
 ) -> tuple[F64, tuple[str, ...]]:
     """Return times with the requested kernel for unmeasured attention, and notes.
 
@@ -228,6 +274,7 @@ def swap_unmeasured_attention(
         target: GPU they are predicted for.
         model: the cost model.
         requested: one of `attention_kernels.CHOICES`.
+        record: terms of the predictions; takes the change of kernel.
 
     Raises:
         AnnotateError: the kernel does not run on the target, or the model does not distinguish
@@ -246,13 +293,18 @@ def swap_unmeasured_attention(
     if usual and not fused.any():
         return unswapped_ns, ()
     backward = (kernels.attention[:, 8] > 0)[kernels.call]
-    factor = np.where(backward, kernel.backward, kernel.forward)
+    by_kernel = np.where(backward, kernel.backward, kernel.forward)
     above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
+    if record is not None:
+        record.update_where(
+            fused,
+            lambda i, root: _attention_term(root, float(above[i]), float(by_kernel[i]), kernel),
+        )
     note = (
         f"Attention: {int(fused.sum())} calls by {kernel.runs} on {target.name}, forward "
         f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
     )
-    return np.where(fused, unswapped_ns + above * (factor - 1), unswapped_ns), (note,)
+    return np.where(fused, unswapped_ns + above * (by_kernel - 1), unswapped_ns), (note,)
 
 
 def check_resolves(model: CostModel, requested: str) -> None:

@@ -20,6 +20,7 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
+from onerank.annotate.models.terms import TermRecord
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import (
@@ -32,7 +33,7 @@ from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from onerank.annotate.recost.bookkeeping import details_of, job_for, target_notes
-from onerank.annotate.recost.predict import apply_overrides, override_note
+from onerank.annotate.recost.predict import apply_overrides, override_note, record_overrides
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
@@ -163,6 +164,7 @@ def recost_cpu_capture(
     passes: PassOptions,
     *,
     databases: Sequence[str | Path] = (),
+    record: TermRecord | None = None,
 ) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
@@ -177,6 +179,7 @@ def recost_cpu_capture(
     and its dtypes. float32 GEMMs run at the float32 rate, as TF32 is off by default. If another
     dtype is requested, GEMMs run in it (see `change_dtype`). Operators with rows in the kernel
     databases, in that dtype, take the measured time (evidence LOOKED_UP and INTERPOLATED).
+    `record` takes the terms of compute nodes, as positions among them.
 
     Raises:
         AnnotateError: no operator has shapes, a requested pass is impossible on the target, or a
@@ -187,15 +190,15 @@ def recost_cpu_capture(
     library = library_for(model, databases, (None, target), graph)
     graph = _resize(graph, passes)
     work = _operator_work(graph, target, passes.dtype)
-    predicted = _predict(graph, work, target, model, library)
+    predicted = _predict(graph, work, target, model, library, record)
     times = predicted.duration_ns, predicted.rules
     swapped_ns, attention_notes = swap_unmeasured_attention(
-        predicted.kernels, times, target, model, passes.attention
+        predicted.kernels, times, target, model, passes.attention, record
     )
     predicted = predicted._replace(
         duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)
     )
-    return _write_prediction(graph, work, predicted, target, model)
+    return _write_prediction(graph, work, predicted, target, model, record)
 
 
 def _resize(graph: Graph, passes: PassOptions) -> Graph:
@@ -225,12 +228,17 @@ def _operator_work(graph: Graph, target: Gpu, dtype: str | None) -> _OperatorWor
     )
 
 
-def _predict(
-    graph: Graph, work: _OperatorWork, target: Gpu, model: CostModel, library: Library | None
+def _predict(  # noqa: PLR0917
+    graph: Graph,
+    work: _OperatorWork,
+    target: Gpu,
+    model: CostModel,
+    library: Library | None,
+    record: TermRecord | None,
 ) -> _OperatorDurations:
     """Return the operators' durations: from the kernel databases, else from the model."""
     kernels = KernelFeatures.of(graph, work.costs)
-    predicted_ns, rules = model.from_description(kernels, target)
+    predicted_ns, rules = model.from_description(kernels, target, record=record)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
     doubt, overrides, notes = (
         Uncertainty.none(len(predicted_ns)),
@@ -240,11 +248,18 @@ def _predict(
     if library is not None and model.has_intervals:
         target_as_described = target.as_described
         model_result = without_overrides = predicted_ns, rules
+        with_terms, before = {} if record is None else dict(record.roots), None
         if target != target_as_described:
-            without_overrides = model.from_description(kernels, target_as_described)[0], rules
+            before = None if record is None else TermRecord(record.rows)
+            described_ns, _ = model.from_description(kernels, target_as_described, record=before)
+            without_overrides = described_ns, rules
         basis = Basis(library, None, target_as_described, model.from_description, shipped())
         where = ~work.removed & work.has_dtype
-        best = best_of(work.graph, work.costs, kernels, without_overrides, basis, where=where)
+        best = best_of(
+            work.graph, work.costs, kernels, without_overrides, basis, where=where, record=record
+        )
+        if record is not None and before is not None:
+            record_overrides(record, with_terms, before.roots, best.rules, target)
         predicted_ns, rules, overrides = apply_overrides(
             (best.moved_ns, best.rules), without_overrides[0], model_result
         )
@@ -254,11 +269,18 @@ def _predict(
     )
 
 
-def _write_prediction(
-    graph: Graph, work: _OperatorWork, predicted: _OperatorDurations, target: Gpu, model: CostModel
+def _write_prediction(  # noqa: PLR0917
+    graph: Graph,
+    work: _OperatorWork,
+    predicted: _OperatorDurations,
+    target: Gpu,
+    model: CostModel,
+    record: TermRecord | None,
 ) -> Graph:
     """Return the graph of the kernels, with the predictions in its columns and its job."""
     costs, removed, rules = work.costs, work.removed, predicted.rules
+    if record is not None:
+        record.rules = {row: Rule(int(rules[row])) for row in record.rows.tolist()}
     nodes = as_kernels(graph.nodes, costs.index)
     nodes.duration_ns[costs.index] = np.rint(predicted.duration_ns).astype(np.int64)
     nodes.evidence[costs.index] = evidence_of(rules, nodes.evidence[costs.index])
@@ -272,6 +294,7 @@ def _write_prediction(
             shipped(),
             doubt=predicted.doubt,
             overrides=predicted.overrides,
+            record=record,
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             getattr(nodes, name)[costs.index] = np.rint(values)

@@ -17,12 +17,19 @@ from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
+from onerank.annotate.models.terms import TermRecord, quantity
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.bookkeeping import details_of, job_for, target_notes
-from onerank.annotate.recost.predict import Step, apply_overrides, override_note, predict_compute
+from onerank.annotate.recost.predict import (
+    Step,
+    apply_overrides,
+    override_note,
+    predict_compute,
+    record_overrides,
+)
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
@@ -37,6 +44,7 @@ def recost_measured(
     passes: PassOptions,
     *,
     databases: Sequence[str | Path] = (),
+    record: TermRecord | None = None,
 ) -> Graph:
     """Return the graph with compute nodes as `model` and the kernel databases predict them.
 
@@ -58,6 +66,7 @@ def recost_measured(
         model: the cost model.
         passes: the requested changes.
         databases: kernel databases in addition to the shipped ones.
+        record: takes the terms of compute nodes, as positions among them.
 
     Raises:
         AnnotateError: the graph has no GPU compute, a requested change is impossible, or a database
@@ -81,17 +90,17 @@ def recost_measured(
         step = Step(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes
     passes = replace(passes, dtype=dtype)
-    prediction, overrides = predict_compute(step, gpus, model, passes)
+    prediction, overrides = predict_compute(step, gpus, model, passes, record)
     notes += missing_units_notes(prediction.costs, gpus[1])
     prediction = prediction._replace(notes=(*notes, *prediction.notes))
     prediction, doubt, overrides = _with_database_durations(
-        step, (prediction, overrides), gpus, model, passes, databases
+        step, (prediction, overrides), gpus, model, passes, databases, record
     )
-    prediction = _drop_missing_durations(step.resized, prediction)
+    prediction = _drop_missing_durations(step.resized, prediction, record)
     prediction = prediction._replace(
         notes=(*prediction.notes, *override_note(gpus[1], prediction.rules))
     )
-    return _write_prediction(step, prediction, (doubt, overrides), gpus, model)
+    return _write_prediction(step, prediction, (doubt, overrides), gpus, model, record)
 
 
 def _with_database_durations(  # noqa: PLR0917
@@ -101,6 +110,7 @@ def _with_database_durations(  # noqa: PLR0917
     model: CostModel,
     passes: PassOptions,
     databases: Sequence[str | Path],
+    record: TermRecord | None,
 ) -> tuple[ComputePrediction, Uncertainty, OverrideEffect]:
     """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
@@ -111,6 +121,7 @@ def _with_database_durations(  # noqa: PLR0917
         model: the cost model.
         passes: the requested changes; `run_in_float16` handles 16-bit dtypes.
         databases: kernel databases in addition to the shipped ones.
+        record: the model's terms; takes those of the databases.
     """
     prediction, overrides = model_result
     source, target = gpus
@@ -120,17 +131,22 @@ def _with_database_durations(  # noqa: PLR0917
     if library is None or not model.has_intervals:
         return prediction, doubt, overrides
     without_overrides = prediction
+    with_terms = {} if record is None else dict(record.roots)
+    before = None
     if target != target_as_described:
         # The databases are queried for captured dtypes only, so the baseline needs no dtype change.
         without_dtype = replace(passes, dtype=None)
+        before = None if record is None else TermRecord(record.rows)
         without_overrides, _ = predict_compute(
-            step, (source, target_as_described), model, without_dtype
+            step, (source, target_as_described), model, without_dtype, before
         )
     basis = Basis(library, source, target_as_described, model.from_description, shipped())
     best = _replace_weaker_predictions(
-        step, without_overrides, basis, _can_look_up(prediction, passes)
+        step, without_overrides, basis, _can_look_up(prediction, passes), record
     )
     looked_up = best.moved_ns, best.rules
+    if record is not None and before is not None:
+        record_overrides(record, with_terms, before.roots, best.rules, target)
     predicted_ns, rules, overrides = apply_overrides(
         looked_up, without_overrides.predicted_ns, prediction.predicted, overrides
     )
@@ -143,7 +159,11 @@ def _with_database_durations(  # noqa: PLR0917
 
 
 def _replace_weaker_predictions(
-    step: Step, prediction: ComputePrediction, basis: Basis, where: Mask
+    step: Step,
+    prediction: ComputePrediction,
+    basis: Basis,
+    where: Mask,
+    record: TermRecord | None,
 ) -> Best:
     """Return the predictions, with look-ups in the kernel databases in place of weaker ones.
 
@@ -152,6 +172,7 @@ def _replace_weaker_predictions(
         prediction: the model's prediction for it.
         basis: database rows, GPUs and model.
         where: nodes that may be looked up, bool[n].
+        record: the model's terms; takes those of the databases.
     """
     best = Best(*prediction.predicted, Uncertainty.none(len(where)), ())
     if basis.source != basis.target:
@@ -163,11 +184,14 @@ def _replace_weaker_predictions(
             prediction.predicted,
             basis,
             where=same_size,
+            record=record,
         )
     if step.reshaped.any():
         sizes = Size(step.captured, step.costs), Size(step.resized, prediction.costs)
         predicted, new_size = (best.moved_ns, best.rules), where & step.reshaped
-        resized = best_resized(sizes, prediction.kernels, predicted, basis, where=new_size)
+        resized = best_resized(
+            sizes, prediction.kernels, predicted, basis, where=new_size, record=record
+        )
         doubt, notes = best.doubt.merge(resized.doubt), (*best.notes, *resized.notes)
         best = resized._replace(doubt=doubt, notes=notes)
     return best
@@ -180,26 +204,34 @@ def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
     return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
 
 
-def _drop_missing_durations(graph: Graph, prediction: ComputePrediction) -> ComputePrediction:
+def _drop_missing_durations(
+    graph: Graph, prediction: ComputePrediction, record: TermRecord | None
+) -> ComputePrediction:
     """Return the predictions without those for nodes that another tool's graph leaves untimed."""
     kernels, predicted_ns, rules = prediction.kernels, prediction.predicted_ns, prediction.rules
     without_duration = graph.nodes.evidence[prediction.costs.index] == Evidence.NONE
     without_duration &= (kernels.duration_ns == 0) & (rules != Rule.SAME_GPU)
+    if record is not None:
+        untimed = quantity("measured", 0, note="the trace has no duration")
+        record.update_where(without_duration, lambda _i, _root: untimed)
     return prediction._replace(
         predicted_ns=np.where(without_duration, 0.0, predicted_ns),
         rules=np.where(without_duration, np.uint8(Rule.NO_DURATION), rules),
     )
 
 
-def _write_prediction(
+def _write_prediction(  # noqa: PLR0917
     step: Step,
     prediction: ComputePrediction,
     errors: tuple[Uncertainty, OverrideEffect],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
+    record: TermRecord | None,
 ) -> Graph:
     """Return the graph with the predictions in its columns and its job."""
     graph, reshaped = step.resized, step.reshaped
+    if record is not None:
+        record.rules = {row: Rule(int(prediction.rules[row])) for row in record.rows.tolist()}
     costs, kernels, predicted_ns, rules, changed, pass_notes = prediction
     source, target = gpus
     same_gpu = source == target.as_described
@@ -228,6 +260,7 @@ def _write_prediction(
             resized=reshaped & ~membership_mask(rules, BY_DATABASE),
             doubt=errors[0],
             overrides=errors[1],
+            record=record,
         )
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             columns[name][costs.index[predicted]] = np.rint(values[predicted])

@@ -16,6 +16,7 @@ from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import OverrideEffect
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
+from onerank.annotate.models.terms import Term, TermRecord, product, quantity, quotient
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
@@ -116,7 +117,11 @@ class Step:
 
 
 def predict_compute(
-    step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
+    step: Step,
+    gpus: tuple[Gpu, Gpu],
+    model: CostModel,
+    passes: PassOptions,
+    record: TermRecord | None = None,
 ) -> tuple[ComputePrediction, OverrideEffect]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
@@ -128,28 +133,76 @@ def predict_compute(
         gpus: source and target.
         model: the cost model.
         passes: the requested changes; its sizes are those of `step`.
+        record: takes the terms of its kernels.
     """
     source, target = gpus
     kernels = KernelFeatures.of(step.captured, step.costs)
-    predicted_ns, rules = model.predict(kernels, source, target)
+    predicted_ns, rules = model.predict(kernels, source, target, record=record)
     overrides = OverrideEffect.none(rules)
     if source == target.as_described:
-        unchanged, _ = (
-            (predicted_ns, rules) if source == target else model.predict(kernels, source, source)
-        )
+        unchanged, before = predicted_ns, None
+        if source != target:
+            before = None if record is None else TermRecord(record.rows)
+            unchanged, _ = model.predict(kernels, source, source, record=before)
         factor = ratio(predicted_ns, unchanged)
         overrides = OverrideEffect(factor, rules, np.ones(len(rules), dtype=bool))
         predicted_ns, rules = kernels.duration_ns * factor, _as_measured(factor)
+        if record is not None:
+            durations = kernels.duration_ns
+            for row in record.rows.tolist():
+                measured, after = quantity("measured", float(durations[row])), record.roots[row]
+                record.roots[row] = measured
+                if before is not None and factor[row] != 1:
+                    record.roots[row] = overridden_term(measured, after, before.roots[row], target)
     prediction = ComputePrediction(
         step.costs, kernels, predicted_ns, rules, np.zeros(len(rules), dtype=bool), ()
     )
     if passes.sizes is not None:
         after = KernelFeatures.of(step.resized, step.resized_costs)
         prediction = scale_to_shapes(
-            (step.resized_costs, after), prediction, step.reshaped, target, model.from_description
+            (step.resized_costs, after),
+            prediction,
+            step.reshaped,
+            target,
+            model.from_description,
+            record,
         )
-    prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model)
+    prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model, record=record)
     return prediction, overrides._replace(known=overrides.known & ~prediction.changed)
+
+
+def overridden_term(known: Term, after: Term, before: Term, target: Gpu) -> Term:
+    """Return a time known for the target as described, with overrides, as a term.
+
+    Args:
+        known: the measured or looked-up time.
+        after: the model's prediction with overrides.
+        before: the same without.
+        target: the GPU with overrides.
+    """
+    note = f"the model with {target.changes} over the model without"
+    return product(known, quotient(after, before), name="figures set", note=note)
+
+
+def record_overrides(
+    record: TermRecord, after: dict[int, Term], before: dict[int, Term], rules: U8, target: Gpu
+) -> None:
+    """Record what overridden figures make of looked-up times, or the model's time with them.
+
+    Args:
+        record: terms for the target as described.
+        after: the model's terms with overrides.
+        before: the model's terms without.
+        rules: how each node's time was found, uint8[n].
+        target: the GPU with overrides.
+    """
+    looked_up = membership_mask(rules, BY_DATABASE)
+    for row in record.rows.tolist():
+        if not looked_up[row]:
+            record.roots[row] = after[row]
+        elif abs(after[row].value / before[row].value - 1) >= _ROUNDING:
+            known = record.roots[row]
+            record.roots[row] = overridden_term(known, after[row], before[row], target)
 
 
 def _as_measured(factor: F64) -> U8:

@@ -11,6 +11,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.cost_model import MODELS, CostModel
+from onerank.annotate.models.terms import TermRecord
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
@@ -112,6 +113,7 @@ class Recosting:
         source: name or path of the GPU that measured the graph; None: by its device record.
         requested: passes that the user requests.
         databases: kernel databases of the target, in addition to the shipped ones.
+        record: takes the terms of predicted compute nodes; None: no terms are kept.
     """
 
     captured: Graph
@@ -120,6 +122,7 @@ class Recosting:
     source: str | None
     requested: PassOptions
     databases: Sequence[str | Path]
+    record: TermRecord | None = None
 
     @property
     def from_cpu(self) -> bool:
@@ -213,7 +216,9 @@ class PredictDurations:
         requested = _for_captured_attention(graph, recosting.requested)
         if recosting.from_cpu:
             check_capture_on_cpu(source)
-            return recost_cpu_capture(graph, target, model, requested, databases=databases)
+            return recost_cpu_capture(
+                graph, target, model, requested, databases=databases, record=recosting.record
+            )
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
@@ -224,7 +229,9 @@ class PredictDurations:
                 )
             return recost_counts(graph, target)
         gpus = source_gpu(graph, source), target
-        return recost_measured(graph, gpus, model, requested, databases=databases)
+        return recost_measured(
+            graph, gpus, model, requested, databases=databases, record=recosting.record
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +351,7 @@ def recost(
     source: str | None = None,
     passes: PassOptions = NO_PASSES,
     databases: Sequence[str | Path] = (),
+    record: TermRecord | None = None,
 ) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
@@ -356,6 +364,8 @@ def recost(
         passes: another dtype, attention kernel, sequence length, micro-batch, fused kernels,
             other overlap, active NVLink. By default the target's usual attention kernels run.
         databases: kernel databases of the target, in addition to the shipped ones; for "auto".
+        record: takes the terms of compute nodes, as positions among them, before passes that
+            replace nodes.
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
@@ -376,7 +386,7 @@ def recost(
             code="recost-unknown-overlap",
         )
     gpu = load_gpu(target) if isinstance(target, str) else target
-    recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases)
+    recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases, record)
     for pass_ in PASSES:
         if pass_.applies(recosting):
             graph = pass_.apply(graph, recosting)

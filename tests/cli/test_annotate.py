@@ -85,7 +85,9 @@ def test_the_arithmetic_of_a_node(traces):
     told = json.loads(invoke(annotate, *args, "--json").stdout)
     assert str(told["node"]) == product
     assert dict(told["lines"])["predicted"].startswith(f"{told['duration_ns']:,} ns on A100")
-    assert "not ratio's" in invoke(annotate, *args, "--model", "ratio", code=2).stderr
+    by_ratio = json.loads(invoke(annotate, *args, "--model", "ratio", "--json").stdout)
+    measured, ratio = by_ratio["terms"]["operands"]
+    assert measured["value"] * ratio["value"] == pytest.approx(by_ratio["duration_ns"], abs=0.5)
     assert not list(traces.glob("gpu.A100.et"))
 
 

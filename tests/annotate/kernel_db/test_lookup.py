@@ -156,9 +156,7 @@ def test_half_of_the_deviation_from_the_sources_own_row_is_carried_over(trace, m
     assert times(made) == [22_000]  # 20,000 x 1.21 ** 0.5
     assert evidence(made) == [Evidence.LOOKED_UP]
     told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
-    assert told["deviation"] == (
-        "12,100 ns measured on H200, 10,000 ns in its row: x (12,100 / 10,000)^0.5 = x 1.100"
-    )
+    assert told["both"] == "20,000 x 1.0000 x (12,100 / 10,000)^0.5000 = 22,000 ns"
     other = msgspec.structs.replace(here, kernels=("cutlass",))
     assert times(recost(graph, "A100", databases=[database(other, there)])) == [20_000]
 

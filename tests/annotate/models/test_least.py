@@ -16,7 +16,7 @@ def test_data_in_the_sources_cache_come_from_the_targets_memory(trace, add, mode
     graph = trace(add(4_096_000, ns=4_000))
     assert predicted(graph, "A10", model=model) == pytest.approx((24.576e6 - 6.291e6) / 600, abs=1)
     lines = dict(explain(graph, "A10", int(graph.nodes.id[graph.gpu_compute][0])).lines)
-    assert lines["least"].startswith("30,475 ns: products at the datasheet's peak, bytes beyond")
+    assert lines["lower bound"].startswith("30,475 ns: products at the datasheet's peak, bytes")
 
 
 def test_a_product_takes_the_datasheets_peak_at_least(trace, mm):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.explain.terms import part_lines, unmeasured_lines
 from onerank.annotate.models import datasheet, learned
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.terms import TermRecord
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -151,13 +151,16 @@ def test_the_arithmetic_of_both_ways_is_told():
     work, h100, v100 = backward(IMAGE, FILTERS, RESULT), load_gpu("H100-SXM"), load_gpu("V100")
     kernels = kernels_of([work], np.array([2e5]))
     moved, rule = alone(work, "H100-SXM")
-    lines = unmeasured_lines(kernels, h100, (moved, rule))
-    assert [text.split(":")[0] for term, text in lines if term == "product"] == [
-        "batch, m, n, k = 1, 25088, 64, 288", "batch, m, n, k = 1, 576, 128, 6272"
-    ]  # fmt: skip
-    assert f"the products in turn: {moved:,.0f} ns" in dict(lines)["by tiles"]
-    there, _ = learned.predict_learned(kernels, v100, h100)
-    assert dict(part_lines(kernels, v100, h100))["in proportion"].endswith(f" = {there[0]:,.0f} ns")
+    record = TermRecord(np.array([0]))
+    learned.predict_from_description(kernels_of([work], np.zeros(1)), h100, record=record)
+    terms = {term.note or term.name: term for term in record.roots[0].named()}
+    sizes = ["batch, m, n, k = 1, 25088, 64, 288", "batch, m, n, k = 1, 576, 128, 6272"]
+    assert sum(terms[size].value for size in sizes) == pytest.approx(moved)
+    assert record.roots[0].evaluate() == pytest.approx(moved)
+    assert rule is Rule.PARTS
+    there, _ = learned.predict_learned(kernels, v100, h100, record=record)
+    (proportion,) = [t for t in record.roots[0].named() if t.name == "in proportion"]
+    assert proportion.evaluate() == pytest.approx(there[0])
 
 
 def test_kernels_of_an_operator_share_the_roofline_of_its_steps():

@@ -227,4 +227,4 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
         graph, changed("A100", "memory_bandwidth_gb_per_s", 1.5), 1, databases=[path]
     ).lines
     assert "44,000 x " in dict(lines)["figures set"]
-    assert "what the model says with memory_bandwidth_gb_per_s=3058.5" in dict(lines)["figures set"]
+    assert "the model with memory_bandwidth_gb_per_s=3058.5" in dict(lines)["figures set"]

@@ -194,10 +194,6 @@ def _check_explains(options: AnnotateOptions, *, as_captured: bool) -> None:
             "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
             "--fuse, --overlap and --nvlink-active out"
         )
-    if options.model not in ("auto", "learned"):
-        raise click.UsageError(
-            f"--explain shows the learned model's arithmetic, not {options.model}'s"
-        )
 
 
 def figures_of(settings: tuple[str, ...]) -> dict[str, float]:

@@ -1,1 +1,0 @@
-"""Explain a prediction: its arithmetic, term by term."""

@@ -1,0 +1,260 @@
+"""The named terms of a prediction: a tree whose root is the predicted duration.
+
+The models compute columns for all kernels. A `TermRecord` names the kernels whose terms are wanted;
+each step of a prediction that gets one adds a level to their trees from the columns that it just
+computed. Without a record nothing is kept, so re-costing a large graph pays nothing for it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.models.provenance import Rule
+
+I64 = npt.NDArray[np.int64]
+
+
+class Operation(Enum):
+    """How the value of a term follows from its operands."""
+
+    QUANTITY = "quantity"
+    SUM = "sum"
+    PRODUCT = "product"
+    QUOTIENT = "quotient"
+    POWER = "power"
+    EXPONENTIAL = "exponential"
+    LOGARITHM = "logarithm"
+    LONGEST = "longest"
+    NORM = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A quantity of one kernel's prediction.
+
+    Attributes:
+        name: what it is; "" for a part of another term's formula that has no name.
+        value: as the model computed it, in `unit`.
+        unit: "ns", "bytes", ...; "" for a factor or an exponent.
+        operation: how it follows from `operands`.
+        operands: the terms that it is made of; a quantity has none.
+        note: source of a quantity, or the reason for a term.
+    """
+
+    name: str
+    value: float
+    unit: str = "ns"
+    operation: Operation = Operation.QUANTITY
+    operands: "tuple[Term, ...]" = ()
+    note: str = ""
+
+    def evaluate(self) -> float:
+        """Return the value that follows from the quantities, by the operations alone."""
+        if self.operation is Operation.QUANTITY:
+            return self.value
+        return _EVALUATE[self.operation]([operand.evaluate() for operand in self.operands])
+
+    def named(self) -> "Iterator[Term]":
+        """Yield the named terms, each after those that it is made of, and once."""
+        seen: set[int] = set()
+        yield from self._named(seen)
+
+    def _named(self, seen: set[int]) -> "Iterator[Term]":
+        if id(self) in seen:
+            return
+        seen.add(id(self))
+        for operand in self.operands:
+            yield from operand._named(seen)
+        if self.name:
+            yield self
+
+    @property
+    def formula(self) -> str:
+        """The term as a formula of its operands' values: `924 x 1.0909 + 7,436 x 0.9021`."""
+        if self.operation is Operation.QUANTITY:
+            return self.figure
+        texts = [operand._in_formula(self.operation) for operand in self.operands]
+        return _FORMULA[self.operation](texts)
+
+    @property
+    def figure(self) -> str:
+        """The value as text, without its unit."""
+        return f"{self.value:.4f}" if self.unit == "" else f"{self.value:,.0f}"
+
+    def _in_formula(self, outer: Operation) -> str:
+        if self.name or self.operation is Operation.QUANTITY:
+            return self.figure
+        inner = self.operation
+        weaker = _PRECEDENCE.get(inner, 9) < _PRECEDENCE.get(outer, 0)
+        # a / (b / c) and (a^b)^c; a product beside a quotient is read from the left, as it is meant
+        nested = inner is outer and outer in (Operation.QUOTIENT, Operation.POWER)
+        return f"({self.formula})" if weaker or nested else self.formula
+
+
+def _norm(values: list[float]) -> float:
+    exponent, *times = values
+    longest_ns = max(times)
+    powers = ((time / longest_ns) ** exponent for time in times)
+    return longest_ns * math.fsum(powers) ** (1 / exponent)
+
+
+_EVALUATE: dict[Operation, Callable[[list[float]], float]] = {
+    Operation.SUM: math.fsum,
+    Operation.PRODUCT: math.prod,
+    Operation.QUOTIENT: lambda values: values[0] / values[1],
+    Operation.POWER: lambda values: values[0] ** values[1],
+    Operation.EXPONENTIAL: lambda values: math.exp(values[0]),
+    Operation.LOGARITHM: lambda values: math.log(values[0]),
+    Operation.LONGEST: max,
+    Operation.NORM: _norm,
+}
+
+_FORMULA: dict[Operation, Callable[[list[str]], str]] = {
+    Operation.SUM: " + ".join,
+    Operation.PRODUCT: " x ".join,
+    Operation.QUOTIENT: " / ".join,
+    Operation.POWER: "^".join,
+    Operation.EXPONENTIAL: lambda texts: f"e^{texts[0]}",
+    Operation.LOGARITHM: lambda texts: f"ln({texts[0]})",
+    Operation.LONGEST: lambda texts: f"max({', '.join(texts)})",
+    Operation.NORM: lambda texts: f"norm[{texts[0]}]({', '.join(texts[1:])})",
+}
+
+# Operations absent here have parentheses of their own.
+_PRECEDENCE = {
+    Operation.SUM: 1,
+    Operation.PRODUCT: 2,
+    Operation.QUOTIENT: 2,
+    Operation.EXPONENTIAL: 3,
+    Operation.POWER: 3,
+}
+
+
+def quantity(name: str, value: float, unit: str = "ns", note: str = "") -> Term:
+    """Return a term that is made of no others."""
+    return Term(name, float(value), unit, note=note)
+
+
+def _combine(  # noqa: PLR0917
+    operation: Operation,
+    name: str,
+    operands: Sequence[Term],
+    unit: str,
+    value: float | None,
+    note: str = "",
+) -> Term:
+    term = Term(name, math.nan, unit, operation, tuple(operands))
+    # A term keeps the model's value where there is one, so that `evaluate` can be checked with it.
+    known = term.evaluate() if value is None else float(value)
+    return Term(name, known, unit, operation, tuple(operands), note)
+
+
+def total(
+    *operands: Term, name: str = "", value: float | None = None, unit: str = "ns", note: str = ""
+) -> Term:
+    """Return the sum of terms."""
+    return _combine(Operation.SUM, name, operands, unit, value, note)
+
+
+def product(
+    *operands: Term, name: str = "", value: float | None = None, unit: str = "ns", note: str = ""
+) -> Term:
+    """Return the product of terms."""
+    return _combine(Operation.PRODUCT, name, operands, unit, value, note)
+
+
+def quotient(above: Term, below: Term, name: str = "", value: float | None = None) -> Term:
+    """Return the ratio of two terms of one unit."""
+    return _combine(Operation.QUOTIENT, name, (above, below), "", value)
+
+
+def power(base: Term, exponent: Term) -> Term:
+    """Return a term without unit to a power."""
+    return _combine(Operation.POWER, "", (base, exponent), base.unit, None)
+
+
+def exponential(exponent: Term) -> Term:
+    """Return e to a power."""
+    return _combine(Operation.EXPONENTIAL, "", (exponent,), "", None)
+
+
+def logarithm(operand: Term, name: str = "", value: float | None = None) -> Term:
+    """Return the natural logarithm of a term without unit."""
+    return _combine(Operation.LOGARITHM, name, (operand,), "", value)
+
+
+def longest(*operands: Term, name: str = "", value: float | None = None, note: str = "") -> Term:
+    """Return the largest of times in ns."""
+    return _combine(Operation.LONGEST, name, operands, "ns", value, note)
+
+
+def norm(exponent: float, *operands: Term, name: str = "", value: float | None = None) -> Term:
+    """Return the p-norm of times in ns: p = 1 is one after the other, infinity full overlap."""
+    return _combine(Operation.NORM, name, (factor(exponent), *operands), "ns", value)
+
+
+def factor(value: float, name: str = "", note: str = "") -> Term:
+    """Return a quantity without unit."""
+    return quantity(name, value, "", note)
+
+
+class TermRecord:
+    """Collects the terms of selected kernels while their durations are predicted.
+
+    Attributes:
+        rows: the kernels, as positions among those predicted, ascending, int64[k].
+        roots: row -> the term that is its duration so far.
+        rules: row -> the rule that gave its duration; set at the end.
+        facts: row -> (name, text) of what else was known of it: rows of a database, its interval.
+    """
+
+    def __init__(self, rows: I64) -> None:
+        self.rows = np.unique(rows)
+        self.roots: dict[int, Term] = {}
+        self.rules: dict[int, Rule] = {}
+        self.facts: dict[int, list[tuple[str, str]]] = {int(row): [] for row in self.rows}
+
+    def update(self, rows: slice | I64, build: Callable[[int, Term | None], Term | None]) -> None:
+        """Let `build` give the terms of recorded kernels among `rows` a new root.
+
+        Args:
+            rows: of the columns that `build` reads: a slice, or positions in ascending order.
+            build: (position in the columns, root so far) -> new root; None keeps the root.
+        """
+        for row, position in self.among(rows):
+            root = build(position, self.roots.get(row))
+            if root is not None:
+                self.roots[row] = root
+
+    def update_where(
+        self, mask: npt.NDArray[np.bool_], build: Callable[[int, Term | None], Term | None]
+    ) -> None:
+        """Let `build`, see `update`, give recorded kernels in `mask`, bool[n], a new root."""
+        self.update(slice(0, len(mask)), lambda i, root: build(i, root) if mask[i] else root)
+
+    def within(self, rows: I64) -> "TermRecord":
+        """Return an empty record of the same kernels as positions in `rows`, ascending int64."""
+        return TermRecord(np.array([position for _, position in self.among(rows)], dtype=np.int64))
+
+    def take(self, rows: I64, other: "TermRecord") -> None:
+        """Take roots and facts of `other`, a record `within` the same `rows`."""
+        for row, position in self.among(rows):
+            self.facts[row] += other.facts[position]
+            if position in other.roots:
+                self.roots[row] = other.roots[position]
+
+    def among(self, rows: slice | I64) -> list[tuple[int, int]]:
+        """Return (row, its position in `rows`) of the recorded kernels among them."""
+        if isinstance(rows, slice):
+            start, stop = rows.start, rows.stop
+            inside = self.rows[(self.rows >= start) & (self.rows < stop)].tolist()
+            return [(row, row - start) for row in inside]
+        positions = np.searchsorted(rows, self.rows)
+        inside = positions < len(rows)
+        inside[inside] = rows[positions[inside]] == self.rows[inside]
+        pairs = zip(self.rows[inside].tolist(), positions[inside].tolist(), strict=True)
+        return list(pairs)
