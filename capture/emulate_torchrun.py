@@ -38,12 +38,12 @@ def decide_torchrun(
     A text that names torch.distributed does not decide: the branch that uses it may be off. A
     separate process runs such a script as torchrun would start it, until the script creates a
     process group or runs its first forward with gradients. A world of one rank needs no decision.
-    With `real_job` the text decides, because the script would meet the real ranks.
+    With `record_real_job` the text decides, because the script would meet the real ranks.
     """
     world = options.world
-    if options.torchrun is not None or options.sharding_plan is not None or world.size == 1:
+    if options.torchrun is not None or options.plan is not None or world.size == 1:
         return options
-    if options.real_job or not names_torch_distributed(script, options):
+    if options.record_real_job or not names_torch_distributed(script, options):
         return options
     progress(f"running {script.name} until it creates a process group or trains")
     created = _creates_process_group(script, args, options)

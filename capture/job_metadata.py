@@ -29,7 +29,7 @@ def job_of(rank_run: RankRun, options: Options) -> Job:
     notes = list(observed.notes)
     if not observed.on_gpu:
         notes.append("measured on a CPU: its compute nodes are operators, not kernels")
-        if options.collective_kernels.network is not None:
+        if options.emulation.network is not None:
             notes.append("no kernels stood in for collectives: that takes a GPU")
     return Job(
         world=options.world,

@@ -1,80 +1,228 @@
-"""Options of a capture.
+"""Options of a capture, each declared once: for Python, the command line and its reference page.
 
-The command line builds and checks options before it imports torch, which takes seconds. This module
-and what it imports therefore name torch's classes in annotations alone.
+A field made by `_option` is also an option of `capture run` and `capture verify`. Its metadata is
+plain data, which `onerank.cli.options` turns into click's terms. This module imports neither click
+nor torch, because the command line reads the declarations to print help.
 """
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from onerank.capture.collective_kernels import CollectiveEmulation
-from onerank.capture.parallelize.data.data_groups import DataParallelStrategy
-from onerank.capture.parallelize.experts.routing import BALANCED
-from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.capture.profiling.window_plan import WindowPlan
-from onerank.ir import World
-from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
-    from onerank.capture.parallelize.context.sequence_shards import ContextComm
+    from onerank.capture.collective_kernels import CollectiveEmulation
+    from onerank.capture.parallelize.data.data_groups import DataParallelStrategy
     from onerank.capture.parallelize.fewer_layers import Depth
-    from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
+    from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
+    from onerank.ir import World
+
+SCRIPT = "The script"
+JOB = "The job"
+CAPTURED = "Which of it is captured"
+COMMUNICATION = "Communication that takes its time (CUDA)"
+OUTPUT = "Output"
+
+_SIZE: Mapping[str, Any] = {"minimum": 1}
 
 _MOST_RANKS_PER_NODE = 8
 """GPUs of a DGX or HGX node, the largest that torchrun is commonly given."""
 
 
-@dataclass(frozen=True)
+def _option(
+    help: str,  # noqa: A002
+    *names: str,
+    heading: str,
+    default: Any,
+    **settings: Any,
+) -> Any:
+    """Return a field that is an option of the commands; arguments as for `cli.options.option`."""
+    spec = {"help": help, "names": names, "heading": heading, **settings}
+    return field(default=default, metadata=spec)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to capture.
+    """The job that a script stands in, and what to capture of it.
+
+    The help of each option says what its field means. The other fields are:
 
     Attributes:
-        world: sizes of the parallel axes.
-        rank: global rank to run as.
-        tp_style: where the slicer places its collectives.
-        sequence_parallel: whether the slicer shards norms and residuals along the sequence.
-        sharding_plan: what to slice of the script's own model class; None slices Hugging Face
-            models.
-        windows: steps per window.
-        raw_dir: directory to keep the traces in, for `onerank convert`; None keeps none.
-        data_parallel: how data-parallel ranks share gradients and states in a script that does
-            not distribute itself; None is "ddp".
-        depth: how many layers to build Hugging Face models with; None for all.
-        real_job: whether torchrun launched the other ranks, and the script communicates with
-            them; `windows.settle` must then be False.
-        moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
-            "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
-        pp_layers: layers of each pipeline stage; () splits them evenly.
-        collective_kernels: what takes the place of collectives on CUDA.
-        cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
-        module: the script's name as a module, by which it is then run; None runs it by its path.
-        torchrun: whether the script distributes itself, and so runs as torchrun would start it;
-            None leaves it to `emulate_torchrun.decide_torchrun`.
-        nproc_per_node: ranks per node, for a script that distributes itself; None: see
-            `ranks_per_node`.
-        true_local_rank: whether LOCAL_RANK is the rank's place on its node, in a script that
-            distributes itself; otherwise it is 0, the only GPU of this host.
+        module: the script's name as a module, to run it by; None runs it by its path.
+        windows: steps of each measurement window.
+        depth: number of layers to build Hugging Face models with; None builds all.
     """
 
-    world: World = field(default_factory=World)
-    rank: int = 0
-    tp_style: "TensorParallelStyle" = "megatron"
-    sequence_parallel: bool = False
-    sharding_plan: ShardingPlan | None = None
-    windows: WindowPlan = field(default_factory=WindowPlan)
-    raw_dir: Path | None = None
-    data_parallel: DataParallelStrategy | None = None
-    depth: "Depth | None" = None
-    real_job: bool = False
-    moe_routing: str = BALANCED
-    pp_layers: tuple[int, ...] = ()
-    collective_kernels: CollectiveEmulation = field(default_factory=CollectiveEmulation)
-    cp_comm: "ContextComm" = "all_gather"
+    torchrun: bool | None = _option(
+        "Whether SCRIPT distributes itself: it then runs as torchrun would start it, and is not "
+        "sliced.  [default: whether it creates a process group before it trains]",
+        "--torchrun/--no-torchrun",
+        heading=SCRIPT,
+        default=None,
+    )
+    nproc_per_node: int | None = _option(
+        "Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
+        heading=SCRIPT,
+        default=None,
+        **_SIZE,
+    )
+    true_local_rank: bool = _option(
+        "LOCAL_RANK is the rank's place on its node, for such a script.  [default: 0]",
+        heading=SCRIPT,
+        default=False,
+    )
+    tp: int = _option("Tensor-parallel size.", heading=JOB, default=1, **_SIZE)
+    sp: bool = _option(
+        "Sequence parallelism, as Megatron-LM's; needs --tp.", heading=JOB, default=False
+    )
+    tp_style: Literal["megatron", "hf"] = _option(
+        "Where collectives stand: in Megatron-LM's places, or in transformers' own.",
+        heading=JOB,
+        default="megatron",
+        show_default=True,
+    )
+    sharding_plan: "Path | ShardingPlan | None" = _option(
+        "Plan file (TOML): how to slice a model class of the script's own.",
+        heading=JOB,
+        default=None,
+        input_file=True,
+    )
+    cp: int = _option("Context-parallel size.", heading=JOB, default=1, **_SIZE)
+    cp_comm: Literal["all_gather", "p2p"] = _option(
+        "How keys and values travel under --cp: gathered, or round a ring.",
+        heading=JOB,
+        default="all_gather",
+        show_default=True,
+    )
+    pp: int = _option("Pipeline-parallel size.", heading=JOB, default=1, **_SIZE)
+    pp_layers: tuple[int, ...] = _option(
+        "Layers of each stage, as 8,8,7,7.  [default: even]",
+        heading=JOB,
+        default=(),
+        metavar="N,N[,...]",
+    )
+    ep: int = _option(
+        "Ranks that share out experts; divides dp * cp.", heading=JOB, default=1, **_SIZE
+    )
+    moe_routing: str = _option(
+        "How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
+        "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
+        heading=JOB,
+        default="balanced",
+        show_default=True,
+        metavar="HOW",
+    )
+    dp: int | None = _option(
+        "Data-parallel size.  [default: least for --ep]", heading=JOB, default=None, **_SIZE
+    )
+    ddp: bool = _option(
+        "Replicas: all-reduce gradients.  [default for --dp]", heading=JOB, default=False
+    )
+    fsdp: bool = _option(
+        "Shard parameters, gradients and states (FSDP2).", heading=JOB, default=False
+    )
+    zero: int | None = _option(
+        "Shard states (1), and gradients (2), and all (3, --fsdp).", heading=JOB, default=None
+    )
+    rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
+    record_real_job: bool = _option(
+        "Communicate with the real ranks: torchrun -m onerank capture run --record-real-job ... "
+        "writes a trace.RANK.et on each, to compare a slice with.",
+        heading=CAPTURED,
+        default=False,
+    )
+    network: Path | None = _option(
+        "On CUDA, occupy the GPU for each collective as long as this network takes (TOML: "
+        "[default], [group.NAME], [size.N] with busbw_gb_per_s and latency_us; node_size).",
+        heading=COMMUNICATION,
+        default=None,
+    )
+    busbw_gb_s: float | None = _option(
+        "Likewise, with one bus bandwidth in gigabytes per second.",
+        heading=COMMUNICATION,
+        default=None,
+        metavar="GB/S",
+    )
+    collective_kernels: Literal["on", "off"] | None = _option(
+        "Whether a kernel occupies the GPU for each collective.  [default: on where a network is "
+        "given]",
+        heading=COMMUNICATION,
+        default=None,
+    )
+    raw_dir: Path | None = _option(
+        "Keep the raw Kineto and execution traces in this directory.",
+        heading=OUTPUT,
+        default=None,
+        output_directory=True,
+    )
     module: str | None = None
-    torchrun: bool | None = None
-    nproc_per_node: int | None = None
-    true_local_rank: bool = False
+    windows: WindowPlan = field(default_factory=WindowPlan)
+    depth: "Depth | None" = None
+
+    @cached_property
+    def world(self) -> "World":
+        """The world that the sizes span.
+
+        Raises:
+            JobError: a size is below 1, or `ep` does not divide cp * dp.
+        """
+        from onerank.ir import World
+
+        dp = self.dp or self.ep // math.gcd(self.ep, self.cp)
+        return World.of(tp=self.tp, cp=self.cp, dp=dp, pp=self.pp, ep=self.ep)
+
+    @cached_property
+    def data_parallel(self) -> "DataParallelStrategy | None":
+        """How data-parallel ranks share gradients and states; None selects "ddp".
+
+        It applies to scripts that do not create process groups.
+
+        Raises:
+            CaptureError: the options exclude each other, or the world has no data-parallel ranks.
+        """
+        from onerank.capture.parallelize.data.data_groups import strategy_of
+
+        return strategy_of(self.world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero)
+
+    @cached_property
+    def plan(self) -> "ShardingPlan | None":
+        """The plan for the script's own model class; None slices Hugging Face models.
+
+        Raises:
+            SliceError: the file cannot be read, or is not a plan.
+        """
+        from onerank.capture.parallelize.tensor.plan_file import read_plan
+
+        given = self.sharding_plan
+        return read_plan(given) if isinstance(given, Path) else given
+
+    @cached_property
+    def emulation(self) -> "CollectiveEmulation":
+        """What runs in the place of collectives on CUDA.
+
+        Raises:
+            CaptureError: two networks are given, or none for "on", or the network is invalid.
+        """
+        from onerank.capture.collective_kernels import collective_emulation
+
+        return collective_emulation(self.collective_kernels, self.network, self.busbw_gb_s)
+
+    def resolve(self) -> None:
+        """Read the plan and the network and combine the sizes, so that errors come early.
+
+        Raises:
+            OneRankError: options exclude each other, or a file is invalid.
+        """
+        _ = self.data_parallel, self.plan, self.emulation
+
+    def in_world(self, world: "World") -> Self:
+        """Return the options with the sizes of another world."""
+        sizes = {axis: world.sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp")}
+        return replace(self, **sizes, ep=world.ep)
 
 
 def ranks_per_node(size: int, requested: int | None) -> int:
@@ -91,6 +239,8 @@ def ranks_per_node(size: int, requested: int | None) -> int:
         most = min(size, _MOST_RANKS_PER_NODE)
         return max(n for n in range(1, most + 1) if size % n == 0)
     if size % requested:
+        from onerank.ir.errors import CaptureError
+
         raise CaptureError(
             f"--nproc-per-node {requested} does not divide the world of {size} ranks: choose a "
             f"divisor of {size}",

@@ -90,7 +90,7 @@ def run_as_rank(
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         messages = None
-        if script_distributed and not options.real_job:
+        if script_distributed and not options.record_real_job:
             rehearsal = SenderProcesses(
                 options.rank, sender_runner(script, args, options), progress
             )
@@ -98,15 +98,15 @@ def run_as_rank(
         peers = peers_of(
             options.rank,
             world.size,
-            real=options.real_job,
+            real=options.record_real_job,
             messages=messages,
-            emulation=options.collective_kernels,
+            emulation=options.emulation,
         )
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
         left_out = SkippedCheckpoints()
-        if not options.real_job:
+        if not options.record_real_job:
             left_out = stack.enter_context(skip_checkpoints())
             started = (
                 emulated_launch(options, options.rank) if script_distributed else block_launchers()
@@ -200,15 +200,15 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             options.rank,
             peers.new_group,
             tp_style=options.tp_style,
-            plan=options.sharding_plan,
-            sequence=options.sequence_parallel,
+            plan=options.plan,
+            sequence=options.sp,
             routing=routing,
-            peers_absent=not options.real_job,
+            peers_absent=not options.record_real_job,
             pp_layers=options.pp_layers,
             cp_comm=options.cp_comm,
         )
 
-    return ModelSlicing(slice_one, options.sharding_plan.classes if options.sharding_plan else None)
+    return ModelSlicing(slice_one, options.plan.classes if options.plan else None)
 
 
 def nothing_parallel_error(
@@ -235,11 +235,11 @@ def nothing_parallel_error(
             "--sharding-plan FILE, a class of the script's own. If the script distributes itself, "
             "give --torchrun"
         )
-    elif options.sharding_plan is None:
+    elif options.plan is None:
         why = without_plan(passed_over)
     else:
         why = (
-            f"The plan slices the class {' or '.join(options.sharding_plan.classes)}; the script "
+            f"The plan slices the class {' or '.join(options.plan.classes)}; the script "
             "called "
             f"a {type(passed_over).__name__}"
         )

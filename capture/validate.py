@@ -60,6 +60,7 @@ def validate(script: Path, options: Options) -> bool:
 
 def _check(script: Path, options: Options, distributed: bool | None) -> None:
     """Check the options; `distributed` is None while it is not known."""
+    options.resolve()
     world = options.world
     if not 0 <= options.rank < world.size:
         raise CaptureError(
@@ -68,7 +69,7 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
         )
     check_raw_dir(options.raw_dir)
     parse_routing(options.moe_routing)
-    if options.torchrun and options.sharding_plan is not None:
+    if options.torchrun and options.plan is not None:
         raise CaptureError(
             "--torchrun runs a script unchanged, --sharding-plan slices its models: give one",
             code="torchrun-with-plan",
@@ -87,7 +88,7 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
 
 def _check_launch(script: Path, options: Options, distributed: bool | None) -> None:
     """Refuse what torchrun would be given for a script that it does not start here."""
-    if options.real_job:
+    if options.record_real_job:
         why = "--record-real-job leaves this to the torchrun that launched the ranks"
     elif distributed is False:
         why = f"{script.name} does not distribute itself"
@@ -108,7 +109,7 @@ def _check_slicing(script: Path, options: Options, distributed: bool | None) -> 
     """Refuse settings of the slicer where nothing is sliced along their axis."""
     sizes = options.world.sizes
     settings = (
-        ("--sp", options.sequence_parallel, "tp", "sp-unused"),
+        ("--sp", options.sp, "tp", "sp-unused"),
         (f"--cp-comm {options.cp_comm}", options.cp_comm != "all_gather", "cp", "cp-comm-unused"),
         ("--pp-layers", bool(options.pp_layers), "pp", "pp-layers-unused"),
     )
@@ -138,7 +139,7 @@ def check_ranks(
         CaptureError: a rank is outside the world or repeated, or the classes are not known.
     """
     world = options.world
-    if options.real_job:
+    if options.record_real_job:
         raise CaptureError(
             "--ranks with --record-real-job: every real rank is captured; leave --ranks out",
             code="ranks-with-real-job",
@@ -216,7 +217,7 @@ def check_layers(layers: Sequence[int], options: Options) -> None:
             f"such as --capture-layers {max(2, int(text or 2) // 2)},{max(4, int(text or 4))}",
             code="layers-one-depth",
         )
-    if options.real_job:
+    if options.record_real_job:
         raise DepthError(
             "--capture-layers with --record-real-job: real ranks train the model they have; "
             "choose one",
@@ -238,11 +239,11 @@ def distributes_itself(script: Path, options: Options) -> bool | None:
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script", code="script-missing")
-    if options.sharding_plan is not None or options.torchrun is not None:
+    if options.plan is not None or options.torchrun is not None:
         return bool(options.torchrun)
     if not names_torch_distributed(script, options):
         return False
-    return True if options.real_job or options.world.size == 1 else None
+    return True if options.record_real_job or options.world.size == 1 else None
 
 
 def uses_torch_distributed(script: Path, options: Options) -> bool:

@@ -1,7 +1,7 @@
 """How many steps each measurement window of a capture takes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TIMED = HOST = 3
 
@@ -10,9 +10,12 @@ TIMED = HOST = 3
 Progress = Callable[[str], None]
 
 
+_STEPS = {"heading": "How a step is measured", "minimum": 1, "show_default": True}
+
+
 @dataclass(frozen=True)
 class WindowPlan:
-    """How many steps each window takes.
+    """How many steps each window takes; the fields with help are options of `capture run`.
 
     Attributes:
         warm_up: steps before anything is kept; on a GPU at most four times as many, until the
@@ -25,10 +28,29 @@ class WindowPlan:
             would stop at a different step.
     """
 
-    warm_up: int = 3
-    pure: int = 5
-    repeat: int = 1
-    optimizer_steps: int = 1
+    warm_up: int = field(
+        default=3,
+        metadata={"help": "Steps before anything is measured; on a GPU at least.", **_STEPS},
+    )
+    pure: int = field(
+        default=5,
+        metadata={
+            "help": "Steps timed without a profiler: the step time.",
+            "names": ("--timed-steps",),
+            **_STEPS,
+        },
+    )
+    repeat: int = field(
+        default=1,
+        metadata={
+            "help": "Profiled steps; each node gets the median of its durations, and their spread.",
+            **_STEPS,
+        },
+    )
+    optimizer_steps: int = field(
+        default=1,
+        metadata={"help": "Steps of the first optimizer that make one step.", **_STEPS},
+    )
     settle: bool = True
 
     @property

@@ -246,7 +246,7 @@ def compare_slices(
 
 def _with_equal_routing(options: Options) -> Options:
     """Use the model's routers if each rank routes a part of the sequence: tables are per rank."""
-    if options.sequence_parallel or "cp" in options.world.sizes:
+    if options.sp or "cp" in options.world.sizes:
         return replace(options, moe_routing=MODEL)
     return options
 
@@ -279,7 +279,7 @@ def _compare(
         starts[name], total = total, total + parameter.numel()
 
     def run_slice(peers: ThreadedPeers) -> _Slice:
-        rank_options = replace(options, world=world, rank=peers.rank, real_job=True)
+        rank_options = replace(options.in_world(world), rank=peers.rank, record_real_job=True)
         progress(f"slice {peers.rank + 1} of {world.size}")
         sliced = copy.deepcopy(whole)
         slicing(peers, rank_options).slice_one(sliced)

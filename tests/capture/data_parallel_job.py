@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from job_options import axes, strategy
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
@@ -46,7 +47,7 @@ def run_text(directory: Path, text: str, form: Any, world: World | None = None) 
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
     gc.collect()
-    options = Options(world=world or World.of(dp=4), rank=1, windows=PLAN, data_parallel=form)
+    options = Options(**axes(world or World.of(dp=4)), rank=1, windows=PLAN, **strategy(form))
     return capture(path, [], options).graph
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from job_options import axes
+
 from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
@@ -31,5 +33,7 @@ def capture_small(directory: Path, kind: str, world: World, rank: int, **options
     more = "num_local_experts=4" if kind == "Mixtral" else ""
     script = directory / "train.py"
     script.write_text(SCRIPT.format(kind=kind, more=more))
-    graph = capture(script, [], Options(world, rank, windows=WindowPlan(2, 1), **options)).graph
+    graph = capture(
+        script, [], Options(**axes(world), rank=rank, windows=WindowPlan(2, 1), **options)
+    ).graph
     return recost(graph, target="H100")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from job_options import axes
 from own_process import run_command
 from raised import raises_code
 
@@ -81,13 +82,13 @@ def at(script: Path, layers: tuple[int, ...], count: int, **options: Any) -> Any
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
     "tensor parallel, accumulating gradients": (
         {"batches": 2},
-        {"world": World.of(tp=2)},
+        {"tp": 2},
         (2, 4),
         (0, 1),
     ),
     "transformers' flavour, checkpointed, foreach": (
         {"prepare": CHECKPOINT, "optimizer": {"foreach": True}},
-        {"world": World.of(tp=2), "tp_style": "hf"},
+        {"tp": 2, "tp_style": "hf"},
         (2, 4),
         (0, 1),
     ),
@@ -100,26 +101,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
     ),
     "sharded states, fetched ahead of two layers": (
         {},
-        {"world": World.of(dp=2), "data_parallel": "fsdp"},
+        {"dp": 2, "fsdp": True},
         (2, 4),
         (0, 1),
     ),
     "buckets of gradients that span layers": (
         {"changes": {"hidden_size": 256, "intermediate_size": 2048}},
-        {"world": World.of(dp=2), "data_parallel": "ddp"},
+        {"dp": 2, "ddp": True},
         (2, 4),
         (0, 1),
     ),
     "flat buffers of gradients, summed once a step": (
         {"batches": 2, "groups": "[{'params': [p for p in model.parameters() if p.ndim > 1]}, "
          "{'params': [p for p in model.parameters() if p.ndim == 1]}]"},
-        {"world": World.of(dp=4), "data_parallel": "zero1"},
+        {"dp": 4, "zero": 1},
         (2, 4),
         (0, 1),
     ),
     "a flat buffer of gradients, summed within the first layer's backward": (
         {"groups": "[{'params': list(model.parameters())[1:]}]"},
-        {"world": World.of(dp=4), "data_parallel": "zero2"},
+        {"dp": 4, "zero": 2},
         (2, 3),
         (0, 1),
     ),
@@ -323,7 +324,7 @@ def test_depths_that_make_no_line(tmp_path, layers, world, code):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('the script ran')")
     with raises_code(code, DepthError):
-        capture_at_depths(script, [], Options(world, windows=PLAN), layers)
+        capture_at_depths(script, [], Options(**axes(world), windows=PLAN), layers)
 
 
 def test_a_failure_at_one_depth_names_it_and_writes_nothing(tmp_path):

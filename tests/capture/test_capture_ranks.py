@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from job_options import axes
 from own_process import run_command
 from raised import raises_code
 
@@ -168,7 +169,7 @@ def captured(script: Path, world: World, ranks: list[int]) -> dict[int, Graph]:
     made: dict[int, Graph] = {}
     for rank in ranks:
         routed = Options(
-            world, rank, windows=WindowPlan(1, 1), moe_routing="zipf:1", data_parallel="zero1"
+            **axes(world), rank=rank, windows=WindowPlan(1, 1), moe_routing="zipf:1", zero=1
         )  # replicas broadcast what is no parameter, which ASTRA-sim cannot
         graph = capture(script, [], routed).graph
         assert [one.representative for one in graph.job.classes] == ranks
@@ -237,7 +238,7 @@ while True:
 def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ITSELF.replace("rank != 2", "True"))
-    options = Options(World.of(dp=2, pp=2), windows=WindowPlan(1, 1))
+    options = Options(dp=2, pp=2, windows=WindowPlan(1, 1))
     done = capture_ranks(script, [], options, [2, 0])
     assert done.represents == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
@@ -264,7 +265,7 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
             "(2, 16))", "(2, 16), device='cuda')"
         )
     )
-    options = Options(World.of(tp=2, pp=2), windows=WindowPlan(1, 1))
+    options = Options(tp=2, pp=2, windows=WindowPlan(1, 1))
     both = capture_ranks(script, [], options, None)
     assert both.represents == {0: (0, 1), 2: (2, 3)}
     alone = capture_ranks(script, [], options, [2]).captures[2].graph
@@ -289,7 +290,7 @@ REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
     "one rank": (LLAMA, World(), {}, None, "ranks-of-one"),
     "a rank that is not there": (LLAMA, World.of(tp=4), {}, [0, 4, 7], "ranks-out-of-range"),
     "a rank twice": (LLAMA, World.of(tp=4), {}, [1, 1], "ranks-repeated"),
-    "real ranks": (LLAMA, World.of(tp=4), {"real_job": True}, [0], "ranks-with-real-job"),
+    "real ranks": (LLAMA, World.of(tp=4), {"record_real_job": True}, [0], "ranks-with-real-job"),
 }  # fmt: skip
 
 
@@ -299,7 +300,9 @@ def test_what_cannot_be_captured_in_turn_is_refused_before_it_runs(tmp_path, cas
     script = tmp_path / "train.py"
     script.write_text(f"raise AssertionError('the script ran')\n{text}")
     with raises_code(code, CaptureError):
-        capture_ranks(script, [], Options(world, windows=WindowPlan(1, 1), **options), ranks)
+        capture_ranks(
+            script, [], Options(**axes(world), windows=WindowPlan(1, 1), **options), ranks
+        )
 
 
 @pytest.mark.parametrize("more", [["--rank", "1"], ["--compile"], ["--record-real-job"]])

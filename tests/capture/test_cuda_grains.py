@@ -12,7 +12,7 @@ from onerank.analysis.breakdown import parts
 from onerank.capture import Capture, Options, WindowPlan, capture
 from onerank.capture.profiling.module_clock import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
-from onerank.ir import Phase, World
+from onerank.ir import Phase
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(scope="module")
 def captured() -> Capture:
-    options = Options(world=World.of(tp=4), windows=WindowPlan(repeat=3))
+    options = Options(tp=4, windows=WindowPlan(repeat=3))
     return capture(EXAMPLE, ["--layers", "2"], options)
 
 

@@ -13,9 +13,9 @@ from onerank.converters.targets import goal, simai
 from onerank.ir import Graph, World
 
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
-    "tp": ("Llama", World.of(tp=2), 0, {"sequence_parallel": True}),
+    "tp": ("Llama", World.of(tp=2), 0, {"sp": True}),
     "dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
-    "fsdp": ("Llama", World.of(dp=4), 0, {"data_parallel": "fsdp"}),
+    "fsdp": ("Llama", World.of(dp=4), 0, {"fsdp": True}),
     "ep": ("Mixtral", World.of(dp=4, ep=2), 1, {}),
     "pp": ("Llama", World.of(pp=2), 1, {}),
 }

@@ -28,10 +28,10 @@ needs_astra_sim = pytest.mark.skipif(
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
     "tp": ("Llama", World.of(tp=2), 1, {}),
     "dp": ("Llama", World.of(dp=2), 1, {}),
-    "fsdp": ("Llama", World.of(dp=4), 1, {"data_parallel": "fsdp"}),
+    "fsdp": ("Llama", World.of(dp=4), 1, {"fsdp": True}),
     "ep": ("Mixtral", World.of(dp=4, ep=2), 1, {}),
     "tp-dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
-    "cp-dp": ("Llama", World.of(cp=2, dp=2), 1, {"data_parallel": "ddp"}),
+    "cp-dp": ("Llama", World.of(cp=2, dp=2), 1, {"ddp": True}),
     "pp": ("Llama", World.of(pp=2), 0, {}),
     "pp-tp-dp": ("Llama", World.of(tp=2, dp=2, pp=2), 0, {}),
 }

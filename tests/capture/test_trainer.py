@@ -1,6 +1,7 @@
 """Scripts that leave their loop to the Trainer of transformers, and know of no other rank."""
 
 import pytest
+from job_options import strategy
 from user_script import run
 
 from onerank.ir import Graph, Phase, World
@@ -54,7 +55,7 @@ def test_its_models_are_sliced(tmp_path):
 def test_its_gradients_are_reduced_once_a_step(form, tmp_path):
     """Of two micro-batches both gather; the second's backward reduces what both have left."""
     script = _SCRIPT.format(accumulated=2, out=tmp_path)
-    calls = _calls(run(tmp_path, script, World.of(dp=2), data_parallel=form))
+    calls = _calls(run(tmp_path, script, World.of(dp=2), **strategy(form)))
     reduced = {
         name: sum(sizes) for (name, phase), sizes in calls.items() if phase == Phase.BACKWARD
     }

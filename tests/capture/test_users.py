@@ -293,7 +293,7 @@ def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
     )
-    options = Options(World.of(dp=4, ep=2), windows=WindowPlan(2, 1), data_parallel="fsdp")
+    options = Options(dp=4, ep=2, windows=WindowPlan(2, 1), fsdp=True)
     graph = capture(path, [], options).graph
     reduced = [(n.text("group"), n.value("comm_bytes")) for n in graph if n.name == "all_reduce"]
     # a norm of each parameter: 2 of experts; embedding, head, 3 norms, router, 4 of attention
@@ -420,7 +420,7 @@ def test_a_loss_summed_for_a_log_in_the_profiled_step_alone_is_left_out(tmp_path
         "    if step == 5:\n"
         "        dist.all_reduce(loss.detach(), async_op=True).wait()\n"
     )
-    done = capture(path, [], Options(World.of(dp=2), windows=WindowPlan(warm_up=1, pure=1)))
+    done = capture(path, [], Options(dp=2, windows=WindowPlan(warm_up=1, pure=1)))
     calls = [(n.name, n.value("comm_bytes")) for n in done.graph if n.kind.is_communication]
     assert calls == [("all_reduce", 20 * 72 * 4)]
     notes = [note for note in done.conversion.notes if "communication call" in note]

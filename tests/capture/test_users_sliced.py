@@ -5,6 +5,7 @@ import textwrap
 import pytest
 import safetensors.torch
 import transformers.modeling_utils
+from job_options import strategy
 from own_process import run_command
 from raised import raises_code
 from safetensors.torch import load_file
@@ -45,7 +46,7 @@ UPDATE = "[s.lerp_(p.detach(), 0.1) for s, p in zip(shadow, model.parameters())]
 )
 def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
     script = AVERAGED.format(early=COPY, late="averaged.update_parameters(model)")
-    graph = run(tmp_path, script, world, data_parallel=form)
+    graph = run(tmp_path, script, world, **strategy(form))
     assert any(node.kind.is_communication for node in graph)
 
 
@@ -55,14 +56,14 @@ def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
 def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, late):
     script = AVERAGED.format(early=early, late=late)
     with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
-        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+        run(tmp_path, script, World.of(dp=2), fsdp=True)
 
 
 @pytest.mark.parametrize("form", ["fsdp", "zero1"])
 def test_a_model_that_is_saved_within_a_step_is_saved_as_this_rank_has_it(tmp_path, form):
     late = f"if step == 2: model.save_pretrained({str(tmp_path / 'saved')!r})"
     kept = safetensors.torch.save_file
-    run(tmp_path, AVERAGED.format(early="", late=late), World.of(dp=2), data_parallel=form)
+    run(tmp_path, AVERAGED.format(early="", late=late), World.of(dp=2), **strategy(form))
     assert safetensors.torch.save_file is transformers.modeling_utils.safe_save_file is kept
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     rows = 32 if form == "zero1" else 16  # of which FSDP keeps half on each rank
@@ -74,7 +75,7 @@ def test_a_model_that_safetensors_saves_by_itself_is_told_how_to_be_saved(tmp_pa
     late = f"import safetensors.torch as s; s.save_model(model, {str(tmp_path / 'saved')!r})"
     script = AVERAGED.format(early="", late=late)
     with pytest.raises(CaptureError, match=r"have no storage of their own .* by save_pretrained"):
-        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+        run(tmp_path, script, World.of(dp=2), fsdp=True)
     assert not (tmp_path / "saved").exists()
 
 
@@ -88,13 +89,13 @@ def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
     script = AVERAGED.format(early=plain, late="").replace("optim.SGD(model", "Plain(model")
     script = script.replace("torch.Plain", "Plain")
     with pytest.raises(CaptureError, match=r"Plain makes its states .* use another optimizer"):
-        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+        run(tmp_path, script, World.of(dp=2), fsdp=True)
 
 
 def test_an_optimizer_that_shards_refuse_is_told_so(tmp_path):
     script = AVERAGED.format(early="", late="").replace("SGD(", "Adafactor(")
     with pytest.raises(CaptureError, match=r"Adafactor cannot step on FSDP2's shards, in a real"):
-        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+        run(tmp_path, script, World.of(dp=2), fsdp=True)
 
 
 def test_advice_on_shards_is_for_those_of_ours(tmp_path):

@@ -4,6 +4,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from job_options import axes
+
 from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
 
@@ -11,4 +13,6 @@ from onerank.ir import Graph, World
 def run(directory: Path, text: str, world: World, **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
-    return capture(path, [], Options(world, windows=WindowPlan(warm_up=1, pure=1), **options)).graph
+    return capture(
+        path, [], Options(**axes(world), windows=WindowPlan(warm_up=1, pure=1), **options)
+    ).graph

@@ -5,26 +5,52 @@ The options of a command are the fields of a frozen dataclass. The field's name 
 required option. Its metadata holds what the command line adds: help, heading, range. `with_options`
 gives a command the options and passes them as one instance, `headings` groups them for help, and
 `tools/reference.py` writes the reference page from them.
+
+The dataclass stands where it is used. The options of a capture are declared in
+`onerank.capture.options`, which does not import click; their metadata is plain data with the names
+of `OptionSpec`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
+
+from onerank.cli.common import OUTPUT_DIRECTORY
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 SIZE = click.IntRange(1)
 
+
+class _WholeNumbers(click.ParamType[tuple[int, ...]]):
+    """Whole numbers with commas between."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):  # click converts the default too
+            return cast("tuple[int, ...]", value)
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"'{value}': expected numbers with commas between, such as 2,4", param, ctx)
+
+
+WHOLE_NUMBERS = _WholeNumbers()
+
 Sections = Mapping[str, Sequence[str]]
 """Heading -> names of options or commands, in the order in which help shows them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
     """What the command line needs to know of a field.
 
@@ -32,15 +58,43 @@ class OptionSpec:
         help: one or two sentences.
         heading: the help section that the option stands in.
         names: spellings in place of `--field-name`, such as ("-o", "--output").
-        type: click's type; None derives it from the field's type.
+        minimum: the least whole number; None accepts all.
+        input_file: whether the value names a file, which must exist.
+        output_directory: whether the value names a directory to write.
+        type: click's type; None derives it from the field's type and the three above.
         settings: further keywords of `click.option`.
     """
 
     help: str
-    heading: str
-    names: tuple[str, ...]
-    type: Any
+    heading: str = "Options"
+    names: tuple[str, ...] = ()
+    minimum: int | None = None
+    input_file: bool = False
+    output_directory: bool = False
+    type: Any = None
     settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> "OptionSpec":
+        """Return the specification in a field's metadata; keys of no attribute are settings."""
+        own = {field.name for field in dataclasses.fields(cls)} - {"settings"}
+        known = {name: value for name, value in metadata.items() if name in own}
+        settings = {name: value for name, value in metadata.items() if name not in own}
+        return cls(**known, settings=settings)
+
+    def click_type(self, annotation: Any) -> Any:
+        """Return click's type for a field of type `annotation`."""
+        if self.type is not None:
+            return self.type
+        if self.minimum is not None:
+            return click.IntRange(self.minimum)
+        if self.input_file:
+            return click.Path(exists=True, dir_okay=False, path_type=Path)
+        if self.output_directory:
+            return OUTPUT_DIRECTORY
+        if get_origin(_without_none(annotation)) is tuple and not self.settings.get("multiple"):
+            return WHOLE_NUMBERS
+        return _click_type(annotation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +128,7 @@ class DeclaredOption:
                 "default": self.default,
                 "flag_value": not self.default,
             }
-        keywords["type"] = self.spec.type or _click_type(self.annotation)
+        keywords["type"] = self.spec.click_type(self.annotation)
         if self.default is dataclasses.MISSING:
             keywords["required"] = True
         elif not keywords.get("multiple"):
@@ -100,39 +154,49 @@ def option(
         type: click's type, where the field's type does not say enough.
         settings: further keywords of `click.option`, such as metavar.
     """
-    spec = OptionSpec(help, heading, names, type, settings)
-    return dataclasses.field(default=default, metadata={"option": spec})
+    spec = {"help": help, "names": names, "heading": heading, "type": type, **settings}
+    return dataclasses.field(default=default, metadata=spec)
 
 
 def declared_options(*kinds: type) -> Iterator[DeclaredOption]:
     """Yield the options of dataclasses, those of a base class first."""
     for kind in kinds:
         for field in dataclasses.fields(kind):
-            if "option" in field.metadata:
-                spec = field.metadata["option"]
+            if "help" in field.metadata:
+                spec = OptionSpec.of(field.metadata)
                 yield DeclaredOption(field.name, field.type, field.default, spec)
 
 
 def _click_type(annotation: Any) -> Any:
     """Return click's type for a field: of a Literal a choice, of a tuple the type of its items."""
-    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
-    if get_origin(annotation) in (Union, UnionType) and len(arguments) == 1:
-        return _click_type(arguments[0])
+    annotation = _without_none(annotation)
     if get_origin(annotation) is Literal:
-        return click.Choice(arguments)
+        return click.Choice(get_args(annotation))
     if get_origin(annotation) is tuple:
-        return _click_type(arguments[0])
+        return _click_type(get_args(annotation)[0])
+    if annotation is Path:
+        return click.Path(dir_okay=False, path_type=Path)
     return annotation
 
 
-def with_options(kind: type, parameter: str = "options") -> Callable[[Command], Command]:
+def _without_none(annotation: Any) -> Any:
+    """Return T of `T | None`; another annotation as it is."""
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    one_of = get_origin(annotation) in (Union, UnionType)
+    return arguments[0] if one_of and len(arguments) == 1 else annotation
+
+
+def with_options(
+    kind: type, parameter: str = "options", *, without: Collection[str] = ()
+) -> Callable[[Command], Command]:
     """Return a decorator that gives a command the options of `kind`.
 
     Args:
         kind: a dataclass whose fields are `option`s.
         parameter: of the command, which gets them as one instance.
+        without: fields that this command does not offer; they keep their defaults.
     """
-    options = list(declared_options(kind))
+    options = [option for option in declared_options(kind) if option.name not in without]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)

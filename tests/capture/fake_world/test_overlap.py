@@ -8,7 +8,7 @@ import pytest
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.converters.sources.kineto import Conversion
-from onerank.ir import Graph, Kind, Phase, Reason, World
+from onerank.ir import Graph, Kind, Phase, Reason
 
 START = """
     import torch
@@ -46,7 +46,7 @@ DDP = """
 def captured(directory: Path, text: str) -> tuple[Graph, Conversion]:
     script = directory / "train.py"
     script.write_text(textwrap.dedent(START) + textwrap.dedent(text))
-    made = capture(script, [], Options(World.of(dp=4), windows=WindowPlan(warm_up=1, pure=1)))
+    made = capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, pure=1)))
     return made.graph, made.conversion
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_options import axes
 from own_process import run_command
 
 from onerank import read
@@ -16,7 +17,7 @@ def run(directory: Path, text: str, world: World, said: list[str], **options: An
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
     options = {"windows": WindowPlan(warm_up=1, pure=1), **options}
-    return capture(path, [], Options(world, **options), progress=said.append).graph
+    return capture(path, [], Options(**axes(world), **options), progress=said.append).graph
 
 
 def run_alone(directory: Path, text: str, *options: object) -> tuple[Graph, str]:

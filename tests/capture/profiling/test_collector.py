@@ -8,7 +8,6 @@ import torch
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.profiling.step_memory import Collector
-from onerank.ir import World
 
 
 class Block:
@@ -73,6 +72,6 @@ def test_a_capture_tells_of_tensors_in_cycles(cycle, tmp_path):
     script = tmp_path / "script.py"
     held = "held = [inputs * 2]; held.append(held); " if cycle else ""
     script.write_text(textwrap.dedent(SCRIPT).replace("{held}", held))
-    graph = capture(script, [], Options(World.of(), windows=WindowPlan(3, 1, settle=False))).graph
+    graph = capture(script, [], Options(windows=WindowPlan(3, 1, settle=False))).graph
     told = [note for note in graph.job.measurement.notes if "garbage collector" in note]
     assert len(told) == cycle

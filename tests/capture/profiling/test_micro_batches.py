@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.ir import Graph, Phase, World
+from onerank.ir import Graph, Phase
 
 # Each action is a call or a backward of a micro-batch on a chunk of layers: F0, B0, or F0.1. Inputs
 # and gradients are made before; chunks are of one class, as a pipeline's often are.
@@ -53,7 +53,7 @@ def run(directory: Path, actions: str, device: str = "cpu") -> Graph:
     text = text.replace("DEVICE", device)
     path = directory / "train.py"
     path.write_text(text)
-    return capture(path, [], Options(World.of(), windows=WindowPlan(warm_up=1, pure=1))).graph
+    return capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
 
 
 def numbers(graph: Graph, phase: Phase) -> list[int]:
@@ -154,7 +154,7 @@ def test_what_is_made_for_each_call_is_no_model_of_its_own(tmp_path):
             optimizer.zero_grad()
         """)
     )
-    captured = capture(path, [], Options(World.of(), windows=WindowPlan(warm_up=1, pure=1)))
+    captured = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1)))
     assert (
         numbers(captured.graph, Phase.FORWARD)
         == numbers(captured.graph, Phase.BACKWARD)

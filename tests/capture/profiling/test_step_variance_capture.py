@@ -5,7 +5,6 @@ import textwrap
 import pytest
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.ir import World
 from onerank.ir.errors import ScriptError
 
 CRITIC_AND_GENERATOR = """
@@ -58,7 +57,7 @@ def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(togethe
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(EVERY_SECOND))
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
-    done = capture(path, [], Options(World.of(dp=2), windows=plan))
+    done = capture(path, [], Options(dp=2, windows=plan))
     told = [note for note in done.graph.job.measurement.notes if "different work" in note]
     calls = int(done.graph.communication.sum())
     if together == 2:

@@ -15,7 +15,6 @@ from own_process import CPU_ONLY, run_command
 import onerank
 from onerank.capture import Options, capture
 from onerank.capture.script.error_hints import explained
-from onerank.ir import World
 from onerank.ir.errors import ScriptError
 
 LOOP = """
@@ -249,4 +248,4 @@ def test_a_loss_of_what_a_part_of_the_sequence_gives_is_told_of(tmp_path):
         "(found.sum(-1) * (x > 8)).sum().backward()\n"
     )
     with pytest.raises(ScriptError, match=r"line 5 \(.*Under --cp .* leave --cp out"):
-        capture(path, [], Options(World.of(cp=2)))
+        capture(path, [], Options(cp=2))

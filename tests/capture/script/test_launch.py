@@ -15,7 +15,6 @@ from onerank import read
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.device_remap import DeviceRemap, remap_devices, report_node_gpus
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
-from onerank.ir import World
 
 TRAINING = """
     model = torch.nn.Linear(8, 8)
@@ -55,13 +54,13 @@ def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path)
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
     plan = WindowPlan(warm_up=1, pure=1)
-    graph = capture(path, [], Options(World.of(dp=4), 2, windows=plan, torchrun=True)).graph
+    graph = capture(path, [], Options(dp=4, rank=2, windows=plan, torchrun=True)).graph
     assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
     with raises_code("torchrun-with-plan"):
         capture(
             path,
             [],
-            Options(World.of(dp=4), torchrun=True, sharding_plan=ShardingPlan(("Net",), {})),
+            Options(dp=4, torchrun=True, sharding_plan=ShardingPlan(("Net",), {})),
         )
 
 
@@ -92,17 +91,17 @@ def _collectives(path: Path, args: list[str], options: Options) -> list[tuple[st
 def test_the_script_decides_whether_it_distributes_itself(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(OFF)
-    replicas = Options(World.of(dp=8), windows=QUICK)
+    replicas = Options(dp=8, windows=QUICK)
     # 8 x 8 weights and 8 biases of 4 bytes, or the biases alone
     assert _collectives(path, [], replicas) == [("all_reduce", 288)]
     assert _collectives(path, ["--group"], replicas) == [("all_reduce", 32)]
-    not_launched = Options(World.of(dp=8), windows=QUICK, torchrun=False)
+    not_launched = Options(dp=8, windows=QUICK, torchrun=False)
     assert _collectives(path, ["--group"], not_launched) == [("all_reduce", 288)]
     with raises_code("nothing-parallel") as caught:
-        capture(path, [], Options(World.of(dp=8), windows=QUICK, torchrun=True))
+        capture(path, [], Options(dp=8, windows=QUICK, torchrun=True))
     assert "--no-torchrun" in str(caught.value)
     with raises_code("dp-strategy-unused") as caught:
-        capture(path, ["--group"], Options(World.of(dp=8), windows=QUICK, data_parallel="ddp"))
+        capture(path, ["--group"], Options(dp=8, windows=QUICK, ddp=True))
     assert "--no-torchrun" in str(caught.value)
 
 
@@ -172,7 +171,7 @@ def test_a_library_that_leaves_torchruns_ranks_alone_is_told_of(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import torch\n" + textwrap.dedent(TRAINING).replace("dist.all_reduce", "id"))
     with raises_code("nothing-parallel"):
-        capture(path, [], Options(World.of(dp=4), torchrun=True))
+        capture(path, [], Options(dp=4, torchrun=True))
 
 
 def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
@@ -183,7 +182,7 @@ def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
         "subprocess.Popen([sys.executable, __file__], env={**os.environ, 'LOCAL_RANK': '1'})\n"
     )
     with raises_code("spawn-launcher") as caught:
-        capture(path, [], Options(World.of(dp=4)))
+        capture(path, [], Options(dp=4))
     assert "--torchrun" in str(caught.value)
 
 
@@ -210,21 +209,21 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     eight, four = (tuple(range(8, 16)), (1, 9)), ((8, 9, 10, 11), (1, 5, 9, 13))
     for asked, (within, across) in ((None, eight), (4, four)):
         options = Options(
-            World.of(dp=16), 9, windows=WindowPlan(warm_up=1, pure=1), nproc_per_node=asked
+            dp=16, rank=9, windows=WindowPlan(warm_up=1, pure=1), nproc_per_node=asked
         )
         graph = capture(path, [], options).graph
         groups = {group.name: group.ranks for group in graph.job.groups}
         called = [groups[name] for name in graph.text("group") if name]
         assert called == [within, across, within]
     for options, code in (
-        (Options(World.of(dp=16), nproc_per_node=5), "nodes-indivisible"),
-        (Options(World.of(dp=16), nproc_per_node=4, real_job=True), "nproc-unused"),
+        (Options(dp=16, nproc_per_node=5), "nodes-indivisible"),
+        (Options(dp=16, nproc_per_node=4, record_real_job=True), "nproc-unused"),
     ):
         with raises_code(code):
             capture(path, [], options)
     (tmp_path / "unaware.py").write_text("import torch\n")
     with raises_code("nproc-unused"):
-        capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), nproc_per_node=4))
+        capture(tmp_path / "unaware.py", [], Options(dp=16, nproc_per_node=4))
 
 
 def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
@@ -235,9 +234,7 @@ def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
         assert int(os.environ["LOCAL_RANK"]) == dist.new_subgroups()[0].rank() == 5  # nanotron's
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    options = Options(
-        World.of(dp=16), 13, windows=WindowPlan(warm_up=1, pure=1), true_local_rank=True
-    )
+    options = Options(dp=16, rank=13, windows=WindowPlan(warm_up=1, pure=1), true_local_rank=True)
     capture(path, [], options)
     (tmp_path / "unaware.py").write_text("import torch\n")
     with raises_code("local-rank-unused"):
@@ -262,7 +259,7 @@ def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
         assert eval("torch.cuda.device_count()", own) == 1
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    capture(path, [], Options(World.of(dp=16), 13, windows=WindowPlan(warm_up=1, pure=1)))
+    capture(path, [], Options(dp=16, rank=13, windows=WindowPlan(warm_up=1, pure=1)))
     assert torch.cuda.device_count() == 1
     assert torch.cuda.device(5).idx == 5
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

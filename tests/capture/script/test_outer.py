@@ -7,7 +7,7 @@ import torch
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.script.step_hooks import after_step
-from onerank.ir import Phase, World
+from onerank.ir import Phase
 
 
 class Sharded:
@@ -115,7 +115,7 @@ def test_what_an_outer_step_does_is_of_the_optimizers_phase(tmp_path):
     """
     path.write_text(textwrap.dedent(script))
     plan = WindowPlan(warm_up=1, pure=1)
-    graph = capture(path, [], Options(World.of(dp=2), windows=plan)).graph
+    graph = capture(path, [], Options(dp=2, windows=plan)).graph
     calls = [(node.name, node.phase) for node in graph if node.kind.is_communication]
     assert calls == [("all_reduce", Phase.OPTIMIZER), ("broadcast", Phase.OPTIMIZER)]
     assert graph.job.measurement.notes == (

@@ -7,7 +7,7 @@ import torch
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.script.step_hooks import after_step
-from onerank.ir import Collective, Phase, World
+from onerank.ir import Collective, Phase
 from onerank.ir.errors import ScriptError
 
 
@@ -144,7 +144,7 @@ PLAN = WindowPlan(warm_up=1, pure=1)
 def test_what_one_does_is_of_the_optimizers_phase(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(SCRIPT.replace("UPDATE", "own.step()"))
-    graph = capture(script, (), Options(World({"dp": 4}), windows=PLAN)).graph
+    graph = capture(script, (), Options(dp=4, windows=PLAN)).graph
     names = graph.text("name")
     updates = [phase for name, phase in zip(names, graph.nodes.phase, strict=True)
                if name in ("aten::mul_", "aten::sub_")]  # fmt: skip
@@ -157,4 +157,4 @@ def test_an_update_by_hand_is_refused_by_name(tmp_path):
     script = tmp_path / "hand.py"
     script.write_text(SCRIPT.replace("UPDATE", "[p.data.sub_(p.grad) for p in own.state]"))
     with pytest.raises(ScriptError, match=r"or of an object that holds the parameters"):
-        capture(script, (), Options(World({"dp": 4}), windows=PLAN))
+        capture(script, (), Options(dp=4, windows=PLAN))

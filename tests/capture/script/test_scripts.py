@@ -11,7 +11,7 @@ from onerank.capture import Options, WindowPlan, capture
 from onerank.converters.sources.kineto.link.host_timeline import host_timeline
 from onerank.converters.sources.kineto.lowering.select_nodes import leaves
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
-from onerank.ir import Graph, Kind, Phase, World
+from onerank.ir import Graph, Kind, Phase
 from onerank.ir.errors import ScriptError, SliceError
 
 PLAN = WindowPlan(warm_up=1, pure=1)
@@ -34,7 +34,7 @@ LLAMA = """
 def run(directory: Path, text: str, *, tp: int = 2) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(LLAMA) + textwrap.dedent(text))
-    return capture(path, [], Options(World.of(tp=tp), windows=PLAN)).graph
+    return capture(path, [], Options(tp=tp, windows=PLAN)).graph
 
 
 COMPLETE = {

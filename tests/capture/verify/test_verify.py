@@ -20,7 +20,6 @@ from onerank.capture.parallelize.tensor import linear
 from onerank.capture.verify.comparison import compare_reordered
 from onerank.capture.verify.slice_check import compare_slices, rounding_noise, run_step
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
-from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_llama.py"
@@ -131,7 +130,7 @@ def compare_tensor_parallel(
     torch.manual_seed(0)
     config = getattr(transformers, kind + "Config")(**{**SHAPE, **changes})
     model = getattr(transformers, kind + "ForCausalLM")(config).bfloat16()
-    return compared(model, Options(world=World.of(tp=2), tp_style=tp_style))
+    return compared(model, Options(tp=2, tp_style=tp_style))
 
 
 def compared(model: Any, options: Options) -> Any:
@@ -197,25 +196,25 @@ def test_a_slice_that_uses_another_ranks_group_is_an_error():
 
 
 FORMS = {
-    "sequence parallel": ("Llama", {"world": World.of(tp=2), "sequence_parallel": True}),
-    "tensor-parallel experts": ("Mixtral", {"world": World.of(tp=2)}),
-    "expert parallel": ("Mixtral", {"world": World.of(dp=2, ep=2)}),
-    "both": ("Mixtral", {"world": World.of(tp=2, dp=2, ep=2)}),
-    "pipeline, tied embeddings": ("Llama", {"world": World.of(pp=2)}),
-    "pipeline of tensor-parallel stages": ("Llama", {"world": World.of(tp=2, pp=2)}),
-    "experts, tensors and stages": ("Mixtral", {"world": World.of(tp=2, dp=2, pp=2, ep=2)}),
-    "sequence parallel experts": ("Mixtral", {"world": World.of(tp=2), "sequence_parallel": True}),
+    "sequence parallel": ("Llama", {"tp": 2, "sp": True}),
+    "tensor-parallel experts": ("Mixtral", {"tp": 2}),
+    "expert parallel": ("Mixtral", {"dp": 2, "ep": 2}),
+    "both": ("Mixtral", {"tp": 2, "dp": 2, "ep": 2}),
+    "pipeline, tied embeddings": ("Llama", {"pp": 2}),
+    "pipeline of tensor-parallel stages": ("Llama", {"tp": 2, "pp": 2}),
+    "experts, tensors and stages": ("Mixtral", {"tp": 2, "dp": 2, "pp": 2, "ep": 2}),
+    "sequence parallel experts": ("Mixtral", {"tp": 2, "sp": True}),
     "sequence parallel, shared-out experts": (
         "Mixtral",
-        {"world": World.of(tp=2, dp=2, ep=2), "sequence_parallel": True},
+        {"tp": 2, "dp": 2, "ep": 2, "sp": True},
     ),
     "sequence parallel stages": (
         "Qwen2",
-        {"world": World.of(tp=2, pp=2), "sequence_parallel": True},
+        {"tp": 2, "pp": 2, "sp": True},
     ),
     "the model's own router": (
         "Mixtral",
-        {"world": World.of(dp=2, ep=2), "moe_routing": "model"},
+        {"dp": 2, "ep": 2, "moe_routing": "model"},
     ),
 }
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onerank.capture.options import CAPTURED, OUTPUT, Options
+from onerank.capture.profiling.window_plan import WindowPlan
 from onerank.cli.common import (
-    OUTPUT_DIRECTORY,
     TRACE_OUTPUT,
     as_json,
     ends_beside_threads,
@@ -21,19 +22,10 @@ from onerank.cli.common import (
     reports_errors,
     stdout_to_stderr,
 )
-from onerank.cli.options import (
-    SIZE,
-    SectionedGroup,
-    headings,
-    option,
-    with_options,
-)
-from onerank.cli.parallelism_options import (
-    CAPTURED,
-    OUTPUT,
-    STEP,
-    ParallelismOptions,
+from onerank.cli.options import SectionedGroup, headings, option, with_options
+from onerank.cli.script_command import (
     ScriptCommand,
+    ScriptOptions,
     job_options,
     loading_capture,
 )
@@ -43,20 +35,6 @@ if TYPE_CHECKING:
     from onerank.capture.verify.numerics import Verification
 
 DISTINCT = "distinct"
-
-
-class _Depths(click.ParamType[tuple[int, ...]]):
-    """Numbers with commas between; which ones are fit, the capture says."""
-
-    name = "depths"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"'{value}': expected numbers with commas between, such as 2,4", param, ctx)
 
 
 class _Ranks(click.ParamType[tuple[int, ...] | str]):
@@ -77,7 +55,7 @@ class _Ranks(click.ParamType[tuple[int, ...] | str]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """What `capture run` captures and how it measures; an attribute for each option."""
+    """Options of `capture run` that choose what is captured in turn, and the output."""
 
     output: Path | None = option(
         "Chakra trace to write.  [default: the script's name with .et, in this directory]",
@@ -99,7 +77,6 @@ class CaptureOptions:
         "extrapolate to its own depth.",
         heading=CAPTURED,
         default=None,
-        type=_Depths(),
         metavar="N,N[,...]",
     )
     compile: Literal["default", "reduce-overhead", "max-autotune"] | None = option(
@@ -110,46 +87,6 @@ class CaptureOptions:
         is_flag=False,
         flag_value="default",
     )
-    record_real_job: bool = option(
-        "Communicate with the real ranks: torchrun -m onerank capture run --record-real-job ... "
-        "writes a trace.RANK.et on each, to compare a slice with.",
-        heading=CAPTURED,
-        default=False,
-    )
-    warm_up: int = option(
-        "Steps before anything is measured; on a GPU at least.",
-        heading=STEP,
-        default=3,
-        type=SIZE,
-        show_default=True,
-    )
-    timed_steps: int = option(
-        "Steps timed without a profiler: the step time.",
-        heading=STEP,
-        default=5,
-        type=SIZE,
-        show_default=True,
-    )
-    repeat: int = option(
-        "Profiled steps; each node gets the median of its durations, and their spread.",
-        heading=STEP,
-        default=1,
-        type=SIZE,
-        show_default=True,
-    )
-    optimizer_steps: int = option(
-        "Steps of the first optimizer that make one step.",
-        heading=STEP,
-        default=1,
-        type=SIZE,
-        show_default=True,
-    )
-    raw_dir: Path | None = option(
-        "Keep the raw Kineto and execution traces in this directory.",
-        heading=OUTPUT,
-        default=None,
-        type=OUTPUT_DIRECTORY,
-    )
 
 
 @click.group(cls=SectionedGroup)
@@ -159,20 +96,23 @@ def capture() -> None:
 
 @capture.command(
     cls=ScriptCommand,
-    sections=headings(ParallelismOptions, CaptureOptions),
+    sections=headings(ScriptOptions, Options, CaptureOptions, WindowPlan),
     epilog="The script's own arguments come after --: "
     "capture run train.py --tp 4 -o t.et -- --lr 1",
 )
-@job_options
+@job_options()
 @with_options(CaptureOptions, "how")
+@with_options(WindowPlan, "windows")
 @as_json
 @ends_beside_threads
 @reports_errors
 def run(
     script: Path,
     args: tuple[str, ...],
-    job: ParallelismOptions,
+    named: ScriptOptions,
+    job: Options,
     how: CaptureOptions,
+    windows: WindowPlan,
     as_json: bool,
 ) -> None:
     """Run SCRIPT as rank R of a job, measure one step, write its trace.
@@ -180,26 +120,20 @@ def run(
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
-    script, module = job.located(script)
-    output = how.output or _default_output(script)
-    raw_dir = how.raw_dir
-    keep_inputs(output, script, job.sharding_plan)
-    _check_exclusive(job, how)
-    real_rank = _launched_rank() if how.record_real_job else None
-    if real_rank is not None:
-        output = output.with_suffix(f".{real_rank}{output.suffix}")
-        raw_dir = raw_dir and raw_dir.with_name(f"{raw_dir.name}.{real_rank}")
-    from onerank.capture.profiling.window_plan import WindowPlan
     from onerank.capture.validate import validate_early
 
-    windows = WindowPlan(
-        warm_up=how.warm_up,
-        pure=how.timed_steps,
-        repeat=how.repeat,
-        optimizer_steps=how.optimizer_steps,
-        settle=real_rank is None,
-    )
-    options = job.options(windows, module=module, raw_dir=raw_dir, real_rank=real_rank)
+    script, module = named.located(script)
+    output = how.output or _default_output(script)
+    keep_inputs(output, script, _plan_file(job))
+    _check_exclusive(job, how)
+    options = dataclasses.replace(job, module=module, windows=windows)
+    if job.record_real_job:
+        rank = _launched_rank()
+        output = output.with_suffix(f".{rank}{output.suffix}")
+        raw_dir = job.raw_dir and job.raw_dir.with_name(f"{job.raw_dir.name}.{rank}")
+        # Ranks that each decide when their steps have settled would stop at different steps.
+        windows = dataclasses.replace(windows, settle=False)
+        options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
     layers = how.capture_layers
     chosen = None if isinstance(how.ranks, str) else how.ranks
     validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
@@ -249,9 +183,13 @@ def _default_output(script: Path) -> Path:
     return TRACE_OUTPUT.convert(f"{name}.et", None, None)
 
 
-def _check_exclusive(job: ParallelismOptions, how: CaptureOptions) -> None:
+def _plan_file(job: Options) -> Path | None:
+    return job.sharding_plan if isinstance(job.sharding_plan, Path) else None
+
+
+def _check_exclusive(job: Options, how: CaptureOptions) -> None:
     """Refuse options that each capture several times, or once, in ways that do not combine."""
-    if how.compile is not None and how.record_real_job:
+    if how.compile is not None and job.record_real_job:
         raise click.UsageError(
             "--compile captures twice in turn, and the ranks of --record-real-job start once"
         )
@@ -261,9 +199,10 @@ def _check_exclusive(job: ParallelismOptions, how: CaptureOptions) -> None:
         )
     if how.ranks is None:
         return
+    source = click.get_current_context().get_parameter_source("rank")
     others = {
-        "--rank": job.rank is not None,
-        "--record-real-job": how.record_real_job,
+        "--rank": source is click.core.ParameterSource.COMMANDLINE,
+        "--record-real-job": job.record_real_job,
         "--compile": how.compile is not None,
     }
     for other, given in others.items():
@@ -305,14 +244,16 @@ _TITLES = {
 
 @capture.command(
     cls=ScriptCommand,
-    sections=headings(ParallelismOptions),
+    sections=headings(ScriptOptions, Options),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
-@job_options
+@job_options(without=("raw_dir", "record_real_job"))
 @as_json
 @ends_beside_threads
 @reports_errors
-def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json: bool) -> None:
+def verify(
+    script: Path, args: tuple[str, ...], named: ScriptOptions, job: Options, as_json: bool
+) -> None:
     """Check that instruments and slicing leave SCRIPT's numbers unchanged.
 
     The script runs under the instruments of `run` and once more without them: losses, outputs and
@@ -323,11 +264,11 @@ def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json
 
     Exit code 1: something differs by more than the tolerance.
     """
-    from onerank.capture.profiling.window_plan import WindowPlan
     from onerank.capture.validate import validate_early
 
-    script, module = job.located(script)
-    options = job.options(WindowPlan(warm_up=1, pure=1, repeat=1), module=module)
+    script, module = named.located(script)
+    windows = WindowPlan(warm_up=1, pure=1, repeat=1)
+    options = dataclasses.replace(job, module=module, windows=windows)
     validate_early(script, options)
     with loading_capture():
         from onerank.capture.verify.numerics import verify as verify_script

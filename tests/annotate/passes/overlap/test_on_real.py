@@ -18,7 +18,7 @@ from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export as to_astra_sim
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.goal import export as to_goal
-from onerank.ir import Graph, Kind, World
+from onerank.ir import Graph, Kind
 
 TRACES = Path(__file__).parents[4] / "traces"
 
@@ -65,7 +65,7 @@ FSDP = """
 def captured(directory: Path, *parts: str) -> Graph:
     script = directory / "train.py"
     script.write_text("".join(map(textwrap.dedent, parts)))
-    return capture(script, [], Options(World.of(dp=4), windows=WindowPlan(warm_up=1, pure=1))).graph
+    return capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, pure=1))).graph
 
 
 @pytest.fixture(scope="module")

@@ -39,19 +39,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 
 
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "alone": ("Llama", {}, {"world": World.of(cp=2)}),
-    "three ranks": ("Llama", {}, {"world": World.of(cp=3)}),
-    "sequence parallel": ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
-    "transformers' borders": ("Mistral", {}, {"world": World.of(tp=2, cp=2), "tp_style": "hf"}),
-    "stages, tied": ("Gemma", {"head_dim": 8}, {"world": World.of(cp=2, pp=2)}),
-    "fewer experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=4, ep=2)}),
-    "more experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=2, dp=2, ep=4)}),
-    "latent attention": ("DeepseekV3", LATENT, {"world": World.of(tp=2, cp=2)}),
-    "latent attention, stages": ("DeepseekV2", LATENT, {"world": World.of(cp=3, pp=2)}),
+    "alone": ("Llama", {}, {"cp": 2}),
+    "three ranks": ("Llama", {}, {"cp": 3}),
+    "sequence parallel": ("Qwen3", {}, {"tp": 2, "cp": 2, "sp": True}),
+    "transformers' borders": ("Mistral", {}, {"tp": 2, "cp": 2, "tp_style": "hf"}),
+    "stages, tied": ("Gemma", {"head_dim": 8}, {"cp": 2, "pp": 2}),
+    "fewer experts' ranks": ("Mixtral", EXPERTS, {"cp": 4, "ep": 2}),
+    "more experts' ranks": ("Mixtral", EXPERTS, {"cp": 2, "dp": 2, "ep": 4}),
+    "latent attention": ("DeepseekV3", LATENT, {"tp": 2, "cp": 2}),
+    "latent attention, stages": ("DeepseekV2", LATENT, {"cp": 3, "pp": 2}),
     "everything": (
         "Mixtral",
         EXPERTS,
-        {"world": World.of(tp=2, cp=2, pp=2, ep=2), "sequence_parallel": True},
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "sp": True},
     ),
 }
 
@@ -75,9 +75,9 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
 @pytest.mark.parametrize(
     ("kind", "changes", "options"),
     [
-        ("Llama", {}, {"world": World.of(cp=3), "cp_comm": "p2p"}),
-        ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
-        ("Mixtral", EXPERTS, {"world": World.of(cp=2, ep=2)}),
+        ("Llama", {}, {"cp": 3, "cp_comm": "p2p"}),
+        ("Qwen3", {}, {"tp": 2, "cp": 2, "sp": True}),
+        ("Mixtral", EXPERTS, {"cp": 2, "ep": 2}),
     ],
 )
 def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, changes, options, more):
@@ -132,13 +132,13 @@ def test_a_script_may_put_others_in_the_place_of_logits(recorder):
 
 
 WINDOWS = {
-    "within a chunk": ("Mistral", {"sliding_window": 4}, {"world": World.of(cp=2)}),
-    "over chunks": ("Mistral", {"sliding_window": 11}, {"world": World.of(tp=2, cp=3)}),
+    "within a chunk": ("Mistral", {"sliding_window": 4}, {"cp": 2}),
+    "over chunks": ("Mistral", {"sliding_window": 11}, {"tp": 2, "cp": 3}),
     "layers that take turns": (
         "Gemma3Text",
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
          "head_dim": 8},
-        {"world": World.of(cp=2, pp=2)},
+        {"cp": 2, "pp": 2},
     ),
 }  # fmt: skip
 
@@ -204,7 +204,7 @@ RINGS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...], dict[st
 @pytest.mark.parametrize("form", RINGS)
 def test_packed_sequences_that_are_each_cut_agree_with_the_whole(form):
     kind, changes, lengths, sizes = RINGS[form]
-    options = {"world": World.of(**sizes), "cp_comm": "p2p"}
+    options = {**sizes, "cp_comm": "p2p"}
     rows = compared(model(kind, **changes), None, packed(*lengths), **options)
     assert sum(row.breaches for row in rows) == 0
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
@@ -272,10 +272,10 @@ BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("Mixtral", {"world": World.of(cp=2, ep=2)}),
-        ("Mixtral", {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
-        ("Qwen3Moe", {"world": World.of(tp=2), "sequence_parallel": True}),
-        ("GptOss", {"world": World.of(cp=3)}),
+        ("Mixtral", {"cp": 2, "ep": 2}),
+        ("Mixtral", {"tp": 2, "cp": 2, "sp": True}),
+        ("Qwen3Moe", {"tp": 2, "sp": True}),
+        ("GptOss", {"cp": 3}),
     ],
 )
 def test_routers_are_balanced_over_the_whole_sequence(kind, options, padded):

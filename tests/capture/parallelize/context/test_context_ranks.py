@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_job import BATCH, CAPPED, SEQUENCE, model, packed, tokens
+from job_options import axes, strategy
 from real_ranks import run_ranks
 
 from onerank.annotate import recost
@@ -155,10 +156,10 @@ def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
     script.write_text(SCRIPT)
     world = World.of(tp=2, cp=2, dp=2)
     options = Options(
-        world=world,
+        **axes(world),
         rank=5,
-        sequence_parallel=True,
-        data_parallel=data,
+        sp=True,
+        **strategy(data),
         cp_comm=comm,
         windows=WindowPlan(warm_up=2, pure=1),
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from encoder_decoder_job import encoder_decoder
+from job_options import axes
 from raised import raises_code
 from real_ranks import run_ranks
 
@@ -37,7 +38,7 @@ FORMS: list[tuple[str, World, bool]] = [
 @pytest.mark.parametrize(("kind", "world", "sequence"), FORMS)
 def test_stages_of_an_encoder_and_its_decoder_compute_what_both_do(kind, world, sequence):
     one, batch = encoder_decoder(kind)
-    options = Options(world=world, sequence_parallel=sequence)
+    options = Options(**axes(world), sp=sequence)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -239,7 +240,9 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     path.write_text(SCRIPT)
     world, layers = World.of(pp=3), (2, 1, 1)
     graphs = [
-        capture(path, [], Options(world, rank, pp_layers=layers, windows=WindowPlan(1, 1))).graph
+        capture(
+            path, [], Options(**axes(world), rank=rank, pp_layers=layers, windows=WindowPlan(1, 1))
+        ).graph
         for rank in range(3)
     ]
     assert [graph.job.pipeline for graph in graphs] == [Pipeline(at, layers) for at in range(3)]

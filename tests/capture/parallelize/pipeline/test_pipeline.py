@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from job_options import axes
 from raised import raises_code
 from real_ranks import run_ranks
 
@@ -295,7 +296,9 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     graphs: list[Graph] = []
     for rank in (0, 1, 3):
         world = World.of(pp=4)
-        graphs.append(capture(path, [], Options(world, rank, windows=WindowPlan(1, 1))).graph)
+        graphs.append(
+            capture(path, [], Options(**axes(world), rank=rank, windows=WindowPlan(1, 1))).graph
+        )
         job = graphs[-1].job
         assert job.pipeline == Pipeline(rank, (1, 1, 1, 1))
         assert [(one.representative, one.where) for one in job.classes] == [

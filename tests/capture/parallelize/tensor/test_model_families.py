@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from encoder_decoder_job import encoder_decoder
+from job_options import axes
 from raised import raises_code
 
 from onerank.capture import Options
@@ -187,11 +188,7 @@ def compared(
     ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
     options = Options(
-        world=world,
-        sequence_parallel="sp" in sizes,
-        moe_routing="model",
-        sharding_plan=plan,
-        tp_style=tp_style,
+        **axes(world), sp="sp" in sizes, moe_routing="model", sharding_plan=plan, tp_style=tp_style
     )
     rows, why_not, _ = compare_slices(
         model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
@@ -264,7 +261,7 @@ def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
     embedding = llama.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, output: output + 1)
     ids = torch.randint(3, 64, (2, 16))
-    options = Options(world=World.of(tp=2), sequence_parallel=True)
+    options = Options(tp=2, sp=True)
     with raises_code("sp-work-before-layer") as caught:
         compare_slices(llama, (), {"input_ids": ids, "labels": ids}, options, lambda _: None)
     assert "AddBackward0" in str(caught.value)
@@ -277,7 +274,7 @@ def test_an_encoder_with_a_plan(tp_style):
     ids = torch.randint(3, 64, (2, 16))
     mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    options = Options(world=World.of(tp=2), tp_style=tp_style)
+    options = Options(tp=2, tp_style=tp_style)
     rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -293,7 +290,7 @@ def test_an_encoder_and_its_decoder(kind, tp_style, labelled):
     one, batch = encoder_decoder(kind)
     if not labelled:
         batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
-    options = Options(world=World.of(tp=2), tp_style=tp_style)
+    options = Options(tp=2, tp_style=tp_style)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -303,7 +300,7 @@ def test_an_encoder_and_its_decoder(kind, tp_style, labelled):
 @pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "Whisper", "Bart", "Marian"])
 def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
     one, batch = encoder_decoder(kind)
-    options = Options(world=World.of(tp=2), sequence_parallel=True)
+    options = Options(tp=2, sp=True)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -313,7 +310,7 @@ def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
 @pytest.mark.parametrize("kind", ["T5", "Bart", "Whisper"])
 def test_an_encoder_and_its_decoder_are_refused_as_such(kind):
     one, batch = encoder_decoder(kind)
-    options = Options(world=World.of(cp=2))
+    options = Options(cp=2)
     with raises_code("encoder-decoder-unsupported"):
         compare_slices(one, (), batch, options, lambda _: None)
 
@@ -407,7 +404,7 @@ def test_biases_that_come_as_a_mask(attention):
     ids = torch.randint(3, 64, (2, 16))
     mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    options = Options(world=World.of(tp=2))
+    options = Options(tp=2)
     one = transformers.FalconForCausalLM(config)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
@@ -420,7 +417,7 @@ def test_a_model_that_multiplies_past_its_layers_is_refused():
     ids = torch.randint(3, 64, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
     with pytest.raises(SliceError, match=r"pretraining_tp = 2: .* slow_but_exact=False"):
-        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
+        compare_slices(one, (), batch, Options(tp=2), lambda _: None)
 
 
 def test_a_vision_tower_stays_whole():
@@ -432,7 +429,7 @@ def test_a_vision_tower_stays_whole():
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     one = transformers.Qwen2_5_VLForConditionalGeneration(config)
     ids = torch.randint(3, 60, (2, 16))
-    options = Options(world=World.of(tp=2))
+    options = Options(tp=2)
     rows, why_not, _ = compare_slices(
         one, (), {"input_ids": ids, "labels": ids}, options, lambda _: None
     )

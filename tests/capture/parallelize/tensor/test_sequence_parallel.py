@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from job_options import axes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.capture import Options
@@ -240,7 +241,7 @@ def test_shared_experts_beside_the_others_compute_the_same():
     one = mixture("Qwen2Moe", **QWEN, shared_expert_intermediate_size=32)
     batch = {"input_ids": tokens(), "labels": tokens()}
     for world in (World.of(tp=2), World.of(tp=2, dp=2, ep=2)):
-        options = Options(world=world, sequence_parallel=True)
+        options = Options(**axes(world), sp=True)
         rows, why_not, notes = compare_slices(one, (), batch, options, lambda _: None)
         assert not why_not
         assert "routers chose the experts, not --moe-routing balanced" in notes[-1]

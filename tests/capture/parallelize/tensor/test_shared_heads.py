@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from job_options import axes
 from raised import raises_code
 from real_ranks import run_ranks
 from torch import nn
@@ -177,7 +178,7 @@ class Adapted(nn.Module):
 
 def agrees(whole: Any, world: World, **options: Any) -> bool:
     rows, why_not, _ = compare_slices(
-        whole, (), batch(), Options(world=world, **options), lambda _: None
+        whole, (), batch(), Options(**axes(world), **options), lambda _: None
     )
     assert {row.what for row in rows} >= {"loss", "gradients", "weights"}, why_not
     return not [row for row in rows if row.breaches]
