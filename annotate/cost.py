@@ -25,7 +25,6 @@ GPU names are those of `onerank gpus` or of the user's descriptions.
 
 import datetime
 import math
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +34,7 @@ import msgspec
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import AnnotateError, FormatError
+from onerank.ir.input_files import load_toml
 
 
 class Rent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,13 +93,7 @@ def load_prices(path: Path) -> Prices:
         FormatError: it cannot be read, lacks a field, or a figure is out of range.
     """
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Prices)
-    except OSError as error:
-        raise FormatError(
-            f"{path}: cannot be read: {error.strerror}", code="prices-unreadable"
-        ) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FormatError(f"{path}: not valid TOML: {error}", code="prices-not-toml") from None
+        found = msgspec.convert(load_toml(path), Prices)
     except msgspec.ValidationError as error:
         raise FormatError(f"{path}: {error}", code="prices-malformed") from None
     for sort, table in (("rent", found.rent), ("own", found.own)):

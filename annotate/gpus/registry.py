@@ -18,7 +18,6 @@ Figures that only a measurement gives may be absent: `datasheet_estimates` fills
 import difflib
 import functools
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from onerank.annotate.gpus.spec_schema import (
     refuse_unknown,
 )
 from onerank.ir.errors import TargetError
+from onerank.ir.input_files import load_toml
 
 _SHIPPED = Path(__file__).parent
 
@@ -97,18 +97,12 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def _read(path: Path) -> Gpu:
+    data = load_toml(path, error=TargetError)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
         refuse_unknown(data, _WRITTEN, "field")
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
         gpu = with_estimates(gpu, _references)
-    except OSError as error:
-        raise TargetError(
-            f"{path}: cannot be read: {error.strerror}", code="gpu-file-unreadable"
-        ) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TargetError(f"{path}: not valid TOML: {error}", code="gpu-file-not-toml") from None
     except (msgspec.ValidationError, TargetError) as error:
         raise TargetError(f"{path}: {error}", code="gpu-file-malformed") from None
     return gpu

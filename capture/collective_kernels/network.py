@@ -19,12 +19,12 @@ take precedence over the bandwidth.
 
 import bisect
 import math
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onerank.ir.errors import CaptureError
+from onerank.ir.input_files import load_toml
 
 NODE_SIZE = 8
 _KEYS = ("busbw_gb_per_s", "latency_us")
@@ -124,19 +124,7 @@ def load_network(path: Path) -> Network:
     Raises:
         CaptureError: the file cannot be read, or an entry is invalid.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise CaptureError(
-            f"--network {path}: cannot be read ({reason})", code="network-unreadable"
-        ) from error
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CaptureError(
-            f"--network {path}: not TOML: {error}", code="network-not-toml"
-        ) from error
+    content = load_toml(path, error=CaptureError)
     known = ("default", "group", "size", "node_size", "nvls")
     _check_keys(path, "the file", content, known)
     if not any(key in content for key in ("default", "group", "size")):
@@ -163,7 +151,7 @@ def load_network(path: Path) -> Network:
     }
     sizes: dict[int, Link] = {}
     for name, entry in _table(path, "[size]", content.get("size", {})).items():
-        if not name.isdecimal() or int(name) < 2:
+        if not name.isdecimal() or len(name) > 9 or int(name) < 2:
             raise CaptureError(
                 f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more",
                 code="network-bad-size",

@@ -24,6 +24,7 @@ from onerank.ir.chakra.dedup import cut, packed
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
 from onerank.ir.errors import ChakraError
+from onerank.ir.input_files import check_regular
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
 """Exceptions of protobuf for bytes that are not the expected message."""
@@ -167,12 +168,14 @@ class ChakraFile:
         metadata: its first message.
 
     Raises:
-        ChakraError: the file is empty, cut short, compressed, JSON, or lacks its metadata.
+        ChakraError: the path is no regular file, or the file is empty, cut short, compressed, JSON,
+            or lacks its metadata.
         OSError: the file cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        check_regular(self.path, error=ChakraError)
         self._file: BinaryIO = self.path.open("rb", buffering=0)
         try:
             self._size = self._file.seek(0, 2)

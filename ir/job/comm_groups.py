@@ -15,6 +15,7 @@ import numpy as np
 from onerank.ir.enums import Kind
 from onerank.ir.errors import FormatError
 from onerank.ir.graph import Graph
+from onerank.ir.input_files import load_json
 from onerank.ir.job.world import ProcessGroup, World
 
 NAMES = ("comm_groups.json", "comm_group.json")
@@ -87,14 +88,8 @@ def read_groups(path: Path) -> dict[str, list[int]]:
     Raises:
         FormatError: the file is malformed. The message names the file and the place.
     """
-    try:
-        groups = msgspec.json.decode(path.read_bytes(), type=dict[str, list[int]])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FormatError(
-            f'{path}: {error}; expected {{"1": [0, 1], ...}}, ranks by group, as ASTRA-sim '
-            "reads it",
-            code="groups-malformed",
-        ) from error
+    expected = '{"1": [0, 1], ...}, ranks by group, as ASTRA-sim reads it'
+    groups = load_json(path, dict[str, list[int]], expected)
     for name, ranks in groups.items():
         _check_distinct(f'{path}: group "{name}"', ranks)
     return groups

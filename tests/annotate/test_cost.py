@@ -89,7 +89,7 @@ def test_a_list_without_prices_or_a_missing_one_is_an_error(tmp_path: Path):
     path.write_text('date = 2026-01-02\ncurrency = "EUR"\n')
     with raises_code("prices-empty"):
         load_prices(path)
-    with raises_code("prices-unreadable"):
+    with raises_code("file-unreadable"):
         load_prices(tmp_path / "none.toml")
 
 

@@ -48,7 +48,7 @@ REFUSED = {
     "--true-local-rank": "local-rank-unused",
     "--torchrun --dp 4 --nproc-per-node 3": "nodes-indivisible",
     "--moe-routing zipf:x": "routing-bad-exponent",
-    "--network missing.toml": "network-unreadable",
+    "--network missing.toml": "file-unreadable",
     "--sharding-plan train.py": "plan-malformed",
     "--tp 2 --ranks 0,9": "ranks-out-of-range",
     "--ranks distinct": "ranks-of-one",

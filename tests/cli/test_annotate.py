@@ -128,7 +128,7 @@ def test_models_named_on_the_command_line_are_those_there_are():
         ("../h100.toml", "../h100.toml: cannot be read: No such file or directory"),
         ("bad", "bad: [figures] lacks sm_count"),
         ("bad.toml", "bad.toml: [figures] lacks sm_count"),
-        ("gpu.et", "gpu.et: not valid TOML"),
+        ("gpu.et", "is not UTF-8; save the file as UTF-8 text"),
         (".", 'unknown GPU "."'),
     ],
 )

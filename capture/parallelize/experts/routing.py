@@ -6,17 +6,14 @@ would send in its place. The router still computes scores, weights and top-k; on
 indices are replaced.
 """
 
-import csv
-import io
 import math
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from onerank.ir.errors import CaptureError, FormatError, SliceError
+from onerank.ir.input_files import load_csv, load_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -213,10 +210,9 @@ def _exponent(text: str, value: str) -> float:
 
 
 def _table(path: Path) -> tuple[tuple[float, ...], ...]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = _json_lines(path, text) if path.suffix == ".json" else _csv_lines(path, text)
+    lines = _json_lines(path) if path.suffix == ".json" else tuple(load_csv(path))
     for number, line in enumerate(lines, start=1):
-        if not all(0 <= value < math.inf for value in line) or not sum(line) > 0:
+        if not all(0 <= value < math.inf for value in line) or not 0 < sum(line) < math.inf:
             raise FormatError(
                 f"{path}: line {number} is {list(line)}; expected tokens per expert, each 0 or "
                 "more and not all 0",
@@ -227,14 +223,9 @@ def _table(path: Path) -> tuple[tuple[float, ...], ...]:
     return lines
 
 
-def _json_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
-    try:
-        items = msgspec.json.decode(text, type=list[float | list[float]])
-    except msgspec.MsgspecError as error:
-        raise FormatError(
-            f"{path}: {error}; expected a list of tokens per expert, or a list of such lists",
-            code="routing-file-malformed",
-        ) from error
+def _json_lines(path: Path) -> tuple[tuple[float, ...], ...]:
+    expected = "a list of tokens per expert, or a list of such lists"
+    items = load_json(path, list[float | list[float]], expected)
     lists = [tuple(item) for item in items if isinstance(item, list)]
     numbers = tuple(item for item in items if not isinstance(item, list))
     if lists and numbers:
@@ -243,17 +234,3 @@ def _json_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
             code="routing-file-malformed",
         )
     return (numbers,) if numbers else tuple(lists)
-
-
-def _csv_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
-    lines: list[tuple[float, ...]] = []
-    for row in csv.reader(io.StringIO(text)):
-        try:
-            lines.append(tuple(float(cell) for cell in row))
-        except ValueError as error:
-            raise FormatError(
-                f"{path}: line {len(lines) + 1} is {','.join(row)!r}; expected tokens per expert, "
-                "numbers separated by commas, without a header",
-                code="routing-bad-line",
-            ) from error
-    return tuple(line for line in lines if line)

@@ -40,6 +40,7 @@ import msgspec
 
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.ir.errors import SliceError
+from onerank.ir.input_files import load_toml
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +65,10 @@ GROUPED = "grouped"
 _SHIPPED = Path(__file__).with_name("plans")
 
 _SKELETON_LINES = 40
+
+
+_MOST_PARTS = 4096
+"""Most equal parts of a fused layer; the shipped plans have up to 12."""
 
 
 class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,12 +169,9 @@ def read_plan(path: Path) -> ShardingPlan:
     Raises:
         SliceError: the file is unreadable or malformed, or has an unknown style or invalid parts.
     """
+    content = load_toml(path, error=SliceError)
     try:
-        plan = msgspec.toml.decode(path.read_bytes(), type=ShardingPlan)
-    except OSError as error:
-        raise SliceError(
-            f"--sharding-plan {path}: {error.strerror}", code="plan-unreadable"
-        ) from error
+        plan = msgspec.convert(content, ShardingPlan)
     except msgspec.MsgspecError as error:
         raise SliceError(
             f'--sharding-plan {path} is not a plan: {error}; expected model = "CLASS" and '
@@ -183,9 +185,11 @@ def read_plan(path: Path) -> ShardingPlan:
                 + ", ".join(f"{style} ({meaning})" for style, meaning in PLAN_STYLES.items()),
                 code="plan-unknown-style",
             )
-        if not rule.proportions or min(rule.proportions) < 1:
+        few = not isinstance(rule.parts, int) or rule.parts <= _MOST_PARTS
+        if not few or not rule.proportions or min(rule.proportions) < 1:
             raise SliceError(
-                f"--sharding-plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1",
+                f"--sharding-plan {path}: {pattern!r} has parts = {rule.parts}; expected 1 to "
+                f"{_MOST_PARTS}, or a list of proportions",
                 code="plan-bad-parts",
             )
     return plan

@@ -1,9 +1,10 @@
-"""Shared by all commands: errors with exit code 2, consoles, progress bars, JSON output."""
+"""Shared by all commands: types of arguments, and errors with exit code 2."""
 
 import atexit
 import contextlib
 import errno
 import functools
+import io
 import math
 import os
 import sys
@@ -11,18 +12,33 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import click
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from onerank.cli.terminal import discard_stdout, flush_streams, reserve_standard_streams, say
 
 P = ParamSpec("P")
 
 R = TypeVar("R")
 
-TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+class _Input(click.Path):
+    """A file, or a directory, to read. A pipe is refused: opening one can block for ever."""
+
+    def __init__(self, *, dir_okay: bool = False) -> None:
+        super().__init__(exists=True, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.is_file() and not path.is_dir():
+            self.fail(f"'{path}' is a pipe or a device; expected a file.", param, ctx)
+        return path
+
+
+TRACE = INPUT = _Input()
+
+INPUT_OR_DIRECTORY = _Input(dir_okay=True)
 
 
 class _OutputFile(click.Path):
@@ -100,44 +116,80 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with exit_on_errors(kwargs):
             return command(*args, **kwargs)
-        except Exception as error:
-            from onerank.ir.errors import (
-                OneRankError,
-                ScriptError,  # late: numpy comes with it
-            )
-
-            if isinstance(error, ScriptError) and error.script_traceback:
-                click.echo(error.script_traceback.rstrip(), err=True)
-            if isinstance(error, BrokenPipeError):
-                raise  # whoever read the output has enough; click ends in silence
-            if isinstance(error, OSError):
-                place = f"{error.filename}: " if error.filename else ""
-                code = "disk-full" if error.errno in _DISK_FULL else "file-access"
-                click.echo(f"error[{code}]: {place}{error.strerror or error}", err=True)
-            elif isinstance(error, OneRankError):
-                click.echo(f"error[{error.code}]: {error}", err=True)
-            elif isinstance(error, MemoryError):
-                given = ", ".join(str(value) for value in _inputs(kwargs))
-                click.echo(f"error: this machine's memory is too small for {given}", err=True)
-            else:
-                raise
-            sys.exit(2)
-        except KeyboardInterrupt:
-            click.echo("interrupted: nothing was written", err=True)
-            sys.exit(130)
 
     return wrapped
 
 
-def _inputs(given: Mapping[str, Any]) -> list[Path]:
+@contextlib.contextmanager
+def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
+    """Print an error that a user can mend, and exit with code 2.
+
+    Args:
+        arguments: of the command, whose files the message of a MemoryError names.
+    """
+    try:
+        yield
+    except Exception as error:
+        from onerank.ir.errors import (
+            OneRankError,
+            ScriptError,  # late: numpy comes with it
+        )
+
+        if isinstance(error, ScriptError) and error.script_traceback:
+            say(error.script_traceback.rstrip(), err=True)
+        if isinstance(error, BrokenPipeError):
+            raise  # whoever read the output has enough; click ends in silence
+        if isinstance(error, OSError):
+            place = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+            code = "disk-full" if error.errno in _DISK_FULL else "file-access"
+            say(f"error[{code}]: {place}{error.strerror or error}", err=True)
+        elif isinstance(error, OneRankError):
+            say(f"error[{error.code}]: {error}", err=True)
+        elif isinstance(error, MemoryError):
+            given = ", ".join(str(value) for value in _inputs(arguments))
+            say(f"error: this machine's memory is too small for {given}", err=True)
+        else:
+            raise
+        if isinstance(error, OSError) and not error.filename:
+            discard_stdout()  # it may be what cannot be written
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted: nothing was written", err=True)
+        sys.exit(130)
+
+
+def _inputs(arguments: Mapping[str, Any]) -> list[Path]:
     """Return the files among a command's arguments that are there, and so are no output."""
-    found: list[Path] = []
-    for value in given.values():
-        some = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
-        found += [one for one in some if isinstance(one, Path) and one.is_file()]
-    return found
+    files: list[Path] = []
+    for value in arguments.values():
+        values = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+        files += [each for each in values if isinstance(each, Path) and each.is_file()]
+    return files
+
+
+class ReportingMain(click.Command):
+    """A command that reports errors of its arguments too: they arise before the command runs."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run as click does; print every error with hidden characters escaped."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        reserve_standard_streams()
+        with exit_on_errors({}):
+            try:
+                code = super().main(*args, standalone_mode=False, **extra)
+                if sys.stdout is not None:  # None where it was closed before we started
+                    sys.stdout.flush()  # the interpreter would report a full disk as code 120
+            except click.exceptions.Abort as abort:
+                raise KeyboardInterrupt from abort
+            except click.ClickException as error:
+                text = io.StringIO()
+                error.show(file=text)
+                say(text.getvalue(), err=True, newline=False)
+                sys.exit(error.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 def keep_inputs(output: Path, *inputs: Path | None) -> None:
@@ -149,75 +201,6 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
     for path in inputs:
         if path is not None and output.exists() and output.samefile(path):
             raise click.UsageError(f"--output {output} is the input {path}; name another file")
-
-
-def console(*, err: bool = False) -> Any:
-    """Return a rich console; on a pipe it is wide enough for every table."""
-    from rich.console import Console
-
-    made = Console(stderr=err, highlight=False)
-    return made if made.is_terminal else Console(stderr=err, highlight=False, width=120)
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Generator[None]:
-    """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def print_json(data: Any) -> None:
-    """Print a record as JSON; paths become strings."""
-    import msgspec
-
-    click.echo(msgspec.json.format(msgspec.json.encode(data, enc_hook=str)).decode())
-
-
-def progress(message: str) -> None:
-    """Print progress to stderr, so that a pipe receives only the result."""
-    click.echo(f"· {message}", err=True)
-
-
-_FILES_PER_UPDATE = 50
-
-
-@contextlib.contextmanager
-def advancing(total: int, what: str) -> Generator[Callable[[], Any]]:
-    """Show a bar; yield what advances it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(err=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
-
-
-@contextlib.contextmanager
-def counting_files() -> Generator[Callable[[str, int, int], None]]:
-    """Show a progress bar for each set of files; yield the callback for each file read.
-
-    The callback takes the name of the set, the number of files read, and their total.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console(err=True), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def told(name: str, done: int, files: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(f"reading {name}", total=files)
-            if done % _FILES_PER_UPDATE == 0 or done == files:
-                bar.update(tasks[name], completed=done)
-
-        yield told
 
 
 def ends_beside_threads(command: Callable[P, R]) -> Callable[P, R]:
@@ -246,6 +229,5 @@ def _leave_beside(before: set[threading.Thread], code: Any) -> None:
     if left and isinstance(code, int):
         exits: Any = atexit
         exits._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(code)

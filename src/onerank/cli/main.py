@@ -18,8 +18,9 @@ from onerank.cli.commands.memory_energy_cost import cost, energy, memory
 from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
-from onerank.cli.common import TRACE, as_json, counting_files, print_json, reports_errors
+from onerank.cli.common import INPUT_OR_DIRECTORY, TRACE, as_json, reports_errors
 from onerank.cli.options import SectionedGroup, option, with_options
+from onerank.cli.terminal import counting_files, print_json, say
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
@@ -65,7 +66,7 @@ for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
 
 
 @onerank.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=INPUT_OR_DIRECTORY)
 @as_json
 @reports_errors
 def check(path: Path, as_json: bool) -> None:
@@ -111,7 +112,7 @@ def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     if options.text:
         from onerank.ir.text import to_text
 
-        click.echo(to_text(graph), nl=False)
+        say(to_text(graph), newline=False)
         return
     if options.granularity:
         show_parts(graph, options.granularity, title=str(trace), as_json=as_json)

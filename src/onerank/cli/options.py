@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
 
-from onerank.cli.common import OUTPUT_DIRECTORY
+from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, ReportingMain
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -89,7 +89,7 @@ class OptionSpec:
         if self.minimum is not None:
             return click.IntRange(self.minimum)
         if self.input_file:
-            return click.Path(exists=True, dir_okay=False, path_type=Path)
+            return INPUT
         if self.output_directory:
             return OUTPUT_DIRECTORY
         if get_origin(_without_none(annotation)) is tuple and not self.settings.get("multiple"):
@@ -227,7 +227,7 @@ def headings(*kinds: type) -> Sections:
     return sections
 
 
-class SectionedCommand(click.Command):
+class SectionedCommand(ReportingMain):
     """A command whose options stand under headings; the last section also has unlisted ones."""
 
     def __init__(self, *args: Any, sections: Sections, **kwargs: Any) -> None:
@@ -241,7 +241,7 @@ class SectionedCommand(click.Command):
         _write_lists(formatter, self.sections, records)
 
 
-class SectionedGroup(click.Group):
+class SectionedGroup(ReportingMain, click.Group):
     """A group whose commands stand under headings, each with its first sentence whole."""
 
     def __init__(self, *args: Any, sections: Sections | None = None, **kwargs: Any) -> None:

@@ -126,7 +126,7 @@ def test_measured_times_replace_the_bandwidth(tmp_path):
 
 
 BAD_FILES = {
-    "[default\n": "not TOML",
+    "[default\n": "not valid TOML",
     "": r"no \[default\], \[group.NAME\] or \[size.N\] entry",
     "[default]\nlatency_us = 1\n": r"\[default\] has no busbw_gb_per_s",
     "[default]\nbusbw_gb_per_s = 0\n": "busbw_gb_per_s is 0; expected a number above 0",
@@ -164,10 +164,10 @@ def test_bad_network_files_are_refused(tmp_path, text, complaint):
 
 
 def test_unreadable_network_files_are_refused(tmp_path):
-    with raises_code("network-unreadable"):
+    with raises_code("file-unreadable"):
         load_network(tmp_path / "missing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with raises_code("network-unreadable"):
+    with raises_code("file-not-utf8"):
         load_network(tmp_path / "binary.toml")
 
 

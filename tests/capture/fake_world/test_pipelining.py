@@ -78,7 +78,7 @@ ALL_RANKS = """
     script, schedules = Path(sys.argv[1]), sys.argv[2:]
     for schedule in schedules:
         for rank in (0, 1, 3):
-            options = Options(world=World.of(pp=4), rank=rank)
+            options = Options(pp=4, rank=rank)
             run = sender_runner(script, [schedule], options)
             messages = SenderProcesses(rank, run, lambda _: None)
             with messages.ready():

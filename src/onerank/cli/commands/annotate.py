@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import click
 
-from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, reports_errors
 from onerank.cli.options import SectionedCommand, headings, option, with_options
+from onerank.cli.terminal import print_json
 
 TARGET = "The target, and what is known of it"
 

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.common import (
-    MINUTES,
-    OUTPUT,
-    TRACE,
-    advancing,
-    as_json,
-    keep_inputs,
-    print_json,
-    reports_errors,
-)
+from onerank.cli.common import INPUT, MINUTES, OUTPUT, TRACE, as_json, keep_inputs, reports_errors
 from onerank.cli.options import SectionedGroup, option, with_options
+from onerank.cli.terminal import advancing, print_json
 
 if TYPE_CHECKING:
     import polars
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
     from onerank.capture.bench.measured_call import Measured
     from onerank.capture.bench.trace_calls import Wanted
 
-DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
+DATABASE = INPUT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +17,7 @@ from onerank.cli.common import (
     as_json,
     ends_beside_threads,
     keep_inputs,
-    print_json,
-    progress,
     reports_errors,
-    stdout_to_stderr,
 )
 from onerank.cli.options import SectionedGroup, headings, option, with_options
 from onerank.cli.script_command import (
@@ -29,6 +26,7 @@ from onerank.cli.script_command import (
     job_options,
     loading_capture,
 )
+from onerank.cli.terminal import print_json, progress, say, stdout_to_stderr, streams_restored
 
 if TYPE_CHECKING:
     from onerank.capture import Capture
@@ -143,9 +141,8 @@ def run(
         from onerank.capture.run import capture as capture_script
         from onerank.capture.several_ranks import capture_ranks
 
-    script_output = stdout_to_stderr if as_json else contextlib.nullcontext
     if how.ranks is not None:
-        with script_output(), forked_processes() as run_process:
+        with _script_streams(as_json), forked_processes() as run_process:
             several = capture_ranks(
                 *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
             )
@@ -153,7 +150,7 @@ def run(
 
         write_in_turn(several, str(options.world), output, as_json=as_json)
         return
-    with script_output():
+    with _script_streams(as_json):
         if layers is not None:
             with forked_processes() as run_process:
                 captured = capture_at_depths(
@@ -175,6 +172,12 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
+
+
+@contextlib.contextmanager
+def _script_streams(as_json: bool) -> Generator[None]:
+    with streams_restored(), stdout_to_stderr() if as_json else contextlib.nullcontext():
+        yield
 
 
 def _default_output(script: Path) -> Path:
@@ -272,7 +275,7 @@ def verify(
     validate_early(script, options)
     with loading_capture():
         from onerank.capture.verify.numerics import verify as verify_script
-    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+    with _script_streams(as_json):
         found = verify_script(script, args, options, progress)
     if as_json:
         print_json(found)
@@ -306,6 +309,6 @@ def _render(found: "Verification", title: str) -> None:
             table(heading, columns, rows, texts=(0, 6))
     if found.breaches:
         told = counted(found.breaches, "tensor")
-        click.echo(f"error: {told} differ by more than the tolerance", err=True)
+        say(f"error: {told} differ by more than the tolerance", err=True)
     else:
         lines([("verified", "no tensor differs by more than the tolerance")])

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from onerank.analysis.summary import Summary, summarise
-from onerank.cli.common import print_json
 from onerank.cli.render.conversion_table import render_conversion
 from onerank.cli.render.tables import counted, lines, size, table, time
+from onerank.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from onerank.capture import CapturedRanks as RanksOfJob

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, reports_errors
 from onerank.cli.options import option, with_options
+from onerank.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from onerank.ir import Graph

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 import click
 
 from onerank.cli.common import (
+    INPUT_OR_DIRECTORY,
     OUTPUT_OR_DIRECTORY,
     TRACE,
     TRACE_OUTPUT,
     as_json,
     keep_inputs,
-    print_json,
     reports_errors,
 )
 from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
+from onerank.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from onerank.converters.sources.kineto import Conversion
@@ -85,7 +86,7 @@ class ConvertOptions:
 
 
 @click.command(cls=SectionedCommand, sections=headings(ConvertOptions))
-@click.argument("source", required=False, type=click.Path(exists=True, path_type=Path))
+@click.argument("source", required=False, type=INPUT_OR_DIRECTORY)
 @with_options(ConvertOptions)
 @as_json
 @reports_errors
@@ -178,7 +179,7 @@ def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"output": output, "nodes": nodes})
     else:
-        click.echo(f"{output}: {nodes} nodes")
+        say(f"{output}: {nodes} nodes")
 
 
 def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
@@ -192,7 +193,7 @@ def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"output": output, "nodes": len(graph), "groups": groups})
     else:
-        click.echo(f"{output}: {len(graph)} nodes, {len(groups)} groups")
+        say(f"{output}: {len(graph)} nodes, {len(groups)} groups")
 
 
 def _check_output(output: Path, *inputs: Path | None) -> None:
@@ -211,7 +212,7 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
     from onerank.cli.render.conversion_table import render_conversion
 
     render_conversion(report)
-    click.echo(f"{output}: {len(graph)} nodes")
+    say(f"{output}: {len(graph)} nodes")
 
 
 def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
@@ -229,7 +230,7 @@ def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> N
 
     for rank in done:
         render_conversion(rank.report)
-        click.echo(f"{rank.path}: {rank.nodes} nodes")
+        say(f"{rank.path}: {rank.nodes} nodes")
 
 
 def _convert_model(source: Path, options: ConvertOptions, *, as_json: bool) -> None:

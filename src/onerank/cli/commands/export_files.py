@@ -7,6 +7,7 @@ import click
 
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
 from onerank.cli.options import option, with_options
+from onerank.cli.terminal import say, visible_line
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
@@ -38,9 +39,9 @@ def perfetto(trace: Path, options: FileOptions) -> None:
     from onerank.converters.targets.perfetto import timeline, write_timeline
 
     keep_inputs(options.output, trace)
-    events = timeline(onerank.read(trace), title=trace.name)
+    events = timeline(onerank.read(trace), title=visible_line(trace.name))
     write_timeline(events, options.output)
-    click.echo(f"{options.output}: {sum(event['ph'] == 'X' for event in events)} slices")
+    say(f"{options.output}: {sum(event['ph'] == 'X' for event in events)} slices")
 
 
 @click.command()
@@ -54,7 +55,7 @@ def parquet(trace: Path, options: ParquetOptions) -> None:
 
     graph = onerank.read(trace)
     nodes, edges = write_parquet(graph, options.output)
-    click.echo(f"{nodes}: {len(graph)} rows\n{edges}: {len(graph.edges)} rows")
+    say(f"{nodes}: {len(graph)} rows\n{edges}: {len(graph.edges)} rows")
 
 
 @click.command()
@@ -70,7 +71,7 @@ def dot(trace: Path, options: FileOptions) -> None:
     keep_inputs(options.output, trace)
     replace_file(options.output, to_dot(onerank.read(trace)).encode())
     drawing = options.output.with_suffix(".svg").name
-    click.echo(f"{options.output}: draw it with dot -Tsvg {options.output} -o {drawing}")
+    say(f"{options.output}: draw it with dot -Tsvg {options.output} -o {drawing}")
 
 
 @click.command("chakra-json")
@@ -84,4 +85,4 @@ def chakra_json(trace: Path, options: FileOptions) -> None:
 
     keep_inputs(options.output, trace)
     replace_file(options.output, to_json(trace).encode())
-    click.echo(f"{options.output}: the messages of {trace}")
+    say(f"{options.output}: the messages of {trace}")

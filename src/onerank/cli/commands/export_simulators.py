@@ -11,14 +11,15 @@ import click
 from onerank.cli.commands.coarsen import Granularity, at_granularity
 from onerank.cli.common import (
     GB_PER_S,
+    INPUT_OR_DIRECTORY,
     LATENCY_NS,
     OUTPUT,
     as_json,
     keep_inputs,
-    print_json,
     reports_errors,
 )
 from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
+from onerank.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
     from onerank.converters.nccl import Interconnect
     from onerank.ir import Graph
 
-TRACES = click.argument(
-    "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
-)
+TRACES = click.argument("traces", nargs=-1, required=True, type=INPUT_OR_DIRECTORY)
 
 JOB = "The job"
 NETWORK = "Its network"

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onerank.cli.common import GIGABYTES, TRACE, as_json, print_json, reports_errors
+from onerank.cli.common import GIGABYTES, TRACE, as_json, reports_errors
 from onerank.cli.options import SIZE, option, with_options
+from onerank.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu

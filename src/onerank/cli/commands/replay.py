@@ -5,16 +5,9 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.common import (
-    GB_PER_S,
-    OUTPUT,
-    TRACE,
-    as_json,
-    keep_inputs,
-    print_json,
-    reports_errors,
-)
+from onerank.cli.common import GB_PER_S, OUTPUT, TRACE, as_json, keep_inputs, reports_errors
 from onerank.cli.options import option, with_options
+from onerank.cli.terminal import print_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import click
 
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
 from onerank.cli.options import option, with_options
+from onerank.cli.terminal import say, visible_line
 
 if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay
@@ -68,9 +69,9 @@ def report(trace: Path, options: ReportOptions) -> None:
         for title, caption, svg in pictures
     ]
     parts.append(f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>")
-    page = _PAGE.format(title=html.escape(trace.name), body="\n".join(parts))
+    page = _PAGE.format(title=html.escape(visible_line(trace.name)), body="\n".join(parts))
     replace_file(options.output, page.encode())
-    click.echo(f"{options.output}: {len(pictures)} pictures and the tables of show and replay")
+    say(f"{options.output}: {len(pictures)} pictures and the tables of show and replay")
 
 
 def _pictures(

@@ -12,10 +12,10 @@ from onerank.cli.common import (
     TRACE_OUTPUT,
     as_json,
     keep_inputs,
-    print_json,
     reports_errors,
 )
 from onerank.cli.options import option, with_options
+from onerank.cli.terminal import print_json
 
 
 @dataclass(frozen=True, kw_only=True)

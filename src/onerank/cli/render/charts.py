@@ -13,6 +13,7 @@ from onerank.analysis.report_data import (
     RooflinePoints,
 )
 from onerank.annotate import CLASSES, Gpu
+from onerank.cli.terminal import visible_line
 from onerank.ir.errors import OneRankError
 
 _WIDTH_INCHES = 11.0
@@ -148,9 +149,14 @@ def _legend(axes: Any) -> None:
 def _svg(figure: Any) -> str:
     """Return the picture without its XML head, to stand within a page; the same each time."""
     import matplotlib as mpl
+    from matplotlib.text import Text
 
     package: Any = mpl
     made = io.StringIO()
+    for text in figure.findobj(Text):
+        # Group and GPU names come from files: "$" is no formula, and SVG has no control characters.
+        text.set_parse_math(False)
+        text.set_text(visible_line(text.get_text()))
     with package.rc_context({"svg.hashsalt": "onerank", "svg.fonttype": "none"}):
         figure.savefig(made, format="svg", metadata={"Date": None}, dpi=150)
     text = made.getvalue()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from onerank.cli.common import console
+from onerank.cli.terminal import console, visible, visible_line
 
 MODULE_ROWS = 14
 RANKS = 12
@@ -67,19 +67,19 @@ def table(
         lines([], f"{title}: none")
         return
     made = Table(
-        title=title,
+        title=visible_line(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    for position, column in enumerate(columns):
+    for position, column in enumerate(map(visible_line, columns)):
         if position in texts:
             made.add_column(column, justify="left", overflow="fold")
         else:
             made.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        made.add_row(*(Text(str(cell)) for cell in row))
+        made.add_row(*(Text(visible_line(str(cell))) for cell in row))
     console().print(made)
 
 
@@ -98,10 +98,10 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
     """Print labelled values, one per line."""
     out = console()
     if title:
-        out.print(title, style="bold", markup=False, soft_wrap=True)
+        out.print(visible_line(title), style="bold", soft_wrap=True)
     width = max((len(label) for label, _ in pairs), default=0)
     for label, value in pairs:
-        out.print(f"  {label.ljust(width)}  {value}", soft_wrap=True, markup=False)
+        out.print(visible(f"  {label.ljust(width)}  {value}"), soft_wrap=True)
 
 
 def counts_of_evidence(counts: dict[str, int], times_ns: dict[str, int] | None = None) -> str:

@@ -65,7 +65,7 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     rows = compared(model(kind, **changes), ignored, **options, cp_comm=comm)
     assert sum(row.breaches for row in rows) == 0
     losses = next(row for row in rows if row.what == "loss")
-    assert losses.tensors == options["world"].size // options["world"].sizes.get("pp", 1)
+    assert losses.tensors == Options(**options).world.size // options.get("pp", 1)
     gradients = [row for row in rows if row.what == "gradients"]
     assert len(gradients) >= 8
     assert all(0 < row.max_rel < 1e-4 for row in gradients)
@@ -156,7 +156,7 @@ def test_a_window_that_is_left_out_is_found_out(monkeypatch):
     monkeypatch.setattr(
         Context, "attend", lambda *given: attend_all(*given[:4], replace(given[4], window=None))
     )
-    rows = compared(model("Mistral", sliding_window=11), world=World.of(cp=2))
+    rows = compared(model("Mistral", sliding_window=11), cp=2)
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
@@ -187,7 +187,7 @@ def test_parts_of_padded_and_packed_sequences_agree_with_the_whole(form):
     kind, changes, more, sizes = STRUCTURES[form]
     labels = tokens()
     labels[BEFORE == 0] = -100
-    rows = compared(model(kind, **changes), labels, more, world=World.of(**sizes))
+    rows = compared(model(kind, **changes), labels, more, **sizes)
     assert sum(row.breaches for row in rows) == 0
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
 
@@ -221,7 +221,7 @@ def test_padding_behind_that_is_not_learnt_needs_no_mask(monkeypatch, comm):
 
     monkeypatch.setattr(Context, "attend", noted)
     labels = tokens().masked_fill(BEHIND == 0, -100)
-    rows = compared(model(), labels, {"attention_mask": BEHIND}, world=World.of(cp=3), cp_comm=comm)
+    rows = compared(model(), labels, {"attention_mask": BEHIND}, cp=3, cp_comm=comm)
     assert sum(row.breaches for row in rows) == 0
     assert masks == [None] * 3 * 2 + [None] * (len(masks) - 6)
 
@@ -230,12 +230,12 @@ def test_padding_behind_that_is_not_learnt_needs_no_mask(monkeypatch, comm):
 def test_documents_that_are_mixed_are_found_out(monkeypatch, kind):
     monkeypatch.setattr(context_mask, "_knows_positions", lambda _: False)
     changes = CAPPED if kind == "Gemma2" else {}
-    rows = compared(model(kind, **changes), None, PACKED, world=World.of(cp=2))
+    rows = compared(model(kind, **changes), None, PACKED, cp=2)
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
 def test_learned_positions_are_those_of_the_part():
-    rows = compared(gpt2(), world=World.of(cp=3))
+    rows = compared(gpt2(), cp=3)
     assert sum(row.breaches for row in rows) == 0
 
 
@@ -243,7 +243,7 @@ def test_the_last_token_of_a_chunk_learns_from_the_first_of_the_next():
     labels = torch.full((BATCH, SEQUENCE), -100)
     labels[:, 6] = 5  # the first token of chunk 1, which rank 1 has; rank 0 predicts it
     labels[:, 18] = 7  # the first token of chunk 3, which rank 0 has; rank 1 predicts it
-    rows = compared(model(), labels, world=World.of(cp=2))
+    rows = compared(model(), labels, cp=2)
     assert sum(row.breaches for row in rows) == 0
 
 
@@ -253,7 +253,7 @@ def test_gradients_that_are_not_sent_back_are_found_out(monkeypatch):
         return torch.cat([chunks[chunk] for chunk in context_gather.chunks_of(group)], dim=2)
 
     monkeypatch.setattr(context_gather, "_shares", own_alone)
-    rows = compared(model(), world=World.of(cp=2))
+    rows = compared(model(), cp=2)
     wrong = {row.module for row in rows if row.what == "gradients" and row.breaches}
     assert {"LlamaAttention.k_proj", "LlamaAttention.v_proj"} <= wrong
     assert "LlamaForCausalLM.lm_head" not in wrong
@@ -261,7 +261,7 @@ def test_gradients_that_are_not_sent_back_are_found_out(monkeypatch):
 
 def test_a_loss_of_the_own_part_alone_is_found_out(monkeypatch):
     monkeypatch.setattr(context_model._SumOfParts, "apply", lambda loss, *_: loss)
-    rows = compared(model(), world=World.of(cp=2))
+    rows = compared(model(), cp=2)
     assert next(row for row in rows if row.what == "loss").breaches == 2
 
 
@@ -287,7 +287,7 @@ def test_routers_are_balanced_over_the_whole_sequence(kind, options, padded):
 
 def test_routers_balanced_over_a_part_are_found_out(monkeypatch):
     monkeypatch.setattr(context_model, "adds_balancing_loss", lambda *_: False)
-    rows = compared(model("Mixtral", **BALANCED), world=World.of(cp=2))
+    rows = compared(model("Mixtral", **BALANCED), cp=2)
     assert sum(row.breaches for row in rows) > 0
 
 

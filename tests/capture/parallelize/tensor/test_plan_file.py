@@ -273,7 +273,7 @@ class OneOf:
 ATTENTION = '"transformer.h.*.attn.c_attn" = { style = "colwise", parts = 3 }'
 
 BAD = {
-    "syntax": ("model = ", r"plan\.toml is not a plan: "),
+    "syntax": ("model = ", r"plan\.toml: not valid TOML: "),
     "no class": ("[modules]", r"missing required field `model`.* expected model = \"CLASS\""),
     "no classes": ("model = []\n[modules]", r"Expected .* length >= 1"),
     "unknown key": (
@@ -284,7 +284,10 @@ BAD = {
         'model = "GPT"\n[modules]\nx = { style = "sideways" }',
         r"'x' has style 'sideways'; styles are colwise \(output features sliced\), rowwise",
     ),
-    "no parts": (f'model = "GPT"\n[modules]\n{ATTENTION.replace("3", "[]")}', r"expected >= 1"),
+    "no parts": (
+        f'model = "GPT"\n[modules]\n{ATTENTION.replace("3", "[]")}',
+        "expected 1 to 4096",
+    ),
     "no such module": (
         'model = "GPT"\n[modules]\n"transformer.h.*.attn.qkv" = { style = "colwise" }',
         r"names transformer\.h\.\*\.attn\.qkv, which GPT does not have; .*\n.*\n"
