@@ -49,7 +49,7 @@ REFUSED = {
     "--torchrun --dp 4 --nproc-per-node 3": "nodes-indivisible",
     "--moe-routing zipf:x": "routing-bad-exponent",
     "--network missing.toml": "file-unreadable",
-    "--sharding-plan train.py": "plan-malformed",
+    "--sharding-plan train.py": "toml-malformed",
     "--tp 2 --ranks 0,9": "ranks-out-of-range",
     "--ranks distinct": "ranks-of-one",
     "--capture-layers 4,2": "layers-not-ascending",
