@@ -1,12 +1,14 @@
 """Time and memory of `onerank convert`, compared with mlcommons/chakra's converter.
 
-    python benchmarks/convert_scale.py [--peer DIR] [--quick] [--kineto K --et E]
+    python benchmarks/convert_scale.py [--peer DIR] [--quick] [--kineto K --et E] [--adversarial]
 
 Inputs are made of the captures in traces/: the window with record ids, repeated one step after
 another. Of each copy the times are shifted by the window's length, and the ids (correlation,
 External id, Record function id, Ev Idx, Sequence number, nodes, tensors and their storages) so that
 none occurs twice. --peer names the directory that holds `chakra_trace_link` and `chakra_converter`.
---kineto and --et name another pair of files instead. A whole process is timed each time,
+--kineto and --et name another pair of files instead. --adversarial converts the traces of
+`adversarial_traces.py` instead, of 50, 100 and 200 thousand events: time near linear in the events
+at most doubles, less the second that a process takes to start. A whole process is timed each time,
 imports and the writing of the trace included: the shortest of three runs, its CPU time (user and
 system) and its peak resident size. On a machine that does other work, CPU time is the truer figure.
 """
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import adversarial_traces
 import msgspec
 
 import onerank
@@ -77,8 +80,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="leave out the million events")
     parser.add_argument("--kineto", type=Path)
     parser.add_argument("--et", type=Path)
+    parser.add_argument("--adversarial", action="store_true")
     options = parser.parse_args()
     conditions()
+    if options.adversarial:
+        adversarial()
+        return
     sizes = f"{'events':>9}{'ET nodes':>9}{'MB':>8}"
     print(f"{'input':<20}{sizes}{'s':>8}{'CPU s':>8}{'MiB':>7}{'events/s':>10}  kernel time")
     with tempfile.TemporaryDirectory() as directory:
@@ -105,6 +112,27 @@ def main() -> None:
             before = seconds
     if options.peer is None:
         print(PUBLISHED)
+
+
+def adversarial() -> None:
+    """Convert traces that have many of one thing, at three sizes."""
+    print(f"{'trace with many':<34}{'events':>9}{'CPU s':>8}{'MiB':>7}  growth of CPU time")
+    with tempfile.TemporaryDirectory() as directory:
+        where = Path(directory)
+        path, output = where / "kineto.json", where / "trace.et"
+        command = [sys.executable, "-m", "onerank", "convert", "--kineto", str(path), "--operators"]
+        for name, build in adversarial_traces.TRACES.items():
+            before = 0.0
+            for size in (50_000, 100_000, 200_000):
+                events = build(size)
+                adversarial_traces.write(path, events)
+                run = measured([*command, "-o", str(output)], where)
+                growth = f"{run.cpu_seconds / before:.2f} times" if before else ""
+                if run.code:
+                    growth = run.output.strip().splitlines()[-1]
+                before = run.cpu_seconds
+                figures = f"{len(events):>9}{run.cpu_seconds:>8.2f}{run.mebibytes:>7.0f}"
+                print(f"{name:<34}{figures}  {growth}", flush=True)
 
 
 def conditions() -> None:

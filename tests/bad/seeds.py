@@ -6,8 +6,8 @@ from pathlib import Path
 from onerank.ir import Collective, GraphBuilder, Job, Kind, Phase, ProcessGroup, Reason, World
 
 
-def chakra() -> bytes:
-    """Return a Chakra file with a node of every sort."""
+def chakra(*, peer: bool = True) -> bytes:
+    """Return a Chakra file with a node of every kind; `peer`: with a send, which has no receive."""
     builder = GraphBuilder()
     host = builder.add(kind=Kind.HOST_OP, name="aten::mm", thread=1, duration_ns=7000)
     gemm = builder.add(
@@ -18,10 +18,11 @@ def chakra() -> bytes:
         kind=Kind.COLLECTIVE, name="nccl", stream=20, collective=Collective.ALL_REDUCE,
         comm_bytes=64, group="tp",
     )  # fmt: skip
-    sent = builder.add(kind=Kind.SEND, name="send", comm_dst=1, comm_bytes=8, comm_tag=3)
     builder.edge(host, gemm, Reason.LAUNCH)
     builder.edge(gemm, call, Reason.SYNC)
-    builder.edge(call, sent, Reason.DATA)
+    if peer:
+        sent = builder.add(kind=Kind.SEND, name="send", comm_dst=1, comm_bytes=8, comm_tag=3)
+        builder.edge(call, sent, Reason.DATA)
     job = Job(world=World.of(tp=2), groups=(ProcessGroup("tp", (0, 1), "tp"),))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "small.et")

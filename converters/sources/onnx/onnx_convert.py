@@ -156,7 +156,12 @@ class _Lowering:
             domain="" if node.domain == "ai.onnx" else node.domain,
             inputs=inputs,
             outputs=outputs,
-            attributes={attribute.name: _attribute(attribute) for attribute in node.attribute},
+            # A reference to an attribute that the caller of a function did not give: no attribute.
+            attributes={
+                attribute.name: _attribute(attribute)
+                for attribute in node.attribute
+                if not attribute.ref_attr_name
+            },
             data=tuple(shapes.known.get(name) for name in node.input),
             weights=tuple(name in self._model.weights for name in node.input),
         )
