@@ -55,9 +55,9 @@ def _around(n: int) -> Event:
 
 def overlapping(n: int) -> list[Event]:
     """Return kernels of one stream that all run at once."""
-    launched = range(n // 2)
     return [_around(n)] + [
-        event for i in launched for event in (call(10.0 * i, i + 1), kernel(10 * i + 5.0, 1e6, i + 1))
+        event for i in range(n // 2)
+        for event in (call(10.0 * i, i + 1), kernel(10 * i + 5.0, 1e6, i + 1))
     ]  # fmt: skip
 
 
@@ -187,7 +187,8 @@ def inferred_stream_waits(n: int) -> list[Event]:
 def waits_for_itself(n: int) -> list[Event]:
     """Return waits of a stream for events that its own thread recorded, after all launches."""
     launched = [
-        event for i in range(n // 4) for event in (call(10.0 * i, i + 1), kernel(10 * i + 2.0, 3, i + 1))
+        event for i in range(n // 4)
+        for event in (call(10.0 * i, i + 1), kernel(10 * i + 2.0, 3, i + 1))
     ]  # fmt: skip
     begin = 2.5 * n
     waits = [

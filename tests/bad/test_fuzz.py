@@ -8,7 +8,10 @@ from families import FAMILIES
 from mutations import Choices
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+WRITTEN_BY_USERS = {"routing", *(name for name in FAMILIES if name.endswith("-toml"))}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WRITTEN_BY_USERS])
 def test_mutants_are_read_or_refused(name: str) -> None:
     """Seeds are fixed, so every run reads the same mutants; `Choices(seed)` makes one again."""
     family = FAMILIES[name]
