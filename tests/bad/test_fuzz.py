@@ -7,7 +7,6 @@ import pytest
 from families import FAMILIES
 from mutations import Choices
 
-
 WRITTEN_BY_USERS = {"routing", *(name for name in FAMILIES if name.endswith("-toml"))}
 
 
