@@ -7,7 +7,7 @@ another. Of each copy the times are shifted by the window's length, and the ids 
 External id, Record function id, Ev Idx, Sequence number, nodes, tensors and their storages) so that
 none occurs twice. --peer names the directory that holds `chakra_trace_link` and `chakra_converter`.
 --kineto and --et name another pair of files instead. --adversarial converts the traces of
-`adversarial_traces.py` instead, of 50, 100 and 200 thousand events: time near linear in the events
+`adversarial_traces.py` instead, of 25, 50 and 100 thousand events: time near linear in the events
 at most doubles, less the second that a process takes to start. A whole process is timed each time,
 imports and the writing of the trace included: the shortest of three runs, its CPU time (user and
 system) and its peak resident size. On a machine that does other work, CPU time is the truer figure.
@@ -123,7 +123,7 @@ def adversarial() -> None:
         command = [sys.executable, "-m", "onerank", "convert", "--kineto", str(path), "--operators"]
         for name, build in adversarial_traces.TRACES.items():
             before = 0.0
-            for size in (50_000, 100_000, 200_000):
+            for size in (25_000, 50_000, 100_000):
                 events = build(size)
                 adversarial_traces.write(path, events)
                 run = measured([*command, "-o", str(output)], where)

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame
-from onerank.ir.errors import ChakraError
+from onerank.ir.errors import ChakraError, first_line
 
 _HEAD_BYTES = 1 << 16
 
@@ -90,8 +90,10 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, position = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        except (ValueError, RecursionError) as error:
+            # Python refuses numbers of over 4300 digits by a plain ValueError.
+            reason = "nested too deep" if isinstance(error, RecursionError) else first_line(error)
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
             raise ChakraError(
                 f"{path}: line {line}: not JSON: {reason}", code="chakra-json-malformed"
             ) from error

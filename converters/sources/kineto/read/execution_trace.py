@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onerank.converters.sources.kineto.read.json_stream import ArrayFile
+from onerank.converters.sources.kineto.read.json_stream import ArrayFile, decode_raw
 from onerank.converters.sources.kineto.read.schema import (
     ExecutionTrace,
     FlatFile,
@@ -190,9 +190,9 @@ def _part(
 ) -> ExecutionTrace:
     numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
     kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
-    texts = (str(raw, "utf-8") for _, node in compress(numbered, kept) for raw in node.operands)
+    texts = (raw for _, node in compress(numbered, kept) for raw in node.operands)
     operands = np.zeros((6, len(numbered)), dtype=np.int32)
-    operands[:, kept] = strings.encode(texts).reshape(-1, 6).T
+    operands[:, kept] = strings.encode(decode_raw(path, texts)).reshape(-1, 6).T
     try:
         return ExecutionTrace(
             path=path,

@@ -7,7 +7,7 @@ the left, so such a text ends after an element. Nothing is assumed about the fil
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Generic, Literal, TypeVar
@@ -211,6 +211,22 @@ class ArrayFile(Generic[_T]):
             f"begins at byte {self._offset}",
             code="trace-malformed",
         )
+
+
+def decode_raw(path: Path, values: Iterable[msgspec.Raw]) -> Iterator[str]:
+    """Yield JSON values as text.
+
+    Raises:
+        TraceError: a value is not UTF-8. msgspec does not check a value that it leaves undecoded.
+    """
+    for value in values:
+        try:
+            yield str(value, "utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(
+                f"{path}: an operand is not UTF-8 ({error}): the file is damaged",
+                code="trace-not-utf8",
+            ) from error
 
 
 _BYTES = 1 << 20

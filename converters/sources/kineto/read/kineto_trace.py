@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.read.json_stream import ArrayFile
+from onerank.converters.sources.kineto.read.json_stream import ArrayFile, decode_raw
 from onerank.converters.sources.kineto.read.schema import (
     GPU_CATEGORIES,
     NO_CALL,
@@ -229,8 +229,8 @@ class _Reader:
     def _operands(self, args: list[Args]) -> I32:
         if not self.with_operands:
             return np.zeros((len(args), 3), dtype=np.int32)
-        texts = (str(raw, "utf-8") for a in args for raw in (a.values, a.shapes, a.types))
-        return self.strings.encode(texts).reshape(-1, 3)
+        texts = (raw for a in args for raw in (a.values, a.shapes, a.types))
+        return self.strings.encode(decode_raw(self.path, texts)).reshape(-1, 3)
 
     def _size(self, size: list[int] | str | None) -> int:
         if not size:

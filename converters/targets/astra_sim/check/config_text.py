@@ -24,7 +24,7 @@ def shown(value: Any) -> str:
     """Return a value as a message shows it, cut where it is long."""
     if value is None:
         return "not given"
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)  # TOML has dates and times
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
 
 
