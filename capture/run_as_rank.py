@@ -23,7 +23,7 @@ from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_slices
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
-from onerank.capture.parallelize.fewer_layers import FewerLayers
+from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.parallelize.tensor.slicer import Sliced
@@ -116,7 +116,8 @@ def run_as_rank(
         stack.enter_context(modules.installed())
         if not script_distributed:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
-        shallow = FewerLayers(options.depth)
+        stage = StageLayers.of(world, options.rank, options.pp_layers) if slices else None
+        shallow = FewerLayers(options.depth, stage)
         stack.enter_context(shallow.installed())
         windows = watch(options.windows, raw, modules, progress, peers)
 
@@ -205,6 +206,7 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             routing=routing,
             peers_absent=not options.record_real_job,
             pp_layers=options.pp_layers,
+            stage_depth=options.depth.layers if options.depth else None,
             cp_comm=options.cp_comm,
         )
 

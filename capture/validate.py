@@ -43,6 +43,7 @@ def validate_early(
         check_ranks(script, options, ranks, distributed=distributed)
     if layers is not None:
         check_layers(layers, options)
+        _check_stages(script, options, distributed)
 
 
 def validate(script: Path, options: Options) -> bool:
@@ -77,6 +78,8 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
     _check_launch(script, options, distributed)
     ranks_per_node(world.size, options.nproc_per_node)
     _check_slicing(script, options, distributed)
+    if options.depth is not None:
+        _check_stages(script, options, distributed)
     if distributed and options.data_parallel is not None:
         raise CaptureError(
             f"{script} creates process groups of its own, so it runs as it is, and --ddp, --fsdp "
@@ -223,11 +226,16 @@ def check_layers(layers: Sequence[int], options: Options) -> None:
             "choose one",
             code="layers-with-real-job",
         )
-    if options.world.sizes.get("pp", 1) > 1:
+
+
+def _check_stages(script: Path, options: Options, distributed: bool | None) -> None:
+    """Refuse `--capture-layers` for a script that makes its pipeline stages itself."""
+    if distributed and options.world.sizes.get("pp", 1) > 1:
         raise DepthError(
-            f"--capture-layers {text} with --pp {options.world.sizes['pp']}: a pipeline stage "
-            "holds part of the layers already; capture the stage whole, or leave --pp out",
-            code="layers-with-pp",
+            f"--capture-layers with --pp {options.world.sizes['pp']}: {script.name} distributes "
+            "itself, so its own stages are not cut by --pp\n"
+            "  configure fewer layers in the script, or leave --capture-layers out",
+            code="layers-with-own-pipeline",
         )
 
 

@@ -1,13 +1,19 @@
-"""Build Hugging Face models with fewer layers than their configuration says.
+"""Build Hugging Face models, or pipeline stages of them, with fewer layers than configured.
 
-A model reads its depth from its configuration, so the configuration is changed when construction
-begins; the omitted layers never exist. Their pattern is read from the whole model on torch's meta
-device, which holds shapes and no values.
+A whole model reads its depth from its configuration, so the configuration is changed when
+construction begins; the omitted layers never exist.
+
+A pipeline stage needs its own layers: what a layer is can depend on its index in the whole model
+(`first_k_dense_replace`, `mlp_only_layers`). The configuration therefore stays, and the layers that
+the stage does not run are built on torch's meta device, which holds shapes and no values. The
+slicer drops them with the layers of the other stages (`pipeline.stage.stage_model`).
+
+How the layers repeat is read from the whole model on the meta device.
 """
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +22,11 @@ import torch
 from torch import nn
 
 from onerank.capture.parallelize.hugging_face import MODELING, PretrainedConfig
-from onerank.capture.patches import after_import, patched
+from onerank.capture.parallelize.pipeline.stage import split_layers
+from onerank.capture.patches import after_import, patched, replaced
 from onerank.converters.expand.layers import Pattern, check_depths
-from onerank.ir.errors import DepthError, first_line
+from onerank.ir import World
+from onerank.ir.errors import DepthError, OneRankError, first_line
 
 _SEEN = "_onerank_depth"
 
@@ -33,7 +41,7 @@ class Depth:
     """How many layers to build, and which depths the whole capture covers.
 
     Attributes:
-        layers: layers to build.
+        layers: layers to build; under pipeline parallelism, of the stage.
         captured: all depths of the capture, ascending.
     """
 
@@ -43,10 +51,10 @@ class Depth:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model as its script configured it.
+    """The layers of a model, or of its pipeline stage, as the script configured them.
 
     Attributes:
-        depth: how many there are.
+        depth: number of layers.
         pattern: how they repeat.
     """
 
@@ -54,19 +62,57 @@ class Layers:
     pattern: Pattern
 
 
+@dataclass(frozen=True)
+class StageLayers:
+    """Which pipeline stage of a model is captured.
+
+    Attributes:
+        stage: index of the stage.
+        stages: number of stages.
+        requested: layers of each stage; () splits them evenly.
+    """
+
+    stage: int
+    stages: int
+    requested: tuple[int, ...]
+
+    @classmethod
+    def of(cls, world: World, rank: int, requested: tuple[int, ...]) -> "StageLayers | None":
+        """Return the stage of a rank; None in a world without a pipeline axis."""
+        if "pp" not in world.sizes:
+            return None
+        return cls(world.point(rank)["pp"], world.sizes["pp"], requested)
+
+    def of_model(self, depth: int) -> range:
+        """Return the layers of the stage in a model of `depth` layers."""
+        counts = split_layers(depth, self.stages, self.requested)
+        first = sum(counts[: self.stage])
+        return range(first, first + counts[self.stage])
+
+
 class FewerLayers:
     """Builds every Hugging Face model of a script with `depth.layers` layers; None keeps all.
+
+    Args:
+        depth: layers to build.
+        stage: the pipeline stage whose layers are counted; None counts those of the model.
 
     Attributes:
         layers: the layers that the script configured; None until a model is built.
     """
 
-    def __init__(self, depth: Depth | None) -> None:
+    def __init__(self, depth: Depth | None, stage: StageLayers | None = None) -> None:
         self.layers: Layers | None = None
         self._depth = depth
+        self._stage = stage
         self._model = ""
+        self._model_depth = 0
         self._probing = False
-        self._failure: DepthError | None = None
+        self._failure: OneRankError | None = None
+        self._undo = contextlib.ExitStack()
+        self._built: range = range(0)  # layers that get memory, of a model with a pipeline stage
+        self._constructed = 0  # layers of the current model so far
+        self._inside_layer = False
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -76,7 +122,7 @@ class FewerLayers:
             yield
             return
         try:
-            with after_import(MODELING, lambda: self._patched(depth)):
+            with self._undo, after_import(MODELING, lambda: self._patched(depth)):
                 yield
         finally:
             if self._failure is not None:  # the script may have caught it where it was raised
@@ -91,9 +137,10 @@ class FewerLayers:
         @functools.wraps(original)  # transformers reads the signature
         def built(model: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
             if not self._probing and isinstance(config, PretrainedConfig):
+                self._constructed = 0  # a model's layers follow its base class's __init__
                 try:
                     self._shrink(depth, type(model).__name__, config)
-                except DepthError as error:
+                except OneRankError as error:
                     self._failure = error
                     raise
             original(model, config, *args, **kwargs)
@@ -132,38 +179,72 @@ class FewerLayers:
                 "--capture-layers cannot determine how many layers it has: leave it out",
                 code="layers-no-config-key",
             )
-        if self.layers is not None and self.layers.depth != depth:
+        if self.layers is not None and self._model_depth != depth:
             raise DepthError(
-                f"the script builds {self._model} of {self.layers.depth} layers and {model} of "
+                f"the script builds {self._model} of {self._model_depth} layers and {model} of "
                 f"{depth}: --capture-layers supports one depth: leave it out",
                 code="layers-two-depths",
             )
         if self.layers is None:
-            self.layers, self._model = self._whole_layers(requested, model, text, depth), model
-        _configure(config, text, depth, requested.layers)
+            self.layers = self._whole_layers(requested, model, text, depth)
+            self._model, self._model_depth = model, depth
+        if self._stage is None:
+            _configure(config, text, depth, requested.layers)
 
     def _whole_layers(self, requested: Depth, model: str, text: Any, depth: int) -> Layers:
-        """Return the whole model's layers after checking that the captured depths suffice."""
+        """Return the configured layers after checking that the captured depths suffice."""
         captured = ",".join(map(str, requested.captured))
         deepest = requested.captured[-1]
-        if deepest > depth:
+        members = range(depth) if self._stage is None else self._stage.of_model(depth)
+        if self._stage is not None:
+            model = f"stage {self._stage.stage} of {model}"
+        if deepest > len(members):
             raise DepthError(
-                f"--capture-layers {captured}: {model} has {depth} layers, fewer than the "
-                f"requested {deepest}\n  give depths up to {depth}",
+                f"--capture-layers {captured}: {model} has {len(members)} layers, fewer than the "
+                f"requested {deepest}\n  give depths up to {len(members)}",
                 code="layers-too-deep",
             )
-        kinds = self._fingerprints(model, text, depth)
+        layers = self._meta_layers(model, text, depth)
+        kinds = _without_indices([_fingerprint(layer) for layer in layers])
+        kinds = kinds[members.start : members.stop]
         pattern = Pattern.of([repr(kind) for kind in kinds])
-        if deepest < depth and pattern.deepest > depth:
+        if deepest < len(members) and pattern.deepest > len(members):
             raise DepthError(
-                f"--capture-layers {captured}: the {depth} layers of {model} do not repeat: "
-                f"{_layer_differences(kinds)}\n  capture it whole: leave --capture-layers out",
+                f"--capture-layers {captured}: the {len(members)} layers of {model} do not "
+                f"repeat: {_layer_differences(kinds, members.start)}\n"
+                "  capture it whole: leave --capture-layers out",
                 code="layers-not-repeating",
             )
-        check_depths(list(requested.captured), depth, pattern)
-        return Layers(depth, pattern)
+        check_depths(list(requested.captured), len(members), pattern, model)
+        if self._stage is not None:
+            self._built = members[: requested.layers]
+            for kind in {type(layer) for layer in layers}:
+                self._undo.enter_context(
+                    replaced(kind, "__init__", self._layer_init(kind.__init__, depth))
+                )
+        return Layers(len(members), pattern)
 
-    def _fingerprints(self, model: str, text: Any, depth: int) -> list[Fingerprint]:
+    def _layer_init(self, original: Callable[..., None], depth: int) -> Callable[..., None]:
+        """Return a layer's `__init__` that builds layers outside the stage on the meta device."""
+
+        @functools.wraps(original)
+        def init(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if self._inside_layer or self._probing:  # also a base class that is a layer itself
+                original(layer, *args, **kwargs)
+                return
+            number = self._constructed % depth
+            self._constructed += 1
+            self._inside_layer = True
+            try:
+                with contextlib.nullcontext() if number in self._built else torch.device("meta"):
+                    original(layer, *args, **kwargs)
+            finally:
+                self._inside_layer = False
+
+        return init
+
+    def _meta_layers(self, model: str, text: Any, depth: int) -> Sequence[nn.Module]:
+        """Return the layers of the whole model, built on the meta device."""
         from transformers.models.auto.modeling_auto import AutoModel
 
         self._probing = True
@@ -186,8 +267,7 @@ class FewerLayers:
                 "configuration), so --capture-layers cannot identify its layers: leave it out",
                 code="layers-no-list",
             )
-        largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
-        return _without_indices([_fingerprint(layer) for layer in largest])
+        return [*max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))]
 
 
 def _configure(config: Any, text: Any, depth: int, layers: int) -> None:
@@ -225,15 +305,15 @@ def _without_indices(layers: list[Fingerprint]) -> list[Fingerprint]:
     return [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
 
 
-def _layer_differences(kinds: list[Fingerprint]) -> str:
-    """Describe which layers differ from the previous layer, and in which property."""
+def _layer_differences(kinds: list[Fingerprint], first: int) -> str:
+    """Describe which layers, counted from `first`, differ from the previous one, and in what."""
     differences: list[str] = []
     for layer in range(1, len(kinds)):
         before, after = kinds[layer - 1], kinds[layer]
         keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         if keys:
             differences.append(
-                f"layer {layer} differs from layer {layer - 1} in {keys[0]} "
+                f"layer {first + layer} differs from layer {first + layer - 1} in {keys[0]} "
                 f"({after.get(keys[0])} against {before.get(keys[0])})"
             )
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""

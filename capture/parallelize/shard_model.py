@@ -1,5 +1,6 @@
 """Slice a model to one rank along every parallel axis."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def slice_to_rank(
     routing: Routing | None = None,
     peers_absent: bool = True,
     pp_layers: Sequence[int] = (),
+    stage_depth: int | None = None,
     cp_comm: ContextComm = "all_gather",
 ) -> Sliced:
     """Reduce a model to the slice of one rank and insert its communication.
@@ -52,6 +54,7 @@ def slice_to_rank(
         routing: how tokens are routed to experts; None leaves it to the model's router.
         peers_absent: whether the other ranks do not exist, so that collectives return no data.
         pp_layers: layers of each pipeline stage; () splits them evenly.
+        stage_depth: layers of its stage to keep (`--capture-layers`); None keeps all.
         cp_comm: how keys and values travel between context-parallel ranks.
 
     Raises:
@@ -81,11 +84,15 @@ def slice_to_rank(
     if has_stages:
         line = world.line("pp", rank)
         shards = tensor.size() if tensor is not None and sequence else 1
-        reduce_to_stage = stage_encoder_decoder if is_encoder_decoder(model) else stage_model
+        reduce_to_stage = (
+            stage_encoder_decoder
+            if is_encoder_decoder(model)
+            else functools.partial(stage_model, depth=stage_depth)
+        )
         stage = reduce_to_stage(
             model, new_group("pp", line), line, new_group, pp_layers, shards=shards
         )
-        modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
+        modules["layer"] = stage_depth or stage.pipeline.layers[stage.pipeline.stage]
         for tied in stage.tied:
             if tied.is_copy:
                 duplicates |= {n for n, p in model.named_parameters() if p is tied.weight}

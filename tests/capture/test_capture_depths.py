@@ -137,14 +137,108 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
 def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     given, options, layers, pattern = CASES[case]
     script = write(tmp_path, **given)
-    captures = {count: at(script, layers, count, **options) for count in layers}
-    assert {one.layers.depth for one in captures.values()} == {WHOLE}
-    assert {one.layers.pattern for one in captures.values()} == {Pattern(*pattern)}
-    graphs = {n: in_steps_of(one.graph, (9 - n) * 10**6) for n, one in captures.items()}
-    made = extrapolate(graphs, WHOLE, Pattern(*pattern))
-    gc.collect()
-    whole = capture(script, [], Options(windows=PLAN, **options)).graph
+    made, whole = extrapolated_and_whole(script, options, layers, WHOLE, Pattern(*pattern))
+    compare(made, whole, layers, WHOLE)
+    made.write(tmp_path / "made.et")
+    assert check(tmp_path / "made.et") == []
+    assert onerank.read(tmp_path / "made.et").job == made.job
 
+
+STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tuple[int, int]]] = {
+    "the first of two, with the embedding": (
+        {"batches": 2, "changes": {"num_hidden_layers": 11}},
+        {"world": World.of(tp=2, pp=2), "rank": 0},
+        (2, 4),
+        6,
+        (0, 1),
+    ),
+    "the last of two, uneven, with the head, sharded sequence": (
+        {"batches": 2, "changes": {"num_hidden_layers": 11}},
+        {"world": World.of(tp=2, pp=2), "rank": 2, "sequence_parallel": True},
+        (2, 4),
+        5,
+        (0, 1),
+    ),
+    "an inner one of four, by --pp-layers, checkpointed, foreach": (
+        {"prepare": CHECKPOINT, "optimizer": {"foreach": True}, "changes": {"num_hidden_layers": 9}},
+        {"world": World.of(pp=4), "rank": 1, "pp_layers": (1, 6, 1, 1)},
+        (2, 4),
+        6,
+        (0, 1),
+    ),
+    "the last of four, sharded states": (
+        {"batches": 2, "changes": {"num_hidden_layers": 9}},
+        {"world": World.of(dp=2, pp=4), "rank": 6, "pp_layers": (1, 1, 1, 6),
+         "data_parallel": "fsdp"},
+        (2, 4),
+        6,
+        (0, 1),
+    ),
+    "tied embedding, flat buffers of gradients": (
+        {"batches": 2, "changes": {"num_hidden_layers": 7, "tie_word_embeddings": True}},
+        {"world": World.of(dp=2, pp=2), "rank": 2, "pp_layers": (2, 5), "data_parallel": "zero1"},
+        (2, 4),
+        5,
+        (0, 1),
+    ),
+    "buckets of gradients": (
+        {"changes": {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 2048}},
+        {"world": World.of(dp=2, pp=2), "rank": 2, "pp_layers": (2, 6), "data_parallel": "ddp"},
+        (2, 4),
+        6,
+        (0, 1),
+    ),
+    "layers that take turns, from an odd one": (
+        {"kind": "Gemma3Text",
+         "changes": {**TAKES_TURNS, "num_hidden_layers": 9, "layer_types":
+                     [*["sliding_attention", "full_attention"] * 4, "sliding_attention"]}},
+        {"world": World.of(pp=2), "rank": 1, "pp_layers": (3, 6)},
+        (2, 4),
+        6,
+        (0, 2),
+    ),
+    "experts behind a dense layer of the stage before": (
+        {"kind": "DeepseekV3", "changes": {**LATENT, "num_hidden_layers": 7}},
+        {"world": World.of(pp=2), "rank": 1, "pp_layers": (2, 5)},
+        (2, 4),
+        5,
+        (0, 1),
+    ),
+    "a dense layer before the experts of the stage": (
+        {"kind": "DeepseekV3", "changes": {**LATENT, "num_hidden_layers": 7}},
+        {"world": World.of(pp=2), "rank": 0, "pp_layers": (5, 2)},
+        (2, 4),
+        5,
+        (1, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_an_extrapolated_stage_is_the_stage_captured_whole(tmp_path, case):
+    given, options, layers, depth, pattern = STAGES[case]
+    script = write(tmp_path, **given)
+    made, whole = extrapolated_and_whole(script, options, layers, depth, Pattern(*pattern))
+    compare(made, whole, layers, depth)
+    assert made.job.pipeline == whole.job.pipeline
+    assert made.job.classes == whole.job.classes
+    made.write(tmp_path / "made.et")
+    assert onerank.read(tmp_path / "made.et").job == made.job
+
+
+def extrapolated_and_whole(
+    script: Path, options: dict[str, Any], layers: tuple[int, ...], depth: int, pattern: Pattern
+) -> tuple[Graph, Graph]:
+    captures = {count: at(script, layers, count, **options) for count in layers}
+    assert {one.layers.depth for one in captures.values()} == {depth}
+    assert {one.layers.pattern for one in captures.values()} == {pattern}
+    graphs = {n: in_steps_of(one.graph, (9 - n) * 10**6) for n, one in captures.items()}
+    made = extrapolate(graphs, depth, pattern)
+    gc.collect()
+    return made, capture(script, [], Options(windows=PLAN, **options)).graph
+
+
+def compare(made: Graph, whole: Graph, layers: tuple[int, ...], depth: int) -> None:
     assert nodes(made) == nodes(whole)
     assert calls(made) == calls(whole)
     assert edges(made) == edges(whole)
@@ -159,8 +253,6 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     rise, expected_rise = (t.peak_memory_bytes - t.start_memory_bytes for t in (told, expected))
     assert rise == pytest.approx(expected_rise, rel=1e-4)
     assert blocks(made) == blocks(whole)
-    made.write(tmp_path / "made.et")
-    assert check(tmp_path / "made.et") == []
 
     falls = "step time: the line through the captures falls by 1000000 ns with each layer"
     assert any(note.startswith(falls) for note in made.job.measurement.notes)
@@ -168,11 +260,10 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     assert depths is not None
     assert depths.comm_bytes.at_depth == expected_bytes(whole)
     assert depths.comm_bytes.at_depth == expected_bytes(made)
-    assert (depths.module, depths.depth) == ("model.layers", WHOLE)
-    assert depths.copied == WHOLE - layers[-1]
+    assert (depths.module, depths.depth) == ("model.layers", depth)
+    assert depths.copied == depth - layers[-1]
     added = made.job.measurement.activation_bytes
     assert added == pytest.approx(whole.job.measurement.activation_bytes, rel=1e-4)
-    assert onerank.read(tmp_path / "made.et").job == made.job
 
 
 def in_steps_of(graph: Graph, step_ns: int) -> Graph:
@@ -317,7 +408,6 @@ def test_a_script_of_its_own_modules_is_refused(tmp_path):
         ((4, 2), World(), "layers-not-ascending"),
         ((2, 2), World(), "layers-not-ascending"),
         ((4,), World(), "layers-one-depth"),
-        ((2, 4), World.of(pp=2), "layers-with-pp"),
     ],
 )
 def test_depths_that_make_no_line(tmp_path, layers, world, code):

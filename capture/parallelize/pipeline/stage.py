@@ -167,6 +167,7 @@ def stage_model(
     requested: Sequence[int] = (),
     *,
     shards: int = 1,
+    depth: int | None = None,
 ) -> PipelineStage:
     """Reduce a model to this rank's pipeline stage and insert sends and receives.
 
@@ -178,6 +179,7 @@ def stage_model(
         requested: layers of each stage; () splits evenly.
         shards: shards of the sequence between blocks (sequence parallelism); stages exchange one
             shard.
+        depth: layers of the stage to keep, from its first; None keeps all.
 
     Raises:
         SliceError: the model is not one list of layers between an embedding and a head.
@@ -193,7 +195,7 @@ def stage_model(
     parts = model_parts_of(model)
     counts = split_layers(len(parts.layers), stages, requested)
     first = sum(counts[:stage])
-    kept = slice(first, first + counts[stage])
+    kept = slice(first, first + (depth or counts[stage]))
     before = sum(p.numel() for p in model.parameters())
     work_keys = stage_keys(parts, counts)
     list_name = next(name for name, module in model.named_modules() if module is parts.layers)

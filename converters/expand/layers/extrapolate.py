@@ -24,7 +24,12 @@ from onerank.converters.expand.layers.fit_report import (
     extrapolated_measurement,
     fit_depths,
 )
-from onerank.converters.expand.layers.layer_passes import find_layers, layers_module
+from onerank.converters.expand.layers.layer_passes import (
+    find_layers,
+    first_layer,
+    layers_module,
+    renumber_layers,
+)
 from onerank.converters.expand.layers.layer_period import (
     LayerPlan,
     Pattern,
@@ -47,9 +52,12 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
     follows the line through the shallowest and the deepest capture. If the deepest capture has all
     layers, its graph is returned and only the fitted lines are added.
 
+    Captures of a pipeline stage give the graph of the stage at its own depth. Its layers keep their
+    numbers in the whole model.
+
     Args:
         graphs: number of layers -> capture; at least two.
-        depth: layers of the model.
+        depth: layers of the model, or of its stage.
         pattern: how its layers repeat; None finds it from equal sequences of nodes.
 
     Raises:
@@ -62,8 +70,18 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
             f"least two depths from 1 to {depth}",
             code="depth-too-few-captures",
         )
+    first = first_layer(graphs[layers[-1]].job)
+    module = layers_module(dict(graphs), first)
+    from_zero = {count: renumber_layers(graph, module, -first) for count, graph in graphs.items()}
+    return renumber_layers(_extrapolate(from_zero, module, depth, pattern), module, first)
+
+
+def _extrapolate(
+    graphs: Mapping[int, Graph], module: str, depth: int, pattern: Pattern | None
+) -> Graph:
+    """Return the graph at `depth` from captures whose layers are numbered from 0."""
+    layers = sorted(graphs)
     whole = layers[-1] == depth
-    module = layers_module(dict(graphs))
     calls = {count: find_bucket_calls(graph) for count, graph in graphs.items()}
     repeating, last = dict(graphs), calls[layers[-1]]
     # Gradient buckets span layers, so their calls are removed here and inserted again below.
@@ -129,8 +147,16 @@ def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: 
     )
 
 
-def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:
+def check_depths(
+    layers: list[int], depth: int, pattern: Pattern, model: str = "the model"
+) -> None:
     """Check that captures at these depths suffice for a model of `depth` layers.
+
+    Args:
+        layers: the captured depths, ascending.
+        depth: layers of the model, or of its pipeline stage.
+        pattern: how its layers repeat.
+        model: what has these layers, for the message.
 
     Raises:
         DepthError: they do not; the message names depths that would.
@@ -150,7 +176,7 @@ def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:
     )
     repeats = "are equal" if period == 1 else f"repeat every {period}"
     raise DepthError(
-        f"--capture-layers {','.join(map(str, layers))}: of the model's {depth} layers "
+        f"--capture-layers {','.join(map(str, layers))}: of the {depth} layers of {model} "
         f"{repeating} {repeats}, and {why}; the deepest must have at least {pattern.deepest}\n  "
         + (
             f"try --capture-layers {lower},{least}"

@@ -252,8 +252,10 @@ def _peak(
 
 def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChanges) -> list[str]:
     listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
+    pipeline = captured.deep.graph.job.pipeline
+    stage = "" if pipeline is None else f"stage {pipeline.stage} "
     notes = [
-        f"extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "
+        f"{stage}extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "
         f"layers of {depths.module} are copies"
     ]
     if len(depths.layers) == 2:

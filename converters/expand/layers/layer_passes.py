@@ -8,12 +8,13 @@ operation belongs to the layer of the operator that launched it.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir import UNKNOWN, Graph, Phase, Reason
+from onerank.ir import UNKNOWN, Graph, Job, Phase, Reason
 from onerank.ir.errors import DepthError
 from onerank.ir.graph import Mask
 
@@ -78,8 +79,58 @@ class LayeredGraph:
             at += 1 + len(self.launched.get(block[at], ()))
 
 
-def layers_module(graphs: dict[int, Graph]) -> str:
+def first_layer(job: Job) -> int:
+    """Return the number of the first layer: a pipeline stage counts those of earlier stages."""
+    return 0 if job.pipeline is None else sum(job.pipeline.layers[: job.pipeline.stage])
+
+
+def renumber_layers(graph: Graph, module: str, shift: int) -> Graph:
+    """Return the graph with `shift` added to the layer number in every module path.
+
+    Args:
+        graph: a graph of a model or of a pipeline stage.
+        module: path of the layers.
+        shift: difference of the numbers.
+    """
+    if shift == 0:
+        return graph
+    numbered = re.compile(_numbered_path(module))
+
+    def renumbered(path: str) -> str:
+        return numbered.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", path, count=1)
+
+    job = graph.job
+    modules = tuple(
+        msgspec.structs.replace(
+            entry,
+            path=renumbered(entry.path),
+            layer=renumbered(entry.layer),
+            scope=renumbered(entry.scope),
+        )
+        for entry in job.modules
+    )
+    scopes = tuple(
+        msgspec.structs.replace(scope, path=renumbered(scope.path))
+        for scope in job.measurement.scopes
+    )
+    measured = msgspec.structs.replace(job.measurement, scopes=scopes)
+    graph = graph.with_columns(module=[renumbered(path) for path in graph.text("module")])
+    return replace(
+        graph, job=msgspec.structs.replace(job, modules=modules, measurement=measured)
+    )
+
+
+def _numbered_path(module: str) -> str:
+    """Return a pattern for the start of a layer's path: its lead, then its number."""
+    return "^(" + re.escape(f"{module}." if module else "") + r")(\d+)(?=\.|$)"
+
+
+def layers_module(graphs: dict[int, Graph], first: int) -> str:
     """Return the path under which each graph has as many numbered modules as its depth.
+
+    Args:
+        graphs: number of layers -> capture.
+        first: number of the first layer.
 
     Raises:
         DepthError: no path does.
@@ -90,11 +141,11 @@ def layers_module(graphs: dict[int, Graph]) -> str:
     fit = [
         path
         for path in numbers[deepest]
-        if all(numbers[depth].get(path) == set(range(depth)) for depth in graphs)
+        if all(numbers[depth].get(path) == set(range(first, first + depth)) for depth in graphs)
     ]
     if len(fit) == 1:
         return fit[0]
-    listed = ", ".join(f"{path}.0-{max(n)}" for path, n in sorted(numbers[deepest].items()))
+    listed = ", ".join(f"{path}.{min(n)}-{max(n)}" for path, n in sorted(numbers[deepest].items()))
     raise DepthError(
         f"at {deepest} layers the trace has the numbered modules {listed or 'none'}; expected one "
         f"list with as many members as layers, found {len(fit)}\n"
