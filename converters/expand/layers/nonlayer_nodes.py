@@ -135,9 +135,13 @@ def align_without(
 
 
 def align_loosely(
-    shallow: Sequence[Hashable], deep: Sequence[Hashable], between: int
+    shallow: Sequence[Named], deep: Sequence[Named], between: int
 ) -> tuple[Alignment, list[int], list[int]]:
     """Align two captures that differ in more than their depth, such as a step that logs its loss.
+
+    Where the captures differ, elements of the same name and phase at either end of the difference
+    are pairs: the flat buffer that ZeRO fills grows, and the parameters in a rank's shard of it
+    need not repeat with the layers.
 
     Returns:
         The alignment; the positions in the shallow and in the deep capture without a counterpart.
@@ -146,16 +150,24 @@ def align_loosely(
     only_shallow: list[int] = []
     only_deep: list[int] = []
     codes = SequenceMatcher(None, shallow, deep, autojunk=False).get_opcodes()
-    for code, i, i_end, j, j_end in codes:
+    for code, i, i_stop, j, j_stop in codes:
         if code == "equal":
-            alignment.pairs.extend(zip(range(i, i_end), range(j, j_end), strict=True))
+            alignment.pairs.extend(zip(range(i, i_stop), range(j, j_stop), strict=True))
             continue
+        i_end, j_end = i_stop, j_stop
+        while i < i_end and j < j_end and shallow[i_end - 1][:2] == deep[j_end - 1][:2]:
+            i_end, j_end = i_end - 1, j_end - 1
         units = range((j_end - j) // between, 0, -1)
         unit = next((u for u in units if _repeats(deep, j - u, u, between + 1)), 0)
         if unit:
             alignment.units.append((j + unit * (between - 1), unit))
+            j += unit * between
+        while i < i_end and j < j_end and shallow[i][:2] == deep[j][:2]:
+            alignment.pairs.append((i, j))
+            i, j = i + 1, j + 1
+        alignment.pairs.extend(zip(range(i_end, i_stop), range(j_end, j_stop), strict=True))
         only_shallow += range(i, i_end)
-        only_deep += range(j + unit * between, j_end)
+        only_deep += range(j, j_end)
     return alignment, only_shallow, only_deep
 
 
