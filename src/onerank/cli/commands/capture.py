@@ -72,7 +72,7 @@ class CaptureOptions:
     )
     capture_layers: tuple[int, ...] | None = option(
         "Capture a Hugging Face model built with this many layers, at each depth in turn, and "
-        "extrapolate to its own depth.",
+        "extrapolate to its own depth. With --pp: layers of the captured stage.",
         heading=CAPTURED,
         default=None,
         metavar="N,N[,...]",
