@@ -148,6 +148,29 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
     assert "is of stage 0 of a pipeline" in refused.stderr
 
 
+def test_stages_extrapolated_to_their_own_depths_become_a_workload_of_all(tmp_path):
+    script, stages = tmp_path / "train.py", tmp_path / "stages"
+    script.write_text(LLAMA.replace("num_hidden_layers=3", "num_hidden_layers=9"))
+    stages.mkdir()
+    told("capture", "run", script, "--pp", 2, "--capture-layers", "2,3", "--ranks", "distinct",
+         *SHORT, "-o", stages / "t.et")  # fmt: skip
+    graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 1)}
+    lists: list[Any] = []
+    for rank, graph in graphs.items():
+        assert graph.job.pipeline == Pipeline(rank, (5, 4))
+        depths = graph.job.measurement.depths
+        assert depths is not None
+        assert (depths.layers, depths.depth, depths.copied) == ((2, 3), 5 - rank, 2 - rank)
+        lists.append(sorted({m.path for m in graph.job.modules if m.role == "layer"}))
+        recost(graph, "H100").write(stages / f"t.{rank}.et")
+    assert lists == [
+        [f"model.layers.{number}" for number in numbers] for numbers in (range(5), range(5, 9))
+    ]
+    told("export", "astra-sim", stages, "--schedule", "1f1b", "--micro-batches", 4,
+         "-o", tmp_path / "out")  # fmt: skip
+    assert check(tmp_path / "out") == []
+
+
 EXPERTS = """
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM

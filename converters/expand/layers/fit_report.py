@@ -254,9 +254,10 @@ def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChan
     listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
     pipeline = captured.deep.graph.job.pipeline
     stage = "" if pipeline is None else f"stage {pipeline.stage} "
+    copies = "layer of {} is a copy" if depths.copied == 1 else "layers of {} are copies"
     notes = [
-        f"{stage}extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "
-        f"layers of {depths.module} are copies"
+        f"{stage}extrapolated to {depths.depth} layers from captures with {listed}: "
+        f"{depths.copied} {copies.format(depths.module)}"
     ]
     if len(depths.layers) == 2:
         notes.append(
