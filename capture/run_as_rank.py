@@ -116,8 +116,10 @@ def run_as_rank(
         stack.enter_context(modules.installed())
         if not script_distributed:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
-        stage = StageLayers.of(world, options.rank, options.pp_layers) if slices else None
-        shallow = FewerLayers(options.depth, stage)
+        shallow = FewerLayers(
+            options.depth,
+            StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
+        )
         stack.enter_context(shallow.installed())
         windows = watch(options.windows, raw, modules, progress, peers)
 

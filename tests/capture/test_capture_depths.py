@@ -28,8 +28,11 @@ PLAN = WindowPlan(warm_up=1, pure=1)
 WHOLE = 6
 
 NUMBER_BYTES = 8
-"""A number that Python passes to an operator, recorded for the operator before it. The last operator
-of the optimizer's loop has none, so copies of a loop that ends with a layer's parameter lack one."""
+"""A number that Python passes to an operator, recorded for the operator before it.
+
+The last operator of the optimizer's loop has none, so copies of a loop that ends with a layer's
+parameter lack one.
+"""
 
 SCRIPT = """
     import torch

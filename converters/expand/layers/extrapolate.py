@@ -147,9 +147,7 @@ def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: 
     )
 
 
-def check_depths(
-    layers: list[int], depth: int, pattern: Pattern, model: str = "the model"
-) -> None:
+def check_depths(layers: list[int], depth: int, pattern: Pattern, model: str = "the model") -> None:
     """Check that captures at these depths suffice for a model of `depth` layers.
 
     Args:

@@ -115,9 +115,7 @@ def renumber_layers(graph: Graph, module: str, shift: int) -> Graph:
     )
     measured = msgspec.structs.replace(job.measurement, scopes=scopes)
     graph = graph.with_columns(module=[renumbered(path) for path in graph.text("module")])
-    return replace(
-        graph, job=msgspec.structs.replace(job, modules=modules, measurement=measured)
-    )
+    return replace(graph, job=msgspec.structs.replace(job, modules=modules, measurement=measured))
 
 
 def _numbered_path(module: str) -> str:

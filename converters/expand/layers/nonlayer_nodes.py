@@ -150,25 +150,31 @@ def align_loosely(
     only_shallow: list[int] = []
     only_deep: list[int] = []
     codes = SequenceMatcher(None, shallow, deep, autojunk=False).get_opcodes()
-    for code, i, i_stop, j, j_stop in codes:
+    for code, i, i_end, j, j_end in codes:
         if code == "equal":
-            alignment.pairs.extend(zip(range(i, i_stop), range(j, j_stop), strict=True))
+            alignment.pairs.extend(zip(range(i, i_end), range(j, j_end), strict=True))
             continue
-        i_end, j_end = i_stop, j_stop
-        while i < i_end and j < j_end and shallow[i_end - 1][:2] == deep[j_end - 1][:2]:
-            i_end, j_end = i_end - 1, j_end - 1
-        units = range((j_end - j) // between, 0, -1)
+        after = _same_names(shallow[i:i_end][::-1], deep[j:j_end][::-1])
+        units = range((j_end - after - j) // between, 0, -1)
         unit = next((u for u in units if _repeats(deep, j - u, u, between + 1)), 0)
         if unit:
             alignment.units.append((j + unit * (between - 1), unit))
-            j += unit * between
-        while i < i_end and j < j_end and shallow[i][:2] == deep[j][:2]:
-            alignment.pairs.append((i, j))
-            i, j = i + 1, j + 1
-        alignment.pairs.extend(zip(range(i_end, i_stop), range(j_end, j_stop), strict=True))
-        only_shallow += range(i, i_end)
-        only_deep += range(j, j_end)
+        start = j + unit * between
+        before = _same_names(shallow[i : i_end - after], deep[start : j_end - after])
+        alignment.pairs.extend(zip(range(i, i + before), range(start, start + before), strict=True))
+        alignment.pairs.extend(
+            zip(range(i_end - after, i_end), range(j_end - after, j_end), strict=True)
+        )
+        only_shallow += range(i + before, i_end - after)
+        only_deep += range(start + before, j_end - after)
     return alignment, only_shallow, only_deep
+
+
+def _same_names(shallow: Sequence[Named], deep: Sequence[Named]) -> int:
+    """Return how many leading elements of both have the same name and phase."""
+    pairs = enumerate(zip(shallow, deep, strict=False))
+    differing = (at for at, (few, many) in pairs if few[:2] != many[:2])
+    return next(differing, min(len(shallow), len(deep)))
 
 
 def _repeats(deep: Sequence[Hashable], start: int, unit: int, times: int) -> bool:
