@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from onerank.capture.parallelize.hugging_face import MODELING, PretrainedConfig
-from onerank.capture.parallelize.pipeline.stage import split_layers
+from onerank.capture.parallelize.model_structure import split_layers
 from onerank.capture.patches import after_import, patched, replaced
 from onerank.converters.expand.layers import Pattern, check_depths
 from onerank.ir import World

@@ -1,4 +1,4 @@
-"""The parts of a causal language model: embeddings, layers, norm, head."""
+"""The parts of a causal language model: embeddings, layers, norm, head; its pipeline stages."""
 
 import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -168,6 +168,31 @@ def refuse_early_norm(
         layer.register_forward_pre_hook(begin)
     for norm in norms:
         norm.register_forward_pre_hook(check)
+
+
+def split_layers(total: int, stages: int, requested: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the layers of each stage: `requested`, or an even split with the remainder first.
+
+    Raises:
+        SliceError: fewer layers than stages, or `requested` does not add up.
+    """
+    if requested:
+        if len(requested) != stages or sum(requested) != total or min(requested) < 1:
+            terms = " + ".join(map(str, requested))
+            raise SliceError(
+                f"--pp-layers {','.join(map(str, requested))}: expected {stages} numbers (--pp "
+                f"{stages}), each at least 1, that add up to the model's {total} layers; found "
+                f"{len(requested)}, {terms} = {sum(requested)}",
+                code="pp-layers-malformed",
+            )
+        return tuple(requested)
+    if total < stages:
+        raise SliceError(
+            f"--pp {stages}: the model has {total} layers, so {stages - total} stages would "
+            f"be empty; use at most --pp {total}",
+            code="pp-too-many-stages",
+        )
+    return tuple(total // stages + (stage < total % stages) for stage in range(stages))
 
 
 def stage_keys(parts: ModelParts, counts: Sequence[int]) -> tuple[Hashable, ...]:

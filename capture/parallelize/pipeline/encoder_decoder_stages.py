@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.model_structure import by_name, refuse_early_norm
+from onerank.capture.parallelize.model_structure import by_name, refuse_early_norm, split_layers
 from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
@@ -30,7 +30,6 @@ from onerank.capture.parallelize.pipeline.stage import (
     dtype_of,
     receive_first,
     release,
-    split_layers,
     without_outputs,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (

@@ -30,6 +30,7 @@ from onerank.capture.parallelize.model_structure import (
     by_name,
     model_parts_of,
     refuse_early_norm,
+    split_layers,
     stage_keys,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
@@ -132,31 +133,6 @@ class PipelineStage:
         layer = int(name.removeprefix(f"{self.list}.").split(".")[0])
         ends = itertools.accumulate(self.pipeline.layers)
         return next(stage for stage, end in enumerate(ends) if layer < end)
-
-
-def split_layers(total: int, stages: int, requested: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the layers of each stage: `requested`, or an even split with the remainder first.
-
-    Raises:
-        SliceError: fewer layers than stages, or `requested` does not add up.
-    """
-    if requested:
-        if len(requested) != stages or sum(requested) != total or min(requested) < 1:
-            terms = " + ".join(map(str, requested))
-            raise SliceError(
-                f"--pp-layers {','.join(map(str, requested))}: expected {stages} numbers (--pp "
-                f"{stages}), each at least 1, that add up to the model's {total} layers; found "
-                f"{len(requested)}, {terms} = {sum(requested)}",
-                code="pp-layers-malformed",
-            )
-        return tuple(requested)
-    if total < stages:
-        raise SliceError(
-            f"--pp {stages}: the model has {total} layers, so {stages - total} stages would "
-            f"be empty; use at most --pp {total}",
-            code="pp-too-many-stages",
-        )
-    return tuple(total // stages + (stage < total % stages) for stage in range(stages))
 
 
 def stage_model(

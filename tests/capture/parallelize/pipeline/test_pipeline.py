@@ -20,7 +20,8 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel
 from onerank.capture.parallelize.data.optimizers import cutting_states
-from onerank.capture.parallelize.pipeline.stage import split_layers, stage_model
+from onerank.capture.parallelize.model_structure import split_layers
+from onerank.capture.parallelize.pipeline.stage import stage_model
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.pipeline.schedule_blocks import Block, split_into_blocks
