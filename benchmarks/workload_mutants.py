@@ -196,7 +196,7 @@ def _system() -> Iterator[Mutant]:  # noqa: PLR0912
             yield Mutant(
                 f"system.json shared bus, {key} {_label(value)}",
                 _both(lambda file, settings=settings: _settings(file, settings)),
-                legitimate=value is not None and 0 <= value < 10,
+                legitimate=_sound(key, value),
             )
     for value in ("", "no-such-file", [], None):
         yield mutant("per-node-custom-implementation", value, legitimate=False)
