@@ -47,6 +47,24 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         raise
 
 
+@contextmanager
+def created(directory: Path) -> Generator[None]:
+    """Create a directory and its missing parents; remove them again on an error, if empty.
+
+    Raises:
+        OSError: a directory cannot be created.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError):  # absent, or it holds something by now
+                path.rmdir()
+        raise
+
+
 def replace_file(path: Path, data: bytes | memoryview) -> None:
     """Write a file that appears under its name only when complete.
 

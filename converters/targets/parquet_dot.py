@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from onerank.ir import Graph, Kind, Reason
-from onerank.ir.atomic_write import write_tables
+from onerank.ir.atomic_write import created, write_tables
 from onerank.ir.errors import ExportError
 
 NODES = "nodes.parquet"
@@ -19,14 +19,15 @@ _STYLES = {Reason.PROGRAM_ORDER: "dotted", Reason.STREAM_ORDER: "solid", Reason.
 def write_parquet(graph: Graph, directory: Path) -> tuple[Path, Path]:
     """Write `nodes.parquet` (one row per node) and `edges.parquet`; return their paths.
 
-    Neither appears before both are complete. Other files of the directory stay.
+    Neither appears before both are complete. Other files of the directory stay; a directory that
+    was created for the tables is removed if they cannot be written.
 
     Raises:
         OSError: the directory cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     nodes, edges = directory / NODES, directory / EDGES
-    write_tables({nodes: graph.nodes_frame(), edges: graph.edges_frame()})
+    with created(directory):
+        write_tables({nodes: graph.nodes_frame(), edges: graph.edges_frame()})
     return nodes, edges
 
 

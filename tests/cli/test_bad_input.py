@@ -116,6 +116,15 @@ def test_tables_on_a_full_disk_leave_the_old_ones(traces, tmp_path):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.parametrize("target", ["astra-sim", "parquet"])
+def test_a_directory_created_for_an_export_is_removed_on_a_full_disk(traces, tmp_path, target):
+    with no_file_beyond(2048):
+        out = tmp_path / "a" / "b" / "out"
+        result = invoke(onerank, "export", target, traces / "gpu.et", "-o", out, code=2)
+    assert f"error[disk-full]: {out}" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_on_a_full_disk_are_named_by_their_place(tmp_path):
     ranks, out = tmp_path / "ranks", tmp_path / "out"
     for rank in (0, 1):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
-from onerank.ir.atomic_write import replace_file
+from onerank.ir.atomic_write import created, replace_file
 from onerank.ir.errors import ExportError
 
 MANIFEST = "export.json"
@@ -93,8 +93,14 @@ def published(
         OSError: the directory cannot be written; the error names it.
     """
     target = directory.resolve()
+    # An existing target contains the scratch directory, since the target's parent may be another
+    # file system or not writable. os.replace cannot move files between file systems.
+    above = target if target.exists() else target.parent
     try:
-        with _scratch(target) as scratch:
+        with (
+            created(above),
+            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=above) as scratch,
+        ):
             filled = Path(scratch, "filled")
             filled.mkdir()
             yield filled
@@ -109,16 +115,6 @@ def published(
     except OSError as error:
         error.filename, error.filename2 = str(directory), None
         raise
-
-
-def _scratch(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a scratch directory on the target's file system."""
-    # An existing target contains it, since the target's parent may be another file system or not
-    # writable. os.replace cannot move files between file systems.
-    if target.exists():
-        return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent)
 
 
 def _swap(filled: Path, target: Path, replaced: Path) -> None:
