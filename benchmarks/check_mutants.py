@@ -1,11 +1,12 @@
 """Compare the verdicts of `onerank check` with ASTRA-sim's behaviour on mutants of exports.
 
     ASTRA_SIM_BIN=.../AstraSim_Analytical_Congestion_Unaware \
-        python benchmarks/check_mutants.py [--only TEXT] [--all] SCRATCH
+        python benchmarks/check_mutants.py [--workload DIR] [--only TEXT] [--all] SCRATCH
 
-Exports a step of four ranks (every collective, point to point, two axes). Each mutant
-(workload_mutants.py) changes one thing in a copy of that workload. The program runs `onerank check`
-and, in both encodings, `run.sh` on the copy, and compares the verdicts:
+Exports a step of four ranks (every collective, point to point, two axes), or takes the export of
+four ranks in --workload. Each mutant (workload_mutants.py) changes one thing in a copy of that
+workload. The program runs `onerank check` and, in both encodings, `run.sh` on the copy, and
+compares the verdicts:
 
     missed       ASTRA-sim stalls, crashes, rejects the workload, or reports another time than the
                  workload means; the check has no finding
@@ -243,6 +244,7 @@ def rules_of(workload: Path) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("scratch", type=Path, help="directory for the copies; emptied")
+    parser.add_argument("--workload", type=Path, help="export of four ranks to change")
     parser.add_argument("--only", default="", help="run mutants whose name contains this")
     parser.add_argument("--all", action="store_true", help="print every mutant")
     arguments = parser.parse_args()
@@ -251,7 +253,10 @@ def main() -> None:
         sys.exit("ASTRA_SIM_BIN is not set: name AstraSim_Analytical_Congestion_Unaware")
     unchanged, copy = arguments.scratch / "unchanged", arguments.scratch / "copy"
     shutil.rmtree(unchanged, ignore_errors=True)
-    export(four_ranks(), unchanged)
+    if arguments.workload is None:
+        export(four_ranks(), unchanged)
+    else:
+        shutil.copytree(arguments.workload, unchanged)
     simulator = Simulator(binary, unchanged)
     began = time.perf_counter()
     rows: list[Row] = []
@@ -260,7 +265,10 @@ def main() -> None:
             continue
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(unchanged, copy, ignore=shutil.ignore_patterns("micros", "roofline"))
-        mutant.edit(copy)
+        try:
+            mutant.edit(copy)
+        except (IndexError, KeyError):  # no such node or group in this workload
+            continue
         row = Row(mutant, Simulated("", ()), rules_of(copy))
         row = Row(mutant, simulator.run(copy), row.rules)
         rows.append(row)

@@ -248,8 +248,8 @@ def _unsent(run: CommRun) -> set[Channel]:
     for rank, state in enumerate(run.states):
         ready = set(state.communicating)
         for node, call in enumerate(run.calls(rank)):
-            held = state.waits[node] or node in ready
-            if held and call is not None and call.type == NodeType.SEND:
+            unfinished = state.waits[node] or node in ready
+            if unfinished and call is not None and call.type == NodeType.SEND:
                 unsent.add(channel_of(call))
     return unsent
 

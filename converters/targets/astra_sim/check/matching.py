@@ -28,7 +28,7 @@ from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.edges import I64
 
 _MAX_REFINEMENTS = 64
-"""Passes over all ranks after which every rank runs on its own."""
+"""Passes over all ranks after which every rank runs."""
 
 _MIN_RANKS_PER_CLASS = 4
 """Mean ranks per class from which running representatives is cheaper than running all ranks."""
@@ -305,8 +305,8 @@ class _Unmatched(dict[Channel, list[CommCall]]):
 
     def get_near(self, source: int, target: int) -> CommCall | None:
         """Return one between the same ranks."""
-        found = (calls for key, calls in self.items() if key[:2] == (source, target))
-        return next(found, [None])[0]
+        same_ranks = (calls for key, calls in self.items() if key[:2] == (source, target))
+        return next(same_ranks, [None])[0]
 
 
 def _surplus(

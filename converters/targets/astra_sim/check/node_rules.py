@@ -252,7 +252,7 @@ class _NodeChecker:
         if self.setting.rank not in self.setting.groups.members[name]:
             message = (
                 f"of rank {self.setting.rank} runs on group {name}, whose ranks are "
-                f"{shown_ranks(ranks)}: use a group of the rank's own"
+                f"{shown_ranks(ranks)}: use a group that contains the rank"
             )
             self._add("group-member", node, message, name)
             return None
@@ -264,22 +264,22 @@ class _NodeChecker:
 
     def _point_to_point(self, node: Record) -> CommCall | None:
         sends = node.type == NodeType.SEND
-        own, other = ("comm_src", "comm_dst") if sends else ("comm_dst", "comm_src")
+        rank_key, peer_key = ("comm_src", "comm_dst") if sends else ("comm_dst", "comm_src")
         rank, world = self.setting.rank, self.setting.world
         size = self._size(node)
         tag = self._read(node, "comm_tag", "int32_val")
-        peer = self._read(node, other, "int32_val")
-        mine = self._read(node, own, "int32_val", required=False)
-        if mine is not None and mine != rank:
-            message = f"has {own} {mine} in the file of rank {rank}: it must be the rank's own"
-            self._add("endpoint", node, message, own)
+        peer = self._read(node, peer_key, "int32_val")
+        rank_value = self._read(node, rank_key, "int32_val", required=False)
+        if rank_value is not None and rank_value != rank:
+            message = f"has {rank_key} {rank_value} in the file of rank {rank}: write {rank}"
+            self._add("endpoint", node, message, rank_key)
             return None
         if tag is not None and tag < 0:
             self._add("endpoint", node, f"has comm_tag {tag}; it must be >= 0", "tag")
             return None
         if peer is not None and (not 0 <= peer < world or peer == rank):
-            message = f"has {other} {peer}; expected another rank from 0 to {world - 1}"
-            self._add("endpoint", node, message, other)
+            message = f"has {peer_key} {peer}; expected another rank from 0 to {world - 1}"
+            self._add("endpoint", node, message, peer_key)
             return None
         if size is None or tag is None or peer is None:
             return None

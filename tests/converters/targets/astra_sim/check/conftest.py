@@ -49,45 +49,45 @@ CONFIGURATION: dict[str, Any] = {
 }
 
 
-def node(line: str) -> Node:
+def parse_node(line: str) -> Node:
     """Make a node of `ID KIND key=value ...`: us, name, after, ctrl, or an attribute.
 
     An attribute has its usual type; `comm_size:uint64_val=8` gives it another.
     """
     number, kind, *words = line.split()
-    made = Node(id=int(number), name=f"{kind}-{number}", type=NodeType.Name(TYPES.index(kind)))
+    node = Node(id=int(number), name=f"{kind}-{number}", type=NodeType.Name(TYPES.index(kind)))
     for word in words:
         key, _, value = word.partition("=")
         match key:
             case "us":
-                made.duration_micros = int(value)
+                node.duration_micros = int(value)
             case "name":
-                made.name = value
+                node.name = value
             case "after":
-                made.data_deps.extend(int(part) for part in value.split(","))
+                node.data_deps.extend(int(part) for part in value.split(","))
             case "ctrl":
-                made.ctrl_deps.extend(int(part) for part in value.split(","))
+                node.ctrl_deps.extend(int(part) for part in value.split(","))
             case _:
                 name, _, variant = key.partition(":")
-                made.attr.append(attribute(name, variant or VARIANTS[name], value))
-    return made
+                node.attr.append(attribute(name, variant or VARIANTS[name], value))
+    return node
 
 
 def attribute(name: str, variant: str, text: str) -> AttributeProto:
-    made = AttributeProto(name=name)
+    result = AttributeProto(name=name)
     if variant == "string_list":
-        made.string_list.values.extend(text.split(",") if text else [])
+        result.string_list.values.extend(text.split(",") if text else [])
     elif variant == "bool_list":
-        made.bool_list.values.extend(part == "true" for part in text.split(","))
+        result.bool_list.values.extend(part == "true" for part in text.split(","))
     elif variant == "string_val":
-        made.string_val = text
+        result.string_val = text
     elif variant == "bool_val":
-        made.bool_val = text == "true"
+        result.bool_val = text == "true"
     elif variant == "float_val":
-        made.float_val = float(text)
+        result.float_val = float(text)
     else:
-        setattr(made, variant, int(text))
-    return made
+        setattr(result, variant, int(text))
+    return result
 
 
 def framed(message: bytes) -> bytes:
@@ -102,7 +102,7 @@ def trace(text: str, *, metadata: bool = True) -> bytes:
     """Make the bytes of a `.et` from one line per node."""
     head = framed(GlobalMetadata(version="0.0.4").SerializeToString()) if metadata else b""
     lines = [line for line in text.splitlines() if line.strip()]
-    return head + b"".join(framed(node(line).SerializeToString()) for line in lines)
+    return head + b"".join(framed(parse_node(line).SerializeToString()) for line in lines)
 
 
 def write(folder: Path, files: Mapping[str, Any]) -> Path:

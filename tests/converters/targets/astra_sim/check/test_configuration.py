@@ -22,7 +22,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def rules(folder: Path) -> set[str]:
-    return {found.rule for found in check(folder)}
+    return {finding.rule for finding in check(folder)}
 
 
 def with_entries(**entries: str) -> str:
@@ -88,9 +88,9 @@ def test_a_network_that_ends_the_simulator_is_found_for_both_encodings(
 
 @pytest.mark.parametrize("text", ["", "[", "- a\n", "a: b: c", "\t- x", "?" * 3000 + "["])
 def test_a_network_that_is_no_mapping(workload: Build, text: str) -> None:
-    found = rules(workload({"network.yml": text}))
-    assert found <= {"configuration-file", "network-dimensions"}
-    assert found
+    violated = rules(workload({"network.yml": text}))
+    assert violated <= {"configuration-file", "network-dimensions"}
+    assert violated
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,13 @@ def test_files_that_the_script_passes(workload: Build, make: SimpleNamespace) ->
     for name in ("comm_groups.json", "logging.toml", "memory.json", "network.yml", "system.json"):
         kept = (folder / name).read_bytes()
         (folder / name).unlink()
-        assert [(found.rule, found.file) for found in check(folder)] == [
+        assert [(finding.rule, finding.file) for finding in check(folder)] == [
             ("configuration-file", name)
         ]
         for broken in (b"", b"[", b"\x00"):
             (folder / name).write_bytes(broken)
-            found = [one for one in check(folder) if one.file == name]
-            assert found, (name, broken)
+            findings = [finding for finding in check(folder) if finding.file == name]
+            assert findings, (name, broken)
         (folder / name).write_bytes(kept)
     assert check(folder) == []
 
@@ -284,9 +284,9 @@ def test_a_memory_that_ends_the_simulator(workload: Build, memory: Any, rule: st
     ],
 )
 def test_a_logging_file_that_throws(workload: Build, text: str) -> None:
-    found = rules(workload({"logging.toml": text}))
-    assert len(found) == 1
-    assert found <= {"logging-configuration", "configuration-file"}
+    violated = rules(workload({"logging.toml": text}))
+    assert len(violated) == 1
+    assert violated <= {"logging-configuration", "configuration-file"}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_second_dimension_under_our_script_is_not_congestion_aware(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "collective", "ranks", "found"),
+    ("algorithm", "collective", "ranks", "expected"),
     [
         ("halvingDoubling", 0, 3, {"algorithms"}),
         ("halvingDoubling", 7, 2, set[str]()),
@@ -337,7 +337,12 @@ def test_a_second_dimension_under_our_script_is_not_congestion_aware(
     ],
 )
 def test_algorithms_serve_the_groups_that_use_them(  # noqa: PLR0917
-    workload: Build, make: SimpleNamespace, algorithm: str, collective: int, ranks: int, found: set
+    workload: Build,
+    make: SimpleNamespace,
+    algorithm: str,
+    collective: int,
+    ranks: int,
+    expected: set,
 ) -> None:
     call = f"0 coll comm_type={collective} comm_size=64 pg_name=1"
     folder = workload(
@@ -351,7 +356,7 @@ def test_algorithms_serve_the_groups_that_use_them(  # noqa: PLR0917
             },
         }
     )
-    assert rules(folder) == found
+    assert rules(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -407,7 +412,7 @@ def test_what_does_not_change_a_run_is_a_note(
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "expected"),
     [
         ({"L": -1, "o": 1e30, "g": True, "local-reduction-delay": 0.5}, set[str]()),
         ({"model-shared-bus": 1, "L": -1}, {"setting-value"}),
@@ -416,9 +421,9 @@ def test_what_does_not_change_a_run_is_a_note(
     ],
 )
 def test_the_costs_of_the_memory_bus_count_if_it_is_shared(
-    workload: Build, make: SimpleNamespace, settings: Any, found: set[str]
+    workload: Build, make: SimpleNamespace, settings: Any, expected: set[str]
 ) -> None:
-    assert rules(workload({"system.json": {**make.system, **settings}})) == found
+    assert rules(workload({"system.json": {**make.system, **settings}})) == expected
 
 
 @pytest.mark.parametrize(
@@ -449,7 +454,7 @@ def test_the_file_of_algorithms_by_node(
 
 
 @pytest.mark.parametrize(
-    ("members", "found"),
+    ("members", "expected"),
     [
         ({"1": [0, 1], "2": [0, 1]}, {"unordered-collectives"}),
         ({"1": [0, 1], "2": [0, 1, 2]}, {"unordered-collectives"}),
@@ -457,7 +462,7 @@ def test_the_file_of_algorithms_by_node(
     ],
 )
 def test_collectives_of_groups_that_share_another_rank_need_an_order(
-    workload: Build, members: Any, found: set[str]
+    workload: Build, members: Any, expected: set[str]
 ) -> None:
     """ASTRA-sim stalls with two shared ranks if messages arrive late, and never with one."""
     files: dict[str, Any] = {
@@ -471,7 +476,7 @@ def test_collectives_of_groups_that_share_another_rank_need_an_order(
             f"{group} coll comm_type=0 comm_size=64 pg_name={group} after=0" for group in calls
         ]
         files[f"w.{rank}.et"] = "\n".join(lines)
-    assert rules(workload(files)) == found
+    assert rules(workload(files)) == expected
 
 
 def test_collectives_of_one_group_behind_a_receive_and_behind_compute(workload: Build) -> None:

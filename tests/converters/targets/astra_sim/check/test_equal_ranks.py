@@ -1,4 +1,4 @@
-"""Many ranks that run one step: read and run once, and every fault found as if each was read."""
+"""Many ranks that run one step: one file is read and one rank runs, with the findings of all."""
 
 import random
 from collections.abc import Callable
@@ -38,11 +38,11 @@ def replicated(lines: list[list[Line]]) -> dict[str, Any]:
         }
     )
     for copy in range(COPIES):
-        for rank, own in enumerate(lines):
+        for rank, rank_lines in enumerate(lines):
             files[f"w.{RANKS * copy + rank}.et"] = "\n".join(
                 f"{number} {moved(text, copy)}"
                 + (f" after={','.join(map(str, after))}" if after else "")
-                for number, text, after in own
+                for number, text, after in rank_lines
             )
     return files
 
@@ -103,15 +103,15 @@ def test_findings_are_those_of_reading_each(
         assert check(folder) == one_by_one(Path(folder))
 
 
-def test_one_file_of_each_step_is_parsed_and_one_rank_of_each_sort_run(
+def test_one_file_of_each_step_is_parsed_and_one_rank_of_each_class_runs(
     workload: Callable[..., Path], read_whole: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run: list[int] = []
-    made = matching.CommRun.__init__
+    initialize = matching.CommRun.__init__
 
     def counted(self: matching.CommRun, programs: Any, members: Any) -> None:
         run.append(len(programs))
-        made(self, programs, members)
+        initialize(self, programs, members)
 
     monkeypatch.setattr(matching.CommRun, "__init__", counted)
     reduce = (0, "coll comm_type=0 comm_size=64 pg_name=1", ())
@@ -124,7 +124,7 @@ def test_one_file_of_each_step_is_parsed_and_one_rank_of_each_sort_run(
 
 
 def test_messages_around_a_ring(workload: Callable[..., Path], read_whole: list[str]) -> None:
-    """All ranks are of one sort, which sends to itself."""
+    """All ranks are of one class, which sends to itself."""
     files = configuration({}) | {
         f"w.{rank}.et": SENDS.format(next=(rank + 1) % WORLD, last=(rank - 1) % WORLD)
         for rank in range(WORLD)
@@ -139,9 +139,9 @@ def test_a_ring_with_a_wrong_peer(workload: Callable[..., Path], read_whole: lis
         for rank in range(WORLD)
     }
     files["w.7.et"] = SENDS.format(next=9, last=6)
-    found = check(workload(files))
+    findings = check(workload(files))
     assert read_whole == ["w.0.et"]
-    assert [(one.rule, one.file) for one in found] == [
+    assert [(finding.rule, finding.file) for finding in findings] == [
         ("unmatched-recv", "w.8.et"),
         ("unmatched-send", "w.7.et"),
     ]
@@ -150,7 +150,7 @@ def test_a_ring_with_a_wrong_peer(workload: Callable[..., Path], read_whole: lis
 def test_groups_met_in_opposite_orders_are_a_deadlock(
     workload: Callable[..., Path], read_whole: list[str]
 ) -> None:
-    """The files are alike, and each pair of ranks meets in the same two groups."""
+    """The files are equal except for groups, and each pair of ranks shares two groups."""
     call = "coll comm_type=0 comm_size=8 pg_name={}"
     text = f"0 {call}\n1 {call} after=0"
     pairs = [[rank, rank + 1] for rank in range(0, WORLD, 2)]
@@ -159,10 +159,10 @@ def test_groups_met_in_opposite_orders_are_a_deadlock(
     for number, (left, right) in enumerate(pairs, start=1):
         files[f"w.{left}.et"] = text.format(number, number + len(pairs))
         files[f"w.{right}.et"] = text.format(number + len(pairs), number)
-    found = check(workload(files))
+    findings = check(workload(files))
     assert read_whole == ["w.0.et"]
-    assert {finding.rule for finding in found} == {"deadlock"}
-    assert len(found) == len(pairs)
+    assert {finding.rule for finding in findings} == {"deadlock"}
+    assert len(findings) == len(pairs)
 
 
 def test_a_rank_that_names_another_ranks_group_is_read_whole(
@@ -171,14 +171,14 @@ def test_a_rank_that_names_another_ranks_group_is_read_whole(
     lines: list[list[Line]] = [[(0, "coll comm_type=0 comm_size=64 pg_name=1", ())]] * RANKS
     files = replicated(lines)
     files["w.9.et"] = files["w.3.et"]
-    found = check(workload(files))
+    findings = check(workload(files))
     assert read_whole == ["w.0.et", "w.9.et"]
-    assert (found[0].rule, found[0].file) == ("group-member", "w.9.et")
-    assert found[0].message.startswith("node 0 ('coll-0') of rank 9 runs on group 1")
+    assert (findings[0].rule, findings[0].file) == ("group-member", "w.9.et")
+    assert findings[0].message.startswith("node 0 ('coll-0') of rank 9 runs on group 1")
 
 
 class TestFaultsOfAllRanks:
-    """A fault that all ranks have is told once, and one file with it is parsed."""
+    """A fault of all ranks is one finding, and one file with it is parsed."""
 
     def test_of_the_step(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [
@@ -187,28 +187,30 @@ class TestFaultsOfAllRanks:
                 (1, "coll comm_type=0 comm_size=64 pg_name=1", (0,)),
             ]
         ] * RANKS
-        (found,) = check(workload(replicated(lines)))
+        (finding,) = check(workload(replicated(lines)))
         assert read_whole == ["w.0.et"]
-        assert (found.rule, found.file) == ("host-node", "w.0.et")
-        assert found.message.endswith(" and 94 more files, which differ only in groups and peers)")
+        assert (finding.rule, finding.file) == ("host-node", "w.0.et")
+        assert finding.message.endswith(
+            " and 94 more files, which differ only in groups and peers)"
+        )
 
     def test_of_their_groups(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [[(0, "coll comm_type=0 comm_size=64 pg_name=1", ())]] * RANKS
         missing = {"comm_groups.json": None, "run.sh": None}
-        (found,) = check(workload(replicated(lines) | missing))
+        (finding,) = check(workload(replicated(lines) | missing))
         assert read_whole == ["w.0.et"]
-        assert found.rule == "group-unknown"
-        assert found.message.startswith("node 0 ('coll-0') has pg_name '1' and there is no")
+        assert finding.rule == "group-unknown"
+        assert finding.message.startswith("node 0 ('coll-0') has pg_name '1' and there is no")
 
     def test_of_the_structure(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [
             [(0, "coll comm_type=0 comm_size=64 pg_name=1", (9,))] for _ in range(RANKS)
         ]
-        (found,) = check(workload(replicated(lines)))
+        (finding,) = check(workload(replicated(lines)))
         assert read_whole == ["w.0.et"]
-        assert found.rule == "dangling-edge"
+        assert finding.rule == "dangling-edge"
 
-    def test_other_ranks_faults_are_told_beside_it(
+    def test_faults_of_other_ranks_are_reported_too(
         self, workload: Callable[..., Path], read_whole: list[str]
     ) -> None:
         lines: list[list[Line]] = [
@@ -219,19 +221,19 @@ class TestFaultsOfAllRanks:
         ] * RANKS
         files = replicated(lines)
         files["w.9.et"] = files["w.3.et"]  # names the group of other ranks
-        found = check(workload(files))
+        findings = check(workload(files))
         assert read_whole == ["w.0.et", "w.9.et"]
-        assert [(one.rule, one.file) for one in found[:3]] == [
+        assert [(finding.rule, finding.file) for finding in findings[:3]] == [
             ("host-node", "w.0.et"),
             ("host-node", "w.9.et"),
             ("group-member", "w.9.et"),
         ]
 
 
-def test_a_group_named_where_files_are_not_parted_is_looked_up_for_each(
+def test_a_group_named_outside_of_slots_is_read_from_each_file(
     workload: Callable[..., Path], read_whole: list[str]
 ) -> None:
-    """The name comes behind the attributes, so that files equal to the byte are read whole."""
+    """The node's name follows its attributes, so even equal files are parsed."""
     call = Node(id=0, name="coll-0", type=7)  # COMM_COLL_NODE
     for name, value in (("comm_type", 0), ("comm_size", 64)):
         call.attr.add(name=name, int64_val=value)
@@ -239,11 +241,11 @@ def test_a_group_named_where_files_are_not_parted_is_looked_up_for_each(
     octets = call.SerializeToString() + Node(name="coll-0").SerializeToString()
     head = GlobalMetadata(version="0.0.4").SerializeToString()
     trace = b"".join(bytes([len(one)]) + one for one in (head, octets))
-    found = check(
+    findings = check(
         workload({f"w.{rank}.et": trace for rank in range(4)} | configuration({"1": [1, 2]}, 4))
     )
     assert read_whole == [f"w.{rank}.et" for rank in range(4)]
-    assert [(one.rule, one.file) for one in found] == [
+    assert [(finding.rule, finding.file) for finding in findings] == [
         ("group-member", "w.0.et"),
         ("group-member", "w.3.et"),
     ]

@@ -1,4 +1,4 @@
-"""Generated workloads: a sound one passes, and a fault put into it is found."""
+"""Generated workloads: a sound one passes, and an inserted fault is a finding."""
 
 import random
 from pathlib import Path
@@ -53,11 +53,11 @@ def test_a_back_edge_is_a_cycle(
     back = data.draw(st.sampled_from(sorted(reached)))
     place = lines.index(chosen)
     lines[place] = (chosen[0], chosen[1], (*chosen[2], back))
-    (found,) = findings(make, ranks)
-    assert found.rule == ("self-dependency" if back == chosen[0] else "cycle")
-    assert found.file == f"w.{ranks.index(lines)}.et"
-    if found.rule == "cycle":
-        assert f" {chosen[0]} waits for {back}" in f" {found.message}" or "..." in found.message
+    (finding,) = findings(make, ranks)
+    assert finding.rule == ("self-dependency" if back == chosen[0] else "cycle")
+    assert finding.file == f"w.{ranks.index(lines)}.et"
+    if finding.rule == "cycle":
+        assert f" {chosen[0]} waits for {back}" in f" {finding.message}" or "..." in finding.message
 
 
 @generated
@@ -80,7 +80,7 @@ def test_a_lost_or_changed_communication_is_found(
     if changed.startswith("coll"):
         changed = text.replace("comm_size=", "comm_size=1")
     ranks[rank][place] = (number, changed, after)
-    rules = {found.rule for found in findings(make, ranks)}
+    rules = {finding.rule for finding in findings(make, ranks)}
     expected = {"collective-sequence", "unmatched-recv", "unmatched-send"}
     assert rules & expected, rules
 
@@ -102,7 +102,7 @@ def test_swapping_two_communications_stalls_or_passes_by_the_order(
     left, right = ranks[rank][first], ranks[rank][second]
     ranks[rank][first] = (left[0], right[1], left[2])
     ranks[rank][second] = (right[0], left[1], right[2])
-    rules = {found.rule for found in findings(make, ranks)}
+    rules = {finding.rule for finding in findings(make, ranks)}
     assert (not rules) == finishes(ranks)
 
 

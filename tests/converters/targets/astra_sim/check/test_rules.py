@@ -114,9 +114,9 @@ def test_a_bad_workload_gives_its_finding_and_no_other_rule(
 
 @pytest.mark.parametrize("case", ACROSS_RANKS, ids=str)
 def test_a_stall_is_explained(workload: Callable[..., Path], case: Case) -> None:
-    found = [finding for finding in check(workload(case.files)) if finding.rule == case.rule]
-    assert [(finding.file, finding.node) for finding in found] == [(case.file, case.node)]
-    assert case.part in found[0].message
+    findings = [finding for finding in check(workload(case.files)) if finding.rule == case.rule]
+    assert [(finding.file, finding.node) for finding in findings] == [(case.file, case.node)]
+    assert case.part in findings[0].message
 
 
 @pytest.mark.parametrize(("rule", "part", "content"), BYTES, ids=[rule for rule, *_ in BYTES])
@@ -128,10 +128,10 @@ def test_bytes_that_do_not_read(
     content: Callable[[SimpleNamespace], bytes],
 ) -> None:
     folder = workload({"w.0.et": content(make), "w.1.et": make.RANK})
-    (found,) = check(folder)
-    assert (found.rule, found.file, found.node) == (rule, "w.0.et", None)
-    assert part in found.message
-    assert check(folder / "w.0.et") == [found]
+    (finding,) = check(folder)
+    assert (finding.rule, finding.file, finding.node) == (rule, "w.0.et", None)
+    assert part in finding.message
+    assert check(folder / "w.0.et") == [finding]
     assert check(folder / "w.1.et") == list[Finding]()
 
 

@@ -1,4 +1,4 @@
-"""Whole folders: good ones give nothing, sets are told apart, findings are merged."""
+"""Whole directories: sound ones have no findings, sets are separate, findings are merged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_each_prefix_runs_with_its_own_system(
     folder = workload({**files, "system_roofline.json": roofline})
     assert check(folder) == []
     (folder / "w_roofline.1.et").write_bytes(make.trace(plain))
-    assert [(found.rule, found.file) for found in check(folder)] == [
+    assert [(finding.rule, finding.file) for finding in check(folder)] == [
         ("missing-attribute", "w_roofline.1.et"),
         ("missing-attribute", "w_roofline.1.et"),
     ]
@@ -58,9 +58,9 @@ def test_each_prefix_runs_with_its_own_system(
 
 def test_one_cause_at_many_nodes_is_one_finding(workload: Callable[..., Path]) -> None:
     chain = "".join(f"{n} load\n" for n in range(40))
-    (found,) = check(workload({"w.0.et": chain, "w.1.et": "0 comp"}))
-    assert found.node == 0
-    assert found.message.endswith("leave memory nodes out (39 more in this file)")
+    (finding,) = check(workload({"w.0.et": chain, "w.1.et": "0 comp"}))
+    assert finding.node == 0
+    assert finding.message.endswith("leave memory nodes out (39 more in this file)")
 
 
 def test_a_rank_waiting_behind_a_fault_is_not_reported(workload: Callable[..., Path]) -> None:
@@ -73,8 +73,8 @@ def test_a_rank_waiting_behind_a_fault_is_not_reported(workload: Callable[..., P
         "comm_groups.json": {"1": [0, 1], "2": [1, 2]},
         "network.yml": "topology: [Ring]\nnpus_count: [3]\nbandwidth: [50]\nlatency: [1]\n",
     }
-    (found,) = check(workload(files))
-    assert (found.rule, found.file, found.node) == ("unmatched-recv", "w.2.et", 0)
+    (finding,) = check(workload(files))
+    assert (finding.rule, finding.file, finding.node) == ("unmatched-recv", "w.2.et", 0)
 
 
 def test_the_path_is_the_scripts_or_the_folders(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -83,7 +83,7 @@ def test_the_path_is_the_scripts_or_the_folders(tmp_path: Path, make: SimpleName
     make.write(folder, {"w.0.et": make.RANK, "w.1.et": make.RANK})
     assert check(folder) == []
     (folder / "run.sh").write_text(SCRIPT.replace("=comm_groups", "=$HERE/comm_groups"))
-    assert [found.rule for found in check(folder)] == ["group-path"]
+    assert [finding.rule for finding in check(folder)] == ["group-path"]
 
 
 def test_what_is_not_there_raises(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What NCCL launches, as it was seen and as its own code answers."""
+"""NCCL's launches: as profiled on H200s, and as computed by NCCL's source code."""
 
 import csv
 import gzip
@@ -10,12 +10,13 @@ from onerank.converters.nccl import Interconnect, Topology, choose, interconnect
 from onerank.converters.nccl.tuning import bandwidth
 
 K, M = 1 << 10, 1 << 20
-ANSWERS = Path(__file__).parent / "nccl-2.28.9.csv.gz"
-"""What NCCL 2.28.9's topology search, cost model and scheduler answer, built for a host without a
-GPU and given machines of one NIC per GPU; `bytes` as in `CommCall`."""
+CHOICES = Path(__file__).parent / "nccl-2.28.9.csv.gz"
+"""Choices of NCCL 2.28.9's topology search, cost model and scheduler, built for a host without a
+GPU, for machines of one NIC per GPU; `bytes` as in `CommCall`."""
 
-# 4 x H200, NCCL 2.28.9, NVLS off, bf16, as the profiler told on 2026-11-21: `CommCall.bytes`,
-# grid, block. The kernel's name tells no protocol; its block does: 544 is Simple, 640 LL128 or p2p.
+# 4 x H200, NCCL 2.28.9, NVLS off, bf16, from the profiler on 2026-11-21: `CommCall.bytes`,
+# grid, block. The block shows the protocol, which the kernel's name does not: 544 is Simple, 640
+# LL128 or p2p.
 MEASURED = [
     ("all_reduce", K, 1, 128),
     ("all_reduce", 8 * K, 1, 256),
@@ -43,7 +44,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("collective", "size", "channels", "threads"), MEASURED)
-def test_nccl_launches_what_was_seen_on_an_h200(collective, size, channels, threads):
+def test_the_launches_profiled_on_h200s(collective, size, channels, threads):
     choice = choose(collective, size, Topology(4))
     assert (choice.channels, choice.threads) == (channels, threads)
 
@@ -111,9 +112,9 @@ def test_boards_on_pcie_have_few_channels(name, capability):
     ],
 )
 def test_boards_with_nvlink_keep_their_channels(name, capability):
-    made = interconnect_of(capability, name)
-    assert made == Interconnect(capability, nvlink=True)
-    assert Topology(8, interconnect=made).channels == (32 if capability >= 100 else 24)
+    interconnect = interconnect_of(capability, name)
+    assert interconnect == Interconnect(capability, nvlink=True)
+    assert Topology(8, interconnect=interconnect).channels == (32 if capability >= 100 else 24)
 
 
 def test_a_hopper_on_pcie_gets_what_its_links_give():
@@ -132,7 +133,7 @@ def test_many_nodes_take_a_tree_while_latency_counts():
 
 
 def test_choices_are_those_of_nccls_own_code():
-    with gzip.open(ANSWERS, "rt") as lines:
+    with gzip.open(CHOICES, "rt") as lines:
         rows = list(csv.DictReader(lines))
     for row in rows:
         ranks, nodes = int(row["per_node"]) * int(row["nodes"]), int(row["nodes"])
@@ -141,7 +142,7 @@ def test_choices_are_those_of_nccls_own_code():
         )
         scaled = row["scaled"] == "1"
         choice = choose(row["collective"], int(row["bytes"]), topology, scaled=scaled)
-        told = (choice.algorithm, choice.protocol, str(choice.channels), str(choice.threads))
-        assert told == (row["algorithm"], row["protocol"], row["channels"], row["threads"]), row
+        launch = (choice.algorithm, choice.protocol, str(choice.channels), str(choice.threads))
+        assert launch == (row["algorithm"], row["protocol"], row["channels"], row["threads"]), row
     taken = {(row["algorithm"], row["protocol"]) for row in rows}
     assert len(taken) == 9  # ring and tree in three protocols, NVLS, its tree, PAT
