@@ -1,13 +1,25 @@
-"""Run a function in a process of its own: a fresh interpreter, or a fork of the command.
+"""Run a function in a separate process: a fresh interpreter, or a fork of the command.
 
 A capture must not inherit memory, caches, or tuned kernels of another one, and a kernel that kills
 its process must not take the command with it. Both run in processes of `multiprocessing`:
 
 - `run_isolated` starts a fresh interpreter ("spawn"). Use it where environment variables decide
-  how Python or torch start, such as `TORCH_COMPILE_DISABLE`.
+  how Python, torch or a driver start, such as `TORCH_COMPILE_DISABLE`.
 - `forked_processes` yields a runner whose processes are forks of a command that has imported torch
-  and done nothing else. "forkserver" would import torch a second time, 5 s for each command: the
-  command needs torch to unpickle the results.
+  and done nothing else.
+
+"forkserver" with torch preloaded replaces neither. Its processes have imported torch with the
+environment of the server, so environment variables come too late. Against a fork it imports torch
+a second time, because the command needs torch to unpickle the results. Seconds until a process
+that needs `onerank.capture.run` answers (torch 2.13 for CPU, two busy cores, 2026-11-25; the import
+takes 2.4 s of CPU):
+
+    process    fork    forkserver    fresh interpreter
+    first      0.05    5.0           5.0 to 6.5
+    later      0.03    0.04          4.2 to 6.4
+
+`fake_world/senders.py` starts its processes itself: they inherit the state of the captured rank,
+which does not pickle, and exchange messages with it in both directions.
 """
 
 import atexit

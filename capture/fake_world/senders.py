@@ -37,6 +37,8 @@ _exit = os._exit  # the script may replace os._exit
 # `run_as_rank` is a closure over the captured rank's state. It cannot be pickled, so the children
 # are forks. CUDA does not survive a fork: the children descend from one process that was forked
 # before the script ran, and therefore before CUDA was initialised.
+# `isolation.process_events` would not do: it reports in one direction, while this process answers
+# requests, and it gives an interrupted child 30 s to clean up, while a sender has nothing to keep.
 _FORK = multiprocessing.get_context("fork")
 
 _OUTPUT_TAIL = 1500  # characters of a failed sender's output that its error repeats
