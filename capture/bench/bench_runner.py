@@ -13,21 +13,28 @@ from onerank.capture.bench.gpu_board import Board, Power
 from onerank.capture.bench.measured_call import NO_TIME, Account, BenchCall, Cache, Measured
 from onerank.capture.bench.profile_kernels import Launched, launched
 from onerank.capture.bench.random_operands import Made, make
+from onerank.capture.bench.requests import BenchRequest
 from onerank.capture.bench.timing import Replays
-from onerank.capture.bench.trace_calls import Wanted
 from onerank.ir.errors import CaptureError, first_line
 
 _MAX_BATCH = 64
+"""Calls that share one profile."""
+
 MAX_COPIES = 64
-_HOLD_S = 1.8
-_HOST_CACHE = 32 << 20
+"""Copies of a call's operands that take turns, so that each finds a cold cache."""
+
+# Power is read over the second half, which begins after the 0.6 s by which the counter lags.
+_SUSTAINED_S = 1.8
+
+_HOST_CACHE_BYTES = 32 << 20
+
 _NOT_IN_GRAPHS = frozenset(
     f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
 )
 """Random operators: before each replay, a CUDA graph sets their position in the sequence."""
 
 
-class _Found(NamedTuple):
+class _Profiled(NamedTuple):
     """A call that runs, and its kernels with a cold and with a warm cache."""
 
     call: BenchCall
@@ -49,53 +56,56 @@ class Bench:
         if self.on_gpu:
             self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         else:
-            self.cache_bytes = _HOST_CACHE
-        self._room = torch.ones(2, self.cache_bytes // 4, device=device)
+            self.cache_bytes = _HOST_CACHE_BYTES
+        self._cache_filler = torch.ones(2, self.cache_bytes // 4, device=device)
 
     def measure(
         self,
-        wanted: Sequence[Wanted],
+        requests: Sequence[BenchRequest],
         account: Account,
         *,
         seconds: float = math.inf,
-        alone: frozenset[int] = frozenset(),
+        one_by_one: frozenset[int] = frozenset(),
         begin: Callable[[Sequence[int]], Any] = lambda _: None,
         end: Callable[[int], Any] = lambda _: None,
     ) -> Generator[Measured]:
         """Yield the measurements of calls.
 
         Args:
-            wanted: requests in order of priority.
+            requests: in order of priority.
             account: counts the outcome of each call before `end` is called for it.
             seconds: time limit; no call begins after it.
-            alone: positions of calls that form a batch of one.
+            one_by_one: positions of calls that form a batch of one.
             begin: is called with the positions of the calls that are tried next.
             end: is called with the position of each finished call.
         """
         deadline = time.monotonic() + seconds
         done_count = 0
-        for batch in self._batches(wanted, alone):
+        for batch in self._batches(requests, one_by_one):
             begin(batch)
-            for at, layouts, outcome in self._chosen([(at, wanted[at]) for at in batch]):
+            for at, layouts, outcome in self._profiled([(at, requests[at]) for at in batch]):
                 if time.monotonic() >= deadline:
-                    account.untried[NO_TIME] += len(wanted) - done_count
+                    account.untried[NO_TIME] += len(requests) - done_count
                     return
                 if len(batch) > 1:
                     begin([at])
-                yield from self._timed(wanted[at], layouts, outcome)
+                yield from self._timed(requests[at], layouts, outcome)
                 account.add(outcome)
                 done_count += 1
                 end(at)
 
-    def _batches(self, wanted: Sequence[Wanted], alone: frozenset[int]) -> Iterator[list[int]]:
+    def _batches(
+        self, requests: Sequence[BenchRequest], one_by_one: frozenset[int]
+    ) -> Iterator[list[int]]:
         """Yield the positions of calls whose operands fit the device together."""
-        room = 0.15 * _memory(self.device) if self.on_gpu else math.inf
+        # The calls of a batch keep their operands until all are profiled.
+        room = 0.15 * _memory_bytes(self.device) if self.on_gpu else math.inf
         batch: list[int] = []
         batch_bytes = 0
-        for at, request in enumerate(wanted):
-            size = sum(2 * call.nbytes for call in request.layouts)
+        for at, request in enumerate(requests):
+            size = sum(2 * call.nbytes for call in request.layouts)  # operands and results
             full = len(batch) == _MAX_BATCH or batch_bytes + size > room
-            if batch and (full or at in alone or batch[-1] in alone):
+            if batch and (full or at in one_by_one or batch[-1] in one_by_one):
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(at)
@@ -103,14 +113,11 @@ class Bench:
         if batch:
             yield batch
 
-    def _chosen(
-        self, batch: Iterable[tuple[int, Wanted]]
-    ) -> Iterator[tuple[int, list[_Found], Account]]:
-        """Yield each call's position, the layouts to measure, and an account of the others.
-
-        The longest come first: in the seconds after a profile small kernels start more slowly.
-        """
-        attempts: list[tuple[int, Wanted, list[BenchCall], Account]] = []
+    def _profiled(
+        self, batch: Iterable[tuple[int, BenchRequest]]
+    ) -> Iterator[tuple[int, list[_Profiled], Account]]:
+        """Yield each call's position, the layouts to measure, and an account of the others."""
+        attempts: list[tuple[int, BenchRequest, list[BenchCall], Account]] = []
         functions: list[Callable[[], Any]] = []
         for at, request in batch:
             runs: list[BenchCall] = []
@@ -130,20 +137,23 @@ class Bench:
         launch_records = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
         functions.clear()
         warm_call = None
-        chosen = [
+        profiled = [
             (
                 at,
-                _fitting(request, [_Found(call, *next(launch_records)) for call in runs], outcome),
+                _matching(
+                    request, [_Profiled(call, *next(launch_records)) for call in runs], outcome
+                ),
                 outcome,
             )
             for at, request, runs, outcome in attempts
         ]
-        chosen.sort(key=lambda each: -sum(sum(layout.cold.times_ns) for layout in each[1]))
-        yield from chosen
+        # Long calls first: in the seconds after a profile small kernels start more slowly.
+        profiled.sort(key=lambda each: -sum(sum(layout.cold.times_ns) for layout in each[1]))
+        yield from profiled
 
     def _flush(self) -> None:
         """Evict the cache by a copy of its size: half is read, half written."""
-        self._room[0].copy_(self._room[1])
+        self._cache_filler[0].copy_(self._cache_filler[1])
 
     def _warm(self, call: BenchCall) -> Made:
         """Create operands for a call, run it once, and return it.
@@ -164,24 +174,26 @@ class Bench:
             ) from error
         return made
 
-    def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
+    def _timed(
+        self, request: BenchRequest, layouts: list[_Profiled], account: Account
+    ) -> Iterator[Measured]:
         measured = False
-        for each in found:
-            call = each.call
-            inner = {name for name in each.cold.inside if name != call.op}
+        for layout in layouts:
+            call = layout.call
+            inner = {name for name in layout.cold.inside if name != call.op}
             account.inner.update(f"{call.op} > {name}" for name in inner)
-            for l2, copies in self._states(call.nbytes):
-                kernels = each.cold if l2 == "cold" else each.warm
+            for l2, copies in self._cache_states(call.nbytes):
+                kernels = layout.cold if l2 == "cold" else layout.warm
                 try:
-                    yield self._one(call, kernels, l2, copies, held=one.held)
+                    yield self._measured(call, kernels, l2, copies, sustained=request.sustained)
                     measured = True
                 except CaptureError as error:
                     account.failed[str(error)] += 1
         account.done += measured
-        if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory(self.device):
+        if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory_bytes(self.device):
             torch.cuda.empty_cache()
 
-    def _states(self, nbytes: int) -> Iterator[tuple[Cache, int]]:
+    def _cache_states(self, nbytes: int) -> Iterator[tuple[Cache, int]]:
         """Yield the cache states to measure for operands of `nbytes`, with the number of copies.
 
         Copies that take turns are cold if together they have twice the cache's size. Operands that
@@ -193,17 +205,19 @@ class Bench:
         if nbytes <= self.cache_bytes / 2:
             yield "warm", 1
 
-    def _one(
-        self, call: BenchCall, what: Launched, l2: Cache, copies: int, *, held: bool
+    def _measured(
+        self, call: BenchCall, kernels: Launched, l2: Cache, copies: int, *, sustained: bool
     ) -> Measured:
         calls = [self._warm(call).function for _ in range(copies)]
         power: Power | None = None
         try:
-            queued = call.op in _NOT_IN_GRAPHS or any(n.startswith("Memcpy") for n in what.names)
+            queued = call.op in _NOT_IN_GRAPHS or any(
+                name.startswith("Memcpy") for name in kernels.names
+            )
             replays = Replays(calls, on_gpu=self.on_gpu, queued=queued)
-            if held and self.board is not None:
+            if sustained and self.board is not None:
                 with self.board.power() as power:
-                    timing = replays.hold(_HOLD_S)
+                    timing = replays.sustain(_SUSTAINED_S)
             else:
                 timing = replays.timing()
         except RuntimeError as error:
@@ -216,7 +230,7 @@ class Bench:
         now = datetime.datetime.now(datetime.UTC)
         return Measured(
             call=call,
-            launched=what,
+            launched=kernels,
             timing=timing,
             l2=l2,
             sm_clock_mhz=clock or (reading.sm_clock_mhz if reading else None),
@@ -235,26 +249,27 @@ class Bench:
             raise BrokenDeviceError(first_line(error)) from error
 
 
-def _fitting(request: Wanted, found: list[_Found], outcome: Account) -> list[_Found]:
+def _matching(request: BenchRequest, layouts: list[_Profiled], outcome: Account) -> list[_Profiled]:
     """Return the layouts that launch a kernel of the trace; the first layout if none does."""
-    repeatable = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
-    if found and not repeatable:
+    repeatable = [
+        layout for layout in layouts if layout.cold.names and layout.warm.names == layout.cold.names
+    ]
+    if layouts and not repeatable:
         outcome.failed[
-            f"{found[0].call.op}: launches no kernel, or different ones cold and warm"
+            f"{layouts[0].call.op}: launches no kernel, or different ones cold and warm"
         ] += 1
-    found = repeatable
-    if not request.kernels or not found:
-        return found
+    if not request.kernels or not repeatable:
+        return repeatable
     identifying = {
         name for name in request.kernels if not name.startswith("Memset")
     } or request.kernels
-    matching: dict[tuple[str, ...], _Found] = {}
-    for each in found:
-        if identifying & set(each.cold.names):
-            matching.setdefault(each.cold.names, each)
+    matching: dict[tuple[str, ...], _Profiled] = {}
+    for layout in repeatable:
+        if identifying & set(layout.cold.names):
+            matching.setdefault(layout.cold.names, layout)
     if not matching:
         outcome.other_kernels[request.layouts[0].op] += 1
-        return found[:1]
+        return repeatable[:1]
     return list(matching.values())
 
 
@@ -275,5 +290,5 @@ class BrokenDeviceError(Exception):
     """A call has left the device in an error state that lasts as long as the process."""
 
 
-def _memory(device: torch.device) -> int:
+def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory

@@ -50,7 +50,8 @@ def on_device(index: int) -> Generator[Device]:
         torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-_EACH_S = 0.004
+_POLL_S = 0.004
+"""Interval between readings of the energy counter, below the 10 ms between its updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,15 @@ class Reading:
 
 
 class Power:
-    """Mean power over the second half of a stretch of time.
+    """Mean power over the second half of a measured interval.
 
-    The board counts energy in steps of some ten milliseconds, and its figures lag: after 0.6 s
-    what ran before still showed on an H200. The power is the slope between the first step of the
-    second half and the last one.
+    The board updates its energy counter every ten milliseconds or so. The counter lags: on an H200
+    it still showed the previous work after 0.6 s. So the power is the slope between the first
+    update in the second half and the last update.
 
     Attributes:
-        steps: when the counter stepped, in seconds, and what it showed, in mJ.
-        clocks: when the SMs' clock was read, and what it was, in MHz.
+        steps: updates of the energy counter: time in seconds, energy in mJ.
+        clocks: readings of the SM clock: time in seconds, clock in MHz.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Power:
 
     @property
     def watts(self) -> float | None:
-        """Mean power; None with fewer than three steps of the counter."""
+        """Mean power in W; None with fewer than three updates of the counter."""
         if len(self.steps) < 3:
             return None
         begin, end = self.steps[0][0], self.steps[-1][0]
@@ -90,7 +91,7 @@ class Power:
 
     @property
     def sm_clock_mhz(self) -> int | None:
-        """Median clock over the second half; None if no source reports it."""
+        """Median clock over the second half, in MHz; None if no source reports it."""
         if not self.clocks:
             return None
         begin, end = self.clocks[0][0], self.clocks[-1][0]
@@ -122,7 +123,7 @@ class Board:
             self.missing = f"clocks, power and temperature are not known: NVML says {error}"
 
     def reading(self) -> Reading:
-        """Read clock and temperature as they are now."""
+        """Read the current clock and temperature."""
         nvml = self._nvml
         if nvml is None:
             return Reading()
@@ -149,7 +150,7 @@ class Board:
 
     @contextlib.contextmanager
     def power(self) -> Generator[Power]:
-        """Follow the board's energy counter and clock while the context lasts."""
+        """Sample the board's energy counter and clock while the context lasts."""
         power, stop = Power(), threading.Event()
         thread = threading.Thread(
             target=self._follow, args=(power, stop), name="onerank-power", daemon=True
@@ -166,7 +167,7 @@ class Board:
         if nvml is None:
             return
         last = None
-        while not stop.wait(_EACH_S):
+        while not stop.wait(_POLL_S):
             energy = self._value(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
             if energy is None:
                 return
@@ -189,7 +190,7 @@ class Board:
 
 
 def versions(driver: str) -> dict[str, str]:
-    """Return the versions of what decides which kernels run; "" for what is not there."""
+    """Return the versions of the libraries that choose kernels; "" for an absent library."""
     triton = ""
     with contextlib.suppress(ImportError):
         triton = str(importlib.import_module("triton").__version__)

@@ -17,32 +17,34 @@ from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY, SustainedCall
 
-_HOLD_S = 2.0
-_REST_S, _IDLE_S = 2.0, 3.0
-_HELD = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
-_POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
+_SUSTAINED_S = 2.0
+_REST_S, _IDLE_S = 2.0, 3.0  # before idle power is read, and while it is
+_LARGE_GEMMS = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
+_POWER_GEMMS = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
           (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
           (1, 16384, 16384), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 128, 8192),
           (128, 1024, 1024))  # fmt: skip
-"""From products at the limit to those that leave most of the GPU idle."""
-_COPY = 1 << 29
-_CACHED = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
+"""m, n and k of GEMMs from power-limited ones to some that leave most of the GPU idle."""
+_COPY_ELEMENTS = 1 << 29  # of bfloat16: 1 GiB
+_CACHED_ELEMENTS = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
 
 
 @dataclass(frozen=True, slots=True)
 class Microbenchmarks:
-    """What was measured.
+    """The limits of a GPU.
 
     Attributes:
-        sustained: calls that were held.
-        gemm_tflops: what `LARGE` products in bf16 reach in the geometric mean, 1e12 per second.
-        skinny_gb_per_s: the same of `SKINNY` ones: operands and results, in 1e9 bytes per second.
-        copy_gb_per_s: bytes read and written by a copy of 1 GiB, in 1e9 per second.
-        cache_gb_per_s: the same of a sum of tensors in the last-level cache; the best size.
-        floor_ns: median of the shortest products.
-        idle_w: of a GPU that waits with a context; None where nothing tells.
-        limit_w: the power limit in force; None where nothing tells.
-        refused: units whose products this GPU or torch does not take, and why.
+        sustained: runs of one call for two seconds.
+        gemm_tflops: geometric mean over the `LARGE` GEMMs in bf16, 1e12 FLOP per second.
+        skinny_gb_per_s: geometric mean over the `SKINNY` GEMMs of the bytes of operands and
+            results, 1e9 per second.
+        copy_gb_per_s: bytes read and written by a copy of 1 GiB, 1e9 per second.
+        cache_gb_per_s: bytes of a sum of tensors in the last-level cache, 1e9 per second; of the
+            fastest size.
+        floor_ns: median of the shortest GEMMs.
+        idle_w: power with a context and no work; None if no source reports it.
+        limit_w: the power limit in force; None if no source reports it.
+        refused: unit -> why this GPU or torch does not run its GEMMs.
     """
 
     sustained: tuple[SustainedCall, ...]
@@ -57,31 +59,31 @@ class Microbenchmarks:
 
 
 def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> Microbenchmarks:
-    """Measure the GPU; `told` is called after each of `COUNT` parts.
+    """Measure the GPU; `advance` is called after each of `COUNT` parts.
 
     Raises:
-        CaptureError: it does not even take products in bfloat16 or float16.
+        CaptureError: the GPU runs GEMMs neither in bfloat16 nor in float16.
     """
     sustained: list[SustainedCall] = []
     refused: dict[str, str] = {}
     idle = _idle(bench)
     advance()
-    for unit, sizes, call in _products():
+    for unit, sizes, call in _gemms():
         try:
-            sustained.append(_hold(bench, unit, sizes, call))
+            sustained.append(_sustain(bench, unit, sizes, call))
         except (CaptureError, RuntimeError) as error:
             refused.setdefault(unit, first_line(error))
         advance()
-    if not any(one.unit in ("bf16", "fp16") for one in sustained):
+    if not any(call.unit in ("bf16", "fp16") for call in sustained):
         raise CaptureError(
             f"this GPU runs no matrix products in bfloat16 or float16: {refused}",
             code="bench-no-16-bit",
         )
-    for call, flops_per_element in _moves():
-        sustained.append(_hold(bench, "", (), call, flops_per_element))
+    for call, flops_per_element in _pointwise():
+        sustained.append(_sustain(bench, "", (), call, flops_per_element))
         advance()
-    copy = Operand((_COPY,))
-    sustained_copy = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
+    copy = Operand((_COPY_ELEMENTS,))
+    sustained_copy = _sustain(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
     advance()
     large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE]
     skinny = [2 * (m * k + k * n + m * n) / _short_ns(bench, m, n, k) for m, n, k in SKINNY]
@@ -91,7 +93,7 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
         gemm_tflops=geometric_mean(large) / 1e3,
         skinny_gb_per_s=geometric_mean(skinny),
         copy_gb_per_s=sustained_copy.nbytes / sustained_copy.median_ns,
-        cache_gb_per_s=max(_cached(bench, size) for size in _CACHED),
+        cache_gb_per_s=max(_cached(bench, size) for size in _CACHED_ELEMENTS),
         floor_ns=_floor(bench),
         idle_w=idle,
         limit_w=bench.board.limit_w() if bench.board else None,
@@ -99,14 +101,14 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
     )
 
 
-def _products() -> Iterator[tuple[str, tuple[int, int, int], BenchCall]]:
-    for m, n, k in (*_HELD, *_POWER):
+def _gemms() -> Iterator[tuple[str, tuple[int, int, int], BenchCall]]:
+    for m, n, k in (*_LARGE_GEMMS, *_POWER_GEMMS):
         yield "bf16", (m, n, k), _forward(m, n, k, "bfloat16")
-    for m, n, k in _HELD:
+    for m, n, k in _LARGE_GEMMS:
         yield "fp16", (m, n, k), _forward(m, n, k, "float16")
         yield "tf32", (m, n, k), replace(_forward(m, n, k, "float32"), tf32=True)
         yield from (("fp8", (m, n, k), call) for call in scaled(m, k, n))
-    m, n, k = _HELD[1]
+    m, n, k = _LARGE_GEMMS[1]
     yield "fp32", (m, n, k), _forward(m, n, k, "float32")
 
 
@@ -114,8 +116,8 @@ def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
     return next(linear(m, k, n, dtype, backward=False))
 
 
-def _moves() -> Iterator[tuple[BenchCall, int]]:
-    """Yield calls without products, and vector operations for each element."""
+def _pointwise() -> Iterator[tuple[BenchCall, int]]:
+    """Yield calls without GEMMs, each with its vector operations per element."""
     bf16_operand, fp32_operand = Operand((1 << 28,)), Operand((1 << 28,), "float32")
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 28):
         operand = Operand((size,))
@@ -128,14 +130,22 @@ def _moves() -> Iterator[tuple[BenchCall, int]]:
     yield BenchCall("aten::copy_", (fp32_operand, bf16_operand, False)), 0
 
 
-COUNT = 1 + len(list(_products())) + len(list(_moves())) + 2
+COUNT = 1 + len(list(_gemms())) + len(list(_pointwise())) + 2
 """Parts of the microbenchmarks."""
 
 
-def _hold(
-    bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall, each: int = 0
+def _sustain(
+    bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall, flops_per_element: int = 0
 ) -> SustainedCall:
-    """Run a call for two seconds; its operands overflow the cache unless they are very small."""
+    """Run a call for two seconds; its operands overflow the cache unless they are very small.
+
+    Args:
+        bench: the runner.
+        unit: data type of a GEMM's arithmetic; "" for other calls.
+        sizes: m, n and k of a GEMM; () for other calls.
+        call: the call.
+        flops_per_element: vector operations per element of a call that is no GEMM.
+    """
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MAX_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
@@ -144,17 +154,17 @@ def _hold(
     )
     replays = Replays(calls, on_gpu=bench.on_gpu, queued=is_driver_copy)
     if bench.board is None:
-        timing, watts, clock = replays.hold(_HOLD_S), None, None
+        timing, watts, clock = replays.sustain(_SUSTAINED_S), None, None
     else:
         with bench.board.power() as power:
-            timing = replays.hold(_HOLD_S)
+            timing = replays.sustain(_SUSTAINED_S)
         watts, clock = power.watts, power.sm_clock_mhz
-    flops = 2 * prod(sizes) if sizes else each * prod(next(call.operands()).shape)
+    flops = 2 * prod(sizes) if sizes else flops_per_element * prod(next(call.operands()).shape)
     return SustainedCall(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
 
 
 def _moved(call: BenchCall) -> int:
-    """Return the bytes of operands and result, each once."""
+    """Return the bytes of operands and result; each tensor counts once."""
     operands = [operand for operand in call.operands() if operand.shape]
     first = operands[0]
     if call.op in ("aten::mm", "aten::_scaled_mm"):
@@ -178,13 +188,13 @@ def _floor(bench: Bench) -> int:
 
 
 def _short_ns(bench: Bench, m: int, n: int, k: int) -> int:
-    """Return the time of a product in bf16 that is not held."""
+    """Return the time of a short run of a GEMM in bf16."""
     call = make(_forward(m, n, k, "bfloat16"), bench.device).function
     return Replays([call], on_gpu=bench.on_gpu).timing().median_ns
 
 
 def _idle(bench: Bench) -> float | None:
-    """Return what a GPU draws that has a context and nothing to do."""
+    """Return the power in W of the GPU with a context and no work; None without a source."""
     if bench.board is None:
         return None
     make(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()

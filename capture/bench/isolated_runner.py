@@ -18,21 +18,22 @@ import torch
 
 from onerank.capture.bench.bench_runner import Bench, BrokenDeviceError
 from onerank.capture.bench.measured_call import NO_TIME, Account, Measured
-from onerank.capture.bench.trace_calls import Wanted
+from onerank.capture.bench.requests import BenchRequest
 from onerank.capture.isolation import ProcessDiedError, process_events
 from onerank.ir.errors import CaptureError
 
 _MAX_DEATHS = 12
+"""Children that may die before the remaining calls are given up: each starts torch again."""
 
 Message = Measured | tuple[str, Any]
 """A child's report: a measurement; ("begin", positions); ("end", (position, account));
 ("broken", reason); ("finished", account); ("died", exit code)."""
-Start = Callable[[Sequence[Wanted], frozenset[int], float], Iterator[Message]]
+Start = Callable[[Sequence[BenchRequest], frozenset[int], float], Iterator[Message]]
 """Starts a child: (requests, positions to try one by one, seconds) -> its reports."""
 
 
 def measure_isolated(
-    wanted: Sequence[Wanted],
+    requests: Sequence[BenchRequest],
     account: Account,
     start: Start,
     *,
@@ -42,7 +43,7 @@ def measure_isolated(
     """Yield the measurements of successive children, until all calls are done or time is up.
 
     Args:
-        wanted: requests in order of priority.
+        requests: in order of priority.
         account: counts the outcomes, also if the caller closes the generator early.
         start: starts a child.
         seconds: time limit; no call begins after it.
@@ -52,16 +53,16 @@ def measure_isolated(
         CaptureError: a child dies before it tries a call.
     """
     deadline = time.monotonic() + seconds
-    remaining = list(range(len(wanted)))
+    remaining = list(range(len(requests)))
     isolated: set[int] = set()  # tried together with a call that ended the child
     for _ in range(_MAX_DEATHS):
         run = _ChildRun(remaining)
-        requests = [wanted[position] for position in remaining]
+        left = [requests[position] for position in remaining]
         one_by_one = frozenset(
             index for index, position in enumerate(remaining) if position in isolated
         )
         try:
-            for message in start(requests, one_by_one, deadline - time.monotonic()):
+            for message in start(left, one_by_one, deadline - time.monotonic()):
                 if isinstance(message, Measured):
                     yield message
                 elif run.update(message):
@@ -79,7 +80,7 @@ def measure_isolated(
             )
         if not run.finished and len(run.tried) == 1:
             culprit = run.tried[0]
-            account.failed[f"{wanted[culprit].layouts[0].op}: {run.reason}"] += 1
+            account.failed[f"{requests[culprit].layouts[0].op}: {run.reason}"] += 1
             remaining = [position for position in remaining if position != culprit]
             advance()
         isolated |= set(run.tried)
@@ -133,9 +134,12 @@ def _cause(code: int | None) -> str:
 def child_on(device: torch.device) -> Start:
     """Return a function that starts a process which measures on a device."""
 
-    def start(wanted: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+    def start(
+        requests: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
+    ) -> Iterator[Message]:
         try:
-            with process_events(_measure, (str(device), list(wanted), alone, seconds)) as events:
+            call = (str(device), list(requests), one_by_one, seconds)
+            with process_events(_measure, call) as events:
                 for kind, message in events:
                     if kind == "event":
                         yield message
@@ -147,8 +151,8 @@ def child_on(device: torch.device) -> Start:
 
 def _measure(
     device: str,
-    wanted: list[Wanted],
-    alone: frozenset[int],
+    requests: list[BenchRequest],
+    one_by_one: frozenset[int],
     seconds: float,
     report: Callable[[Message], None],
 ) -> None:
@@ -157,7 +161,7 @@ def _measure(
     torch_device = torch.device(device)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
-    account = Account(requested=len(wanted))
+    account = Account(requested=len(requests))
 
     def end(position: int) -> None:
         report(("end", (position, account)))
@@ -168,7 +172,7 @@ def _measure(
     try:
         bench = Bench(torch_device)
         measured = bench.measure(
-            wanted, account, seconds=seconds, alone=alone, begin=begin, end=end
+            requests, account, seconds=seconds, one_by_one=one_by_one, begin=begin, end=end
         )
         for measurement in measured:
             report(measurement)

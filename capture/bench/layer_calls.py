@@ -1,25 +1,69 @@
 """Calls of a transformer layer: attention, pointwise, GEMM, embedding, loss, optimizer."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from onerank.capture.bench.measured_call import BenchCall, Operand
-from onerank.capture.bench.model_shapes import Model
 
 BF16, FP32 = "bfloat16", "float32"
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of a decoder, from its published configuration.
+
+    Attributes:
+        name: as published.
+        hidden: width of the residual stream.
+        intermediate: width of the MLP; of one expert in a mixture.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: width of a head.
+        vocabulary: rows of the embedding.
+        experts: of each layer; 0 for a dense model.
+        top_k: experts that a token goes to.
+        gated: whether the MLP has a gate (SwiGLU) or is a plain GELU MLP.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int = 0
+    top_k: int = 0
+    gated: bool = True
+
+
+MODELS = (
+    Model("Llama-3-8B", 4096, 14336, 32, 8, 128, 128256),
+    Model("Llama-3-70B", 8192, 28672, 64, 8, 128, 128256),
+    Model("Qwen3-32B", 5120, 25600, 64, 8, 128, 151936),
+    Model("Mixtral-8x7B", 4096, 14336, 32, 8, 128, 32000, 8, 2),
+    Model("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, 151936, 128, 8),
+    Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128, 152064),
+    Model("Llama-3.2-1B", 2048, 8192, 32, 8, 64, 128256),
+    Model("GPT-3-175B", 12288, 49152, 96, 96, 128, 50257, gated=False),
+    Model("Llama-3.1-405B", 16384, 53248, 128, 8, 128, 128256),
+    Model("GPT-2-XL", 1600, 6400, 25, 25, 64, 50257, gated=False),
+    Model("Llama-3.2-3B", 3072, 8192, 24, 8, 128, 128256),
+)
+"""In order of measurement: a benchmark with a time limit may not reach the last ones."""
+
+
 def attention(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
-    """Yield causal attention of one sequence, and of shorter ones with as many tokens."""
-    heads, keys = model.heads // tp, max(1, model.key_heads // tp)
+    """Yield causal attention over `tokens` tokens: one sequence, and 2 and 4 shorter ones."""
+    heads, keys = model.heads // tp, max(1, model.kv_heads // tp)
     for batch in (1, 2, 4):
         if tokens // batch >= 1024:
-            yield from _cudnn(batch, heads, keys, tokens // batch, model.head)
-    yield from _flash(1, heads, keys, tokens, model.head)
+            yield from _cudnn(batch, heads, keys, tokens // batch, model.head_dim)
+    yield from _flash(1, heads, keys, tokens, model.head_dim)
 
 
 def _cudnn(batch: int, heads: int, keys: int, length: int, head: int) -> Iterator[BenchCall]:
-    """Operands [b, h, s, d] as views of [b, s, h, d], as a model's projections leave them."""
+    """Yield forward and backward; operands [b, h, s, d] are views of [b, s, h, d]."""
     query = Operand((batch, heads, length, head)).swapped(1, 2)
     key = Operand((batch, keys, length, head)).swapped(1, 2)
     scale = head**-0.5
@@ -53,12 +97,12 @@ def _flash(batch: int, heads: int, keys: int, length: int, head: int) -> Iterato
 
 
 def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
-    """Yield the activation, and the residual sums."""
-    routed = tokens * max(1, model.chosen)
+    """Yield the activation and the residual additions."""
+    routed = tokens * max(1, model.top_k)
     if model.experts:
-        one = Operand((routed, model.inner))
+        one = Operand((routed, model.intermediate))
     else:
-        one = Operand((1, tokens, model.inner // tp))
+        one = Operand((1, tokens, model.intermediate // tp))
     if model.gated:
         yield BenchCall("aten::silu", (one,))
         yield BenchCall("aten::silu_backward", (one, one))
@@ -74,7 +118,7 @@ def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 
 def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
-    """Yield RMS norm as transformers writes it, and fused; layer norm."""
+    """Yield RMS norm as transformers writes it, fused RMS norm, and layer norm."""
     wide, narrow = Operand((1, tokens, model.hidden), FP32), Operand((1, tokens, model.hidden))
     rows, scale = Operand((1, tokens, 1), FP32), Operand((model.hidden,))
     epsilon, two = Operand((), "float64", host=True), Operand((), "int64", host=True)
@@ -109,26 +153,26 @@ def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
 
 def rotary(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield the rotary embedding of queries and keys, as transformers writes it."""
-    for heads in dict.fromkeys((model.heads // tp, max(1, model.key_heads // tp))):
-        whole = Operand((1, heads, tokens, model.head))
-        turned = whole.swapped(1, 2)
-        half = replace(whole, shape=(1, heads, tokens, model.head // 2))
-        halved = replace(half, strides=turned.strides)
+    for heads in dict.fromkeys((model.heads // tp, max(1, model.kv_heads // tp))):
+        whole = Operand((1, heads, tokens, model.head_dim))
+        swapped = whole.swapped(1, 2)
+        half = replace(whole, shape=(1, heads, tokens, model.head_dim // 2))
+        halved = replace(half, strides=swapped.strides)
         made = half.swapped(1, 2)
-        angles = Operand((1, 1, tokens, model.head))
-        yield BenchCall("aten::mul", (turned, angles))
+        angles = Operand((1, 1, tokens, model.head_dim))
+        yield BenchCall("aten::mul", (swapped, angles))
         yield BenchCall("aten::mul", (whole, angles))
         yield BenchCall("aten::neg", (halved,))
         yield BenchCall("aten::cat", ((made, halved), -1))
-        yield BenchCall("aten::add", (turned, whole, 1))
-        yield BenchCall("aten::add_", (turned, turned, 1))
-        yield BenchCall("aten::copy_", (turned, replace(turned, strides=None), False))
-        rows = Operand((1, tokens, heads, model.head))
+        yield BenchCall("aten::add", (swapped, whole, 1))
+        yield BenchCall("aten::add_", (swapped, swapped, 1))
+        yield BenchCall("aten::copy_", (swapped, replace(swapped, strides=None), False))
+        rows = Operand((1, tokens, heads, model.head_dim))
         yield BenchCall("aten::copy_", (rows, rows.swapped(1, 2), False))
 
 
-def small() -> Iterator[BenchCall]:
-    """Yield sizes from a launch to the memory's bandwidth, for each sort of operator."""
+def pointwise_sizes() -> Iterator[BenchCall]:
+    """Yield pointwise and reduction calls from launch-bound to memory-bound sizes."""
     for power in range(10, 29, 2):
         size = (1 << power,)
         one, wide = Operand(size), Operand(size, FP32)
@@ -145,21 +189,19 @@ def small() -> Iterator[BenchCall]:
         yield BenchCall("aten::gelu", (one, "none"))
 
 
-BF16_PRODUCTS = "bfloat16"
-
 _BFLOAT16_CODE = 15  # c10::ScalarType of bfloat16, as the schema's argument takes it
 
 
 def products(model: Model, tp: int, tokens: int, *, backward: bool = True) -> Iterator[BenchCall]:
-    """Yield the products of a layer's linears on one of `tp` ranks."""
+    """Yield the GEMMs of a layer's linears on one of `tp` ranks."""
     for rows, columns in _linears(model, tp):
         yield from linear(tokens, rows, columns, backward=backward)
 
 
 def linear(
-    tokens: int, rows: int, columns: int, dtype: str = BF16_PRODUCTS, *, backward: bool = True
+    tokens: int, rows: int, columns: int, dtype: str = BF16, *, backward: bool = True
 ) -> Iterator[BenchCall]:
-    """Yield the products of a linear of `rows` inputs and `columns` outputs without bias."""
+    """Yield the GEMMs of a linear without bias, of `rows` inputs and `columns` outputs."""
     yield _mm(Operand((tokens, rows), dtype), _transposed((rows, columns), dtype))
     if backward:
         yield _mm(Operand((tokens, columns), dtype), Operand((columns, rows), dtype))
@@ -167,7 +209,7 @@ def linear(
 
 
 def typed(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
-    """Yield a layer's products in float8, float16, TF32 and float32."""
+    """Yield a layer's GEMMs in float8, float16, TF32 and float32."""
     for rows, columns in _linears(model, tp):
         yield from scaled(tokens, rows, columns)
         yield from linear(tokens, rows, columns, "float16")
@@ -179,47 +221,47 @@ def typed(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 
 def squares() -> Iterator[BenchCall]:
-    """Yield products that span intensities, for power: from memory-bound to the largest."""
+    """Yield GEMMs and pointwise calls for power, from memory-bound to power-limited."""
     for m, n, k in (
         (8192, 8192, 8192), (16384, 16384, 4096), (4096, 4096, 4096), (8192, 8192, 1024),
         (8192, 8192, 256), (2048, 2048, 2048), (1024, 8192, 8192), (256, 16384, 8192),
         (128, 16384, 8192), (64, 16384, 8192), (16, 16384, 8192), (1, 16384, 16384),
     ):  # fmt: skip
-        yield _mm(Operand((m, k), BF16_PRODUCTS), _transposed((k, n), BF16_PRODUCTS))
+        yield _mm(Operand((m, k), BF16), _transposed((k, n), BF16))
         yield from scaled(m, k, n)
     for size in (1 << 24, 1 << 26, 1 << 28):
-        one = Operand((size,), BF16_PRODUCTS)
+        one = Operand((size,), BF16)
         yield BenchCall("aten::add", (one, one, 1))
         yield BenchCall("aten::silu", (one,))
         yield BenchCall("aten::copy_", (Operand((size,), "float32"), one, False))
 
 
 def experts(model: Model, tokens: int) -> Iterator[BenchCall]:
-    """Yield grouped products over all experts, and those of one expert with an even share."""
-    routed = tokens * model.chosen
+    """Yield grouped GEMMs over all experts, and the GEMMs of one expert with an even share."""
+    routed = tokens * model.top_k
     ends = Operand((model.experts,), "int32")
-    for rows, columns in ((model.hidden, model.inner), (model.inner, model.hidden)):
+    for rows, columns in ((model.hidden, model.intermediate), (model.intermediate, model.hidden)):
         yield from linear(routed // model.experts, rows, columns)
-        weight = Operand((model.experts, rows, columns), BF16_PRODUCTS).swapped(1, 2)
-        back = Operand((model.experts, columns, rows), BF16_PRODUCTS)
+        weight = Operand((model.experts, rows, columns), BF16).swapped(1, 2)
+        back = Operand((model.experts, columns, rows), BF16)
         for size, operand in ((rows, weight), (columns, back)):
-            left = Operand((routed, size), BF16_PRODUCTS)
+            left = Operand((routed, size), BF16)
             yield BenchCall("aten::_grouped_mm", (left, operand, ends, None, None))
 
 
 def _linears(model: Model, tp: int) -> list[tuple[int, int]]:
     """Return (inputs, outputs) of the distinct linears of a layer on one of `tp` ranks."""
-    width = model.heads * model.head // tp
-    keys = max(1, model.key_heads // tp) * model.head
-    found = [(model.hidden, width), (model.hidden, keys), (width, model.hidden)]
+    width = model.heads * model.head_dim // tp
+    keys = max(1, model.kv_heads // tp) * model.head_dim
+    shapes = [(model.hidden, width), (model.hidden, keys), (width, model.hidden)]
     if not model.experts:
-        inner = model.inner // tp
-        found += [(model.hidden, inner), (inner, model.hidden)]
-    return list(dict.fromkeys(found))
+        inner = model.intermediate // tp
+        shapes += [(model.hidden, inner), (inner, model.hidden)]
+    return list(dict.fromkeys(shapes))
 
 
 def scaled(tokens: int, rows: int, columns: int) -> Iterator[BenchCall]:
-    """Yield the product in float8 with one scale for each operand, if its sizes are multiples."""
+    """Yield the float8 GEMM with one scale per operand; nothing unless 16 divides its sizes."""
     if tokens % 16 or rows % 16 or columns % 16:
         return
     fp8 = "float8_e4m3fn"
@@ -242,7 +284,7 @@ _MEAN, _IGNORED = 1, -100
 
 
 def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
-    """Yield the output product and the cross-entropy of its logits in float32."""
+    """Yield the output head's GEMMs and the cross-entropy of its logits in float32."""
     words = model.vocabulary // tp
     yield from linear(tokens, model.hidden, words)
     narrow, wide = Operand((tokens, words)), Operand((tokens, words), FP32)
@@ -263,7 +305,7 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 
 def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
-    """Yield the look-up of rows, its gradient, and moving rows between tokens and experts."""
+    """Yield the embedding lookup, its gradient, and the dispatch of tokens to experts."""
     table, made = Operand((model.vocabulary, model.hidden)), Operand((tokens, model.hidden))
     index = Operand((tokens, model.hidden), "int64", strides=(1, 0))
     yield BenchCall("aten::gather", (table, 0, index, False, made))
@@ -271,19 +313,19 @@ def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
                     (made, Operand((tokens,), "int64"), model.vocabulary, -1, False))  # fmt: skip
     yield BenchCall("aten::fill_", (table, 0))
     if model.experts:
-        routed = tokens * model.chosen
+        routed = tokens * model.top_k
         rows = Operand((routed, model.hidden))
         which = Operand((routed,), "int64")
         yield BenchCall("aten::index", (made, (which,)))
         yield BenchCall("aten::index_add_", (made, 0, which, rows, 1))
         scores = Operand((tokens, model.experts), FP32)
         yield BenchCall("aten::_softmax", (scores, -1, False))
-        yield BenchCall("aten::topk", (scores, model.chosen, -1, True, True))
+        yield BenchCall("aten::topk", (scores, model.top_k, -1, True, True))
         yield BenchCall("aten::sort", (which, True, -1, False))
 
 
 def optimizer(model: Model, tp: int) -> Iterator[BenchCall]:
-    """Yield Adam over the parameters of one layer: fused, and as a list of simple operators."""
+    """Yield AdamW over the parameters of one layer: fused, and as foreach operators."""
     sizes = _parameters(model, tp)
     for dtype in (BF16, FP32):
         all_of = tuple(Operand(size, dtype) for size in sizes)
@@ -305,13 +347,13 @@ def optimizer(model: Model, tp: int) -> Iterator[BenchCall]:
 
 def _parameters(model: Model, tp: int) -> list[tuple[int, ...]]:
     """Return the shapes of a layer's parameters on one of `tp` ranks."""
-    width, keys = model.heads * model.head // tp, max(1, model.key_heads // tp) * model.head
-    inner, hidden = model.inner // tp, model.hidden
-    found: list[tuple[int, ...]] = [(width, hidden), (keys, hidden), (keys, hidden),
+    width, keys = model.heads * model.head_dim // tp, max(1, model.kv_heads // tp) * model.head_dim
+    inner, hidden = model.intermediate // tp, model.hidden
+    shapes: list[tuple[int, ...]] = [(width, hidden), (keys, hidden), (keys, hidden),
                                     (hidden, width)]  # fmt: skip
     if model.experts:
-        found += [(model.experts, 2 * model.inner, hidden), (model.experts, hidden, model.inner),
-                  (model.experts, hidden)]  # fmt: skip
+        shapes += [(model.experts, 2 * model.intermediate, hidden),
+                  (model.experts, hidden, model.intermediate), (model.experts, hidden)]  # fmt: skip
     else:
-        found += [(inner, hidden)] * (2 if model.gated else 1) + [(hidden, inner)]
-    return [*found, (hidden,), (hidden,)]
+        shapes += [(inner, hidden)] * (2 if model.gated else 1) + [(hidden, inner)]
+    return [*shapes, (hidden,), (hidden,)]

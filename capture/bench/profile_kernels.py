@@ -1,4 +1,4 @@
-"""Kernels that each call launches, and their times, by torch's profiler."""
+"""The kernels that each call launches, and their times, from torch's profiler."""
 
 import bisect
 import statistics
@@ -19,12 +19,12 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What one call launched.
+    """The GPU operations that one call launched.
 
     Attributes:
-        names: of kernels, copies and fills, in order.
+        names: names of the kernels, copies and fills, in order of launch.
         times_ns: median time of each.
-        inside: operators that launched them, the innermost one for each.
+        inside: the innermost operator that launched each.
     """
 
     names: tuple[str, ...]
@@ -39,14 +39,16 @@ def launched(
     on_gpu: bool,
     flush: Callable[[], Any],
 ) -> list[tuple[Launched, Launched]]:
-    """Return what each call launches, cold and warm; a CPU's call is its operator.
+    """Return what each call launches with a cold and with a warm cache.
+
+    On a CPU, which launches nothing, a call's operator counts as its kernel.
 
     Args:
-        calls: made once before they are profiled, then `REPEATS` times after a flush of the cache
-            and as often without.
-        op: operator of each.
+        calls: functions that have run once. Each runs `REPEATS` times after a flush of the cache
+            and `REPEATS` times without.
+        op: operator of each call.
         on_gpu: whether they run on a CUDA device.
-        flush: fills the cache with something else.
+        flush: evicts the cache.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     recorded = profile(activities=activities, acc_events=True)
@@ -62,9 +64,9 @@ def launched(
                     torch.cuda.synchronize()
     results: Any = recorded.profiler
     events = list(results.kineto_results.events())
-    found = _device(events) if on_gpu else _host(events, op)
+    runs = _device(events) if on_gpu else _host(events, op)
     return [
-        (_merged(found.get(2 * number, [])), _merged(found.get(2 * number + 1, [])))
+        (_merged(runs.get(2 * number, [])), _merged(runs.get(2 * number + 1, [])))
         for number in range(len(calls))
     ]
 
@@ -106,7 +108,7 @@ def _device(events: list[Any]) -> dict[int, list[_Run]]:
 
 
 def _between(events: list[Any], begin: int, end: int) -> list[Any]:
-    """Return those of ordered events that begin in a stretch of time."""
+    """Return the events, ordered by start, that begin between two times in ns."""
     first = bisect.bisect_left(events, begin, key=_start)
     return events[first : bisect.bisect_right(events, end, key=_start)]
 
@@ -116,7 +118,7 @@ def _start(event: Any) -> int:
 
 
 def _innermost(operators: Sequence[Any], when: int) -> str:
-    """Return the operator that began last of those that run at `when`."""
+    """Return the name of the operator that began last among those that run at `when`, in ns."""
     running = (
         operator.name()
         for operator in reversed(operators)
@@ -136,13 +138,13 @@ def _host(events: list[Any], op: Sequence[str]) -> dict[int, list[_Run]]:
 
 
 def _merged(runs: list[_Run]) -> Launched:
-    """Return the repetitions' median; those that differ from the last one are left out."""
+    """Return the median over the repetitions that launch what the last one launches."""
     if not runs or not runs[-1]:
         return Launched((), (), ())
     names = tuple(name for name, _, _ in runs[-1])
-    alike = [run for run in runs if tuple(name for name, _, _ in run) == names]
+    equal_runs = [run for run in runs if tuple(name for name, _, _ in run) == names]
     times = tuple(
         max(1, round(statistics.median(times)))
-        for times in zip(*([ns for _, ns, _ in run] for run in alike), strict=True)
+        for times in zip(*([ns for _, ns, _ in run] for run in equal_runs), strict=True)
     )
     return Launched(names, times, tuple(inner for _, _, inner in runs[-1]))

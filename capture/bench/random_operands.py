@@ -16,37 +16,37 @@ from onerank.ir.errors import CaptureError
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
-_SCALED = frozenset({"_scaled_mm"})
-
-_ANY = frozenset(
+_ANY_STRIDES = frozenset(
     """add add_ sub sub_ mul mul_ div div_ neg exp pow rsqrt sqrt copy_ cat clone silu silu_backward
     gelu gelu_backward sigmoid tanh relu where masked_fill masked_fill_ fill_ zero_ sum mean
     addcmul addcdiv lerp""".split()
 )
 """Operators that take any strides."""
 
-_ROWS = frozenset({"gather", "scatter_add", "scatter_add_"})
-"""Operators whose index may be one number for each row, read for every column."""
+_ROW_INDEXED = frozenset({"gather", "scatter_add", "scatter_add_"})
+"""Operators whose index may be one number per row, expanded over the columns."""
 
 
 def layouts(call: BenchCall) -> list[BenchCall]:
-    """Return the call with every layout worth a try, the likeliest first."""
+    """Return the call with every layout to try, the most likely first."""
     base = call.op.split("::")[-1]
     if base in _PRODUCTS:
-        made = [*_products(call, *_PRODUCTS[base])]
-        single = all(operand.dtype == "float32" for operand in call.operands())
-        return [*made, *(replace(one, tf32=True) for one in made)] if single else made
-    if base in _SCALED:  # its kernels take no other
+        candidates = [*_products(call, *_PRODUCTS[base])]
+        if all(operand.dtype == "float32" for operand in call.operands()):
+            candidates += [replace(candidate, tf32=True) for candidate in candidates]
+        return candidates
+    if base == "_scaled_mm":  # torch takes float8 operands in this layout alone
         return [_placed(call, {1: _transposed})]
-    if "attention" in base:  # its kernels take no other, and do not always say so
+    # Attention kernels need a contiguous last dimension, and do not always check it.
+    if "attention" in base:
         return list(dict.fromkeys([_all(call, _heads), call]))
-    if base in _ANY:
+    if base in _ANY_STRIDES:
         return list(dict.fromkeys([call, *_views(call)]))
-    return list(dict.fromkeys([call, _all(call, _rows)])) if base in _ROWS else [call]
+    return list(dict.fromkeys([call, _all(call, _rows)])) if base in _ROW_INDEXED else [call]
 
 
 def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
-    """Yield a product's forward, its input's gradient, its weight's gradient, and the last one."""
+    """Yield the layouts of a linear's GEMMs: forward, gradients, then the last."""
     yield _placed(call, {right: _transposed})
     yield call
     yield _placed(call, {left: _transposed})
@@ -54,16 +54,16 @@ def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
 
 
 def _views(call: BenchCall) -> Iterator[BenchCall]:
-    """Yield heads swapped with the sequence, halves of the last dimension, spread rows."""
+    """Yield views that training makes: swapped heads, halves of the last dimension, broadcasts."""
     operands = list(call.operands())
-    for change in (_heads, _half_of_heads, _spread, _half, _transposed):
+    for change in (_heads, _half_of_heads, _broadcast_rows, _half, _transposed):
         changed = [change(operand) for operand in operands]
         if changed == operands:
             continue
         yield call.with_operands(changed)
-        for at, one in enumerate(changed):
-            if one != operands[at] and len(operands) > 1 and not call.same:
-                yield call.with_operands([*operands[:at], one, *operands[at + 1 :]])
+        for at, view in enumerate(changed):
+            if view != operands[at] and len(operands) > 1 and not call.same:
+                yield call.with_operands([*operands[:at], view, *operands[at + 1 :]])
 
 
 def _all(call: BenchCall, change: Callable[[Operand], Operand]) -> BenchCall:
@@ -77,48 +77,49 @@ def _placed(call: BenchCall, changes: dict[int, Callable[[Operand], Operand]]) -
     return call.with_operands(operands)
 
 
-def _transposed(one: Operand) -> Operand:
-    """The last two dimensions swapped."""
-    if len(one.shape) < 2 or one.host:
-        return one
-    return one.swapped(len(one.shape) - 2, len(one.shape) - 1)
+def _transposed(operand: Operand) -> Operand:
+    """Return the operand as a view with the last two dimensions swapped."""
+    if len(operand.shape) < 2 or operand.host:
+        return operand
+    return operand.swapped(len(operand.shape) - 2, len(operand.shape) - 1)
 
 
-def _heads(one: Operand) -> Operand:
-    """[b, h, s, d] as a view of [b, s, h, d]."""
-    return one.swapped(1, 2) if len(one.shape) == 4 and not one.host else one
+def _heads(operand: Operand) -> Operand:
+    """Return [b, h, s, d] as a view of [b, s, h, d]."""
+    return operand.swapped(1, 2) if len(operand.shape) == 4 and not operand.host else operand
 
 
-def _half(one: Operand) -> Operand:
-    """The first half of each row of a tensor twice as wide."""
-    if len(one.shape) < 2 or one.host or prod(one.shape) < 2:
-        return one
-    wide = contiguous((*one.shape[:-1], 2 * one.shape[-1]))
-    return replace(one, strides=wide)
+def _half(operand: Operand) -> Operand:
+    """Return the operand as the first half of each row of a tensor twice as wide."""
+    if len(operand.shape) < 2 or operand.host or prod(operand.shape) < 2:
+        return operand
+    wide = contiguous((*operand.shape[:-1], 2 * operand.shape[-1]))
+    return replace(operand, strides=wide)
 
 
-def _half_of_heads(one: Operand) -> Operand:
-    """Half of each row of [b, h, s, d], a view of [b, s, h, 2d]."""
-    if len(one.shape) != 4 or one.host:
-        return one
-    wide = replace(one, shape=(*one.shape[:-1], 2 * one.shape[-1])).swapped(1, 2)
-    return replace(one, strides=wide.strides)
+def _half_of_heads(operand: Operand) -> Operand:
+    """Return [b, h, s, d] as half of each row of a view of [b, s, h, 2d]."""
+    if len(operand.shape) != 4 or operand.host:
+        return operand
+    wide = replace(operand, shape=(*operand.shape[:-1], 2 * operand.shape[-1])).swapped(1, 2)
+    return replace(operand, strides=wide.strides)
 
 
-def _rows(one: Operand) -> Operand:
-    """An index of rows, read for every column."""
-    return replace(one, strides=(1, 0)) if len(one.shape) == 2 and one.dtype == "int64" else one
+def _rows(operand: Operand) -> Operand:
+    """Return an index of rows expanded over the columns."""
+    is_index = len(operand.shape) == 2 and operand.dtype == "int64"
+    return replace(operand, strides=(1, 0)) if is_index else operand
 
 
-def _spread(one: Operand) -> Operand:
-    """A row's one number, read for every column, as a mean's gradient is."""
-    if len(one.shape) not in (2, 3) or one.host or one.shape[-1] == 1:
-        return one
-    return replace(one, strides=(*contiguous(one.shape[:-1]), 0))
+def _broadcast_rows(operand: Operand) -> Operand:
+    """Return one number per row, expanded over the columns as the gradient of a mean is."""
+    if len(operand.shape) not in (2, 3) or operand.host or operand.shape[-1] == 1:
+        return operand
+    return replace(operand, strides=(*contiguous(operand.shape[:-1]), 0))
 
 
 _POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal".split())
-"""Operators that a negative or tiny operand would fill with nan or infinities."""
+"""Operators that turn negative or tiny operands into NaN or infinities, which change their time."""
 
 
 class Made(NamedTuple):
@@ -126,7 +127,7 @@ class Made(NamedTuple):
 
     Attributes:
         function: makes the call.
-        call: the requested call, except for operands that the forward produced.
+        call: the requested call. Operands that come from a forward have that forward's layout.
     """
 
     function: Callable[[], Any]
@@ -137,30 +138,31 @@ def make(call: BenchCall, device: torch.device) -> Made:
     """Return the call on random operands.
 
     Raises:
-        CaptureError: torch has no such operator, or none that takes these arguments.
+        CaptureError: torch has no such operator, no overload takes these arguments, or an operand
+            is an index of unknown range.
     """
     overload = overload_of(call)
     base = call.op.split("::")[-1]
-    values = _made(call, device)
+    values = _argument_values(call, device)
     schema = overload._schema.arguments
-    split = next((at for at, one in enumerate(schema) if one.kwarg_only), len(schema))
+    split = next((at for at, slot in enumerate(schema) if slot.kwarg_only), len(schema))
     positional = values[:split]
-    named = {one.name: value for one, value in zip(schema[split:], values[split:], strict=False)}
+    named = {slot.name: value for slot, value in zip(schema[split:], values[split:], strict=False)}
 
     def run() -> Any:
         torch.backends.cuda.matmul.allow_tf32 = call.tf32
         return overload(*positional, **named)
 
-    return Made(run, call if base not in _FROM_FORWARD else _as_made(call, values))
+    return Made(run, call if base not in _FROM_FORWARD else _with_layouts_of(call, values))
 
 
-def _as_made(call: BenchCall, values: list[Any]) -> BenchCall:
-    """Return the call with the operands it really has, where the forward made some of them."""
+def _with_layouts_of(call: BenchCall, values: list[Any]) -> BenchCall:
+    """Return the call with the shape, dtype and strides of its actual tensors."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     operands = [
-        replace(one, shape=tuple(made.shape), dtype=str(made.dtype).removeprefix("torch."),
-                strides=tuple(made.stride()))
-        for one, made in zip(call.operands(), tensors, strict=True)
+        replace(operand, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+                strides=tuple(tensor.stride()))
+        for operand, tensor in zip(call.operands(), tensors, strict=True)
     ]  # fmt: skip
     return call.with_operands(operands)
 
@@ -174,13 +176,13 @@ def overload_of(call: BenchCall) -> Any:
             f"torch {torch.__version__} has no operator {call.op}", code="bench-unknown-operator"
         )
     overloads = [getattr(packet, variant) for variant in packet.overloads()]
-    for overload in sorted(overloads, key=lambda one: len(one._schema.arguments)):
+    for overload in sorted(overloads, key=lambda overload: len(overload._schema.arguments)):
         arguments = overload._schema.arguments
         given = arguments[: len(call.arguments)]
         rest = arguments[len(call.arguments) :]
-        if len(given) == len(call.arguments) and all(one.has_default_value() for one in rest):
+        if len(given) == len(call.arguments) and all(slot.has_default_value() for slot in rest):
             kinds = zip(given, call.arguments, strict=True)
-            if all(_takes(str(one.type), value) for one, value in kinds):
+            if all(_takes(str(slot.type), value) for slot, value in kinds):
                 return overload
     raise CaptureError(
         f"no overload of {call.op} takes {len(call.arguments)} arguments of these kinds; the trace "
@@ -197,7 +199,7 @@ def _takes(kind: str, value: Any) -> bool:
     if isinstance(value, Operand):
         return inner == "Tensor"
     if isinstance(value, tuple):
-        tensors = any(isinstance(one, Operand) for one in value)
+        tensors = any(isinstance(item, Operand) for item in value)
         if not value:
             return inner.startswith("List[")
         return inner.startswith("List[") and ("Tensor" in inner) == tensors
@@ -206,13 +208,13 @@ def _takes(kind: str, value: Any) -> bool:
     return inner in wanted or (isinstance(value, bool) and inner in ("number",))
 
 
-def _made(call: BenchCall, device: torch.device) -> list[Any]:
-    """Return the arguments, tensors made."""
+def _argument_values(call: BenchCall, device: torch.device) -> list[Any]:
+    """Return the arguments, with a random tensor for each operand."""
     base = call.op.split("::")[-1]
 
     def fill(argument: Any, position: int, place: int | None = None) -> Any:
         if isinstance(argument, tuple):
-            return [fill(one, position, at) for at, one in enumerate(argument)]
+            return [fill(item, position, at) for at, item in enumerate(argument)]
         if not isinstance(argument, Operand):
             return argument
         bound = _bound(base, call, position, place)
@@ -223,25 +225,28 @@ def _made(call: BenchCall, device: torch.device) -> list[Any]:
     for position, earlier in call.same:
         values[position] = values[earlier]
     if base in _COMPOUNDING:
-        values[1:] = [_of_size_one(value) for value in values[1:]]
+        values[1:] = [_with_magnitude_one(value) for value in values[1:]]
     return _from_forward(base, values)
 
 
 _COMPOUNDING = frozenset("mul_ div_ _foreach_mul_ _foreach_div_".split())
-"""Operators that, again and again on one operand, would make it zero, infinite or slow."""
+"""In-place operators that, repeated, would drive an operand to zero or infinity.
+
+A division of infinities takes twice as long.
+"""
 
 
-def _of_size_one(value: Any) -> Any:
-    """Return signs in place of numbers."""
+def _with_magnitude_one(value: Any) -> Any:
+    """Replace numbers by their signs."""
     if isinstance(value, torch.Tensor):
         return value.sign_().masked_fill_(value == 0, 1) if value.is_floating_point() else value
     if isinstance(value, list):
-        return [_of_size_one(one) for one in value]
+        return [_with_magnitude_one(item) for item in value]
     return 1.0 if isinstance(value, float) else value
 
 
 def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: bool) -> torch.Tensor:
-    """Return random elements: normal, bits, or whole numbers below `bound`."""
+    """Return a random tensor: normally distributed, booleans, or integers below `bound`."""
     where = torch.device("cpu") if operand.host else device
     dtype: torch.dtype = getattr(torch, operand.dtype)
     count = prod(operand.shape)
@@ -254,9 +259,10 @@ def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: boo
             int(operand.host), bound, (count,), device=where, dtype=torch.int64
         ).to(dtype)
     else:
-        made = dtype if dtype.itemsize > 1 else torch.bfloat16
-        flat = torch.randn(count, device=where, dtype=made)
-        if positive or operand.host:  # a factor of the host's: near one
+        drawn = dtype if dtype.itemsize > 1 else torch.bfloat16  # torch draws no float8
+        flat = torch.randn(count, device=where, dtype=drawn)
+        # Host operands are scalars, often factors: near one they keep results finite.
+        if positive or operand.host:
             flat = flat.abs().add_(0.5)
         flat = flat.to(dtype)
     if operand.strides is None:
@@ -279,7 +285,7 @@ _BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
     "nll_loss_forward": {1: lambda call, _: call.arguments[0].shape[-1]},
     "nll_loss_backward": {2: lambda call, _: call.arguments[1].shape[-1]},
 }
-"""Operator -> position of its indices -> what they are below, by their place in a list."""
+"""Operator -> position of its indices -> their bound, given the call and the place in a list."""
 
 _NO_INDICES = frozenset(
     """add add_ sub sub_ rsub mul mul_ div div_ floor_divide remainder eq ne lt le gt ge eq_ ne_
@@ -289,18 +295,21 @@ _NO_INDICES = frozenset(
     isin arange random_ tril triu flip roll repeat histc _grouped_mm _fused_adamw_ _fused_adam_
     _fused_sgd_ _cudnn_attention_backward _flash_attention_backward""".split()
 )
-"""Operators to whom any whole number does."""
+"""Operators whose integer operands are no indices: any value is valid."""
 
 
 def _refuse_indices(base: str, call: BenchCall) -> None:
-    """Refuse whole numbers that may be indices of nobody knows what: out of range, they crash."""
+    """Raise `CaptureError` for integers that may be indices of unknown range.
+
+    An index out of range kills the process.
+    """
     for position, argument in enumerate(call.arguments):
-        some = argument if isinstance(argument, tuple) else (argument,)
-        whole = any(isinstance(one, Operand) and "int" in one.dtype and not one.host
-                    and one.shape for one in some)  # fmt: skip
-        if whole and base not in _NO_INDICES and position not in _BOUNDS.get(base, {}):
+        items = argument if isinstance(argument, tuple) else (argument,)
+        integers = any(isinstance(item, Operand) and "int" in item.dtype and not item.host
+                       and item.shape for item in items)  # fmt: skip
+        if integers and base not in _NO_INDICES and position not in _BOUNDS.get(base, {}):
             raise CaptureError(
-                f"{call.op}: argument {position} are whole numbers of a range that nobody knows",
+                f"{call.op}: argument {position} holds integers whose valid range is unknown",
                 code="bench-unknown-range",
             )
 
@@ -318,7 +327,7 @@ _FROM_FORWARD = frozenset({"_cudnn_attention_backward", "_flash_attention_backwa
 
 
 def _from_forward(base: str, values: list[Any]) -> list[Any]:
-    """Replace operands that no random numbers can stand for by what the forward made of others."""
+    """Replace operands that only a forward can make, such as an attention's logsumexp and seed."""
     if base == "_grouped_mm" and isinstance(values[2], torch.Tensor):
         rows, experts = values[0].shape[0], values[2].numel()
         ends = torch.linspace(rows / experts, rows, experts, device=values[2].device)

@@ -16,7 +16,7 @@ from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_board import Device
 from onerank.capture.bench.isolated_runner import Message
 from onerank.capture.bench.measured_call import Account, BenchCall, Operand
-from onerank.capture.bench.trace_calls import Wanted
+from onerank.capture.bench.requests import BenchRequest
 from onerank.cli import onerank as command
 from onerank.cli.commands.bench import lacking
 from onerank.ir.errors import CaptureError
@@ -101,9 +101,9 @@ def test_what_was_measured_until_the_end_is_kept(
 ) -> None:
     """The GPU is played by the CPU, without a process of its own."""
     small = Operand((8, 8), "float32")
-    wanted = [Wanted((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
+    wanted = [BenchRequest((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
 
-    def start(given: Sequence[Wanted], *_: Any) -> Iterator[Message]:
+    def start(given: Sequence[BenchRequest], *_: Any) -> Iterator[Message]:
         account = Account(requested=len(given))
         yield "begin", [0]
         yield from Bench(torch.device("cpu")).measure(given[:1], account)
@@ -113,7 +113,7 @@ def test_what_was_measured_until_the_end_is_kept(
     device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
     monkeypatch.setattr("onerank.capture.bench.gpu_board.on_device", lambda _: device)
     monkeypatch.setattr("onerank.capture.bench.isolated_runner.child_on", lambda _: start)
-    monkeypatch.setattr("onerank.capture.bench.grids.training", lambda: wanted)
+    monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: wanted)
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)
     assert done.exit_code == code
@@ -134,9 +134,9 @@ def test_what_a_database_holds_is_not_measured_again() -> None:
     turned = BenchCall("aten::mm", (left, right.swapped(0, 1)))
     versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "", "driver": "", "triton": ""}
     held = table_of([ROW])
-    grid = [Wanted((plain,)), Wanted((turned,))]
-    assert lacking(grid, held, "GPU", versions) == [Wanted((turned,))]
+    grid = [BenchRequest((plain,)), BenchRequest((turned,))]
+    assert lacking(grid, held, "GPU", versions) == [BenchRequest((turned,))]
     assert lacking(grid, held, "another", versions) == grid
     assert lacking(grid, held, "GPU", {**versions, "torch": "2.12"}) == grid
-    traced = [Wanted((turned, plain), frozenset({name})) for name in ("k", "other")]
+    traced = [BenchRequest((turned, plain), frozenset({name})) for name in ("k", "other")]
     assert lacking(traced, held, "GPU", versions) == traced[1:]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from onerank.annotate.kernel_db.call_keys import call_key
-from onerank.capture.bench import grids as grid
+from onerank.capture.bench import requests
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_board import Power
 from onerank.capture.bench.isolated_runner import Message, child_on, measure_isolated
 from onerank.capture.bench.measured_call import Account, BenchCall, Operand
 from onerank.capture.bench.random_operands import layouts, make, overload_of
+from onerank.capture.bench.requests import BenchRequest, trace_requests
 from onerank.capture.bench.timing import Replays
-from onerank.capture.bench.trace_calls import Wanted, plan_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir.errors import CaptureError
 
@@ -46,7 +46,7 @@ def test_the_runner_times_calls_cold_and_warm() -> None:
         BenchCall("aten::no_such_operator", (small,)),
     ]
     account = Account(requested=len(calls))
-    found = list(Bench(CPU).measure([Wanted((one,)) for one in calls], account))
+    found = list(Bench(CPU).measure([BenchRequest((one,)) for one in calls], account))
     assert account.done == 3
     assert dict(account.failed) == {
         f"torch {torch.__version__} has no operator aten::no_such_operator": 1
@@ -63,21 +63,21 @@ def test_the_runner_times_calls_cold_and_warm() -> None:
 
 
 def test_every_call_of_the_grid_has_an_operator_and_a_key() -> None:
-    wanted = grid.training()
+    wanted = requests.training_grid()
     calls = [one.layouts[0] for one in wanted]
     assert len(set(calls)) == len(calls) > 3000
-    assert any(one.held for one in wanted)
+    assert any(one.sustained for one in wanted)
     for call in calls:
         assert overload_of(call)._schema.name == call.op
         assert call_key(call.op, *call.texts()) is not None
 
 
 def test_the_grid_of_power_spans_every_class_and_is_held() -> None:
-    wanted = grid.power()
-    assert all(one.held for one in wanted)
+    wanted = requests.power_grid()
+    assert all(one.sustained for one in wanted)
     calls = [one.layouts[0] for one in wanted]
     assert len(set(calls)) == len(calls) < 75, "some two minutes"
-    assert set(calls) <= {one.layouts[0] for one in grid.training() if one.held}
+    assert set(calls) <= {one.layouts[0] for one in requests.training_grid() if one.sustained}
     operators = {call.op.removeprefix("aten::") for call in calls}
     assert operators >= {"mm", "_scaled_mm", "_cudnn_attention_backward", "_fused_rms_norm",
                          "silu", "sum", "_fused_adamw_", "_log_softmax", "copy_"}  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_held_call_runs_without_a_pause() -> None:
     replays = Replays([work], on_gpu=False)
     times.clear()
     begin = time.perf_counter()
-    timing = replays.hold(0.3)
+    timing = replays.sustain(0.3)
     spent = time.perf_counter() - begin
     slept = [end - start for start, end in times]
     assert 0.3 <= spent < 0.3 + 16 * max(slept), "eight calls at once, and what began before"
@@ -117,14 +117,18 @@ def test_a_call_of_a_trace_comes_back_with_the_key_of_its_node() -> None:
 def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
     """The child is played: it dies whenever it is to measure the third of five calls."""
     calls = [BenchCall("aten::silu", (Operand((size,)),)) for size in (1, 2, 3, 4, 5)]
-    wanted = [Wanted((one,)) for one in calls]
+    wanted = [BenchRequest((one,)) for one in calls]
     starts: list[int] = []
 
-    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+    def start(
+        given: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
+    ) -> Iterator[Message]:
         starts.append(len(given))
         account = Account(requested=len(given))
-        together = [place for place in range(len(given)) if place not in alone]
-        for batch in ([[place] for place in sorted(alone)] + [together]) if alone else [together]:
+        together = [place for place in range(len(given)) if place not in one_by_one]
+        for batch in (
+            ([[place] for place in sorted(one_by_one)] + [together]) if one_by_one else [together]
+        ):
             yield "begin", batch
             if any(given[place] is wanted[2] for place in batch):
                 yield "died", -11
@@ -143,12 +147,16 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
     assert dict(account.failed) == {told: 1}
 
 
-def _silus(count: int) -> list[Wanted]:
-    return [Wanted((BenchCall("aten::silu", (Operand((size + 1,)),)),)) for size in range(count)]
+def _silus(count: int) -> list[BenchRequest]:
+    return [
+        BenchRequest((BenchCall("aten::silu", (Operand((size + 1,)),)),)) for size in range(count)
+    ]
 
 
 def test_calls_after_too_many_that_end_the_process_are_given_up() -> None:
-    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+    def start(
+        given: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
+    ) -> Iterator[Message]:
         yield "begin", [0]
         yield "died", -11
 
@@ -165,7 +173,9 @@ def test_calls_without_time_are_told() -> None:
 
 
 def test_what_an_interrupted_child_did_is_told() -> None:
-    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+    def start(
+        given: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
+    ) -> Iterator[Message]:
         account = Account(requested=len(given))
         for place, measured in enumerate(Bench(CPU).measure(given, account)):
             yield measured
@@ -180,7 +190,7 @@ def test_what_an_interrupted_child_did_is_told() -> None:
 
 def test_a_failure_is_told_with_the_end_of_its_call() -> None:
     """So that a call that is tried again after a crash counts once."""
-    wanted = [Wanted((BenchCall("aten::no_such_operator", ()),)), *_silus(1)]
+    wanted = [BenchRequest((BenchCall("aten::no_such_operator", ()),)), *_silus(1)]
     account = Account(requested=2)
     found = Bench(CPU).measure(wanted, account)
     next(found)
@@ -193,7 +203,7 @@ def test_a_child_measures_and_tells() -> None:
     small = Operand((64, 64), "float32")
     calls = [BenchCall("aten::mm", (small, small)), BenchCall("aten::no_such", (small,))]
     account = Account(requested=2)
-    found = list(measure_isolated([Wanted((one,)) for one in calls], account, child_on(CPU)))
+    found = list(measure_isolated([BenchRequest((one,)) for one in calls], account, child_on(CPU)))
     assert [(one.call, one.l2) for one in found] == [(calls[0], "warm")]
     assert (account.done, dict(account.untried), sum(account.failed.values())) == (1, {}, 1)
 
@@ -201,24 +211,24 @@ def test_a_child_measures_and_tells() -> None:
 def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
     call = BenchCall("aten::put_", (Operand((8,)), Operand((4,), "int64"), Operand((4,)), False))
     account = Account(requested=1)
-    assert not list(Bench(CPU).measure([Wanted((call,))], account))
+    assert not list(Bench(CPU).measure([BenchRequest((call,))], account))
     (why,) = account.failed
-    assert why == "aten::put_: argument 1 are whole numbers of a range that nobody knows"
+    assert why == "aten::put_: argument 1 holds integers whose valid range is unknown"
 
 
 def test_the_calls_of_a_captured_step_have_the_keys_of_its_nodes() -> None:
     graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
-    plan = plan_of(graph)
+    plan = trace_requests(graph)
     assert plan.dropped == {}
     texts = ("op", "input_shapes", "input_types", "input_values")
     rows = zip(*(graph.text(name) for name in texts), graph.gpu_compute.tolist(), strict=True)
     keys = {call_key(*row[:4]) for row in rows if row[4]}
-    made = [call_key(one.layouts[0].op, *one.layouts[0].texts()) for one in plan.wanted]
+    made = [call_key(one.layouts[0].op, *one.layouts[0].texts()) for one in plan.requests]
     assert set(made) == keys
     assert len(keys) == 122
-    first = plan.wanted[0].layouts[0]
+    first = plan.requests[0].layouts[0]
     assert first.op == "aten::mm", "products take the most time"
-    assert all(one.kernels for one in plan.wanted)
+    assert all(one.kernels for one in plan.requests)
 
 
 def test_layouts_are_those_of_training() -> None:
@@ -256,10 +266,11 @@ def test_power_is_the_slope_of_the_energy_counter() -> None:
 
 
 def test_a_child_that_cannot_begin_is_an_error() -> None:
-    wanted = [Wanted((BenchCall("aten::silu", (Operand((8,)),)),))]
+    wanted = [BenchRequest((BenchCall("aten::silu", (Operand((8,)),)),))]
     account = Account(requested=1)
-    with pytest.raises(CaptureError, match="exit code 1 before it tried a call"):
+    with pytest.raises(CaptureError) as raised:
         list(measure_isolated(wanted, account, lambda *_: iter([("died", 1)])))
+    assert raised.value.code == "bench-process-died"
 
 
 def test_an_operand_passed_twice_is_one_tensor_and_part_of_the_key() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.measured_call import Account, BenchCall, Operand
-from onerank.capture.bench.trace_calls import Wanted
+from onerank.capture.bench.requests import BenchRequest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,7 +21,7 @@ def test_replays_agree_with_the_profiler_and_the_caches_differ() -> None:
     account = Account(requested=len(calls))
     found = {
         (one.call.op, one.l2): one
-        for one in bench.measure([Wanted((one,)) for one in calls], account)
+        for one in bench.measure([BenchRequest((one,)) for one in calls], account)
     }
     assert not account.failed
     assert not account.inner
@@ -44,11 +44,11 @@ def test_the_layout_that_launches_the_traced_kernel_is_measured() -> None:
     first = {
         one.launched.names[-1]: one.call
         for call in layouts
-        for one in bench.measure([Wanted((call,))], Account(requested=1))
+        for one in bench.measure([BenchRequest((call,))], Account(requested=1))
     }
     assert len(first) == 3, "cuBLAS names its kernels by the operands' layout"
     for name, call in first.items():
         account = Account(requested=1)
-        wanted = Wanted(layouts, frozenset({name}))
+        wanted = BenchRequest(layouts, frozenset({name}))
         assert {one.call for one in bench.measure([wanted], account)} == {call}
         assert not account.other_kernels

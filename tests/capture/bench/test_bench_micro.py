@@ -11,11 +11,12 @@ from onerank.capture.bench.bench_runner import Bench
 
 def test_mean_rates_are_those_of_the_products_that_calibrate(monkeypatch: pytest.MonkeyPatch):
     small = ((64, 64, 64), (128, 64, 32))
-    sizes = {"_HELD": small, "_POWER": (), "LARGE": small, "SKINNY": ((16, 64, 64),),
-             "_HOLD_S": 0.01, "_COPY": 1 << 10, "_CACHED": (1 << 10,)}  # fmt: skip
+    sizes = {"_LARGE_GEMMS": small, "_POWER_GEMMS": (), "LARGE": small, "SKINNY": ((16, 64, 64),),
+             "_SUSTAINED_S": 0.01, "_COPY_ELEMENTS": 1 << 10,
+             "_CACHED_ELEMENTS": (1 << 10,)}  # fmt: skip
     for name, value in sizes.items():
         monkeypatch.setattr(micro, name, value)
-    monkeypatch.setattr(micro, "_moves", lambda: iter(()))
+    monkeypatch.setattr(micro, "_pointwise", lambda: iter(()))
     monkeypatch.setattr(micro, "_short_ns", lambda _, m, n, k: m * n * k)  # 2 FLOPs in a ns
     told: list[None] = []
     found = micro.microbenchmarks(Bench(torch.device("cpu")), lambda: told.append(None))
@@ -24,4 +25,4 @@ def test_mean_rates_are_those_of_the_products_that_calibrate(monkeypatch: pytest
     assert found.skinny_gb_per_s == pytest.approx(geometric_mean([moved]))
     assert {one.sizes for one in found.sustained if one.unit == "bf16"} == {*small}
     # idle, products that are held, the copy, products that are not
-    assert len(told) == 1 + len(list(micro._products())) + 2
+    assert len(told) == 1 + len(list(micro._gemms())) + 2

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from onerank.annotate.kernel_db.database import KernelRow
     from onerank.capture.bench.measured_call import Measured
-    from onerank.capture.bench.trace_calls import Wanted
+    from onerank.capture.bench.requests import BenchRequest
 
 DATABASE = INPUT
 
@@ -231,38 +231,37 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
 
 def _calls_to_measure(
     traces: Sequence[Path], grid: str | None
-) -> "tuple[list[Wanted], dict[str, int]]":
+) -> "tuple[list[BenchRequest], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
-    from onerank.capture.bench.grids import power, training
-    from onerank.capture.bench.trace_calls import plan_of
+    from onerank.capture.bench.requests import power_grid, trace_requests, training_grid
     from onerank.ir.errors import CaptureError
 
-    wanted: dict[Any, Wanted] = {}
+    wanted: dict[Any, BenchRequest] = {}
     dropped: dict[str, int] = {}
     for path in traces:
-        plan = plan_of(onerank.read(path))
-        if not plan.wanted:
+        plan = trace_requests(onerank.read(path))
+        if not plan.requests:
             raise CaptureError(
                 f"{path}: holds no GPU operation with an operator's arguments; expected a trace "
                 "captured on a GPU",
                 code="bench-no-operators",
             )
-        for one in plan.wanted:
+        for one in plan.requests:
             before = wanted.get(one.layouts)
             kernels = one.kernels | before.kernels if before else one.kernels
             wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
         for why, count in plan.dropped.items():
             dropped[why] = dropped.get(why, 0) + count
     if grid is not None:
-        for one in training() if grid == "training" else power():
+        for one in training_grid() if grid == "training" else power_grid():
             wanted.setdefault(one.layouts, one)
     return list(wanted.values()), dropped
 
 
 def lacking(
-    wanted: "list[Wanted]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
-) -> "list[Wanted]":
+    wanted: "list[BenchRequest]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
+) -> "list[BenchRequest]":
     """Return what is not in a database for this GPU and these versions."""
     import polars
 
@@ -275,7 +274,7 @@ def lacking(
         key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
         known.setdefault(key, set()).update(row.kernels)
 
-    def is_known(one: "Wanted") -> bool:
+    def is_known(one: "BenchRequest") -> bool:
         found = (
             known.get((*(call_key(call.op, *call.texts()) or ()), canonical(call.layout())))
             for call in one.layouts
