@@ -1,6 +1,6 @@
 """Error of predictions for another GPU, on GPUs outside the fit.
 
-    python benchmarks/accuracy.py DATA_DIRECTORY
+    PYTHONPATH=. python benchmarks/accuracy.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet (gpu, dtype, m, n, k, time_us), attention_prefill.parquet,
 vidur_mlp_fp16.parquet, neusight_nodes_fp32.parquet and gemm_power.parquet; parts whose file is

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from harness import parser_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPES = [(1, 8, 4096), (1, 32, 4096), (4, 32, 2048), (1, 32, 16384)]  # batch, heads, length
@@ -21,6 +22,7 @@ KERNELS = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 def main() -> None:
     """Print the table."""
+    parser_of(__doc__).parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to measure")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")

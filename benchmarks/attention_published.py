@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import parser_of
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
@@ -32,6 +33,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Print the table."""
+    parser_of(__doc__).parse_args()
     data = tomllib.loads(RATES.read_text(encoding="utf-8"))
     rows = [Row(zip(data["fields"], row, strict=True)) for row in data["rates"]]
     print("d: head size; c: causal; b: backward; own, told: predicted over published")

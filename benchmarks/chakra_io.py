@@ -20,7 +20,6 @@ import os
 import platform
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import NamedTuple
 
 import google.protobuf
 import numpy as np
+from harness import parser_of
 from repeated_graph import copies
 
 from onerank.converters.sources.kineto import convert_directory
@@ -60,7 +60,9 @@ MB = 1e6
 
 
 def main() -> None:
-    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", nargs="?", help="where to write; default: the system's")
+    folder = parser.parse_args().folder
     print(
         f"{platform.processor() or platform.machine()}, {platform.system()}, Python "
         f"{platform.python_version()}, numpy {np.__version__}, protobuf "

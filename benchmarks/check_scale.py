@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from harness import parser_of
 
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export
@@ -37,15 +38,19 @@ TP = 4
 
 
 def main() -> None:
-    arguments = [word for word in sys.argv[1:] if word != "--kernels"]
-    graph = kernels() if "--kernels" in sys.argv else convert_directory(CAPTURE)[0]
-    folder = Path(arguments[0], "onerank-check")
+    parser = parser_of(__doc__)
+    parser.add_argument("--kernels", action="store_true", help="a generated step of 61 nodes")
+    parser.add_argument("folder", type=Path, help="where to write the workload")
+    parser.add_argument("ranks", type=int, nargs="+")
+    options = parser.parse_args()
+    graph = kernels() if options.kernels else convert_directory(CAPTURE)[0]
+    folder = options.folder / "onerank-check"
     print(
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy "
         f"{np.__version__}; load {Path('/proc/loadavg').read_text().split()[0]}"
     )
     print(f"{'ranks':>8} {'nodes':>6} {'MB':>7} {'CPU s':>8} {'wall s':>8} {'peak MB so far':>15}")
-    for ranks in map(int, arguments[1:]):
+    for ranks in options.ranks:
         if ranks < TP or ranks % TP:
             sys.exit(f"{ranks} ranks: give a multiple of {TP}")
         made = export(spread(graph, ranks), folder)

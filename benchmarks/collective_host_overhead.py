@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from harness import parser_of
 
 from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
@@ -27,7 +28,8 @@ BUSBW_GB_PER_S = 300.0
 
 
 def main() -> None:
-    """Print a line for each sort of call, twice."""
+    """Print a line for each kind of call, twice."""
+    parser_of(__doc__).parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA GPU, or two under torchrun")
     real = "WORLD_SIZE" in os.environ

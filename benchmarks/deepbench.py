@@ -1,7 +1,7 @@
 """Products, convolutions and recurrent layers of Baidu's DeepBench, measured and predicted.
 
     git clone https://github.com/baidu-research/DeepBench
-    python benchmarks/deepbench.py DeepBench/results/train
+    PYTHONPATH=. python benchmarks/deepbench.py DeepBench/results/train
 
 Reads DeepBench_NV_V100.xlsx and DeepBench_NV_T4.xlsx: 16-bit operands, CUDA 10.1, cuDNN 7.6, 2019.
 No product of these GPUs was fitted to; they are 2.3 and 3.3 outside of those that were (see
@@ -20,7 +20,6 @@ their weights are timed apart.
 """
 
 import re
-import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +28,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
+from harness import parser_of
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models import datasheet, learned, residual
@@ -50,7 +50,9 @@ Calls = dict[tuple[str, ...], tuple[Work, float]]
 
 def main() -> None:
     """Print the table, and the errors of what is made of several products."""
-    folder = Path(sys.argv[1])
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, help="DeepBench/results/train")
+    folder = parser.parse_args().folder
     measured = {name: read(folder / f"DeepBench_NV_{name}.xlsx") for name in GPUS}
     print(f"mean error in percent / mean factor off / mean of predicted over measured\n{'':24}"
           f"{'':6}{'calls':>6}{'one product':>20}{'predicted':>20}{'residual':>20}"

@@ -1,6 +1,6 @@
 """Lower bounds on the error of predicted products: models with more knowledge of the target.
 
-    python benchmarks/error_lower_bounds.py DATA_DIRECTORY
+    PYTHONPATH=. python benchmarks/error_lower_bounds.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, gemm_power.parquet and vidur_mlp_fp16.parquet, as for
 accuracy.py. Products are bf16, by their shapes alone and over 10 us; errors are percent of the

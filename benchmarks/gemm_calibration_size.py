@@ -1,6 +1,6 @@
 """Number of products to measure on a GPU to predict others: the tile model, refitted.
 
-    python benchmarks/gemm_calibration_size.py DATA_DIRECTORY
+    PYTHONPATH=. python benchmarks/gemm_calibration_size.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, as for accuracy.py. The model starts without the target's die
 family, with the rates of two microbenchmarks. Then all its coefficients and both rates move to
@@ -29,7 +29,7 @@ from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 from tools.fit.datasheet_eval import as_calibrated
-from tools.fit.fit_tiles import from_vector, least_squares, rates_of, to_vector
+from tools.fit.fit_tiles import fit_robustly, from_vector, rates_of, to_vector
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import Products, family, read_products
 
@@ -113,7 +113,7 @@ def refitted(start: Model, shapes: F64, times: F64) -> Model:
         off = np.log(told_ns(made(x), shapes) / times)
         return np.concatenate([off, OFF / apart * (x - first)])
 
-    return made(least_squares(residuals, first))
+    return made(fit_robustly(residuals, first))
 
 
 def told_ns(model: Model, shapes: F64) -> F64:

@@ -1,4 +1,4 @@
-"""Input folder of a benchmark, and the conditions that it prints."""
+"""Command line of a benchmark, and the conditions that it prints."""
 
 import argparse
 import os
@@ -11,17 +11,25 @@ import numpy as np
 import polars as pl
 
 
+def parser_of(document: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a benchmark's command line whose help is the benchmark's docstring."""
+    title, _, text = (document or "").partition("\n\n")
+    return argparse.ArgumentParser(
+        description=title, epilog=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def given_folder(document: str | None, *names: str) -> Path:
     """Return the folder of the command line; print date, versions and what the benchmark does.
 
-    Ends the program where a file of the folder that it needs is missing.
+    Exits if a required file is missing in the folder.
 
     Args:
-        document: docstring of the benchmark, whose third paragraph tells what it does.
-        names: files that it needs.
+        document: docstring of the benchmark; its third paragraph on says what it does.
+        names: required files.
     """
-    title, _, text = (document or "").split("\n\n", 2)
-    parser = argparse.ArgumentParser(description=title)
+    _, _, text = (document or "").split("\n\n", 2)
+    parser = parser_of(document)
     parser.add_argument("data", type=Path, help="directory with the measurements")
     folder = parser.parse_args().data
     for name in names:

@@ -1,6 +1,6 @@
 """Error of kernel database look-ups, from campaigns that measured GPUs twice.
 
-    python benchmarks/kernel_db_accuracy.py DATA_DIRECTORY
+    PYTHONPATH=. python benchmarks/kernel_db_accuracy.py DATA_DIRECTORY
 
 `benchmarks/accuracy.py` prints this among its tables. DATA_DIRECTORY holds gemm.parquet; parts
 whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import parser_of
 from torch import Tensor, nn
 
 MIB = 1 << 20
@@ -44,7 +45,8 @@ class Beside:
 
 
 def main() -> None:
-    """Do one sort of work after the other."""
+    """Run each kind of work in turn, and print the memory after it."""
+    parser_of(__doc__).parse_args()
     if "WORLD_SIZE" not in os.environ:
         sys.exit("start it with torchrun, on a host with two CUDA GPUs or more")
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])

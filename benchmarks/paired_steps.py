@@ -22,7 +22,7 @@ import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
 from onerank.annotate.energy import report_energy
-from onerank.cli.commands.memory_energy_cost import course_of
+from onerank.cli.commands.memory_energy_cost import power_timeline_of
 from onerank.ir import Graph
 
 AVERAGED_NS = 1_000_000_000
@@ -73,7 +73,7 @@ def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
     made = ran.steady_state.step_ns if ran.steady_state else ran.step_time_ns
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
-    energy = report_energy(told, target, course_of(told)).step_uj * 1e-6
+    energy = report_energy(told, target, power_timeline_of(told)).step_uj * 1e-6
     peaks = (told.job.measurement.peak_memory_bytes, end.job.measurement.peak_memory_bytes)
     return [
         f"{took / 1e6:.3f}",

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import published_step
+from harness import parser_of
 
 import onerank
 from onerank.annotate import CLASSES, PassOptions, classify, load_gpu, recost
@@ -63,6 +64,9 @@ class Step(NamedTuple):
 
 
 def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", help="keeps the captures")
+    folder = parser.parse_args().folder
     rows = published_rows()
     print(
         f"{platform.machine()}, Python {platform.python_version()}, onerank {onerank.__version__}"
@@ -72,7 +76,7 @@ def main() -> None:
     errors: dict[str, list[float]] = {}
     inside: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as passing:
-        captures = Captures(Path((*sys.argv, passing)[1]))
+        captures = Captures(folder or Path(passing))
         for row in rows:
             step = predicted(row, captures)
             items = row["batch"] * max(1, row["sequence"])
