@@ -5,10 +5,11 @@ of a call depends only on whether two arguments are the same tensor. Values with
 distinct calls in a large graph.
 """
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ import polars as pl
 
 from onerank.ir import Graph
 from onerank.ir.dtypes import DTYPES, split_types
-from onerank.ir.errors import AnnotateError
+from onerank.ir.errors import AnnotateError, first_line
 
 _UNDEFINED = "nullptr (uninitialized)"
 
@@ -76,12 +77,13 @@ class Call:
             AnnotateError: the text is not what the columns promise.
         """
         try:
-            decoded = msgspec.json.decode(values, type=list[Any]) if values else list[Any]()
+            decoded = _list(values)
             return cls(op, _operands(*inputs), _operands(*outputs), tuple(decoded))
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise AnnotateError(
                 f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
-                f"types of equal length, found {inputs[0]} and {inputs[1]}. Convert the trace anew",
+                f"types of equal length, found {inputs[0][:_SHOWN]} and {inputs[1][:_SHOWN]}. "
+                "Convert the trace anew",
                 code="operands-unreadable",
             ) from error
 
@@ -131,14 +133,39 @@ class Call:
 
 
 def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
-    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
-    type_list = msgspec.json.decode(types, type=list[str]) if types else []
-    pairs = zip(shape_list, type_list, strict=True)
+    pairs = zip(_list(shapes), _list(types), strict=True)
     return tuple(_tensors(kind, shape) for shape, kind in pairs)
 
 
-def _tensors(kind: str, shape: Any) -> Operand:
+_SHOWN = 60
+"""Characters of a column that an error shows; a list of 300 tensors has 20,000."""
+
+
+def _list(text: str) -> list[Any]:
+    """Read a column's list.
+
+    Raises:
+        ValueError: it is neither JSON nor Python.
+    """
+    if not text:
+        return []
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except msgspec.DecodeError:
+        # Chakra's PyTorch converter writes Python's form of the lists, with single quotes.
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(f"neither JSON nor a Python list: {first_line(error)}") from None
+        if not isinstance(value, list):
+            raise ValueError(f"not a list but {type(value).__name__}") from None
+        return cast("list[Any]", value)
+
+
+def _tensors(kind: Any, shape: Any) -> Operand:
     """Read one argument: `Tensor(float)`, `GenericList[Tensor(float),None]`, `Int`."""
+    if not isinstance(kind, str):
+        raise TypeError(f"the type {kind} is no text")
     if kind.startswith("GenericList["):
         inner = split_types(kind[len("GenericList[") : -1])
         if "Tensor(" not in kind:
@@ -158,8 +185,7 @@ def _tensors(kind: str, shape: Any) -> Operand:
 
 def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
     """Return the text of a shape column with other shapes of its tensors, lists laid out flat."""
-    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
-    type_list = msgspec.json.decode(types, type=list[str]) if types else []
+    shape_list, type_list = _list(shapes), _list(types)
     left = iter(new)
     made = [_replaced(*one, left) for one in zip(type_list, shape_list, strict=True)]
     return msgspec.json.encode(made).decode() if shapes else ""

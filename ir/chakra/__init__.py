@@ -6,6 +6,7 @@ from onerank.ir.chakra.framing import EmptyFileError, MissingMetadataError, Trun
 from onerank.ir.chakra.rank_template import PEERS, RankDiff, Template
 from onerank.ir.chakra.reader import read
 from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
+from onerank.ir.chakra.repair import Repairs, read_repaired
 from onerank.ir.chakra.writer import write
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RankDiff",
     "Record",
     "Records",
+    "Repairs",
     "Template",
     "TruncatedError",
     "attribute",
@@ -24,6 +26,7 @@ __all__ = [
     "header",
     "read",
     "read_records",
+    "read_repaired",
     "to_json",
     "write",
     "write_records",

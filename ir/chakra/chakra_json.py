@@ -1,15 +1,20 @@
-"""Chakra as JSON, as Chakra's own jsonizer prints it."""
+"""Chakra as JSON: messages as Chakra's jsonizer prints them, and the graphs its feeder reads.
+
+A jsonizer's file is a sequence of objects: the metadata, then one per node. A feeder's file is one
+object with a list `workload_graph` (`src/feeder/json_node.cpp` of mlcommons/chakra).
+"""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame
+from onerank.ir.chakra.metadata import VERSION
 from onerank.ir.errors import ChakraError, first_line
 
 _HEAD_BYTES = 1 << 16
@@ -44,6 +49,10 @@ def from_json(source: Path, target: Path) -> int:
     metadata: bytes | None = None
     nodes: list[bytes] = []
     for line, value in _values(source):
+        if metadata is None and _WORKLOAD_GRAPH in value:
+            messages = _workload_messages(value, f"{source}: line {line}")
+            replace_file(target, frame(messages))
+            return len(messages) - 1
         message = GlobalMetadata() if metadata is None else Node()
         try:
             ParseDict(value, message)
@@ -64,6 +73,78 @@ def from_json(source: Path, target: Path) -> int:
         )
     replace_file(target, frame([metadata, *nodes]))
     return len(nodes)
+
+
+_WORKLOAD_GRAPH = "workload_graph"
+
+_NODE_FIELDS = {
+    "Id": "id",
+    "Name": "name",
+    "NodeType": "type",
+    "ctrlDeps": "ctrl_deps",
+    "data_deps": "data_deps",
+    "runtime": "duration_micros",
+}
+"""Key of a node in a feeder's file -> field of Chakra's Node; other keys are attributes."""
+
+_VARIANTS = {
+    "tensor_size": "uint64_val",
+    "comm_type": "int64_val",
+    "comm_priority": "int32_val",
+    "comm_size": "int64_val",
+    "comm_src": "int32_val",
+    "comm_dst": "int32_val",
+    "comm_tag": "int32_val",
+}
+"""Attributes of numbers -> the type that Chakra's converter and feeder give them."""
+
+
+def _workload_messages(content: dict[str, Any], place: str) -> list[bytes]:
+    """Return the metadata and the nodes of a feeder's file; keys of neither stay as attributes."""
+    others = {name: value for name, value in content.items() if name != _WORKLOAD_GRAPH}
+    given: Any = content[_WORKLOAD_GRAPH]
+    if not isinstance(given, list):
+        raise ChakraError(
+            f"{place}: {_WORKLOAD_GRAPH} is no list of nodes", code="chakra-json-schema"
+        )
+    records = cast("list[Any]", given)
+    metadata: Any = {"version": VERSION, "attr": _attributes(others)}
+    messages = [_parsed(metadata, GlobalMetadata(), f"{place}: the metadata")]
+    for number, record in enumerate(records):
+        where = f"{place}: node {number} of {_WORKLOAD_GRAPH}"
+        if not isinstance(record, dict) or "Id" not in record or "NodeType" not in record:
+            raise ChakraError(
+                f"{where}: expected an object with Id and NodeType", code="chakra-json-schema"
+            )
+        node = cast("dict[str, Any]", record)
+        fields = {field: node[key] for key, field in _NODE_FIELDS.items() if key in node}
+        others = {name: value for name, value in node.items() if name not in _NODE_FIELDS}
+        messages.append(_parsed({**fields, "attr": _attributes(others)}, Node(), where))
+    return messages
+
+
+def _parsed(value: dict[str, Any], message: Any, place: str) -> bytes:
+    try:
+        ParseDict(value, message)
+    except (ParseError, TypeError, ValueError) as error:
+        raise ChakraError(
+            f"{place} is not what Chakra's schema has: {error}", code="chakra-json-schema"
+        ) from error
+    return message.SerializeToString()
+
+
+def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"name": name, **_value(name, value)} for name, value in values.items()]
+
+
+def _value(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"bool_val": value}
+    if isinstance(value, int):
+        return {_VARIANTS.get(name, "int64_val"): value}
+    if isinstance(value, float):
+        return {"double_val": value}
+    return {"string_val": value if isinstance(value, str) else json.dumps(value)}
 
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:

@@ -301,11 +301,26 @@ def read(path: str | Path) -> Graph:
         GraphError: two nodes share an id, or an edge leads to no node; cycles are let pass.
         OSError: the file cannot be read.
     """
+
+    def resolve(nodes: Nodes, given: Dependencies, sources: I64) -> Edges:
+        _refuse_dangling(Path(path), nodes, given, sources)
+        return Edges(given.offsets, sources, given.reason)
+
+    return read_with(path, resolve)
+
+
+Resolve = Callable[[Nodes, Dependencies, I64], Edges]
+"""Make edges of dependencies and the index of each node waited for, -1 if it is not there."""
+
+
+def read_with(path: str | Path, resolve: Resolve) -> Graph:
+    """Read as `read` does; `resolve` decides about dependencies on nodes that are not there."""
     strings = StringTable()
     with ChakraFile(path) as file:
         job = decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         decoded = decode(file, strings)
-        edges = _resolve(file.path, decoded.nodes, decoded.dependencies)
+        given = decoded.dependencies
+        edges = resolve(decoded.nodes, given, _sources(file.path, decoded.nodes, given))
         count = len(decoded.nodes)
         rows = np.arange(count)
         # Keeping a message is never wrong, so files of other tools need no comparison.
@@ -317,8 +332,8 @@ def read(path: str | Path) -> Graph:
     return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, foreign_metadata)
 
 
-def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
-    """Turn ids into indices."""
+def _sources(path: Path, nodes: Nodes, deps: Dependencies) -> I64:
+    """Return the index of each node waited for, int64[m]; -1 if it is not there."""
     order = np.argsort(nodes.id, kind="stable")
     by_id = nodes.id[order]
     repeated = np.flatnonzero(by_id[1:] == by_id[:-1])
@@ -330,17 +345,22 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
             code="graph-repeated-id",
         )
     if not len(deps.ids):
-        return Edges(deps.offsets, np.empty(0, dtype=np.int64), deps.reason)
+        return np.empty(0, dtype=np.int64)
     places = np.minimum(np.searchsorted(by_id, deps.ids), len(by_id) - 1)
-    missing = np.flatnonzero(by_id[places] != deps.ids)
+    is_there = by_id[places] == deps.ids
+    sources = order[places]
+    return sources if is_there.all() else np.where(is_there, sources, -1)
+
+
+def _refuse_dangling(path: Path, nodes: Nodes, deps: Dependencies, sources: I64) -> None:
+    missing = np.flatnonzero(sources < 0)
     if len(missing):
         waiting = int(np.count_nonzero(deps.offsets <= missing[0])) - 1
         raise GraphError(
             f"{path}: node {nodes.id[waiting]} waits for node {deps.ids[missing[0]]}, which is"
-            f" not in the file ({len(missing)} such edges); add the node or drop the edge",
+            f" not in the file ({len(missing)} such edges); `onerank convert --repair` drops them",
             code="graph-dangling-edge",
         )
-    return Edges(deps.offsets, order[places], deps.reason)
 
 
 def _rows_that_say_more(

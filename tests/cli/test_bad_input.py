@@ -135,6 +135,17 @@ def test_ranks_on_a_full_disk_are_named_by_their_place(tmp_path):
     assert list(tmp_path.iterdir()) == [ranks]
 
 
+@pytest.mark.parametrize(
+    ("target", "limit"), [("astra-sim", 4096), ("astra-sim", 100_000), ("goal", 4096)]
+)
+def test_an_export_on_a_full_disk_is_named(target, limit, traces, tmp_path):
+    out = tmp_path / "out"
+    with no_file_beyond(limit):
+        result = invoke(onerank, "export", target, traces / "gpu.et", "-o", out, code=2)
+    assert f"error[disk-full]: {out}" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_database_on_a_full_disk_is_named(tmp_path):
     out = tmp_path / "merged.parquet"
     shipped = sorted((ROOT / "annotate" / "databases").glob("*.parquet"))

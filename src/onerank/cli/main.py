@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +22,9 @@ from onerank.cli.commands.storage import storage
 from onerank.cli.common import INPUT_OR_DIRECTORY, TRACE, as_json, reports_errors
 from onerank.cli.options import SectionedGroup, option, with_options
 from onerank.cli.terminal import counting_files, print_json, say
+
+if TYPE_CHECKING:
+    from onerank.ir import Graph
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
@@ -101,14 +105,13 @@ class ShowOptions:
 @reports_errors
 def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
-    import onerank as package
     from onerank.analysis.summary import summarise
     from onerank.cli.render.trace_tables import render_summary
 
     if options.text and options.granularity:
         raise click.UsageError("give --text or --granularity, not both")
 
-    graph = package.read(trace)
+    graph = _read_even_broken(trace)
     if options.text:
         from onerank.ir.text import to_text
 
@@ -122,6 +125,22 @@ def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
         print_json(summary)
     else:
         render_summary(summary, title=str(trace))
+
+
+def _read_even_broken(trace: Path) -> "Graph":
+    """Read a trace; of one with dependencies on absent nodes show what remains, with a note."""
+    import onerank as package
+    from onerank.ir.chakra import read_repaired
+    from onerank.ir.errors import GraphError
+
+    try:
+        return package.read(trace)
+    except GraphError as error:
+        if error.code != "graph-dangling-edge":
+            raise
+    graph, repairs = read_repaired(trace)
+    say(f"{trace} is broken: {repairs.note}; `onerank convert --repair` writes it so", err=True)
+    return graph
 
 
 @onerank.command()

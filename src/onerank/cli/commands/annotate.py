@@ -174,9 +174,10 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     keep_inputs(output, trace, description, *options.database)
     before = onerank.read(trace)
     after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
-    after.write(output)
     recosting = summarise(before, after)
+    # Replay refuses a graph with a cycle, so it comes before anything is written.
     step = step_change(before, after, recosting.interval)
+    after.write(output)
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:

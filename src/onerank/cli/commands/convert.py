@@ -1,5 +1,6 @@
 """`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 TRACES = "Recorded traces"
 MODEL = "A model"
+CHAKRA = "A Chakra trace"
 OUTPUT = "Output"
 
 
@@ -66,6 +68,12 @@ class ConvertOptions:
         "A symbolic size.", heading=MODEL, default=(), multiple=True, metavar="NAME=N"
     )
     train: bool = option("Add backward and an AdamW step.", heading=MODEL, default=False)
+    repair: bool = option(
+        "Of a .et or Chakra's .json, drop dependencies on absent nodes, of nodes on themselves, "
+        "and such as close a cycle.",
+        heading=CHAKRA,
+        default=False,
+    )
     output: Path = option(
         "Chakra trace to write; of several ranks, the directory of their traces.",
         *("-o", "--output"),
@@ -108,6 +116,8 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
         raise click.UsageError(
             f"{options.model_options[0]} is for a model: SOURCE must be a .onnx file"
         )
+    if options.repair and (source is None or source.suffix not in (".et", ".json")):
+        raise click.UsageError("--repair is for a Chakra trace: SOURCE must be a .et or .json file")
     if source is None:
         _convert_traces(options, as_json=as_json)
     elif is_model:
@@ -117,9 +127,9 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
     elif hint := _recording_hint(source):
         raise click.UsageError(hint)
     elif source.suffix == ".json":
-        _convert_json(source, options.output, as_json=as_json)
+        _convert_json(source, options, as_json=as_json)
     elif source.suffix == ".et":
-        _convert_et(source, options.output, as_json=as_json)
+        _convert_et(source, source, options, as_json=as_json)
     else:
         raise click.UsageError(
             f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces"
@@ -171,29 +181,51 @@ def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) 
     _write(graph, report, options.output, as_json=as_json)
 
 
-def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
+def _convert_json(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.ir.chakra import from_json
 
-    _check_output(output, source)
-    nodes = from_json(source, output)
+    _check_output(options.output, source)
+    if options.repair:
+        with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+            broken = Path(directory) / "broken.et"
+            from_json(source, broken)
+            _convert_et(broken, source, options, as_json=as_json)
+        return
+    nodes = from_json(source, options.output)
     if as_json:
-        print_json({"output": output, "nodes": nodes})
+        print_json({"output": options.output, "nodes": nodes})
     else:
-        say(f"{output}: {nodes} nodes")
+        say(f"{options.output}: {nodes} nodes")
 
 
-def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
-    """Write a trace that needs no further file."""
-    import onerank
+def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: bool) -> None:
+    """Write a trace that needs no further file.
 
+    Args:
+        trace: file to read.
+        source: what the user named; groups may stand next to it.
+        options: of the command.
+        as_json: whether to print JSON.
+    """
+    from onerank.ir.chakra import Repairs, read, read_repaired
+    from onerank.ir.chakra.workload_counts import with_counted_work
+    from onerank.ir.job.comm_groups import with_groups
+
+    output = options.output
     _check_output(output, source)
-    graph = onerank.read(source)
+    graph, repairs = read_repaired(trace) if options.repair else (read(trace), Repairs())
+    graph = with_counted_work(with_groups(graph, source))
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
     if as_json:
-        print_json({"output": output, "nodes": len(graph), "groups": groups})
-    else:
-        say(f"{output}: {len(graph)} nodes, {len(groups)} groups")
+        dropped = {"dropped": repairs} if options.repair else {}
+        print_json({"output": output, "nodes": len(graph), "groups": groups, **dropped})
+        return
+    say(f"{output}: {len(graph)} nodes, {len(groups)} groups")
+    if options.repair:
+        say(f"dropped: {repairs.dangling} dependencies on nodes that are not in the file, "
+            f"{repairs.self_dependencies} of nodes on themselves, "
+            f"{repairs.cyclic} that closed a cycle")  # fmt: skip
 
 
 def _check_output(output: Path, *inputs: Path | None) -> None:
