@@ -4,9 +4,8 @@ from onerank.ir.chakra.chakra_json import from_json, to_json
 from onerank.ir.chakra.encode import NodeWriter, attribute, header
 from onerank.ir.chakra.framing import EmptyFileError, MissingMetadataError, TruncatedError
 from onerank.ir.chakra.rank_template import PEERS, RankDiff, Template
-from onerank.ir.chakra.reader import read
+from onerank.ir.chakra.reader import Repairs, read, read_repaired
 from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
-from onerank.ir.chakra.repair import Repairs, read_repaired
 from onerank.ir.chakra.writer import write
 
 __all__ = [

@@ -30,8 +30,8 @@ def counts_elements(graph: Graph) -> bool:
     """
     if graph.foreign is None:
         return False
-    told = GlobalMetadata.FromString(graph.foreign).attr
-    return any(one.name == "schema" and one.string_val == _STAGE for one in told)
+    attributes = GlobalMetadata.FromString(graph.foreign).attr
+    return any(given.name == "schema" and given.string_val == _STAGE for given in attributes)
 
 
 def with_counted_work(graph: Graph) -> Graph:
@@ -48,17 +48,17 @@ def with_counted_work(graph: Graph) -> Graph:
     wanted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
     columns = {name: getattr(nodes, name).copy() for name in ("flops", "bytes_read")}
     columns["bytes_written"] = nodes.bytes_written.copy()
-    found, stage = False, counts_elements(graph)
+    any_counted, stage = False, counts_elements(graph)
     for index in np.flatnonzero(wanted).tolist():
         message = nodes.foreign[index]
         if message is None:
             continue
-        told = {
-            one.name: getattr(one, one.WhichOneof("value") or "name")
-            for one in Node.FromString(message).attr
-            if one.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
+        counts = {
+            given.name: getattr(given, given.WhichOneof("value") or "name")
+            for given in Node.FromString(message).attr
+            if given.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
         }
-        flops, size = told.get(NUM_OPS), told.get(TENSOR_SIZE)
+        flops, size = counts.get(NUM_OPS), counts.get(TENSOR_SIZE)
         if not isinstance(flops, int) or not isinstance(size, int) or min(flops, size) < 0:
             continue
         if max(flops, size) > MOST:
@@ -68,8 +68,8 @@ def with_counted_work(graph: Graph) -> Graph:
                 f"expected {MOST} at most",
                 code="graph-counts-too-large",
             )
-        per_count = 2 if stage and told.get(OP_TYPE) == _EINSUM else 1
+        per_count = 2 if stage and counts.get(OP_TYPE) == _EINSUM else 1
         columns["flops"][index], columns["bytes_read"][index] = per_count * flops, size
         columns["bytes_written"][index] = 0
-        found = True
-    return replace(graph, nodes=replace(nodes, **columns)) if found else graph
+        any_counted = True
+    return replace(graph, nodes=replace(nodes, **columns)) if any_counted else graph

@@ -31,7 +31,9 @@ RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
 _INIT = "process_group:init"
 
 
-class _Told(msgspec.Struct):
+class _RecordedGroup(msgspec.Struct):
+    """A group as torch records it in a METADATA node."""
+
     pg_name: str
     ranks: list[int]
 
@@ -55,28 +57,29 @@ def with_groups(graph: Graph, path: Path) -> Graph:
     has_peers = graph.mask(Kind.SEND, Kind.RECV).any()
     if graph.job.groups or (used.keys() <= {""} and not has_peers):
         return graph
-    file = _beside(path)
-    beside, told = {} if file is None else read_groups(file), _told(graph, path)
-    for name in beside.keys() & told.keys():
-        if told[name] and beside[name] != told[name]:
+    file = _groups_file(path)
+    in_file, in_nodes = {} if file is None else read_groups(file), _recorded_groups(graph, path)
+    for name in in_file.keys() & in_nodes.keys():
+        if in_nodes[name] and in_file[name] != in_nodes[name]:
             raise FormatError(
-                f'{path}: its node {_INIT} and {file} tell other ranks of group "{name}" '
-                f"({shown_ranks(told[name])}; {shown_ranks(beside[name])}); mend or remove one",
+                f'{path}: its node {_INIT} and {file} give group "{name}" different ranks '
+                f"({shown_ranks(in_nodes[name])}; {shown_ranks(in_file[name])}); correct or remove "
+                "one",
                 code="groups-contradict",
             )
-    given = beside | told
-    if not given:
+    ranks_of_groups = in_file | in_nodes
+    if not ranks_of_groups:
         return graph
     places = [file.name] if file is not None else []
-    source = " and ".join([*places, f"its node {_INIT}"] if told else places)
-    rank, world = _place(path, given)
-    everyone = tuple(range(world))
-    groups = {name: tuple(ranks) or everyone for name, ranks in given.items()}
-    groups |= {name: everyone for name in _DEFAULT if name in used and name not in groups}
+    source = " and ".join([*places, f"its node {_INIT}"] if in_nodes else places)
+    rank, world = _rank_and_world(path, ranks_of_groups)
+    all_ranks = tuple(range(world))
+    groups = {name: tuple(ranks) or all_ranks for name, ranks in ranks_of_groups.items()}
+    groups |= {name: all_ranks for name in _DEFAULT if name in used and name not in groups}
     _check_ranks(groups, world, path.parent / source)
     _check_used(used, groups, rank, path, source)
-    made = tuple(ProcessGroup(name, ranks) for name, ranks in groups.items() if name)
-    job = msgspec.structs.replace(graph.job, groups=made, world=World({WORLD: world}))
+    process_groups = tuple(ProcessGroup(name, ranks) for name, ranks in groups.items() if name)
+    job = msgspec.structs.replace(graph.job, groups=process_groups, world=World({WORLD: world}))
     if rank is not None:
         job = msgspec.structs.replace(job, rank=rank)
     return Graph(graph.nodes, graph.edges, graph.strings, job, graph.foreign)
@@ -95,14 +98,15 @@ def read_groups(path: Path) -> dict[str, list[int]]:
     return groups
 
 
-def _beside(path: Path) -> Path | None:
-    found = group_files(path.parent, path.name)
-    if len(found) > 1:
+def _groups_file(path: Path) -> Path | None:
+    """Return the file next to a trace that holds its groups, None if there is none."""
+    files = group_files(path.parent, path.name)
+    if len(files) > 1:
         raise FormatError(
-            f"{found[0]} and {found[1].name} both hold groups of {path.name}; remove one",
+            f"{files[0]} and {files[1].name} both hold groups of {path.name}; remove one",
             code="groups-ambiguous",
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def group_files(directory: Path, trace: str) -> list[Path]:
@@ -111,29 +115,34 @@ def group_files(directory: Path, trace: str) -> list[Path]:
     If none of `NAMES` exists, PREFIX.json next to PREFIX.RANK.et is used, as STAGE's main.py names
     it.
     """
+    files = [directory / name for name in NAMES if (directory / name).is_file()]
     rank = RANK_FILE.fullmatch(trace)
-    found = [directory / name for name in NAMES if (directory / name).is_file()]
-    own = directory / f"{rank[1]}.json" if rank else None
-    return [own] if not found and own is not None and own.is_file() else found
+    if files or rank is None:
+        return files
+    of_prefix = directory / f"{rank[1]}.json"
+    return [of_prefix] if of_prefix.is_file() else []
 
 
-def _told(graph: Graph, path: Path) -> dict[str, list[int]]:
-    """Return the groups that METADATA nodes hold."""
+def _recorded_groups(graph: Graph, path: Path) -> dict[str, list[int]]:
+    """Return group name -> ranks as METADATA nodes record them."""
     groups: dict[str, list[int]] = {}
     for index in np.flatnonzero(graph.mask(Kind.METADATA)).tolist():
         node = graph.node(index)
         if _INIT not in node.name:
             continue
         place = f"{path}: node {node.id} ({node.name!r})"
-        try:  # a list of one text: ["[...]"]
-            told = msgspec.json.decode(node.text("input_values")[2:-2].encode(), type=list[_Told])
+        try:
+            # The value is `["[{...}]"]` with inner quotes that are not escaped, so no parser takes
+            # it whole: cut the outer brackets and quotes off.
+            text = node.text("input_values")[2:-2]
+            recorded = msgspec.json.decode(text.encode(), type=list[_RecordedGroup])
         except msgspec.MsgspecError as error:
             raise FormatError(
                 f'{place}: {error}; expected [{{"pg_name": "1", "ranks": [0, 1]}}, ...] in its '
                 "input values, as torch records its groups",
                 code="groups-malformed-node",
             ) from error
-        for group in told:
+        for group in recorded:
             _check_distinct(f'{place}: group "{group.pg_name}"', group.ranks)
             groups[group.pg_name] = group.ranks
     return groups
@@ -150,7 +159,7 @@ def _check_distinct(place: str, ranks: list[int]) -> None:
         seen.add(rank)
 
 
-def _place(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
+def _rank_and_world(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
     """Return the trace's rank, None if its name has none, and the number of ranks."""
     named = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
     match = RANK_FILE.fullmatch(path.name)
@@ -158,6 +167,7 @@ def _place(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int
         return None, named
     others = (RANK_FILE.fullmatch(other.name) for other in path.parent.glob("*.et"))
     ranks = [int(other[2]) for other in others if other and other[1] == match[1]]
+    # A trace on its own is one of a larger job; several are taken for the whole job.
     return int(match[2]), max(ranks) + 1 if len(ranks) > 1 else named
 
 
@@ -173,8 +183,8 @@ def _check_ranks(groups: Mapping[str, tuple[int, ...]], world: int, source: Path
     for name, ranks in groups.items():
         if max(ranks) >= world:
             raise FormatError(
-                f'{source}: group "{name}" holds rank {max(ranks)}, and beside it are the traces '
-                f"of ranks 0 to {world - 1}; add the other traces or mend the group",
+                f'{source}: group "{name}" holds rank {max(ranks)}, but the traces next to it '
+                f"are of ranks 0 to {world - 1}; add the other traces or correct the group",
                 code="groups-missing-traces",
             )
 

@@ -189,10 +189,10 @@ def parts(graph: Graph, grain: Grain) -> list[Part]:
     ]
 
 
-def merged(found: Sequence[Part]) -> list[Part]:
+def merged(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with numbered siblings (`layers.0.mlp`, `layers.1.mlp`) summed."""
     groups: dict[tuple[str, str], list[Part]] = {}
-    for part in found:
+    for part in parts:
         name = re.sub(r"\.\d+(?=\.|$)", ".*", part.name)
         groups.setdefault((name, part.role), []).append(part)
     return [_sum(name, role, members) for (name, role), members in groups.items()]

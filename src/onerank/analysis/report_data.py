@@ -90,10 +90,10 @@ def parts_of(shares: Sequence[Share], done: Replay) -> list[Part]:
         done: how the graph runs.
     """
     total = sum(share.time_ns for share in shares) or 1
-    found = [Part(share.name, done.compute_ns * share.time_ns // total) for share in shares]
-    found.append(Part(COMMUNICATION, done.exposed_communication_ns))
-    found.append(Part(IDLE, done.idle_ns))
-    return [part for part in found if part.time_ns]
+    parts = [Part(share.name, done.compute_ns * share.time_ns // total) for share in shares]
+    parts.append(Part(COMMUNICATION, done.exposed_communication_ns))
+    parts.append(Part(IDLE, done.idle_ns))
+    return [part for part in parts if part.time_ns]
 
 
 def lanes_of(graph: Graph, times: Schedule) -> list[Lane]:
@@ -126,27 +126,27 @@ def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
 
     That is the torch data type in which the matrix products do most FLOPs; "" without any.
     """
-    found = op_costs_of(graph)
-    duration = graph.nodes.duration_ns[found.index]
-    moved = np.maximum(found.bytes_read, 0) + np.maximum(found.bytes_written, 0)
-    known = graph.gpu_compute[found.index] & (found.flops > 0) & (moved > 0) & (duration > 0)
-    names = graph.nodes.name[found.index].astype(np.int64)
-    made: list[RooflinePoints] = []
-    codes: list[int] = found.op_class[known].tolist()
+    costs = op_costs_of(graph)
+    duration = graph.nodes.duration_ns[costs.index]
+    moved = np.maximum(costs.bytes_read, 0) + np.maximum(costs.bytes_written, 0)
+    known = graph.gpu_compute[costs.index] & (costs.flops > 0) & (moved > 0) & (duration > 0)
+    names = graph.nodes.name[costs.index].astype(np.int64)
+    points: list[RooflinePoints] = []
+    codes: list[int] = costs.op_class[known].tolist()
     for code in dict.fromkeys(codes):
-        of = np.flatnonzero(known & (found.op_class == code))
-        work = np.stack([names[of], found.flops[of], moved[of]])
+        of = np.flatnonzero(known & (costs.op_class == code))
+        work = np.stack([names[of], costs.flops[of], moved[of]])
         _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
         which = which.reshape(-1)
         time = np.zeros(len(first), dtype=np.int64)
         np.add.at(time, which, duration[of])
-        flops = found.flops[of][first].astype(np.float64)
+        flops = costs.flops[of][first].astype(np.float64)
         rate = flops * np.bincount(which) / time * 1e9
-        made.append(RooflinePoints(CLASSES[code].value, flops / moved[of][first], rate, time))
-    by_type = np.zeros(len(found.dtypes), dtype=np.int64)
-    products = found.matmul & (found.flops > 0)
-    np.add.at(by_type, found.dtype[products], found.flops[products])
-    return made, found.dtypes[int(by_type.argmax())] if by_type.any() else ""
+        points.append(RooflinePoints(CLASSES[code].value, flops / moved[of][first], rate, time))
+    by_type = np.zeros(len(costs.dtypes), dtype=np.int64)
+    products = costs.matmul & (costs.flops > 0)
+    np.add.at(by_type, costs.dtype[products], costs.flops[products])
+    return points, costs.dtypes[int(by_type.argmax())] if by_type.any() else ""
 
 
 def memory_of(graph: Graph) -> MemoryCourse | None:
@@ -154,15 +154,15 @@ def memory_of(graph: Graph) -> MemoryCourse | None:
     log = graph.job.measurement.memory
     if log is None or not log.events:
         return None
-    held, _ = held_blocks(graph, log)
-    levels = levels_of(log, held)
+    blocks, _ = held_blocks(graph, log)
+    levels = levels_of(log, blocks)
     levels[MemoryClass.WORKSPACE] += levels[-1]  # the workspace of the optimizer's step
-    named = [one for one in MemoryClass if levels[one].any()]
+    named = [memory_class for memory_class in MemoryClass if levels[memory_class].any()]
     phases: dict[str, int] = {}
-    for made, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
-        if made >= 0 and phase != Phase.NONE:
-            phases.setdefault(Phase(phase).name.lower(), made + 1)
-    return MemoryCourse(tuple(one.label for one in named), levels[named], phases)
+    for allocated_at, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
+        if allocated_at >= 0 and phase != Phase.NONE:
+            phases.setdefault(Phase(phase).name.lower(), allocated_at + 1)
+    return MemoryCourse(tuple(memory_class.label for memory_class in named), levels[named], phases)
 
 
 def _names(graph: Graph, index: I64) -> npt.NDArray[np.object_]:

@@ -239,9 +239,9 @@ def _collectives(graph: Graph) -> list[CollectiveUse]:
         phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
         key = (kind, node.value("comm_bytes"), node.text("group"), phase)
         counts[key] = counts.get(key, 0) + 1
-    found: list[CollectiveUse] = []
+    uses: list[CollectiveUse] = []
     for (kind, size, name, phase), count in counts.items():
         group = graph.job.group(name)
         ranks = group.ranks if group else ()
-        found.append(CollectiveUse(kind, size, name, ranks, count, phase))
-    return sorted(found, key=lambda use: (use.group, use.type, -use.bytes, use.phase))
+        uses.append(CollectiveUse(kind, size, name, ranks, count, phase))
+    return sorted(uses, key=lambda use: (use.group, use.type, -use.bytes, use.phase))

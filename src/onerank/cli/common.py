@@ -203,7 +203,7 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
             raise click.UsageError(f"--output {output} is the input {path}; name another file")
 
 
-def ends_beside_threads(command: Callable[P, R]) -> Callable[P, R]:
+def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:
     """End at once where the command leaves daemon threads of a script behind.
 
     The interpreter stops such a thread wherever it is as it shuts down; inside torch's C++ that
@@ -216,15 +216,15 @@ def ends_beside_threads(command: Callable[P, R]) -> Callable[P, R]:
         try:
             result = command(*args, **kwargs)
         except SystemExit as exit_:
-            _leave_beside(before, exit_.code)
+            _exit_despite(before, exit_.code)
             raise
-        _leave_beside(before, 0)
+        _exit_despite(before, 0)
         return result
 
     return wrapped
 
 
-def _leave_beside(before: set[threading.Thread], code: Any) -> None:
+def _exit_despite(before: set[threading.Thread], code: Any) -> None:
     left = [thread for thread in threading.enumerate() if thread.daemon and thread not in before]
     if left and isinstance(code, int):
         exits: Any = atexit

@@ -86,7 +86,7 @@ def check(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(findings)
     else:
-        render_findings(findings, str(path), alone=not path.is_dir())
+        render_findings(findings, str(path), is_file=not path.is_dir())
     sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
 
 

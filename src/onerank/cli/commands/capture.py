@@ -15,7 +15,7 @@ from onerank.capture.profiling.window_plan import WindowPlan
 from onerank.cli.common import (
     TRACE_OUTPUT,
     as_json,
-    ends_beside_threads,
+    ends_despite_threads,
     keep_inputs,
     reports_errors,
 )
@@ -102,7 +102,7 @@ def capture() -> None:
 @with_options(CaptureOptions, "how")
 @with_options(WindowPlan, "windows")
 @as_json
-@ends_beside_threads
+@ends_despite_threads
 @reports_errors
 def run(
     script: Path,
@@ -252,7 +252,7 @@ _TITLES = {
 )
 @job_options(without=("raw_dir", "record_real_job"))
 @as_json
-@ends_beside_threads
+@ends_despite_threads
 @reports_errors
 def verify(
     script: Path, args: tuple[str, ...], named: ScriptOptions, job: Options, as_json: bool
@@ -276,19 +276,19 @@ def verify(
     with loading_capture():
         from onerank.capture.verify.numerics import verify as verify_script
     with _script_streams(as_json):
-        found = verify_script(script, args, options, progress)
+        verification = verify_script(script, args, options, progress)
     if as_json:
-        print_json(found)
+        print_json(verification)
     else:
-        _render(found, f"{script}: {options.world}")
-    sys.exit(1 if found.breaches else 0)
+        _render(verification, f"{script}: {options.world}")
+    sys.exit(1 if verification.breaches else 0)
 
 
-def _render(found: "Verification", title: str) -> None:
+def _render(verification: "Verification", title: str) -> None:
     from onerank.cli.render.tables import counted, lines, table
 
-    pairs = [("not checked", text) for text in found.not_checked]
-    pairs += [("note", text) for text in found.notes]
+    pairs = [("not checked", text) for text in verification.not_checked]
+    pairs += [("note", text) for text in verification.notes]
     lines(pairs, title)
     columns = ("", "tensors", "equal", "largest error", "relative", "too much", "worst")
     for check, heading in _TITLES.items():
@@ -302,13 +302,13 @@ def _render(found: "Verification", title: str) -> None:
                 comparison.breaches,
                 comparison.worst if comparison.max_rel else "",
             )
-            for comparison in found.comparisons
+            for comparison in verification.comparisons
             if comparison.check == check
         ]
         if rows:
             table(heading, columns, rows, texts=(0, 6))
-    if found.breaches:
-        told = counted(found.breaches, "tensor")
-        say(f"error: {told} differ by more than the tolerance", err=True)
+    if verification.breaches:
+        differing = counted(verification.breaches, "tensor")
+        say(f"error: {differing} differ by more than the tolerance", err=True)
     else:
         lines([("verified", "no tensor differs by more than the tolerance")])

@@ -62,34 +62,36 @@ def spans(ranks: Sequence[int]) -> str:
     return ", ".join(named) + more
 
 
-def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str) -> None:
+def _render(captured: Sequence[CapturedRank], missing: tuple[int, ...], world: str) -> None:
     rows = [
         (
-            one.rank,
-            spans(one.represents),
-            one.summary.nodes,
-            size(one.summary.peak_memory_bytes) if one.summary.peak_memory_bytes else "-",
-            time(one.step_ns),
-            one.trace.name,
+            rank.rank,
+            spans(rank.represents),
+            rank.summary.nodes,
+            size(rank.summary.peak_memory_bytes) if rank.summary.peak_memory_bytes else "-",
+            time(rank.step_ns),
+            rank.trace.name,
         )
-        for one in found
+        for rank in captured
     ]
     columns = ("rank", "represents", "nodes", "peak memory", "step", "trace")
     table(
-        f"{counted(len(found), 'rank')} captured; the world has {world}",
+        f"{counted(len(captured), 'rank')} captured; the world has {world}",
         columns,
         rows,
         texts=(1, 5),
     )
-    notes = dict.fromkeys(note for one in found for note in one.summary.notes)
-    pairs = [("written to", str(found[0].trace.parent))] + [("note", note) for note in notes]
+    notes = dict.fromkeys(note for rank in captured for note in rank.summary.notes)
+    pairs = [("written to", str(captured[0].trace.parent))] + [("note", note) for note in notes]
     if missing:
         pairs.append(("missing", f"no trace represents the ranks {spans(missing)}: an export to "
                       "all ranks needs them"))  # fmt: skip
     lines(pairs)
 
 
-def _told(rank: int, represents: tuple[int, ...], trace: Path, graph: "Graph") -> CapturedRank:
+def _captured_rank(
+    rank: int, represents: tuple[int, ...], trace: Path, graph: "Graph"
+) -> CapturedRank:
     depths = graph.job.measurement.depths
     summary = summarise(graph)
     step_ns = depths.step_ns.at_depth if depths else summary.measured_step_ns
@@ -119,14 +121,14 @@ def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool
         as_json: whether to print JSON.
     """
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
-    _write_all({traces[rank]: one.graph for rank, one in done.captures.items()})
-    found = [
-        _told(rank, done.represents[rank], traces[rank], one.graph)
-        for rank, one in done.captures.items()
+    _write_all({traces[rank]: capture.graph for rank, capture in done.captures.items()})
+    captured = [
+        _captured_rank(rank, done.represents[rank], traces[rank], capture.graph)
+        for rank, capture in done.captures.items()
     ]
     if as_json:
-        print_json(CapturedRanks(found, done.missing))
+        print_json(CapturedRanks(captured, done.missing))
     else:
-        for rank, one in done.captures.items():
-            render_conversion(one.conversion, one.sliced, f"Linked, rank {rank}")
-        _render(found, done.missing, world)
+        for rank, capture in done.captures.items():
+            render_conversion(capture.conversion, capture.sliced, f"Linked, rank {rank}")
+        _render(captured, done.missing, world)

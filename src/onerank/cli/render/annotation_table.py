@@ -68,13 +68,13 @@ def _step(recosting: Recosting, step: StepChange) -> list[tuple[str, str]]:
     if step.after is None:
         return []
     how = "steady state" if step.source == "steady_state" else "replayed"
-    made = f"{time(step.after.step_ns)} on {recosting.target}"
+    text = f"{time(step.after.step_ns)} on {recosting.target}"
     if step.before is not None:
         another = step.measured_ns not in {None, step.before.step_ns}
         measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
-        made = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {made}"
+        text = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {text}"
     ends = () if step.p10_ns is None else (step.p10_ns, step.p90_ns)
-    return [(f"step, {how}", made), *_interval(ends)]
+    return [(f"step, {how}", text), *_interval(ends)]
 
 
 def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
@@ -96,9 +96,14 @@ def _where(recosting: Recosting, step: StepChange) -> None:
     table(f"The step, {host}", ("", recosting.source, recosting.target), rows)
 
 
-def _times(one: Parts) -> tuple[int, ...]:
-    parts = (one.compute_ns, one.exposed_communication_ns, one.idle_ns, one.host_bound_ns)
-    return *parts, one.step_ns
+def _times(parts: Parts) -> tuple[int, ...]:
+    return (
+        parts.compute_ns,
+        parts.exposed_communication_ns,
+        parts.idle_ns,
+        parts.host_bound_ns,
+        parts.step_ns,
+    )
 
 
 def _shares(times_ns: dict[str, int]) -> str:

@@ -71,10 +71,10 @@ def render_goal(done: GoalExport) -> None:
     lines(pairs, f"{done.path}: GOAL schedule")
 
 
-def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:
+def render_findings(findings: Sequence[Finding], path: str, *, is_file: bool) -> None:
     """Print the findings of a check; `alone`: a single file was checked, only for its structure."""
     if not findings:
-        rest = " in its structure; give the directory to check a workload" if alone else ""
+        rest = " in its structure; give the directory to check a workload" if is_file else ""
         lines([("checked", f"no findings{rest}")], path)
         return
     rows = [

@@ -93,8 +93,8 @@ def render_memory(report: MemoryReport, title: str, rows: int) -> None:
             "Peak by class",
             ("class", "bytes", "share"),
             [
-                (name, size(held), f"{held / peak:.1%}" if peak else "-")
-                for name, held in sorted(report.classes.items(), key=lambda one: -one[1])
+                (name, size(bytes_held), f"{bytes_held / peak:.1%}" if peak else "-")
+                for name, bytes_held in sorted(report.classes.items(), key=lambda one: -one[1])
             ],
         )
         table(

@@ -66,7 +66,7 @@ def table(
     if not rows:
         lines([], f"{title}: none")
         return
-    made = Table(
+    printed = Table(
         title=visible_line(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -75,12 +75,12 @@ def table(
     )
     for position, column in enumerate(map(visible_line, columns)):
         if position in texts:
-            made.add_column(column, justify="left", overflow="fold")
+            printed.add_column(column, justify="left", overflow="fold")
         else:
-            made.add_column(column, justify="right", no_wrap=True)
+            printed.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        made.add_row(*(Text(visible_line(str(cell))) for cell in row))
-    console().print(made)
+        printed.add_row(*(Text(visible_line(str(cell))) for cell in row))
+    console().print(printed)
 
 
 def counted(count: int, noun: str) -> str:

@@ -305,10 +305,10 @@ def render_communication(summary: Summary) -> None:
 KERNEL_ROWS = 40
 
 
-def render_parts(found: Sequence[Part], grain: Grain, title: str) -> None:
+def render_parts(parts: Sequence[Part], grain: Grain, title: str) -> None:
     """Print a row per layer; per sub-module, summed over layers; or per kernel."""
-    total = sum(part.time_ns for part in found)
-    shown = merged(found) if grain == "submodule" else list(found)
+    total = sum(part.time_ns for part in parts)
+    shown = merged(parts) if grain == "submodule" else list(parts)
     if grain == "kernel":
         shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
     left_out = shown[KERNEL_ROWS:] if grain == "kernel" else []
@@ -327,42 +327,42 @@ _Columns = dict[str, list[str]]
 """Heading -> cells."""
 
 
-def _table(title: str, grain: Grain, found: Sequence[Part], figures: _Columns) -> None:
+def _table(title: str, grain: Grain, parts: Sequence[Part], figures: _Columns) -> None:
     """Print figures next to names and, for modules, their roles and counts."""
-    whole: _Columns = {"": [part.name or "(none)" for part in found]}
+    whole: _Columns = {"": [part.name or "(none)" for part in parts]}
     if grain == "kernel":
         whole[""] = [short_kernel(name) for name in whole[""]]
     else:
-        whole["role"] = [part.role for part in found]
-        whole["modules"] = [str(part.instances) for part in found]
+        whole["role"] = [part.role for part in parts]
+        whole["modules"] = [str(part.instances) for part in parts]
     whole |= figures
     texts = (0,) if grain == "kernel" else (0, 1)
     table(title, [*whole], [*zip(*whole.values(), strict=True)], texts=texts)
 
 
-def _times(found: Sequence[Part], total_ns: int) -> _Columns:
+def _times(parts: Sequence[Part], total_ns: int) -> _Columns:
     columns = {
-        "nodes": [str(part.nodes) for part in found],
-        "forward": [_time(part.forward_ns) for part in found],
-        "backward": [_time(part.backward_ns) for part in found],
-        "other": [_time(part.other_ns) for part in found],
-        "share": [f"{part.time_ns / total_ns:.1%}" if total_ns else "-" for part in found],
+        "nodes": [str(part.nodes) for part in parts],
+        "forward": [_time(part.forward_ns) for part in parts],
+        "backward": [_time(part.backward_ns) for part in parts],
+        "other": [_time(part.other_ns) for part in parts],
+        "share": [f"{part.time_ns / total_ns:.1%}" if total_ns else "-" for part in parts],
     }
-    if any(part.timed_forward_ns is not None for part in found):
-        columns["by events: fwd"] = [time(part.timed_forward_ns) for part in found]
-        columns["bwd"] = [time(part.timed_backward_ns) for part in found]
+    if any(part.timed_forward_ns is not None for part in parts):
+        columns["by events: fwd"] = [time(part.timed_forward_ns) for part in parts]
+        columns["bwd"] = [time(part.timed_backward_ns) for part in parts]
     return columns
 
 
-def _work(found: Sequence[Part]) -> _Columns:
+def _work(parts: Sequence[Part]) -> _Columns:
     return {
         "FLOPs": [
             flops(part.flops) + (f" (+{part.without_flops} ?)" if part.without_flops else "")
-            for part in found
+            for part in parts
         ],
-        "bytes": [size(part.bytes) for part in found],
-        "allocated": [size(part.allocated_bytes) for part in found],
-        "freed": [size(part.freed_bytes) for part in found],
+        "bytes": [size(part.bytes) for part in parts],
+        "allocated": [size(part.allocated_bytes) for part in parts],
+        "freed": [size(part.freed_bytes) for part in parts],
     }
 
 
