@@ -31,7 +31,8 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             raise
         return
     # In the same directory, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # A name has at most 255 bytes on Linux: that of the output, cut to 40 characters, still fits.
+    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(exist_ok=True)
         with temporary.open("wb") as file:

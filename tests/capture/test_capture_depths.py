@@ -260,7 +260,7 @@ def test_a_stage_of_too_few_layers_is_refused_by_name(tmp_path):
 def test_stages_of_a_script_that_distributes_itself_are_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('the script ran')")
-    options = Options(World.of(pp=2), depth=Depth(2, (2, 4)), torchrun=True)
+    options = Options(pp=2, depth=Depth(2, (2, 4)), torchrun=True)
     with raises_code("layers-with-own-pipeline"):
         capture(script, [], options)
 

@@ -213,3 +213,14 @@ def test_escapes():
     )
     assert visible_line("a\nb") == "a\\nb"
     assert visible("é 日本 …") == "é 日本 …"
+
+
+def test_an_output_whose_name_has_the_longest_length(traces, tmp_path):
+    out = tmp_path / f"{'é' * 126}.et"  # 255 bytes
+    invoke(annotate, traces / "gpu.et", "--target", "A100", "-o", out)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    too_long = tmp_path / f"{'é' * 127}.et"
+    assert (
+        "error[file-access]"
+        in invoke(annotate, traces / "gpu.et", "--target", "A100", "-o", too_long, code=2).stderr
+    )
