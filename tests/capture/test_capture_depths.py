@@ -154,14 +154,14 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
 STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tuple[int, int]]] = {
     "the first of two, with the embedding": (
         {"batches": 2, "changes": {"num_hidden_layers": 11}},
-        {"world": World.of(tp=2, pp=2), "rank": 0},
+        {"tp": 2, "pp": 2, "rank": 0},
         (2, 4),
         6,
         (0, 1),
     ),
     "the last of two, uneven, with the head, sharded sequence": (
         {"batches": 2, "changes": {"num_hidden_layers": 11}},
-        {"world": World.of(tp=2, pp=2), "rank": 2, "sequence_parallel": True},
+        {"tp": 2, "pp": 2, "rank": 2, "sp": True},
         (2, 4),
         5,
         (0, 1),
@@ -169,29 +169,29 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tu
     "an inner one of four, by --pp-layers, checkpointed, foreach": (
         {"prepare": CHECKPOINT, "optimizer": {"foreach": True},
          "changes": {"num_hidden_layers": 9}},
-        {"world": World.of(pp=4), "rank": 1, "pp_layers": (1, 6, 1, 1)},
+        {"pp": 4, "rank": 1, "pp_layers": (1, 6, 1, 1)},
         (2, 4),
         6,
         (0, 1),
     ),
     "the last of four, sharded states": (
         {"batches": 2, "changes": {"num_hidden_layers": 9}},
-        {"world": World.of(dp=2, pp=4), "rank": 6, "pp_layers": (1, 1, 1, 6),
-         "data_parallel": "fsdp"},
+        {"dp": 2, "pp": 4, "rank": 6, "pp_layers": (1, 1, 1, 6),
+         "fsdp": True},
         (2, 4),
         6,
         (0, 1),
     ),
     "an embedding tied to the head": (
         {"batches": 2, "changes": {"num_hidden_layers": 7, "tie_word_embeddings": True}},
-        {"world": World.of(pp=2), "rank": 1, "pp_layers": (2, 5)},
+        {"pp": 2, "rank": 1, "pp_layers": (2, 5)},
         (2, 4),
         5,
         (0, 1),
     ),
     "buckets of gradients": (
         {"changes": {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 2048}},
-        {"world": World.of(dp=2, pp=2), "rank": 2, "pp_layers": (2, 6), "data_parallel": "ddp"},
+        {"dp": 2, "pp": 2, "rank": 2, "pp_layers": (2, 6), "ddp": True},
         (2, 4),
         6,
         (0, 1),
@@ -200,21 +200,21 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tu
         {"kind": "Gemma3Text",
          "changes": {**TAKES_TURNS, "num_hidden_layers": 9, "layer_types":
                      [*["sliding_attention", "full_attention"] * 4, "sliding_attention"]}},
-        {"world": World.of(pp=2), "rank": 1, "pp_layers": (3, 6)},
+        {"pp": 2, "rank": 1, "pp_layers": (3, 6)},
         (2, 4),
         6,
         (0, 2),
     ),
     "experts behind a dense layer of the stage before": (
         {"kind": "DeepseekV3", "changes": {**LATENT, "num_hidden_layers": 7}},
-        {"world": World.of(pp=2), "rank": 1, "pp_layers": (2, 5)},
+        {"pp": 2, "rank": 1, "pp_layers": (2, 5)},
         (2, 4),
         5,
         (0, 1),
     ),
     "a dense layer before the experts of the stage": (
         {"kind": "DeepseekV3", "changes": {**LATENT, "num_hidden_layers": 7}},
-        {"world": World.of(pp=2), "rank": 0, "pp_layers": (5, 2)},
+        {"pp": 2, "rank": 0, "pp_layers": (5, 2)},
         (2, 4),
         5,
         (1, 1),
@@ -237,8 +237,8 @@ def test_an_extrapolated_stage_is_the_stage_captured_whole(tmp_path, case):
 def test_a_shard_of_the_optimizer_grows_with_the_layers_of_the_stage(tmp_path):
     # A quarter of 2, 4 and 6 layers holds parts of 5, 9 and 14 parameters, which are on no line.
     script = write(tmp_path, batches=2, changes={"num_hidden_layers": 8})
-    stage = {"world": World.of(dp=4, pp=3), "rank": 4, "pp_layers": (1, 6, 1)}
-    options = {**stage, "data_parallel": "zero1"}
+    stage = {"dp": 4, "pp": 3, "rank": 4, "pp_layers": (1, 6, 1)}
+    options = {**stage, "zero": 1}
     made, whole = extrapolated_and_whole(script, options, (2, 4), 6, Pattern(0, 1))
     assert calls(made) == calls(whole)
     difference = (nodes(made) - nodes(whole)) + (nodes(whole) - nodes(made))
@@ -250,7 +250,7 @@ def test_a_shard_of_the_optimizer_grows_with_the_layers_of_the_stage(tmp_path):
 
 def test_a_stage_of_too_few_layers_is_refused_by_name(tmp_path):
     script = write(tmp_path, changes={"num_hidden_layers": 8})
-    options = {"world": World.of(pp=2), "rank": 1, "pp_layers": (5, 3)}
+    options = {"pp": 2, "rank": 1, "pp_layers": (5, 3)}
     with raises_code("layers-too-deep"):
         at(script, (2, 4), 2, **options)
     with raises_code("pp-layers-malformed"):
