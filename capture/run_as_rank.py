@@ -170,14 +170,14 @@ def _parallel(
         if models is not None:
             stack.enter_context(models.installed())
         shards = None
-        form = options.data_parallel or "ddp"
+        strategy = options.data_parallel or "ddp"
         # --zero 2 takes gradients away as they come
-        if models is not None and options.tp_style == "megatron" and form != "zero2":
+        if models is not None and options.tp_style == "megatron" and strategy != "zero2":
             stack.enter_context(DeferredGradSync(models.slices_of).installed())
         if copies > 1:
-            deferred = form == "fsdp" and models is None and has_accelerator()
+            deferred = strategy == "fsdp" and models is None and has_accelerator()
             groups = Groups(peers.new_group, world, rank)
-            data = DataParallelism(form, groups, deferred=deferred)
+            data = DataParallelism(strategy, groups, deferred=deferred)
             stack.enter_context(data.installed())
             shards = data.shards
         if models is not None:

@@ -55,7 +55,7 @@ class LateReferences:
 
 def _kind(module: nn.Module) -> Hashable:
     root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-    return type(root), tuple((name, one.shape) for name, one in root.named_parameters())
+    return type(root), tuple((name, parameter.shape) for name, parameter in root.named_parameters())
 
 
 def _live_matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
@@ -69,8 +69,8 @@ def _matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
     modules = live(nn.Module)
     holders = [module for module in modules if any(part is model for part in module.modules())]
     family = {part for holder in holders for part in holder.modules()}
-    candidates = [one for one in modules if type(one) is type(model) and one not in family]
-    return [one for one in candidates if fits(model, one, modules)]
+    same_class = [module for module in modules if type(module) is type(model)]
+    return [other for other in same_class if other not in family and fits(model, other, modules)]
 
 
 def _is_copy(model: nn.Module, other: nn.Module, _: list[nn.Module]) -> bool:
@@ -92,16 +92,16 @@ def _pairs(model: nn.Module, other: nn.Module) -> list[tuple[Tensor, Tensor]]:
     if originals.keys() != others.keys():
         return []
     pairs = [(parameter, others[name]) for name, parameter in originals.items()]
-    if any(type(one) is not type(two) or one.shape != two.shape for one, two in pairs):
+    if any(type(mine) is not type(theirs) or mine.shape != theirs.shape for mine, theirs in pairs):
         return []  # `other` is sharded already
     disjoint = {*map(id, originals.values())}.isdisjoint(map(id, others.values()))
     return [*pairs] if disjoint else []
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
     """Compare the first elements; tensors on the meta device count as equal."""
-    if one.is_meta or two.is_meta:
+    if mine.is_meta or theirs.is_meta:
         return True
-    first, second = (tensor.detach().flatten()[:_COMPARED] for tensor in (one, two))
+    first, second = (tensor.detach().flatten()[:_COMPARED] for tensor in (mine, theirs))
     rounded = torch.equal(first.to(second), second), torch.equal(first, second.to(first))
     return any(rounded)  # one tensor may be a cast copy of the other

@@ -1,6 +1,6 @@
 """Classes of transformers, without importing it.
 
-transformers takes seconds to import, and may not work beside the torch that is installed. A script
+transformers takes seconds to import, and may not work with the installed torch. A script
 that does not import it has no Hugging Face models. So nothing here imports it: an object is no
 instance of these classes until the script has imported the module that defines them.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
 
     class _NotImported(type):
-        """A class that stands for the class of its name in `module`, for `isinstance` alone."""
+        """A class that stands for the class of its name in `module`, for `isinstance` only."""
 
         module: str
 

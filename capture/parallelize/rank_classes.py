@@ -21,10 +21,10 @@ def rank_classes(world: World, stage: PipelineStage | None, loads: Loads) -> tup
         loads: expert loads of the whole model.
     """
     stages = len(stage.work_keys) if stage else 1
-    rows = [_stage_work(world, stage, at, loads) for at in range(stages)]
+    work_by_stage = [_stage_work(world, stage, at, loads) for at in range(stages)]
     classes: list[RankClass] = []
-    for row, equal_stages in _grouped(rows):
-        loads_of_stage = _grouped(row)
+    for work_of_ranks, equal_stages in _grouped(work_by_stage):
+        loads_of_stage = _grouped(work_of_ranks)
         for _, expert_ranks in loads_of_stage:
             coordinates: dict[str, tuple[int, ...]] = {"pp": equal_stages} if stage else {}
             if len(loads_of_stage) > 1:

@@ -105,7 +105,7 @@ def change_when_read(output: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(item) for item in value)
     return value.changed() if isinstance(value, LogitsWhenUsed) else value
 
 

@@ -534,8 +534,8 @@ def _attention(
         keys = attention_mask.longest
     elif attention_mask is not None and attention_mask.shape[-1] != keys:
         raise SliceError(
-            f"--cp: {kind} attends under a mask of its own, for {attention_mask.shape[-1]} keys of "
-            f"the sequence's {keys}: leave --cp out",
+            f"--cp: {kind} makes its mask itself, for {attention_mask.shape[-1]} keys of the "
+            f"sequence's {keys}: leave --cp out",
             code="cp-own-mask",
         )
     window = options.get("sliding_window")

@@ -56,13 +56,13 @@ class RingAttention(torch.autograd.Function):
         ctx.group, ctx.how, ctx.shapes = group, how, (key.shape, value.shape)
         ctx.packing = packing
         size, rank = group.size(), group.rank()
-        held = torch.cat([key.reshape(-1), value.reshape(-1)])
+        resident = torch.cat([key.reshape(-1), value.reshape(-1)])
         output = sums = query.new_empty(0)
         random: list[Tensor] = []
         for step in range(size):
-            arrive = _exchange(held, group, towards=1) if step < size - 1 else None
+            arrive = _exchange(resident, group, towards=1) if step < size - 1 else None
             rows, columns = _halves(query, packing, owner=(rank - step) % size, rank=rank)
-            keys, values = (x[:, :, columns.at] for x in _pair(held, ctx.shapes))
+            keys, values = (x[:, :, columns.at] for x in _pair(resident, ctx.shapes))
             given = query[:, :, rows.at], keys, values
             if rows.lengths is None or columns.lengths is None:
                 part = attend(*given, how=how, causal=step == 0)
@@ -74,27 +74,27 @@ class RingAttention(torch.autograd.Function):
                 output, sums = part.output.float(), part.log_sums.clone()
             else:
                 _merge(output, sums, rows.at, part)
-            held = held if arrive is None else arrive()
+            resident = resident if arrive is None else arrive()
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, held, output, sums, *random)
+        ctx.save_for_backward(query, resident, output, sums, *random)
         return output.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, held, output, sums, *random = ctx.saved_tensors
+        query, resident, output, sums, *random = ctx.saved_tensors
         group, gradient = ctx.group, grads[0].transpose(1, 2)
         size, rank = group.size(), group.rank()
         each = len(random) // size
         for_query = torch.zeros_like(query)
-        for_held = torch.zeros_like(held)
+        for_resident = torch.zeros_like(resident)
         for step in range(size):
-            leaving = [held] * (step < size - 1) + [for_held] * (step > 0)
+            leaving = [resident] * (step < size - 1) + [for_resident] * (step > 0)
             arrive = _exchange(torch.stack(leaving), group, towards=-1)
             owner = (rank + 1 + step) % size
             rows, columns = _halves(query, ctx.packing, owner=owner, rank=rank)
             drawn = random[(size - 1 - step) * each : (size - step) * each]
             of = AttentionOutput(output[:, :, rows.at], sums[:, :, rows.at], tuple(drawn))
-            keys, values = (x[:, :, columns.at] for x in _pair(held, ctx.shapes))
+            keys, values = (x[:, :, columns.at] for x in _pair(resident, ctx.shapes))
             given = gradient[:, :, rows.at], query[:, :, rows.at], keys, values, of
             if rows.lengths is None or columns.lengths is None:
                 found = attend_backward(*given, how=ctx.how, causal=owner == rank)
@@ -106,17 +106,17 @@ class RingAttention(torch.autograd.Function):
             for_query[:, :, rows.at] += found[0]
             arrived = arrive()
             if step > 0:
-                for_held = arrived[-1]
-            for x, gradients in zip(_pair(for_held, ctx.shapes), found[1:], strict=True):
+                for_resident = arrived[-1]
+            for x, gradients in zip(_pair(for_resident, ctx.shapes), found[1:], strict=True):
                 x[:, :, columns.at] += gradients
-            held = arrived[0]
-        for_key, for_value = _pair(for_held, ctx.shapes)
+            resident = arrived[0]
+        for_key, for_value = _pair(for_resident, ctx.shapes)
         return for_query, for_key, for_value, None, None, None
 
 
-def _pair(held: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+def _pair(resident: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
     """Split a ring message into keys and values."""
-    key, value = held.split([shapes[0].numel(), shapes[1].numel()])
+    key, value = resident.split([shapes[0].numel(), shapes[1].numel()])
     return key.view(shapes[0]), value.view(shapes[1])
 
 

@@ -137,8 +137,8 @@ class TrainedModel(Protocol):
 class _Trained:
     """A trained model: its strategy, parameter ids and accumulation rounds."""
 
-    def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
-        self.form = form
+    def __init__(self, distributed: TrainedModel | None, parameters: set[int]) -> None:
+        self.distributed = distributed
         self.parameters = parameters
         self.rounds = AccumulationRounds()
         self.communicates = True  # whether the newest forward's backward does
@@ -148,7 +148,7 @@ class DataParallelism:
     """Applies a data-parallel strategy to every model that the script trains.
 
     Args:
-        form: the strategy.
+        strategy: the strategy.
         groups: the data-parallel groups.
         deferred: whether the weights of Hugging Face models are created during sharding.
 
@@ -157,10 +157,10 @@ class DataParallelism:
     """
 
     def __init__(
-        self, form: DataParallelStrategy, groups: Groups, *, deferred: bool = False
+        self, strategy: DataParallelStrategy, groups: Groups, *, deferred: bool = False
     ) -> None:
-        assert form == "fsdp" or not deferred
-        self._form = form
+        assert strategy == "fsdp" or not deferred
+        self._strategy = strategy
         self._deferred = DeferredModels(self._train_early) if deferred else None
         self._groups = groups
         self._trained: dict[nn.Module, _Trained] = {}
@@ -169,8 +169,8 @@ class DataParallelism:
         self._checked: set[Optimizer] = set()
         self._references = LateReferences()
         self.shards: ShardedOptimizers | None = None
-        if form in ("zero1", "zero2"):
-            self.shards = ShardedOptimizers(groups, early=form == "zero2")
+        if strategy in ("zero1", "zero2"):
+            self.shards = ShardedOptimizers(groups, early=strategy == "zero2")
         self._failure: OneRankError | None = None
 
     @contextlib.contextmanager
@@ -189,7 +189,7 @@ class DataParallelism:
                 handle = register_optimizer_step_post_hook(self.shards.after_step)
                 undo.callback(handle.remove)
                 undo.enter_context(self.shards.installed())
-            elif self._form == "fsdp":
+            elif self._strategy == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
                 undo.enter_context(refuse_double_backward())
                 undo.enter_context(saving_local_shards())
@@ -214,7 +214,7 @@ class DataParallelism:
         if outermost and not computed and module not in self._covered:
             needed = self._deferred is not None and is_deferred(module)
             with self._recording_failure():
-                if self._form == "fsdp" and self._references.is_called(module):
+                if self._strategy == "fsdp" and self._references.is_called(module):
                     self._covered |= set(module.modules())
                     reference = FullyShardedModel(module, self._groups)
                     reference.before_forward(args, communicates=True)
@@ -224,29 +224,29 @@ class DataParallelism:
             with self._recording_failure():
                 self.shards.before_forward()
         trained = self._trained.get(module)
-        if trained is None or trained.form is None:
+        if trained is None or trained.distributed is None:
             return
         if torch.is_grad_enabled():
             again = trained.communicates and trained.rounds.within_step
             trained.communicates = trained.rounds.begin_micro_batch()
             if again and trained.communicates:  # until it is known which backward is the last
-                trained.form.add_to_averages()
+                trained.distributed.add_to_averages()
         with self._recording_failure():
-            trained.form.before_forward(args, communicates=trained.communicates)
+            trained.distributed.before_forward(args, communicates=trained.communicates)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._open:
             return
         self._open.pop()
         trained = self._trained.get(module)
-        if trained is not None and trained.form is not None:
-            trained.form.after_forward(output)
+        if trained is not None and trained.distributed is not None:
+            trained.distributed.after_forward(output)
 
     def _end_backward(self) -> None:
         if self.shards is not None:
             self.shards.after_backward()
         for module, trained in self._trained.items():
-            if trained.form is not None:
+            if trained.distributed is not None:
                 trained.rounds.end_backward(module.parameters())
 
     def _train_early(self, module: nn.Module) -> None:
@@ -258,15 +258,15 @@ class DataParallelism:
         """Apply the strategy to a module with trained parameters that are not managed."""
         inside = set(module.modules())
         self._covered |= inside
-        own = {id(p) for p in module.parameters() if p.requires_grad}
+        trained_ids = {id(p) for p in module.parameters() if p.requires_grad}
         known: set[int] = set()
         known = known.union(*(trained.parameters for trained in self._trained.values()))
-        if own <= known:  # no parameters, or a separately called part of a managed model
+        if trained_ids <= known:  # no parameters, or a separately called part of a managed model
             compiled = getattr(module, "_orig_mod", None)
             if compiled in self._trained:
                 self._trained[module] = self._trained[compiled]
             return
-        overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
+        overlaps = bool(trained_ids & known) or not inside.isdisjoint(self._trained)
         if overlaps and self.shards is None:
             raise SliceError(
                 f"{type(module).__name__} contains a model that was trained separately before\n"
@@ -275,18 +275,18 @@ class DataParallelism:
                 code="dp-part-used-first",
             )
         refuse_model(module)
-        if self._form == "fsdp":
+        if self._strategy == "fsdp":
             refuse_scalars(module)
         if self.shards is None:
             refuse_transforms(module)
-        optimizers = _optimizers_of(own)
-        form: TrainedModel | None = None
+        optimizers = _optimizers_of(trained_ids)
+        distributed: TrainedModel | None = None
         if self.shards is not None:
             self.shards.equalise(module)
             for optimizer in optimizers:
                 self.shards.adopt(optimizer)
-        elif self._form == "ddp":
-            form = ReplicatedModel(module, self._groups)
+        elif self._strategy == "ddp":
+            distributed = ReplicatedModel(module, self._groups)
         else:
             copies = [other for other in copies_of(module) if other not in self._covered]
             root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
@@ -297,9 +297,9 @@ class DataParallelism:
             for replica in copies:  # scripts average parameters shard by shard
                 FullyShardedModel(replica, self._groups, called=False)
                 self._covered |= set(replica.modules())
-            form = sharded
-            own = {id(p) for p in module.parameters() if p.requires_grad}
-        self._trained[module] = _Trained(form, own)
+            distributed = sharded
+            trained_ids = {id(p) for p in module.parameters() if p.requires_grad}
+        self._trained[module] = _Trained(distributed, trained_ids)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
-from onerank.capture.parallelize.fsdp_hook_order import put_ahead
+from onerank.capture.parallelize.pipeline.stage import put_ahead
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
 
@@ -158,6 +159,18 @@ def by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
+def norm_on_mesh(
+    gradients: list[Any],
+    norm_type: float,
+    foreach: bool | None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Return the norm of gradients of one device mesh, summed over its ranks if it shards them."""
+    utils: Any = nn.utils
+    norm: Any = utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def _clip(
     meshes: list[list[Any]],
     max_norm: float,
@@ -169,10 +182,8 @@ def _clip(
     utils: Any = nn.utils
     norms: list[Tensor] = []
     for parameters in meshes:
-        norm = utils.get_total_norm(
-            [parameter.grad for parameter in parameters], norm_type, error_if_nonfinite, foreach
-        )
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        gradients = [parameter.grad for parameter in parameters]
+        norms.append(norm_on_mesh(gradients, norm_type, foreach, error_if_nonfinite))
     linalg: Any = torch.linalg
     total: Tensor = linalg.vector_norm(torch.stack(norms), norm_type)
     for parameters in meshes:

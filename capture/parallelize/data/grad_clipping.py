@@ -5,11 +5,11 @@ it holds; the first of several ranks counts what they share (norms, routers, tie
 sum, 4 bytes, is all-reduced over the ranks of --tp and --pp. Sharded experts are first summed over
 the ranks of --ep, where Megatron-LM sums over --tp, --pp and --ep at once. Gradients of a sharded
 optimizer (--zero 1, 2) are summed over all ranks, like Megatron-LM's distributed optimizer; FSDP's
-norms are first summed over its own ranks, like torch does.
+norms are first summed over FSDP's ranks, as in torch.
 
 Whether a GradScaler found non-finite gradients is all-reduced over the same ranks: in `unscale_`,
-or in the step of a fused optimizer that unscales in its own kernel. A rank without peers gets the
-norm of its own part.
+or in the step of a fused optimizer that unscales in its kernel. A rank without peers gets the
+norm of its part.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.data.data_groups import DENSE, group_kind_of
-from onerank.capture.parallelize.data.fsdp import by_mesh, current
+from onerank.capture.parallelize.data.fsdp import by_mesh, current, norm_on_mesh
 from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.tensor.slicer import Sliced
@@ -161,7 +161,5 @@ def _power(gradients: list[Tensor], kind: float, foreach: bool | None) -> Tensor
     """Return a norm to the power of its order (infinity: the maximum), over FSDP's ranks too."""
     if not gradients:
         return None
-    norm: Any = nn.utils.get_total_norm(gradients, kind, False, foreach)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    norm = norm.float()
+    norm = norm_on_mesh(gradients, kind, foreach).float()
     return norm if kind == _INFINITE else norm.pow(kind)

@@ -42,21 +42,21 @@ class DeferredModels:
         module: Mapping[str, Any] = vars(nn.Module)
         register, apply = module["register_parameter"], module["_apply"]
 
-        def registered(one: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             if self._building is not None and parameter is not None and not parameter.is_meta:
                 parameter = _on_meta(parameter)
-            register(one, name, parameter)
+            register(module, name, parameter)
 
-        def moved(one: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kw: Any) -> Any:
-            if self._moving or not is_deferred(one):
-                return apply(one, fn, *args, **kw)
+        def moved(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kw: Any) -> Any:
+            if self._moving or not is_deferred(module):
+                return apply(module, fn, *args, **kw)
             self._moving = True
             try:
-                apply(one, functools.partial(_moved, fn), *args, **kw)
+                apply(module, functools.partial(_moved, fn), *args, **kw)
             finally:
                 self._moving = False
-            self._create_if_placed(one)
-            return one
+            self._create_if_placed(module)
+            return module
 
         with (
             after_import(MODELING, self._construction_patched),
@@ -142,7 +142,7 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
         return
     models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
     inside: dict[nn.Module, Any] = {
-        module: one for one in models for module in one.modules()
+        module: model for model in models for module in model.modules()
     }  # an inner model overrides the outer one
     with torch.no_grad():
         for module in filled:

@@ -82,8 +82,7 @@ class Bucket:
         self._in_flight: tuple[Any, Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
         self._tied: Any = getattr(parameters[0], TIED, None)
-        own = self._flat.chunk(group.size())[group.rank()]
-        self.shard = nn.Parameter(own)
+        self.shard = nn.Parameter(self._flat.chunk(group.size())[group.rank()])
         self._checksum: tuple[str, list[int]] | None = None
 
     def note_weights(self) -> None:

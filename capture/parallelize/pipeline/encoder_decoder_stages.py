@@ -249,7 +249,9 @@ def stage_encoder_decoder(
             one stage.
     """
     stage, stages = group.rank(), group.size()
-    encoder, decoder = (_stack(model, one) for one in (model.get_encoder(), model.get_decoder()))
+    encoder, decoder = (
+        _stack(model, module) for module in (model.get_encoder(), model.get_decoder())
+    )
     counts, split = split_stacks(len(encoder.layers), len(decoder.layers), stages, requested)
     stack, begin = (encoder, 0) if stage < split else (decoder, split)
     first = sum(counts[begin:stage])
@@ -329,19 +331,21 @@ def _place_exit(stack: _Stack, boundary: StageBoundary, *, at_last: bool) -> lis
 
 def _stack(model: nn.Module, module: Any) -> _Stack:
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-    found = {
+    children = {
         name: child
         for name, child in module.named_children()
         if child not in lists and any(True for _ in child.parameters())
     }
-    norms = {n: child for n, child in found.items() if "norm" in n and "embedding" not in n}
-    before = {n: child for n, child in found.items() if n not in norms}
-    known = all(isinstance(one, nn.Embedding | nn.LayerNorm | nn.Conv1d) for one in before.values())
+    norms = {n: child for n, child in children.items() if "norm" in n and "embedding" not in n}
+    before = {n: child for n, child in children.items() if n not in norms}
+    known = all(
+        isinstance(child, nn.Embedding | nn.LayerNorm | nn.Conv1d) for child in before.values()
+    )
     if len(lists) != 1 or len(norms) > 1 or not known:
         raise SliceError(
             f"{type(model).__name__} cannot be cut into pipeline stages: expected embeddings, one "
-            f"list of layers and a norm in {type(module).__name__}; found {', '.join(found)} and "
-            f"{len(lists)} lists: leave --pp out",
+            f"list of layers and a norm in {type(module).__name__}; found "
+            f"{', '.join(children)} and {len(lists)} lists: leave --pp out",
             code="pp-model-structure",
         )
     return _Stack(module, lists[0], before, norms)
@@ -371,10 +375,14 @@ def _holders(
     last = len(counts) - 1
     words = {0: encoder.before.get("embed_tokens"), split: decoder.before.get("embed_tokens")}
     places = [*words.items(), (last, model.get_output_embeddings())]
-    weight = next(one.weight for _, one in places if one is not None)
-    if not any(one is not None and one.weight is weight for _, one in places[1:]):
+    weight = next(table.weight for _, table in places if table is not None)
+    if not any(table is not None and table.weight is weight for _, table in places[1:]):
         weight = getattr(words[split], "weight", None)
-    same = {at: one for at, one in reversed(places) if one is not None and one.weight is weight}
+    same = {
+        stage: table
+        for stage, table in reversed(places)
+        if table is not None and table.weight is weight
+    }
     holders: dict[str, dict[int, Any]] = {}
     if len(same) > 1:
         holders[EMBEDDING_GROUP] = dict(sorted(same.items()))

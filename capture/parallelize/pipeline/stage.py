@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onerank.capture.parallelize.experts.aux_loss import adds_balancing_loss
-from onerank.capture.parallelize.fsdp_hook_order import register_ahead
 from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.model_structure import (
     ModelParts,
@@ -261,7 +260,7 @@ def _unwrap_received(
         raise SliceError(
             f"{type(layer).__name__}, the stage's first layer, does not get the received "
             "tensor: the model changes hidden states between embedding and layers in a way that "
-            "the first stage cannot do alone\n  leave --pp out",
+            "the first stage cannot do by itself\n  leave --pp out",
             code="pp-work-before-layer",
         )
     return args, kwargs
@@ -320,3 +319,20 @@ def release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
 def dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
     """Return the current dtype of the layers' parameters; a script may cast them later."""
     return next((p.dtype for p in layers.parameters() if p.is_floating_point()), default)
+
+
+_AHEAD = "_onerank_ahead"
+
+
+def register_ahead(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward pre-hook with keyword arguments that runs before FSDP2's hook."""
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    setattr(module, _AHEAD, [*getattr(module, _AHEAD, []), handle.id])
+
+
+def put_ahead(module: Any) -> None:
+    """Move these hooks to the front again, in order, after `fully_shard(module)`."""
+    # fully_shard puts its pre-forward hook first and wraps every input tensor in an autograd
+    # function. Placeholder inputs that are not tensors must be replaced before that.
+    for number in reversed(getattr(module, _AHEAD, [])):
+        module._forward_pre_hooks.move_to_end(number, last=False)

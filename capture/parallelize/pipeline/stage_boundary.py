@@ -177,7 +177,7 @@ class StageBoundary:
             raise SliceError(
                 f"stage {self.stage} would send a tensor that is not its last layer's output: "
                 "the model changes hidden states between layers and head in a way that the last "
-                "stage cannot do alone\n  leave --pp out",
+                "stage cannot do by itself\n  leave --pp out",
                 code="pp-work-after-layer",
             )
         if hidden.dtype != self.dtype:

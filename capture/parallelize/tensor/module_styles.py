@@ -1,4 +1,4 @@
-"""The style that the tensor-parallel plan gives to each module of a model.
+"""The style that a sharding plan gives to each module of a model.
 
 Styles have transformers' names. A plan is an error if it omits a module, has an unknown style, or
 if a size does not divide.
@@ -29,7 +29,7 @@ EXPERTS = ("moe_tp_experts",)
 IDENTITY = ("moe_identity_expert",)
 LATENT = ("mla_kv_a_proj",)
 HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
-UP = ("colwise_own_boundary",)  # ours: column-parallel with a boundary of its own in both styles
+UP = ("colwise_own_boundary",)  # ours: column-parallel, with a separate boundary in both styles
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
 _STYLES = (
     *COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *IDENTITY, *LATENT,

@@ -221,7 +221,7 @@ def scatter_sum_to_sequence(
         return substitute(shard)
 
     result = ScatterSumToSequence.apply(x, group, record_and_substitute)
-    # The substitute may be a view of weights. The real result would occupy memory of its own, so
+    # The substitute may be a view of weights. The real result would occupy memory too, so
     # the received shard stays allocated exactly as long as the result.
     result.partial_sum = shards[0]
     return result

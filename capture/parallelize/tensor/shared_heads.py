@@ -7,7 +7,7 @@ tensor-parallel group. Each rank keeps its query heads and their key-value head.
 reduce-scatters the gradients, so no weight is replicated and no gradient of a weight is summed.
 
 The same happens here. Separate projections have a gather each, of the same bytes in total. The `hf`
-style gathers keys and values alone, because transformers shards no heads in this case
+style gathers only keys and values, because transformers shards no heads in this case
 (`get_kv_heads_per_rank` in transformers/distributed/tensor_parallel.py).
 
 Serving engines instead keep a copy of a head's weights on each of its ranks. Training with copies
@@ -132,7 +132,7 @@ class _Projection:
         if len(widths) not in (1, 3):
             raise SliceError(
                 f"{self.name}: the plan gives kv_heads for a layer of {len(widths)} parts; "
-                "expected keys or values alone, or queries, keys and values",
+                "expected only keys, only values, or queries, keys and values",
                 code="plan-kv-heads-parts",
             )
         is_shared = [True] if len(widths) == 1 else [False, True, True]

@@ -33,7 +33,6 @@ from onerank.capture.parallelize.tensor.layer_stack import (
     shard_sequence,
     shard_sequences,
 )
-from onerank.capture.parallelize.tensor.layout import Layout, layout_of
 from onerank.capture.parallelize.tensor.linear import (
     BlockBoundary,
     column_linear,
@@ -64,6 +63,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
 from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan, rules_for
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.resolved_plan import ResolvedPlan, resolve_plan
 from onerank.capture.parallelize.tensor.sequence_parallel import scatter_sum_to_sequence
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_heads,
@@ -130,23 +130,28 @@ def slice_model(
             the group size does not divide a dimension.
     """
     rules = rules_for(model, plan)
-    layout = layout_of(model, rules, group, tp_style, sequence=sequence)
+    resolved = resolve_plan(model, rules, group, tp_style, sequence=sequence)
     whole = {name: p.numel() for name, p in model.named_parameters()}
-    slicing = _Slicing(
-        model, group, rules, layout, peers_absent=peers_absent, parallel_loss=tp_style == "megatron"
+    slicer = _Slicer(
+        model,
+        group,
+        rules,
+        resolved,
+        peers_absent=peers_absent,
+        parallel_loss=tp_style == "megatron",
     )
-    for name, style in layout.styles.items():
-        slicing.cut(name, style)
-    for name, boundary in layout.boundaries.items():
+    for name, style in resolved.styles.items():
+        slicer.cut(name, style)
+    for name, boundary in resolved.boundaries.items():
         boundary.place_before(model.get_submodule(name))
     for name, rule in rules.items():
-        heads = (child for child in layout.shared_heads if parent_of(child) == name)
+        heads = (child for child in resolved.shared_heads if parent_of(child) == name)
         shared = {rules[child].kv_heads for child in heads if child in rules}
         _divide_heads(model.get_submodule(name), name, rule, group, shared)
-    for name, ranks in layout.ranks_per_head.items():
+    for name, ranks in resolved.ranks_per_head.items():
         count_one_head(model.get_submodule(name), ranks)
     return Sliced(
-        dict(Counter(s for s in layout.styles.values() if s not in WHOLE)),
+        dict(Counter(s for s in resolved.styles.values() if s not in WHOLE)),
         sum(whole.values()),
         sum(p.numel() for p in model.parameters()),
         duplicates=frozenset(
@@ -157,14 +162,14 @@ def slice_model(
     )
 
 
-class _Slicing:
+class _Slicer:
     """Slices the modules of one model.
 
     Args:
         model: the model; other axes may have cut it already.
         group: the tensor-parallel group.
         rules: rules of the plan, by module name.
-        layout: style and boundary of each module.
+        resolved: style and boundary of each module.
         peers_absent: as for `slice_model`.
         parallel_loss: whether logits stay sharded up to the loss.
     """
@@ -174,31 +179,31 @@ class _Slicing:
         model: nn.Module,
         group: dist.ProcessGroup,
         rules: dict[str, ModuleRule],
-        layout: Layout,
+        resolved: ResolvedPlan,
         *,
         peers_absent: bool,
         parallel_loss: bool,
     ) -> None:
-        self._model, self._group, self._rules, self._layout = model, group, rules, layout
+        self._model, self._group, self._rules, self._resolved = model, group, rules, resolved
         self._peers_absent, self._parallel_loss = peers_absent, parallel_loss
-        self._stack = stack = layout.stack
+        self._stack = stack = resolved.stack
         self._head_boundary = None
         if isinstance(stack, TwoStacks):
             self._head_boundary = shard_sequences(
-                model, stack, group, layout.cuts, peers_absent=peers_absent
+                model, stack, group, resolved.cuts, peers_absent=peers_absent
             )
         elif stack is not None:
             self._head_boundary = shard_sequence(
-                model, stack, group, layout.cuts, peers_absent=peers_absent
+                model, stack, group, resolved.cuts, peers_absent=peers_absent
             )
         self._cut: set[int] = set()  # ids of cut parameters: tied ones occur in two modules
 
     def cut(self, name: str, style: str) -> None:
         """Keep this rank's share of a module and insert the collectives of its style."""
         module = self._model.get_submodule(name)
-        if name == self._layout.head:
+        if name == self._resolved.head:
             refuse_unused_head(self._model, module, name)
-        if name == self._layout.head and self._parallel_loss:
+        if name == self._resolved.head and self._parallel_loss:
             cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
             _place_head(
                 self._model,
@@ -227,7 +232,7 @@ class _Slicing:
             sum_rotary(module, rotary_width(self._model, parent_of(name)), self._group)
 
     def _cut_heads(self, module: nn.Module, name: str) -> None:
-        ranks = self._layout.ranks_per_head.get(parent_of(name))
+        ranks = self._resolved.ranks_per_head.get(parent_of(name))
         shapes = {parameter.shape[0] for parameter in module.parameters(recurse=False)}
         if ranks is not None and shapes == {self._group.size() // ranks}:
             apply_row_of_head(module, self._group.size() // ranks, self._group)
@@ -237,15 +242,15 @@ class _Slicing:
     def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
         model, group = self._model, self._group
         proportions = self._rules.get(name, ModuleRule()).proportions
-        layout = self._layout
-        boundary = layout.layer_inputs.get(name) or layout.boundaries.get(parent_of(name))
-        adapted = layout.adapted.get(name)
+        resolved = self._resolved
+        boundary = resolved.layer_inputs.get(name) or resolved.boundaries.get(parent_of(name))
+        adapted = resolved.adapted.get(name)
         linear = module if adapted is None else adapted.base
         fused = blocks_of(model, linear, name, style, proportions)
         blocks = (
             fused if len(fused) > 1 else ()
         )  # a tied head's weight may be cut already, so its size is read in cut_module
-        shared = layout.shared_heads.get(name)
+        shared = resolved.shared_heads.get(name)
         if shared is not None:
             blocks = shared.widths
         if style == "fused_qkv":
@@ -275,7 +280,7 @@ class _Slicing:
         )
 
     def _cut_row(self, module: nn.Module, name: str, style: str) -> None:
-        if (adapted := self._layout.adapted.get(name)) is not None:
+        if (adapted := self._resolved.adapted.get(name)) is not None:
             adapted.cut_row(self._group, self._cut)
             return
         columns = matrix_of(_linear(module, name)).shape[1]

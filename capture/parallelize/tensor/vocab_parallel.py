@@ -110,7 +110,7 @@ def parallel_embedding(
         if substitute is None:
             return reduce_from_group(embedded, group)
         result: Any = _ReduceWithAbsentPeers.apply(embedded, substitute, group)
-        # The substitute is a view of weights. The real result would occupy memory of its own, so
+        # The substitute is a view of weights. The real result would occupy memory too, so
         # the partial sum stays allocated exactly as long as the result.
         result.partial_sum = embedded.detach()
         return result

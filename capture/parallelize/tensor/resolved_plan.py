@@ -1,4 +1,4 @@
-"""The style of each module of a slice, and where collectives stand between modules.
+"""A sharding plan resolved for one model: the style of each module, and where collectives stand.
 
 Transformers' tensor-parallel plans omit modules that Megatron-LM slices or replicates: shared
 experts (Qwen2-MoE), latent attention (DeepSeek-V3), attention (Phi-3.5-MoE, GPT-OSS), and modules
@@ -186,7 +186,7 @@ _TIES = (nn.Linear, nn.Embedding, Conv1D)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResolvedPlan:
     """Styles and collectives of a model's modules, by qualified name.
 
     Attributes:
@@ -221,15 +221,15 @@ class Layout:
         return [*self.boundaries, *modules]
 
 
-def layout_of(
+def resolve_plan(
     model: nn.Module,
     rules: dict[str, ModuleRule],
     group: dist.ProcessGroup,
     tp_style: TensorParallelStyle,
     *,
     sequence: bool,
-) -> Layout:
-    """Plan styles and collectives of a model's modules without changing the model.
+) -> ResolvedPlan:
+    """Resolve the styles and collectives of a model's modules; the model stays unchanged.
 
     Args:
         model: a model whose parameters are whole.
@@ -255,7 +255,7 @@ def layout_of(
     boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     layer_inputs = _layer_inputs(model, styles, group) if stack else {}
     shared = shared_heads(model, styles, rules, adapters, group=group, tp_style=tp_style)
-    return Layout(styles, head, stack, boundaries, layer_inputs, adapters, shared)
+    return ResolvedPlan(styles, head, stack, boundaries, layer_inputs, adapters, shared)
 
 
 def _styles(
