@@ -70,9 +70,8 @@ class ModelSlicing:
             ):
                 yield
         finally:
-            if (
-                self._failure is not None
-            ):  # the script may have caught the error that was raised earlier
+            # The script may have caught the error that was raised earlier.
+            if self._failure is not None:
                 raise self._failure
 
     @contextlib.contextmanager

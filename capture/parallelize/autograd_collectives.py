@@ -76,7 +76,11 @@ class SplitToGroup(torch.autograd.Function):
 
 
 class AllGatherLastDim(torch.autograd.Function):
-    """All-gather along the last dimension forward; reduce-scatter of the gradient backward."""
+    """All-gather along the last dimension forward; reduce-scatter of the gradient backward.
+
+    As `all_gather_last_dim_from_tensor_parallel_region` in
+    megatron/core/tensor_parallel/mappings.py.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -122,6 +126,8 @@ def all_gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The collective concatenates along the first dimension, so a copy reorders the shards, as in
+    # Megatron-LM (_gather_along_last_dim in megatron/core/tensor_parallel/mappings.py).
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     all_gather(gathered, x.contiguous(), group=group)
     return torch.cat(gathered.chunk(group.size()), dim=-1)

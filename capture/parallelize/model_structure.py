@@ -83,9 +83,8 @@ def model_parts_of(model: PreTrainedModel) -> ModelParts:
                 plain[name] = child
         elif isinstance(child, nn.Embedding) and not after_layers:
             embeddings[name] = child
-        elif (
-            after_layers or name.startswith("final")
-        ) and not norms:  # OPT registers its final norm before its layers
+        # OPT registers its final norm before its layers.
+        elif (after_layers or name.startswith("final")) and not norms:
             norms[name] = child
         else:
             unknown.append(f"{path}.{name}")

@@ -39,9 +39,8 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
         def __getitem__(self, key: Any) -> Any:
             name = list(self.keys())[key] if isinstance(key, int) else key
-            plain: Any = OrderedDict[
-                str, Any
-            ]  # ModelOutput, in between, looks names up through items()
+            # Not ModelOutput's __getitem__, which looks names up through items(), defined below.
+            plain: Any = OrderedDict[str, Any]
             return self.logits if name == "logits" else plain.__getitem__(self, name)
 
         def values(self) -> list[Any]:
@@ -117,10 +116,8 @@ def _operate(name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
-for _name in (
-    *_ARITHMETIC,
-    *"getitem len iter eq ne lt le gt ge".split(),
-):  # Python looks operators up in the class, past __getattr__
+# Python looks operators up in the class, not through __getattr__.
+for _name in (*_ARITHMETIC, *"getitem len iter eq ne lt le gt ge".split()):
     setattr(LogitsWhenUsed, f"__{_name}__", _operate(f"__{_name}__"))
 
 

@@ -198,9 +198,8 @@ class DataParallelism:
             try:
                 yield
             finally:
-                if (
-                    self._failure is not None
-                ):  # the script may have caught the error that was raised earlier
+                # The script may have caught the error that was raised earlier.
+                if self._failure is not None:
                     raise self._failure
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -59,9 +59,8 @@ class ReplicatedModel:
                         self._unused(unreduced[1] or ""), code="ddp-unused-parameter"
                     ) from error
                 raise
-            _ddp._active_ddp_module = (
-                reducer  # torch.compile splits its graph at the buckets of this module
-            )
+            # torch.compile splits its graph at the buckets of the active DDP module.
+            _ddp._active_ddp_module = reducer
 
     def add_to_averages(self) -> None:
         """Scale experts' averages, to compensate the division in the next reduction."""

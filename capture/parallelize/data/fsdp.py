@@ -39,9 +39,8 @@ class FullyShardedModel:
     def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
         self._late = called
         self._called = module
-        self._root: Any = getattr(
-            module, "_orig_mod", module
-        )  # the module inside torch.compile's wrapper
+        # torch.compile's wrapper has the module as _orig_mod.
+        self._root: Any = getattr(module, "_orig_mod", module)
         device = device_of(self._root)
         before = _parameters_by_owner(self._root)
         meshes: dict[str, DeviceMesh] = {}

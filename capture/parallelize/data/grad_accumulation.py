@@ -207,9 +207,8 @@ class DeferredGradSync:
             before = {model: model.defer(False) for model in self._models.values()}
             self._in_grad = True
             try:
-                return engine(
-                    *args, **kwargs
-                )  # torch.autograd.grad returns gradients to the caller, so they must be summed now
+                # torch.autograd.grad returns gradients to the caller, so they must be summed now.
+                return engine(*args, **kwargs)
             finally:
                 self._in_grad = False
                 for model, deferred in before.items():

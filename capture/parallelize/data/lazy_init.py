@@ -141,9 +141,8 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
     if not created:
         return
     models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
-    inside: dict[nn.Module, Any] = {
-        module: model for model in models for module in model.modules()
-    }  # an inner model overrides the outer one
+    # Outer models come first, so the innermost model's _init_weights fills a module.
+    inside: dict[nn.Module, Any] = {module: model for model in models for module in model.modules()}
     with torch.no_grad():
         for module in filled:
             if module in inside:

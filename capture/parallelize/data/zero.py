@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states  # pyright: ignore
 from torch.optim import Optimizer
 
+from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import (
     after_checks,
@@ -43,17 +44,6 @@ from onerank.ir.errors import SliceError
 BUCKET_ELEMENTS = 500_000_000
 
 ALIGNMENT = 2
-
-# torch 2.13 renamed both collectives and warns about the names that 2.11 has
-_renamed = hasattr(dist, "all_gather_single")
-
-_all_gather: Callable[..., Any] = getattr(
-    dist, "all_gather_single" if _renamed else "all_gather_into_tensor"
-)
-
-_reduce_scatter: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single" if _renamed else "reduce_scatter_tensor"
-)
 
 
 class Bucket:
@@ -145,7 +135,7 @@ class Bucket:
             self._in_flight = None, gradients, gradients
             return
         local = torch.empty_like(self.shard)
-        work = _reduce_scatter(local, gradients, group=self._group, async_op=True)
+        work = reduce_scatter(local, gradients, group=self._group, async_op=True)
         self._in_flight = work, gradients, local
 
     def land(self) -> None:
@@ -184,7 +174,7 @@ class Bucket:
     def gather(self) -> None:
         """All-gather the shards that the other ranks have updated."""
         if self._group.size() > 1:
-            _all_gather(self._flat, self.shard.detach(), group=self._group)
+            all_gather(self._flat, self.shard.detach(), group=self._group)
 
     def watch(self, call: Callable[["Bucket", Tensor], None], undo: contextlib.ExitStack) -> None:
         """Call `call` after each accumulated gradient, until `undo` is closed."""

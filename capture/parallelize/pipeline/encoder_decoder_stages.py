@@ -422,9 +422,8 @@ def _replace_embeddings(
             replacement = NoConvolution(child, inputs, receives=name == "conv2")
         else:
             replacement = NoEmbedding() if isinstance(child, nn.Embedding) else nn.Identity()
-            vars(replacement)["num_embeddings"] = getattr(
-                child, "num_embeddings", 0
-            )  # Whisper reads it
+            # Whisper's decoder reads the number of positions from its embedding.
+            vars(replacement)["num_embeddings"] = getattr(child, "num_embeddings", 0)
         setattr(stack.module, name, replacement)
     return [*stack.before.values()]
 

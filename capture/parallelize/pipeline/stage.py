@@ -189,9 +189,8 @@ def stage_model(
     if parts.tied:
         holders = {0: model.get_input_embeddings(), stages - 1: parts.head}
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
-        ends = new_group(
-            EMBEDDING_GROUP, members
-        )  # every stage creates a group: torch numbers groups per process
+        # Every stage creates a group, because torch numbers groups per process.
+        ends = new_group(EMBEDDING_GROUP, members)
         if stage in holders:
             tied = (TiedEmbedding(holders[stage], ends),)
     release(dropped, model)

@@ -68,9 +68,8 @@ def _loss_as_logits(func: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
     """Let a model that computes its own loss treat the scalar loss as logits; None otherwise."""
     if func is Tensor.size and args:
         return 1
-    if (
-        func.__name__ == functional.cross_entropy.__name__
-    ):  # by name: a sliced head replaces the function
+    # By name, because a sliced head replaces the function.
+    if func.__name__ == functional.cross_entropy.__name__:
         return PassthroughTensor.plain(loss)
     return loss if func in _VIEWS[:2] and len(args) > 1 else None  # [tokens, vocabulary]
 

@@ -13,6 +13,7 @@ from torch import nn
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
+from onerank.capture.parallelize.tensor.shard_parameters import LARGEST_SIZE
 from onerank.ir.errors import SliceError
 
 TensorParallelStyle = Literal["megatron", "hf"]
@@ -95,7 +96,9 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
                 f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
             )
         else:
-            sizes = [n for n in range(1, _LARGEST + 1) if all(_fits(*count, n) for count in counts)]
+            sizes = [
+                n for n in range(1, LARGEST_SIZE + 1) if all(_fits(*count, n) for count in counts)
+            ]
             remedy = f"sizes that fit the model: --tp {', '.join(map(str, sizes))}"
         or_multiple = " or be a multiple of" if attribute == "num_key_value_heads" else ""
         raise SliceError(
@@ -105,17 +108,9 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
         )
 
 
-_LARGEST = 128  # largest size that an error suggests
-
-
 def _fits(attribute: str, count: int, size: int) -> bool:
     shares = attribute == "num_key_value_heads" and size % count == 0
     return count % size == 0 or shares
-
-
-def divisors_of(count: int) -> str:
-    """Return the sizes that divide a number, as text for an error."""
-    return ", ".join(str(n) for n in range(1, _LARGEST + 1) if count % n == 0)
 
 
 def of_layers(config: Any, attribute: str) -> list[Any]:

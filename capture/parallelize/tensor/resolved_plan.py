@@ -90,9 +90,8 @@ def add_megatron_styles(
             if _stack_of(f"{name}.") in stacks - {None}:
                 gathered = result.get(f"{name}.q_proj") in GATHERED
                 for key, style in _known_styles(model, module).items():
-                    if not (
-                        gathered and key in _NORMS
-                    ):  # a gathered projection gives every rank all heads
+                    # After a gathered projection every rank norms all heads: gradients are whole.
+                    if not (gathered and key in _NORMS):
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)

@@ -47,7 +47,14 @@ def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, T
     return origin, positions
 
 
-_LOCAL_HEADS = "_onerank_own_heads"
+_LOCAL_HEADS = "_onerank_local_heads"
+
+LARGEST_SIZE = 128  # largest tensor-parallel size that an error suggests
+
+
+def divisors_of(count: int) -> str:
+    """Return the sizes that divide a number, as text for an error."""
+    return ", ".join(str(n) for n in range(1, LARGEST_SIZE + 1) if count % n == 0)
 
 
 def cut_module(
@@ -94,12 +101,14 @@ def cut_blocks(
                 f"{'rows' if dim == 0 else 'columns'} "
                 f"({length} = {group.size()} x {length // group.size()} + "
                 f"{length % group.size()})"
-                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else ""),
+                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
+                + f"\n  sizes that divide them: --tp {divisors_of(length)}",
                 code="tp-indivisible-rows",
             )
     with torch.no_grad():
         whole = parameter.data.split(list(parts), dim=dim)
         parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        # A copy, because a view of the whole parameter would keep its memory.
         parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
         parameter.grad = None
 
@@ -132,7 +141,8 @@ def cut_parameter(
     if count % size:
         raise SliceError(
             f"--tp {size} must divide {name}'s {count} {what} "
-            f"({count} = {size} x {count // size} + {count % size})",
+            f"({count} = {size} x {count // size} + {count % size})\n"
+            f"  sizes that divide them: --tp {divisors_of(count)}",
             code="tp-indivisible-features",
         )
     with torch.no_grad():
@@ -151,7 +161,8 @@ def divide_attributes(
             times = f"--tp {size} times {multiple}" if multiple > 1 else f"--tp {size}"
             raise SliceError(
                 f"{times} must divide {name}.{attribute} = {value} "
-                f"({value} = {unit} x {value // unit} + {value % unit})",
+                f"({value} = {unit} x {value // unit} + {value % unit})\n"
+                f"  sizes that fit: --tp {divisors_of(value // multiple)}",
                 code="plan-multiple-indivisible",
             )
         setattr(module, attribute, value // size)
@@ -205,6 +216,7 @@ def slice_head_bias(
 
 def keep_heads(attention: Any, size: int) -> None:
     """Divide the head counts by which an attention module splits q, k and v."""
+    # All layers share the model's configuration, and each of them divides the counts.
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= size
     heads = max(1, attention.num_key_value_heads // size)  # one where ranks share it

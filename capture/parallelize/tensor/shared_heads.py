@@ -28,13 +28,13 @@ from onerank.capture.parallelize.tensor.lora import LoraLinear
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
     TensorParallelStyle,
-    divisors_of,
     parent_of,
     parts_of,
     qkv_widths,
 )
 from onerank.capture.parallelize.tensor.plan_file import GROUPED, ModuleRule
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.shard_parameters import divisors_of
 from onerank.ir.errors import SliceError
 
 _KEY_VALUE = ("k_proj", "v_proj")

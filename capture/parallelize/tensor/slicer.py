@@ -247,9 +247,9 @@ class _Slicer:
         adapted = resolved.adapted.get(name)
         linear = module if adapted is None else adapted.base
         fused = blocks_of(model, linear, name, style, proportions)
-        blocks = (
-            fused if len(fused) > 1 else ()
-        )  # a tied head's weight may be cut already, so its size is read in cut_module
+        # () for a single part: a tied head's weight may be cut already, so `cut_module` reads its
+        # size.
+        blocks = fused if len(fused) > 1 else ()
         shared = resolved.shared_heads.get(name)
         if shared is not None:
             blocks = shared.widths

@@ -213,7 +213,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
         ("Dots3NoteText", {"tp": 4}, r"must divide the model's 2 attention heads \(2 = 4 x 0"),
         ("Dots3NoteText", {"cp": 2}, r"has layers of indexed_attention"),
         ("LongcatFlash", SHARED, r"has 4 experts, but not in the fused form"),
-        ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
+        ("Doge", {"cp": 2}, r"makes its mask itself, for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes layer_types in a property"),
         ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
         (
