@@ -8,13 +8,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.op_costs.node_costs import compute_mask
+from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.gemm_tiles import has_misaligned_rows
+from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Tensor, with_shapes
 from onerank.annotate.passes.resize.dimensions import Powers
 from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.resized_memory import resized_memory
 from onerank.annotate.passes.resize.size_change import (
+    NO_SEQUENCE,
     Change,
     Sizing,
     check_products,
@@ -97,6 +100,7 @@ class Resize:
             _note(growth, changed, sizing),
             *_unresized_note(graph, growth),
             *mismatch_notes(resized, changed),
+            *_misaligned_note(graph, resized, sizing),
         )
         notes = (*notes, *memory.notes)
         return Resized(resized, changed, notes)
@@ -202,6 +206,39 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
         f"{len(unresized)} kernels of forward and backward, {time_ns} ns, do not record their "
         "operands and stay as captured.",
     )
+
+
+_ALIGNED_ELEMENTS = 8
+"""Elements of 16 bits in the 16 bytes at which rows of a fast product begin (`gemm_tiles`)."""
+
+
+def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[str, ...]:
+    """Return a note if the new size moves rows of matrix products off 16-byte boundaries."""
+    has_sequence = sizing.seq != NO_SEQUENCE
+    name, change = ("sequence", sizing.seq) if has_sequence else ("micro-batch", sizing.batch)
+    size = change.after
+    if not any(size // part % _ALIGNED_ELEMENTS for part in sizing.parts):
+        return ()  # before the costs of both steps are worked out
+    captured, resized = _misaligned_products(before), _misaligned_products(after)
+    # Other sizes can be off, such as a vocabulary of 50257; they are so at any sequence length.
+    if (resized <= captured and change.before % _ALIGNED_ELEMENTS == 0) or not resized:
+        return ()
+    lower = size - size % _ALIGNED_ELEMENTS
+    nearest = " or ".join(str(even) for even in (lower, lower + _ALIGNED_ELEMENTS) if even)
+    return (
+        f"A {name} of {size} is no multiple of {_ALIGNED_ELEMENTS}: in 16 bits the rows of "
+        f"{resized} matrix products begin off 16-byte boundaries (as captured: {captured}), and "
+        f"libraries then run slower kernels. Compare with {nearest}.",
+    )
+
+
+def _misaligned_products(graph: Graph) -> int:
+    """Return how many matrix products have misaligned rows if they run in 16 bits."""
+    kernels = KernelFeatures.of(graph, op_costs_of(graph))
+    gemm = kernels.gemm.copy()
+    gemm[:, 4] = np.where(gemm[:, 4] > 0, 2, 0)
+    operands, results = has_misaligned_rows(gemm)
+    return int((operands | results)[kernels.call].sum())
 
 
 def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> str:

@@ -98,6 +98,15 @@ class Sizing:
         """Return whether a size is the sequence length with a shift, such as of labels."""
         return 0 < abs(size - self.seq.before) * _SHIFT_FRACTION < self.seq.before
 
+    def _keeps_shift(self, size: int) -> bool:
+        """Return whether a size that grows with the sequence differs from it by the same shift.
+
+        Labels padded by one token are 6 long for a sequence of 5. As a guess of what a size is, a
+        shift of one says too little there (`is_shifted_sequence`); here the growth is known.
+        """
+        by_one = abs(size - self.seq.before) == 1 and size % self.unit != 0
+        return by_one or self.is_shifted_sequence(size)
+
     def is_token_count(self, size: int) -> bool:
         """Return whether a size counts the tokens of a micro-batch, of whole or split sequences.
 
@@ -119,7 +128,7 @@ class Sizing:
         if power == CONSTANT:
             return size
         per = self.batch.before**batch
-        if seq == 1 and size % per == 0 and self.is_shifted_sequence(size // per):
+        if seq == 1 and size % per == 0 and self._keeps_shift(size // per):
             return (size // per + self.seq.after - self.seq.before) * self.batch.after**batch
         product = size * self.seq.after**seq * self.batch.after**batch
         divisor = self.seq.before**seq * per

@@ -1,18 +1,29 @@
 """Other sizes: what short kernels take, which sizes were captured, and what cannot be followed."""
 
+import gzip
+from pathlib import Path
+
 import numpy as np
 import pytest
 from raised import raises_code
 
-from onerank.annotate import load_gpu
+import onerank
+from onerank.annotate import PassOptions, Resize, load_gpu, recost
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
-from onerank.annotate.passes.resize.size_change import Change, check_products, mismatch_notes
+from onerank.annotate.passes.resize.size_change import (
+    Change,
+    Sizing,
+    check_products,
+    mismatch_notes,
+)
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError
+
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 def kernels_of(graph):
@@ -55,6 +66,33 @@ def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, r
             infer_sizing(*sizes)
     else:
         assert infer_sizing(*sizes).routes == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "grown"), [(5, 1024), (6, 1025), (4, 1023), (10, 2048), (12, 2050)]
+)
+def test_labels_of_a_short_sequence_keep_their_shift(size, grown):
+    """Padded labels of a sequence of 5 are 6 long; those of a micro-batch of 2 are 12 in all."""
+    sizing = Sizing(Change(5, 1024), Change(2, 2))
+    power = (1, 1) if size >= 10 else (1, 0)
+    assert sizing.resized(size, power) == grown
+
+
+def test_a_size_on_no_line_is_refused():
+    with raises_code("resize-not-whole"):
+        Sizing(Change(5, 1024), Change(2, 2)).resized(7, (1, 0))
+
+
+@pytest.mark.parametrize(("seq", "products"), [(1024, 0), (1025, 143), (1032, 0)])
+def test_a_sequence_that_misaligns_products_is_noted_in_the_trace(tmp_path, seq, products):
+    kept = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
+    (tmp_path / "trace.et").write_bytes(gzip.decompress(kept.read_bytes()))
+    resize = PassOptions(sizes=Resize(Change(4096, seq)))
+    made = recost(onerank.read(tmp_path / "trace.et"), "H100", passes=resize)
+    notes = [note for note in made.job.measurement.notes if "multiple of 8" in note]
+    assert len(notes) == (products > 0)
+    assert all(f"the rows of {products} matrix products" in note for note in notes)
+    assert all("Compare with 1024 or 1032" in note for note in notes)
 
 
 def test_operands_that_no_longer_fit_are_told(trace, add):
