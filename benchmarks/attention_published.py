@@ -2,24 +2,26 @@
 
     python benchmarks/attention_published.py
 
-Prints TFLOP/s predicted from a GPU's description and published (sources are in
-attention_published.toml), and how many times too fast that is in the geometric mean: `own` for the
-kernel that the model has in view (on Hopper flash-attention 3 and cuDNN), `told` for the one that
-was measured, where it has a figure (`attention_kernels`). Nobody published less than 512 tokens.
+Prints predicted and published TFLOP/s (sources: attention_published.toml), and the geometric mean
+of predicted over published. `own` predicts for the kernel that the model assumes (on Hopper
+flash-attention 3 and cuDNN). `told` predicts for the measured kernel, if `attention_kernels` has a
+slowdown for it. The published rates begin at 512 tokens.
 
-The forward pass was fitted to none of them, the backward pass's factor was chosen with those of the
-H100 in view. The figures of AMD's kernels, and flash-attention 2's on Blackwell, are these times
-over `own`'s.
+The forward pass is fitted to none of these rates. The factor of the backward pass was chosen with
+the H100's rates known. The slowdowns of AMD's kernels, and of flash-attention 2 on Blackwell, come
+from these same rates.
 """
 
 import math
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import parser_of
 
+import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import slowdown_of
@@ -36,6 +38,7 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     data = tomllib.loads(RATES.read_text(encoding="utf-8"))
     rows = [Row(zip(data["fields"], row, strict=True)) for row in data["rates"]]
+    print(f"{datetime.now(UTC):%Y-%m-%d}, onerank {onerank.__version__}, numpy {np.__version__}")
     print("d: head size; c: causal; b: backward; own, told: predicted over published")
     heads = f"{'gpu':8}{'kernel':10}{'d':>4}{'c':>2}{'b':>2}{'own':>7}{'told':>7}"
     print(f"{heads}  tokens: own/published")

@@ -1,22 +1,21 @@
-"""Products, convolutions and recurrent layers of Baidu's DeepBench, measured and predicted.
+"""GEMMs, convolutions and recurrent layers of Baidu's DeepBench, measured and predicted.
 
     git clone https://github.com/baidu-research/DeepBench
     PYTHONPATH=. python benchmarks/deepbench.py DeepBench/results/train
 
 Reads DeepBench_NV_V100.xlsx and DeepBench_NV_T4.xlsx: 16-bit operands, CUDA 10.1, cuDNN 7.6, 2019.
-No product of these GPUs was fitted to; they are 2.3 and 3.3 outside of those that were (see
-`likeness`). What a convolution takes beside a product of its sizes, and a step of a recurrent layer
-beside its product, was chosen on them (`convolutions.SLOWER`, `recurrent.STEP_LAUNCHES`), as was
-how much the tiles count for so unlike a GPU.
+No GEMM of these GPUs is part of a fit; their distance from the fitted GPUs is 2.3 and 3.3 (see
+`likeness`). Three constants were chosen on these measurements: the time of a convolution over a
+GEMM of its sizes (`convolutions.SLOWER`), the time of a recurrent step over its GEMM
+(`recurrent.STEP_LAUNCHES`), and the weight of the tile model for so different a GPU.
 
-  one product    the operator whole, by launch floor and roofline
+  one product    the whole operator, from launch floor and roofline
   predicted      as `annotate` predicts an unmeasured call
   residual       from the other GPU's measurement, by the residual model
   from measured  from that measurement, as `annotate` predicts it
 
-Convolutions of few channels in (one, of speech, mostly; three) are no part of the errors.
-DeepBench's recurrent layers take their input without a product; the gradients of their input and
-their weights are timed apart.
+Convolutions with one or three input channels are excluded from the errors. DeepBench's recurrent
+layers take their input without a GEMM; the gradients of input and weights are timed separately.
 """
 
 import re

@@ -3,19 +3,19 @@
     PYTHONPATH=. python benchmarks/error_lower_bounds.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, gemm_power.parquet and vidur_mlp_fp16.parquet, as for
-accuracy.py. Products are bf16, by their shapes alone and over 10 us; errors are percent of the
-measured time.
+accuracy.py. GEMMs are in bf16, predicted from their shapes alone, and over 10 us. Errors are
+percent of the measured time.
 
   datasheet, calibrated, described
                  the model without the target's die family, see accuracy.py
-  two factors    calibrated, then times two factors, of products bound by compute and by memory: the
-                 best for this target, found on all of its measurements: what two microbenchmarks
-                 could tell at best
+  two factors    calibrated, with a factor for compute-bound and one for memory-bound GEMMs. Both
+                 are the best ones over all measurements of the target: a bound for what two
+                 microbenchmarks can tell
   itself         the model fitted to the target alone
-  others'        itself, corrected by what the model is off on each of the other die families when
-                 fitted to it, with the best weights for this target
-  neighbours     itself, corrected by what it is off, on this target, at the next smaller and larger
-                 m, n and k: who has measured all shapes but one, and has a smooth model
+  others'        itself, corrected by the model's errors on each other die family when fitted to
+                 it, with the best weights for this target
+  neighbours     itself, corrected by its errors on this target at the next smaller and larger m, n
+                 and k: all shapes but one are measured, and the error is smooth
 """
 
 from itertools import combinations

@@ -1,18 +1,18 @@
-"""Number of products to measure on a GPU to predict others: the tile model, refitted.
+"""How many GEMMs to measure on a GPU to predict the others: the tile model, refitted.
 
     PYTHONPATH=. python benchmarks/gemm_calibration_size.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, as for accuracy.py. The model starts without the target's die
-family, with the rates of two microbenchmarks. Then all its coefficients and both rates move to
-products measured on the target, each by itself, held near the start by how far fits to other
-families lie apart (0.3 in ln; rates 0.1). Errors are percent of the measured time, means over
-4000 other products of more than 10 us, by their shapes alone. Every GPU counts the same.
+family, with the rates of two microbenchmarks. Then all coefficients and both rates are refitted to
+single GEMMs measured on the target. A prior holds them near the start; its width is the spread of
+fits to other families (0.3 in ln; rates 0.1). Errors are percent of the measured time, means over
+4000 other GEMMs of more than 10 us, predicted from their shapes alone. Every GPU counts the same.
 
-  two rates      the start: two microbenchmarks, of each the mean rate alone
-  the same 35    the 27 large and 8 skinny products of these, each by itself
-  35             drawn from all that take over 10 us: the mean of eight draws
-  best 35        the best of these draws, picked by its error, which is impossible before measuring
-  100, 300       more of them, one draw
+  two rates      the start: only the mean rates of the two microbenchmarks
+  the same 35    the 27 large and 8 skinny GEMMs of the microbenchmarks, with their single times
+  35             random GEMMs of over 10 us: the mean of eight draws
+  best 35        the draw with the lowest error, known only after measuring
+  100, 300       one larger draw each
 """
 
 from typing import NamedTuple

@@ -2,12 +2,16 @@
 
     python benchmarks/paired_steps.py FROM/ TO/ [--target GPU|FILE] [--database FILE]
 
-Traces of one name in both folders are a pair, and hold the same job. Columns: summed compute as
-captured in TO, and as `annotate --target` tells it from FROM; whether the former lies in the 80%
-interval; the step by CUDA events without a profiler beside "the step, in a row of steps", whose
-host is FROM's; energy of a step by NVML's power, which averages a second, where the steps without
-a profiler last as long, beside `onerank energy`; the allocator's peak. Then compute by class, over
-all pairs, and of each pair. What crosses the host's link is left out.
+Traces with the same name in both folders are a pair: captures of the same job. Columns:
+
+- compute: the sum captured in TO, the prediction of `annotate --target` from FROM, and whether the
+  captured sum lies in the 80% interval;
+- step: CUDA events without a profiler, and the predicted steady-state step with the host of FROM;
+- energy of a step: NVML's power, and the prediction of `onerank energy`. NVML averages over a
+  second, so shorter measurements have no figure;
+- the allocator's peak.
+
+Then compute by class, over all pairs and for each pair. Copies between host and GPU are excluded.
 """
 
 import argparse

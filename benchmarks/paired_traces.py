@@ -2,8 +2,8 @@
 
     python benchmarks/paired_traces.py ON_ONE/ ON_OTHER/
 
-Graphs (`onerank convert`) of one name in both folders are a pair. Calls are compared by
-operator, shapes and types, where both have equally many; their mean time counts. Public
+Graphs (`onerank convert`) with the same name in both folders are a pair. Calls match if operator,
+shapes, types and their number are equal; their mean times are compared. Public
 pairs: Kineto traces of five models on H100 and MI300X in AMD-AGI/TraceLens.
 """
 

@@ -2,20 +2,20 @@
 
     python benchmarks/published.py [FOLDER]
 
-FOLDER keeps the captures for another time. Needs `pip install -e '.[capture]'`; models have random
-weights, nothing is downloaded. Captures each model of `published.toml` on this CPU
+FOLDER keeps the captures for the next run. Needs `pip install -e '.[capture]'`. The models have
+random weights; nothing is downloaded. Captures each model of `published.toml` on this CPU
 (`published_step.py`, three samples), re-costs it at the published size for the published GPU from
 its description, and prints
 
 - published and predicted: tokens or images per second of one GPU;
 - 80% interval: of the prediction, at kernels as captured;
-- fused: predicted with `--fuse norm`, as torch.compile or kernels by hand would;
-- MFU: of the dense peak of the type, by the products that the step multiplies.
+- fused: predicted with `--fuse norm`, as for torch.compile or hand-written kernels;
+- MFU: FLOPs of the GEMMs, over the dense peak of the data type.
 
-Predicted are the kernels' times one after another: no host, no data loading, and of data-parallel
-GPUs no communication. A GPT's step is a line in its layers, through two depths; SGD stands for the
-optimizer, whose share of a micro-batch is left out where several GPUs share it. Float16 is
-bfloat16's step told as float16.
+The prediction is the sum of the kernels' times, without host, data loading or data-parallel
+communication. A GPT's step is extrapolated linearly from two depths. SGD represents the optimizer;
+if several GPUs share the optimizer's work, its share of a micro-batch is excluded. A float16 step
+is the bfloat16 step with its data type replaced.
 """
 
 import math

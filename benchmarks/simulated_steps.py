@@ -9,9 +9,8 @@ Columns of the table, each a step in ms and how far it is from the real one:
 - ASTRA, host time: the same with --include-host-delays.
 - LogGOPSim, host time: the GOAL export with --include-host-delays, messages eager.
 
-The network handed to ASTRA-sim and LogGOPSim is one bandwidth and one latency, fitted to the
-measured times of the very calls that the form makes; reductions are part of those times, so
-ASTRA-sim's own for memory is switched off.
+ASTRA-sim and LogGOPSim get a network of one bandwidth and one latency, fitted to the measured times
+of the job's own collectives. Those times include the reductions, so ASTRA-sim's memory time is off.
 """
 
 import json
