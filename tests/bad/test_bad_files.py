@@ -303,7 +303,9 @@ def _in(directory: Path, command: list[str]) -> list[str]:
 def test_chakra(damage: str, tmp_path: Path) -> None:
     content, told = CHAKRA[damage]
     (tmp_path / "bad.et").write_bytes(content)
-    for command in READERS:
+    # `show` drops broken edges, so that a broken trace can be looked at (tests/cli).
+    readers = READERS[1:] if damage == "an edge to nowhere" else READERS
+    for command in readers:
         refused(_in(tmp_path, command), tmp_path, str(tmp_path / "bad.et"), told)
 
 

@@ -248,7 +248,7 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (("--pp-layers", "2,2", "--tp", "2"), "--pp-layers says how many layers each stage"),
+        (("--pp-layers", "2,2", "--tp", "2"), "error[pp-layers-unused]"),
         (("--raw-dir", "."), "--raw-dir .: the working directory; name one in it"),
         (("--raw-dir", "no/raw"), "there is no directory 'no'; make it first"),
     ],
