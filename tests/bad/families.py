@@ -334,31 +334,31 @@ def _text(path: str) -> bytes:
 
 
 FAMILIES: dict[str, Family] = {
-    "chakra": Family(_chakra, _read_chakra, 150),
-    "kineto": Family(_kineto, _read_traces, 250),
-    "execution-trace": Family(_execution_trace, _read_traces, 250),
-    "gzip": Family(_gzip, _read_traces, 150),
-    "json": Family(_json, lambda path: from_json(path / "x.json", path / "out.et"), 300),
-    "onnx": Family(_onnx, _read_onnx, 300),
-    "parquet": Family(_parquet, lambda path: read_database(path / "x.parquet"), 200),
+    "chakra": Family(_chakra, _read_chakra, 300),
+    "kineto": Family(_kineto, _read_traces, 500),
+    "execution-trace": Family(_execution_trace, _read_traces, 500),
+    "gzip": Family(_gzip, _read_traces, 300),
+    "json": Family(_json, lambda path: from_json(path / "x.json", path / "out.et"), 600),
+    "onnx": Family(_onnx, _read_onnx, 600),
+    "parquet": Family(_parquet, lambda path: read_database(path / "x.parquet"), 400),
     "gpu-toml": Family(
         _of_lines("x.toml", _text("annotate/gpus/H200.toml")),
         lambda path: load_gpu(path / "x.toml"),
-        250,
+        500,
     ),
     "prices-toml": Family(
         _of_lines("x.toml", _text("examples/prices.toml")),
         lambda path: load_prices(path / "x.toml"),
-        250,
+        500,
     ),
     "plan-toml": Family(
         _of_lines("x.toml", _text("examples/plans/nanogpt.toml")),
         lambda path: read_plan(path / "x.toml"),
-        250,
+        500,
     ),
     "network-toml": Family(
-        _of_lines("x.toml", NETWORK), lambda path: load_network(path / "x.toml"), 250
+        _of_lines("x.toml", NETWORK), lambda path: load_network(path / "x.toml"), 500
     ),
-    "routing": Family(_routing, _read_routing, 250),
-    "workload": Family(_changed_workload, lambda path: _run("check", str(path / "w")), 60),
+    "routing": Family(_routing, _read_routing, 500),
+    "workload": Family(_changed_workload, lambda path: _run("check", str(path / "w")), 150),
 }

@@ -187,11 +187,11 @@ def _count_events(timeline: HostTimeline) -> int:
     return int(_is_counted(timeline).sum())
 
 
-_Lane = tuple[str, int]
+_SequenceKey = tuple[str, int]
 """Kind of node (compute, communication, host) and its stream or thread."""
 
-_Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
-"""Names and indices of a lane's nodes, in order."""
+_Sequences = dict[_SequenceKey, tuple[tuple[str, ...], I64]]
+"""Names and indices of the nodes of each stream or thread, in order."""
 
 
 def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
@@ -201,25 +201,25 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     most frequent sequence of names; others are dropped. The graph comes from one used step: among
     those with the most frequent host work, the one with the median summed compute (of two, the
     lower). Each node gets the median duration, the number of samples and their spread (longest
-    minus shortest). A lane whose sequence of names differs in a step has no samples of that step.
+    minus shortest). A sequence whose names differ in a step has no samples of that step.
 
     Args:
         steps: graph and report of each step, at least one.
     """
     if len(steps) == 1:
         return steps[0]
-    lanes = [_lanes(graph) for graph, _ in steps]
+    sequences = [_node_sequences(graph) for graph, _ in steps]
     steps_by_compute: dict[object, list[int]] = defaultdict(list)
-    for number, step_lanes in enumerate(lanes):
-        compute = {lane: names for lane, (names, _) in step_lanes.items() if lane[0] == "compute"}
+    for number, step_sequences in enumerate(sequences):
+        compute = {key: names for key, (names, _) in step_sequences.items() if key[0] == "compute"}
         steps_by_compute[tuple(sorted(compute.items()))].append(number)
     used = max(steps_by_compute.values(), key=len)  # max returns the first of equals
-    totals = {number: _total_ns(steps[number][0], lanes[number]) for number in used}
-    typical = _most_similar([lanes[number] for number in used])
+    totals = {number: _total_ns(steps[number][0], sequences[number]) for number in used}
+    typical = _most_similar([sequences[number] for number in used])
     candidates = sorted((used[place] for place in typical), key=lambda number: totals[number])
     base = candidates[(len(candidates) - 1) // 2]
     graph, report = steps[base]
-    merged, differing = _merged(graph, [(steps[n][0], lanes[n]) for n in used], lanes[base])
+    merged, differing = _merged(graph, [(steps[n][0], sequences[n]) for n in used], sequences[base])
     notes = list(report.notes)
     if len(used) < len(steps):
         notes.append(
@@ -241,7 +241,7 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     )
 
 
-def _lanes(graph: Graph) -> _Lanes:
+def _node_sequences(graph: Graph) -> _Sequences:
     nodes = graph.nodes
     on_gpu = bool(graph.gpu_compute.any())
     communication = graph.communication
@@ -249,41 +249,43 @@ def _lanes(graph: Graph) -> _Lanes:
     kinds = np.select([communication, host], ["communication", "host"], "compute").tolist()
     places = np.where(host | (not on_gpu), nodes.thread, nodes.stream).tolist()
     names = graph.text("name")
-    members: dict[_Lane, list[int]] = defaultdict(list)
+    members: dict[_SequenceKey, list[int]] = defaultdict(list)
     for index in np.lexsort((np.arange(len(graph)), nodes.start_ns)).tolist():
         members[kinds[index], places[index]].append(index)
     return {
-        lane: (tuple(names[index] for index in indices), np.array(indices, dtype=np.int64))
-        for lane, indices in members.items()
+        key: (tuple(names[index] for index in indices), np.array(indices, dtype=np.int64))
+        for key, indices in members.items()
     }
 
 
-def _most_similar(steps: list[_Lanes]) -> list[int]:
-    """Return the places of the steps that have the most lanes in common with the others."""
-    sequences = [{lane: names for lane, (names, _) in step.items()} for step in steps]
-    equal_lanes = [
-        sum(step.get(lane) == names for other in sequences for lane, names in other.items())
+def _most_similar(steps: list[_Sequences]) -> list[int]:
+    """Return the places of the steps that have the most sequences in common with the others."""
+    sequences = [{key: names for key, (names, _) in step.items()} for step in steps]
+    equal_counts = [
+        sum(step.get(key) == names for other in sequences for key, names in other.items())
         for step in sequences
     ]
-    most = max(equal_lanes)
-    return [place for place, count in enumerate(equal_lanes) if count == most]
+    most = max(equal_counts)
+    return [place for place, count in enumerate(equal_counts) if count == most]
 
 
-def _total_ns(graph: Graph, lanes: _Lanes) -> int:
-    compute = [index for (kind, _), (_, index) in lanes.items() if kind == "compute"]
+def _total_ns(graph: Graph, sequences: _Sequences) -> int:
+    compute = [index for (kind, _), (_, index) in sequences.items() if kind == "compute"]
     return sum(int(graph.nodes.duration_ns[index].sum()) for index in compute)
 
 
-def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> tuple[Graph, int]:
-    """Return `graph` with medians over `steps`, and the number of lanes of steps that differ."""
+def _merged(
+    graph: Graph, steps: list[tuple[Graph, _Sequences]], sequences: _Sequences
+) -> tuple[Graph, int]:
+    """Return `graph` with medians over `steps`, and how many sequences of steps differ."""
     durations = graph.nodes.duration_ns.copy()
     samples = np.zeros(len(graph), dtype=np.int32)
     spread = np.zeros(len(graph), dtype=np.int64)
     differing = 0
-    for lane, (names, index) in lanes.items():
+    for key, (names, index) in sequences.items():
         measured: list[I64] = []
-        for step, step_lanes in steps:
-            step_names, step_index = step_lanes.get(lane, ((), index[:0]))
+        for step, step_sequences in steps:
+            step_names, step_index = step_sequences.get(key, ((), index[:0]))
             if step_names == names:
                 measured.append(step.nodes.duration_ns[step_index])
             else:

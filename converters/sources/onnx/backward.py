@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from onerank.converters.sources.onnx.model import Tensor
-from onerank.converters.sources.onnx.node_context import Argument, Call, call
+from onerank.converters.sources.onnx.node_context import Argument, AtenCall, call
 from onerank.converters.sources.onnx.operators import matmul
 
-Backward = Callable[[Call, tuple[bool, ...]], list[Call]]
+Backward = Callable[[AtenCall, tuple[bool, ...]], list[AtenCall]]
 """(forward call, which tensor operands need a gradient) -> calls."""
 
 
-def backward_of(forward: Call, needs: tuple[bool, ...]) -> list[Call] | None:
+def backward_of(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall] | None:
     """Return the calls that compute the operands' gradients; None without a rule.
 
     Args:
@@ -21,11 +21,11 @@ def backward_of(forward: Call, needs: tuple[bool, ...]) -> list[Call] | None:
     return None if rule is None else rule(forward, needs)
 
 
-def _tensors(forward: Call) -> list[Tensor]:
+def _tensors(forward: AtenCall) -> list[Tensor]:
     return [argument for argument in forward.inputs if isinstance(argument, Tensor)]
 
 
-def _out(forward: Call) -> Tensor:
+def _out(forward: AtenCall) -> Tensor:
     result = forward.outputs[0]
     assert result is not None
     return result
@@ -35,13 +35,13 @@ def _transposed(x: Tensor) -> Tensor:
     return x.like(*x.shape[:-2], *reversed(x.shape[-2:]))
 
 
-def _product(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _product(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     """Differentiate C = A B: dA = dC B^T and dB = A^T dC, summed over broadcast axes."""
     *bias, left, right = _tensors(forward)
     grad = _out(forward)
     if len(left.shape) < 2 or len(right.shape) < 2:
         return [call("mul", [grad, right], left)] * sum(needs)
-    calls: list[Call] = []
+    calls: list[AtenCall] = []
     if needs[len(bias)]:
         calls += _reduced(matmul(grad, _transposed(right), _broadcast(grad, left)), left)
     if needs[len(bias) + 1]:
@@ -55,7 +55,7 @@ def _broadcast(grad: Tensor, operand: Tensor) -> Tensor:
     return operand.like(*grad.shape[:-2], *operand.shape[-2:])
 
 
-def _reduced(product: Call, operand: Tensor) -> list[Call]:
+def _reduced(product: AtenCall, operand: Tensor) -> list[AtenCall]:
     """Return the product, and a sum if the operand was broadcast and is smaller."""
     result = product.outputs[0]
     assert result is not None
@@ -64,7 +64,7 @@ def _reduced(product: Call, operand: Tensor) -> list[Call]:
     return [product, call("sum", [result], operand)]
 
 
-def _convolution(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _convolution(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     x, weight, bias = forward.inputs[:3]
     assert isinstance(x, Tensor)
     mask = [bool(need) for need in (*needs, False, False)[:3]]
@@ -78,7 +78,7 @@ def _convolution(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
 
 
 def _norm(name: str) -> Backward:
-    def rule(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    def rule(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
         operands = _tensors(forward)
         wanted = [x if need else None for x, need in zip(operands, needs, strict=False)]
         return [call(name, [_out(forward), *operands], *wanted)]
@@ -93,18 +93,18 @@ def _from_saved(name: str) -> Backward:
     ]
 
 
-def _chain_rule(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _chain_rule(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     """Differentiate y = f(x): the gradient times the derivative, one pass per operand."""
     return _elementwise(forward, needs, per_operand=1)
 
 
-def _power(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _power(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     return _elementwise(forward, needs, per_operand=2)
 
 
-def _elementwise(forward: Call, needs: tuple[bool, ...], *, per_operand: int) -> list[Call]:
+def _elementwise(forward: AtenCall, needs: tuple[bool, ...], *, per_operand: int) -> list[AtenCall]:
     grad = _out(forward)
-    calls: list[Call] = []
+    calls: list[AtenCall] = []
     for operand, need in zip(_tensors(forward), needs, strict=False):
         if need:
             calls += [call("mul", [grad, grad], grad)] * per_operand
@@ -113,14 +113,14 @@ def _elementwise(forward: Call, needs: tuple[bool, ...], *, per_operand: int) ->
     return calls
 
 
-def _sum(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _sum(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     """Differentiate a sum: the gradient itself, summed over broadcast axes."""
     return _elementwise(forward, needs, per_operand=0)
 
 
-def _selection(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+def _selection(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     grad = _out(forward)
-    calls: list[Call] = []
+    calls: list[AtenCall] = []
     for operand, need in zip(_tensors(forward), needs, strict=False):
         if need and operand.floating:
             calls.append(call("where", [operand.like(*grad.shape), grad, grad], grad))
@@ -136,24 +136,24 @@ def _moved(name: str) -> Backward:
     )
 
 
-def _nothing(*_: object) -> list[Call]:
+def _nothing(*_: object) -> list[AtenCall]:
     return []
 
 
-def _embedding(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+def _embedding(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
     table, index = _tensors(forward)
     return [call("embedding_dense_backward", [_out(forward), index], table)]
 
 
 def _indexed(name: str) -> Backward:
-    def rule(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+    def rule(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
         source, *indices = forward.inputs
         return [call(name, [source, *indices, _out(forward)], _tensors(forward)[0])]
 
     return rule
 
 
-def _attention(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+def _attention(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
     q, k, v, _drop, causal = forward.inputs
     assert isinstance(q, Tensor)
     assert isinstance(k, Tensor)
@@ -166,7 +166,7 @@ def _attention(forward: Call, _: tuple[bool, ...]) -> list[Call]:
     return [call("_scaled_dot_product_flash_attention_backward", arguments, q, k, v)]
 
 
-def _loss(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+def _loss(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
     scores, labels = _tensors(forward)[:2]
     return [call("nll_loss_backward", [_out(forward), scores, labels], scores)]
 

@@ -12,7 +12,7 @@ Argument = Tensor | tuple[Tensor, ...] | int | float | bool | list[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AtenCall:
     """A call of a PyTorch operator.
 
     Attributes:
@@ -37,9 +37,9 @@ class Call:
         return {name: msgspec.json.encode(value).decode() for name, value in text.items()}
 
 
-def call(op: str, inputs: list[Argument], *outputs: Tensor | None) -> Call:
+def call(op: str, inputs: list[Argument], *outputs: Tensor | None) -> AtenCall:
     """Return a call of an `aten` operator."""
-    return Call(f"aten::{op}", tuple(inputs), outputs)
+    return AtenCall(f"aten::{op}", tuple(inputs), outputs)
 
 
 def _shape(argument: Argument) -> Any:
@@ -111,4 +111,4 @@ class NodeContext:
         return self.outputs[0]
 
 
-Rule = Callable[[NodeContext], list[Call] | None]
+Rule = Callable[[NodeContext], list[AtenCall] | None]

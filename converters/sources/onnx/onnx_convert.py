@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onerank.converters.sources.onnx.model import Model, SizeError, checked_size, load
-from onerank.converters.sources.onnx.node_context import Call, NodeContext
+from onerank.converters.sources.onnx.node_context import AtenCall, NodeContext
 from onerank.converters.sources.onnx.operators import NOT_EXPANDED, RECURRENT, calls_of
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.converters.sources.onnx.step_graph import StepBuilder
@@ -134,7 +134,7 @@ class _Lowering:
         self._model = model
         self._shapes = shapes
 
-    def calls(self, place: int, node: Any) -> list[Call]:
+    def calls(self, place: int, node: Any) -> list[AtenCall]:
         """Return the calls of a node; one without a rule becomes a call of its ONNX name."""
         shapes = self._shapes
         results = [name for name in node.output if name]
@@ -142,7 +142,9 @@ class _Lowering:
             return []  # constant-folded before the model runs
         inputs = tuple(shapes.tensors.get(name) for name in node.input)
         outputs = tuple(shapes.tensors[name] for name in results if name in shapes.tensors)
-        opaque = Call(NAMESPACE + node.op_type, tuple(x for x in inputs if x is not None), outputs)
+        opaque = AtenCall(
+            NAMESPACE + node.op_type, tuple(x for x in inputs if x is not None), outputs
+        )
         if node.op_type in NOT_EXPANDED:
             self.not_expanded[node.op_type] += 1
             return [opaque]

@@ -11,10 +11,10 @@ from typing import Any
 
 from onerank.converters.sources.onnx.control_flow import MOST_NODES
 from onerank.converters.sources.onnx.model import Tensor
-from onerank.converters.sources.onnx.node_context import Argument, Call, NodeContext, Rule, call
+from onerank.converters.sources.onnx.node_context import Argument, AtenCall, NodeContext, Rule, call
 
 
-def layer_norm(node: NodeContext) -> list[Call]:
+def layer_norm(node: NodeContext) -> list[AtenCall]:
     """Lower LayerNormalization."""
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
@@ -24,7 +24,7 @@ def layer_norm(node: NodeContext) -> list[Call]:
     return [call("native_layer_norm", arguments, node.out, rows, rows)]
 
 
-def rms_norm(node: NodeContext) -> list[Call]:
+def rms_norm(node: NodeContext) -> list[AtenCall]:
     """Lower RMSNormalization."""
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
@@ -35,7 +35,7 @@ def rms_norm(node: NodeContext) -> list[Call]:
 def skip_norm(name: str) -> Rule:
     """Return the rule of com.microsoft's fused residual addition and norm."""
 
-    def rule(node: NodeContext) -> list[Call]:
+    def rule(node: NodeContext) -> list[AtenCall]:
         x = node.tensor(0)
         rows = Tensor(x.shape[:-1], "FLOAT")
         weight = node.optional(2)
@@ -47,7 +47,7 @@ def skip_norm(name: str) -> Rule:
     return rule
 
 
-def batch_norm(node: NodeContext) -> list[Call]:
+def batch_norm(node: NodeContext) -> list[AtenCall]:
     """Lower BatchNormalization."""
     channels = node.tensor(1)
     training = bool(node.attributes.get("training_mode"))
@@ -55,7 +55,7 @@ def batch_norm(node: NodeContext) -> list[Call]:
     return [call("native_batch_norm", arguments, node.out, channels, channels)]
 
 
-def group_norm(node: NodeContext) -> list[Call]:
+def group_norm(node: NodeContext) -> list[AtenCall]:
     """Lower GroupNormalization and InstanceNormalization, whose groups are the channels."""
     x = node.tensor(0)
     groups = node.attributes.get("num_groups", x.shape[1])
@@ -69,7 +69,7 @@ def softmax(name: str) -> Rule:
     return lambda node: [call(name, [node.tensor(0), -1, False], node.out)]
 
 
-def cross_entropy(node: NodeContext) -> list[Call]:
+def cross_entropy(node: NodeContext) -> list[AtenCall]:
     """Lower SoftmaxCrossEntropyLoss to a log-softmax and a negative log likelihood."""
     scores, labels = node.tensor(0), node.tensor(1)
     return [
@@ -78,22 +78,22 @@ def cross_entropy(node: NodeContext) -> list[Call]:
     ]
 
 
-def nll_loss(node: NodeContext) -> list[Call]:
+def nll_loss(node: NodeContext) -> list[AtenCall]:
     """Lower NegativeLogLikelihoodLoss."""
     return _nll(node.tensor(0), node.tensor(1), node.optional(2), node.out)
 
 
-def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[Call]:
+def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[AtenCall]:
     return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
 
 
-def matmul_of(node: NodeContext) -> list[Call]:
+def matmul_of(node: NodeContext) -> list[AtenCall]:
     """Lower MatMul."""
     left, right = node.tensor(0), node.tensor(1)
     return [matmul(left, right, node.out)]
 
 
-def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
+def matmul(left: Tensor, right: Tensor, out: Tensor) -> AtenCall:
     """Return the product as PyTorch launches it: folded to two axes if `right` has no batch."""
     if len(left.shape) >= 2 and len(right.shape) == 2:
         rows = left.like(prod(left.shape[:-1]), left.shape[-1])
@@ -105,7 +105,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
     return call("matmul", [left, right], out)
 
 
-def gemm(node: NodeContext) -> list[Call]:
+def gemm(node: NodeContext) -> list[AtenCall]:
     """Lower Gemm to a product, with a bias to addmm."""
     left, right, bias = node.tensor(0), node.tensor(1), node.optional(2)
     if node.attributes.get("transA"):
@@ -117,7 +117,7 @@ def gemm(node: NodeContext) -> list[Call]:
     return [call("addmm", [bias, left, right], node.out)]
 
 
-def einsum(node: NodeContext) -> list[Call] | None:
+def einsum(node: NodeContext) -> list[AtenCall] | None:
     """Return a two-operand equation as a batched product."""
     equation = node.attributes["equation"]
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
@@ -144,7 +144,7 @@ def einsum(node: NodeContext) -> list[Call] | None:
 def convolution(*, transposed: bool) -> Rule:
     """Return the rule of Conv or ConvTranspose."""
 
-    def rule(node: NodeContext) -> list[Call]:
+    def rule(node: NodeContext) -> list[AtenCall]:
         x, weight = node.tensor(0), node.tensor(1)
         axes = len(x.shape) - 2
         get = node.attributes.get
@@ -159,14 +159,14 @@ def convolution(*, transposed: bool) -> Rule:
     return rule
 
 
-def integer_convolution(node: NodeContext) -> list[Call]:
+def integer_convolution(node: NodeContext) -> list[AtenCall]:
     """Lower ConvInteger and QLinearConv."""
     quantised = node.op == "QLinearConv"  # x, scale, zero point, weight ...
     x, weight = node.tensor(0), node.tensor(3 if quantised else 1)
     return [call("_slow_conv2d_forward", [x, weight], node.out)]
 
 
-def attention(node: NodeContext) -> list[Call]:
+def attention(node: NodeContext) -> list[AtenCall]:
     """Lower ONNX's Attention, with Q, K, V as [b, h, s, d] or [b, s, h * d]."""
     heads = node.attributes.get("q_num_heads"), node.attributes.get("kv_num_heads")
     q = _by_head(node.tensor(0), heads[0])
@@ -187,13 +187,13 @@ def _by_head(x: Tensor, heads: Any) -> Tensor:
     return x.like(batch, int(heads), length, width // int(heads))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> AtenCall:
     arguments: list[Argument] = [q, k, v, 0.0, causal]
     out = q.like(*q.shape[:3], v.shape[-1])
     return call("_scaled_dot_product_flash_attention", arguments, out)
 
 
-def multi_head(node: NodeContext) -> list[Call] | None:
+def multi_head(node: NodeContext) -> list[AtenCall] | None:
     """Lower com.microsoft's MultiHeadAttention and GroupQueryAttention."""
     heads = node.attributes.get("num_heads")
     kv_heads = node.attributes.get("kv_num_heads", heads)
@@ -211,7 +211,7 @@ RECURRENT = tuple(_GATES)
 """Operators that become a few calls for each time step."""
 
 
-def recurrent(node: NodeContext) -> list[Call] | None:
+def recurrent(node: NodeContext) -> list[AtenCall] | None:
     """Lower to one product for all inputs, then a product and gates for each time step.
 
     None if the time steps are too many to list.
@@ -236,7 +236,7 @@ def recurrent(node: NodeContext) -> list[Call] | None:
     return whole * directions
 
 
-def calls_of(node: NodeContext) -> list[Call] | None:
+def calls_of(node: NodeContext) -> list[AtenCall] | None:
     """Return the calls of a node; [] if it launches nothing, None if it has no rule."""
     rule = (_MICROSOFT if node.domain else _ONNX).get(node.op)
     return None if rule is None else rule(node)
@@ -252,14 +252,14 @@ def _first(name: str) -> Rule:
     return lambda node: [call(name, [node.tensor(0)], node.out)]
 
 
-def _nothing(_: NodeContext) -> list[Call]:
+def _nothing(_: NodeContext) -> list[AtenCall]:
     return []
 
 
-def _variadic(name: str) -> Callable[[NodeContext], list[Call]]:
+def _variadic(name: str) -> Callable[[NodeContext], list[AtenCall]]:
     """Return the rule of an n-ary operator: n - 1 calls of the binary one."""
 
-    def rule(node: NodeContext) -> list[Call]:
+    def rule(node: NodeContext) -> list[AtenCall]:
         first, *others = node.present
         if not others:
             return [call("clone", [first], node.out)]
@@ -269,11 +269,11 @@ def _variadic(name: str) -> Callable[[NodeContext], list[Call]]:
     return rule
 
 
-def _mean(node: NodeContext) -> list[Call]:
+def _mean(node: NodeContext) -> list[AtenCall]:
     return [*_variadic("add")(node), call("div", [node.out, len(node.present)], node.out)]
 
 
-def _gather(node: NodeContext) -> list[Call]:
+def _gather(node: NodeContext) -> list[AtenCall]:
     """Lower rows of a 2-D weight to an embedding, and one constant index, a view, to nothing."""
     table, index = node.tensor(0), node.tensor(1)
     axis = node.attributes.get("axis", 0) % len(table.shape)
@@ -284,33 +284,33 @@ def _gather(node: NodeContext) -> list[Call]:
     return [call("index_select", [table, axis, index], node.out)]
 
 
-def _gather_elements(node: NodeContext) -> list[Call]:
+def _gather_elements(node: NodeContext) -> list[AtenCall]:
     axis = int(node.attributes.get("axis", 0))
     return [call("gather", [node.tensor(0), axis, node.tensor(1)], node.out)]
 
 
-def _index(node: NodeContext) -> list[Call]:
+def _index(node: NodeContext) -> list[AtenCall]:
     return [call("index", [node.tensor(0), (node.tensor(1),)], node.out)]
 
 
-def _scatter_nd(node: NodeContext) -> list[Call]:
+def _scatter_nd(node: NodeContext) -> list[AtenCall]:
     data, index, updates = (node.tensor(position) for position in range(3))
     return [call("index_put", [data, (index,), updates], node.out)]
 
 
-def _scatter_elements(node: NodeContext) -> list[Call]:
+def _scatter_elements(node: NodeContext) -> list[AtenCall]:
     axis = int(node.attributes.get("axis", 0))
     data, index, updates = (node.tensor(position) for position in range(3))
     return [call("scatter", [data, axis, index, updates], node.out)]
 
 
-def _concat(node: NodeContext) -> list[Call]:
+def _concat(node: NodeContext) -> list[AtenCall]:
     if all(known is not None for known in node.data):
         return []
     return [call("cat", [tuple(node.present)], node.out)]
 
 
-def _fill(node: NodeContext) -> list[Call]:
+def _fill(node: NodeContext) -> list[AtenCall]:
     return [call("full", [list(node.out.shape)], node.out)]
 
 

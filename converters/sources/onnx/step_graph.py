@@ -5,7 +5,7 @@ from typing import Any
 
 from onerank.converters.sources.onnx.backward import backward_of
 from onerank.converters.sources.onnx.model import Model, Tensor, checked_size
-from onerank.converters.sources.onnx.node_context import Call, call
+from onerank.converters.sources.onnx.node_context import AtenCall, call
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.ir import Graph, Job, Kind, Phase, Reason
 from onerank.ir.graph import GraphBuilder
@@ -34,7 +34,7 @@ class StepBuilder:
         self._builder = GraphBuilder()
         self._defined_by: dict[str, int] = {}  # value -> graph node that defines it
         self._storage: dict[str, str] = {}  # view -> its base value
-        self._differentiable: list[tuple[Any, list[Call], str, list[int]]] = []
+        self._differentiable: list[tuple[Any, list[AtenCall], str, list[int]]] = []
         self._views: defaultdict[str, list[str]] = defaultdict(list)
         self._last_place = {
             name: place for place, node in enumerate(model.nodes) for name in node.input if name
@@ -54,7 +54,7 @@ class StepBuilder:
         self.start_bytes = checked_size(weights + moments, "the bytes of all weights and moments")
         self._live = self.peak_bytes = self.start_bytes
 
-    def forward(self, place: int, node: Any, calls: list[Call], module: str) -> None:
+    def forward(self, place: int, node: Any, calls: list[AtenCall], module: str) -> None:
         """Add a node's calls, in the model's order."""
         results = [name for name in node.output if name]
         before = {self._defined_by[name] for name in node.input if name in self._defined_by}
@@ -113,8 +113,8 @@ class StepBuilder:
         """Return the graph."""
         return self._builder.build(job)
 
-    def _backward_calls(self, node: Any, calls: list[Call]) -> list[Call]:
-        backward_calls: list[Call] = []
+    def _backward_calls(self, node: Any, calls: list[AtenCall]) -> list[AtenCall]:
+        backward_calls: list[AtenCall] = []
         if not calls and node.op_type in ("Expand", "Slice", "Split"):
             source = self._shapes.tensors[node.input[0]]
             result = self._shapes.tensors[node.output[0]]
@@ -145,11 +145,11 @@ class StepBuilder:
             return
         lists = tuple(self._parameters[name] for name in updated)
         before = {index for name in updated for index in gradients[name]}
-        adamw = Call("aten::_fused_adamw_", (lists, lists, lists, lists), ())
+        adamw = AtenCall("aten::_fused_adamw_", (lists, lists, lists, lists), ())
         (index,) = self._add([adamw], before, "", Phase.OPTIMIZER)
         self._free(index, sum(self._size(name) for name in updated))
 
-    def _add(self, calls: list[Call], before: set[int], module: str, phase: Phase) -> list[int]:
+    def _add(self, calls: list[AtenCall], before: set[int], module: str, phase: Phase) -> list[int]:
         indices: list[int] = []
         for each in calls:
             index = self._builder.add(

@@ -79,13 +79,13 @@ _ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10
 _T = TypeVar("_T")
 
 
-class Awaited(msgspec.Struct, frozen=True):
+class WaitRecord(msgspec.Struct, frozen=True):
     """A recorded wait, as `capture.fake_world.async_work` writes it into the execution trace."""
 
     sequence: int
 
 
-class Call(msgspec.Struct, frozen=True):
+class CallRecord(msgspec.Struct, frozen=True):
     """A recorded call, as `onerank.capture.fake_world.recorder` writes it into the execution trace.
 
     The group's ranks are in the job; older captures repeat them here.
@@ -133,7 +133,7 @@ def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     Raises:
         TraceError: the mark has no execution trace node, or its JSON names no call.
     """
-    return _decode_mark(timeline, op, et, Awaited).sequence
+    return _decode_mark(timeline, op, et, WaitRecord).sequence
 
 
 def _decode_mark(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]) -> _T:
@@ -150,7 +150,7 @@ def _decode_mark(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type
         values = msgspec.json.decode(timeline.strings[int(et.operands[0, row])])
         return msgspec.json.decode(values[-1], type=kind)
     except (msgspec.MsgspecError, TypeError, IndexError) as error:
-        record = "a call" if kind is Call else "a wait"
+        record = "a call" if kind is CallRecord else "a wait"
         raise TraceError(
             f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {record} as JSON: "
             f"{error}",
@@ -164,7 +164,7 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     Raises:
         TraceError: the mark has no execution trace node, or its JSON is not a call.
     """
-    call = _decode_mark(timeline, op, et, Call)
+    call = _decode_mark(timeline, op, et, CallRecord)
     peer = UNKNOWN if call.peer is None else call.peer
     kind = POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:

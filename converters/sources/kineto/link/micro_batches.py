@@ -166,7 +166,7 @@ def _number_overlapping(
     part_of_run = _connected_runs(len(begins), called.values())
     number_of = _numbers(
         [
-            _Call(model, int(timeline.rows.start_ns[unit]), part_of_run[called[unit][0]])
+            _ModelCall(model, int(timeline.rows.start_ns[unit]), part_of_run[called[unit][0]])
             for unit, model in _models(timeline, sorted(called)).items()
         ],
         begins,
@@ -246,7 +246,7 @@ def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, in
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Call:
+class _ModelCall:
     """A call of a model, and the connected part of the step that it belongs to."""
 
     model: tuple[int, int]
@@ -271,7 +271,7 @@ def _connected_runs(count: int, groups: Iterable[list[int]]) -> list[int]:
     return [root(run) for run in range(count)]
 
 
-def _numbers(calls: list[_Call], begins: list[int], parts: list[int]) -> dict[int, int] | None:
+def _numbers(calls: list[_ModelCall], begins: list[int], parts: list[int]) -> dict[int, int] | None:
     """Return the micro-batch of each part: its position among the parts that call the same model.
 
     A part has no number if its models give it different ones. It has none either if parts call one

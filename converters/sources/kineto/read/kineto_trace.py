@@ -378,7 +378,7 @@ _MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProfilerStep:
     """A step of a trace: its number, and the host's times at its begin and end, nanoseconds."""
 
     number: int
@@ -391,7 +391,7 @@ class Step:
         return self.end_ns - self.start_ns
 
 
-def steps(trace: KinetoTrace) -> list[Step]:
+def steps(trace: KinetoTrace) -> list[ProfilerStep]:
     """Return the steps of a trace in order; none if profiler.step() was never called."""
     host = trace.host
     annotations = np.flatnonzero(~host.is_operator)
@@ -402,11 +402,13 @@ def steps(trace: KinetoTrace) -> list[Step]:
     # By code, then by row: steps of equal start keep this order.
     rows = rows[np.argsort(host.name[rows], kind="stable")]
     columns = (column[rows].tolist() for column in (host.name, host.start_ns, host.end_ns))
-    marked = [Step(number[code], start, end) for code, start, end in zip(*columns, strict=True)]
+    marked = [
+        ProfilerStep(number[code], start, end) for code, start, end in zip(*columns, strict=True)
+    ]
     return sorted(marked, key=lambda step: step.start_ns)
 
 
-def choose(trace: KinetoTrace, step: str) -> Step | None:
+def choose(trace: KinetoTrace, step: str) -> ProfilerStep | None:
     """Return the selected step.
 
     Args:
@@ -442,7 +444,7 @@ def choose(trace: KinetoTrace, step: str) -> Step | None:
     )
 
 
-def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
+def cut(trace: KinetoTrace, step: ProfilerStep) -> tuple[KinetoTrace, str]:
     """Return the part of a trace that belongs to one step, and a note on what was cut off.
 
     Host events, launches and allocations belong to it if they begin within it; GPU operations if
@@ -474,7 +476,7 @@ def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
     return step_trace, note
 
 
-def _earlier_work_ns(trace: KinetoTrace, step: Step) -> int:
+def _earlier_work_ns(trace: KinetoTrace, step: ProfilerStep) -> int:
     """Return the GPU time within the step of operations that were launched before it."""
     gpu, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, gpu.correlation)
@@ -488,5 +490,5 @@ def _earlier_work_ns(trace: KinetoTrace, step: Step) -> int:
     return int(np.maximum(end - np.maximum(begin, before), 0).sum())
 
 
-def _within(start_ns: I64, step: Step) -> Mask:
+def _within(start_ns: I64, step: ProfilerStep) -> Mask:
     return (start_ns >= step.start_ns) & (start_ns < step.end_ns)
