@@ -3,13 +3,16 @@
 Node sequences (of streams and threads) and node numbers are those of `DependencyEdges`.
 """
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
+    NodeSequence,
     StreamSequences,
     ThreadSequences,
 )
@@ -23,6 +26,56 @@ from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
 from onerank.ir import Reason
 from onerank.ir.arrays import I64
+
+_MANY_STREAMS = 64
+"""Streams from which device-wide waits are followed stream by stream only where they changed."""
+
+
+class _DeviceWideWaits:
+    """What the device-wide waits of one thread wait for, wait after wait.
+
+    A wait needs no edge from an operation that an earlier wait of the thread awaited: the thread's
+    order implies it. Without this, w waits on s streams would have w x s edges.
+    """
+
+    def __init__(self, streams: StreamSequences) -> None:
+        launches = sorted(
+            (sequence.times.launch[number], key)
+            for key, sequence in streams.items()
+            for number in sequence.members
+        )
+        self._streams = streams
+        self._launch_ns = [launch_ns for launch_ns, _ in launches]
+        self._keys = [key for _, key in launches]
+        self._seen = 0
+        self._last: dict[tuple[int, int], int] = {}
+        self._ends: list[tuple[int, int, tuple[int, int]]] = []  # a heap: -end, number, stream
+
+    def advance(self, horizon_ns: int) -> list[int]:
+        """Return the last operations by that time of streams that launched since the last wait."""
+        until = bisect_right(self._launch_ns, horizon_ns, lo=self._seen)
+        changed: list[int] = []
+        for key in dict.fromkeys(self._keys[self._seen : until]):
+            sequence = self._streams[key]
+            number = sequence.last_launched(horizon_ns)
+            if number is not None and self._last.get(key) != number:
+                self._last[key] = number
+                heappush(self._ends, (-sequence.times.end[number], number, key))
+                changed.append(number)
+        self._seen = until
+        return changed
+
+    @property
+    def count(self) -> int:
+        """Number of streams that a wait waits for."""
+        return len(self._last)
+
+    @property
+    def last_end_ns(self) -> int:
+        """End of the last operation that a wait waits for."""
+        while self._last[self._ends[0][2]] != self._ends[0][1]:
+            heappop(self._ends)  # its stream has launched another operation since
+        return -self._ends[0][0]
 
 
 class SyncEdges:
@@ -44,6 +97,10 @@ class SyncEdges:
             builder.gpu_rows,
             len(builder.kept),
         )
+        self._by_stream: defaultdict[int, list[NodeSequence]] = defaultdict(list)
+        for (_, stream), sequence in streams.items():
+            self._by_stream[stream].append(sequence)
+        self._device_wide: dict[int, _DeviceWideWaits] = {}
         self.blocked: dict[tuple[int, int], int] = {}
         self.queued: list[QueueWait] = []
         self.blocked_ns = np.zeros(len(builder.kept), dtype=np.int64)
@@ -55,11 +112,11 @@ class SyncEdges:
         added = 0
         without_edge = Counter[str]()
         for wait in waits.found:
-            awaited = _awaited(wait, self._streams)
+            awaited, count, last_end_ns = self._awaited(wait)
             waiters = self._waiters(wait)
-            if wait.waiting_stream is None and awaited:
-                done = max(self._times.end[source] for source in awaited)
-                self._block(wait.thread, wait.start_ns, wait.end_ns, done - wait.start_ns, waiters)
+            if wait.waiting_stream is None and count:
+                waited_ns = last_end_ns - wait.start_ns
+                self._block(wait.thread, wait.start_ns, wait.end_ns, waited_ns, waiters)
             if not waiters:
                 without_edge["no node follows the wait"] += 1
                 continue
@@ -67,8 +124,8 @@ class SyncEdges:
                 for waiter in waiters:
                     if waiter != source:
                         self._edges.add(source, waiter, Reason.SYNC)
-            added += len(awaited)
-            if not awaited:
+            added += count
+            if not count:
                 without_edge["the awaited stream had no earlier launch"] += 1
         added += self._add_inferred(waits.inferred_waits, without_edge)
         self._add_queue_waits(queue)
@@ -155,15 +212,42 @@ class SyncEdges:
             waited[number] = unexplained_ns
         return waited[self._operators :][: len(self._gpu_rows)]
 
+    def _awaited(self, wait: Wait) -> tuple[list[int], int, int]:
+        """Return the sources of a wait's edges, the number of streams awaited, and their last end.
+
+        A stream is awaited by the last operation launched on it before the wait's horizon.
+        """
+        if (
+            wait.stream is None
+            and wait.waiting_stream is None
+            and len(self._streams) > _MANY_STREAMS
+            and wait.horizon_ns == wait.start_ns
+        ):
+            waits = self._device_wide.get(wait.thread)
+            if waits is None:
+                waits = self._device_wide[wait.thread] = _DeviceWideWaits(self._streams)
+            sources = waits.advance(wait.horizon_ns)
+            return sources, waits.count, waits.last_end_ns if waits.count else 0
+        streams = self._by_stream.get(wait.stream, []) if wait.stream is not None else []
+        if wait.stream is None:
+            streams = [
+                sequence
+                for (_, stream), sequence in self._streams.items()
+                if stream != wait.waiting_stream
+            ]
+        elif wait.stream == wait.waiting_stream:
+            streams = []
+        last = [sequence.last_launched(wait.horizon_ns) for sequence in streams]
+        sources = [number for number in last if number is not None]
+        return sources, len(sources), max((self._times.end[n] for n in sources), default=0)
+
     def _waiters(self, wait: Wait) -> list[int]:
         """Return the first nodes that a synchronisation delays.
 
         A host wait delays its thread; without operators it delays the next launch on every stream.
         """
         if wait.waiting_stream is not None:
-            waiting = [
-                sequence for (_, s), sequence in self._streams.items() if s == wait.waiting_stream
-            ]
+            waiting = self._by_stream.get(wait.waiting_stream, [])
             first = [sequence.first_launched(wait.start_ns) for sequence in waiting[:1]]
         elif self._operators:
             sequence = self._threads.get(wait.thread)
@@ -171,13 +255,3 @@ class SyncEdges:
         else:
             first = [sequence.first_launched(wait.end_ns) for sequence in self._streams.values()]
         return [number for number in first if number is not None]
-
-
-def _awaited(wait: Wait, streams: StreamSequences) -> list[int]:
-    """Return the last launched operation of each stream that a synchronisation waits for."""
-    awaited = [
-        sequence.last_launched(wait.horizon_ns)
-        for (_, stream), sequence in streams.items()
-        if wait.stream in (None, stream) and stream != wait.waiting_stream
-    ]
-    return [number for number in awaited if number is not None]

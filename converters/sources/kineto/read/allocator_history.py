@@ -118,7 +118,7 @@ def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
     recorded = (address * 2 + allocates).astype(np.int64).tobytes()
     # `bytes.find` takes linear time; comparing at every row takes rows x events.
     begin = profiled.find(recorded)
-    while begin % _EVENT_BYTES > 0:  # a match that begins within an integer is none
+    while begin > 0 and begin % _EVENT_BYTES:  # a match that begins within an integer is none
         begin = profiled.find(recorded, begin + 1)
     return begin // _EVENT_BYTES if begin >= 0 else None
 
