@@ -1,4 +1,4 @@
-"""Data of the report's charts: parts of the step, streams, roofline, memory."""
+"""Data of the report's charts: parts of the step, timeline, modules, roofline, memory."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from onerank.analysis.breakdown import Share
 from onerank.analysis.step_time import Replay
-from onerank.annotate import CLASSES, classify
-from onerank.annotate.memory.peak import held_blocks, levels_of
+from onerank.annotate import CLASSES, classify, compute_mask
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.memory.peak import ModuleMemory, held_blocks, levels_of
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.replay.scheduler import Schedule
@@ -20,8 +21,11 @@ COMMUNICATION = "communication"
 
 IDLE = "idle"
 
+UNATTRIBUTED = "(none)"
+"""Work of no module, such as the optimizer's."""
 
-class Part(msgspec.Struct, frozen=True):
+
+class StepPart(msgspec.Struct, frozen=True):
     """A part of the step: a class of compute, "communication" (exposed) or "idle"."""
 
     name: str
@@ -33,20 +37,38 @@ class Spans(msgspec.Struct, frozen=True):
 
     Attributes:
         name: class of work, or "communication".
-        start_ns: from the step's start on, int64[n].
+        start_ns: from the start of the step, int64[n].
         duration_ns: int64[n].
+        node: row of each in the graph, int64[n].
     """
 
     name: str
     start_ns: I64
     duration_ns: I64
+    node: I64
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """A stream (of a CPU capture, a thread) and what ran on it, by class."""
+    """A stream, or a thread of a CPU capture, with its spans by class."""
 
     title: str
     spans: tuple[Spans, ...]
+
+
+class ModuleTime(msgspec.Struct, frozen=True):
+    """Compute of a module and everything below it.
+
+    Attributes:
+        path: dotted name; "" for the whole step.
+        parent: path of the module above; "" for the whole step, whose parent it is too.
+        time_ns: summed durations, those of submodules included.
+        nodes: number of compute nodes.
+    """
+
+    path: str
+    parent: str
+    time_ns: int
+    nodes: int
 
 
 class RooflinePoints(msgspec.Struct, frozen=True):
@@ -54,77 +76,108 @@ class RooflinePoints(msgspec.Struct, frozen=True):
 
     Attributes:
         name: class of work.
-        intensity: FLOPs per byte that operands take, float64[n].
+        kernels: name of each.
+        intensity: FLOPs per byte of the operands, float64[n].
         flops_per_s: float64[n].
         time_ns: summed duration of each, int64[n].
+        calls: number of calls of each, int64[n].
     """
 
     name: str
+    kernels: tuple[str, ...]
     intensity: npt.NDArray[np.float64]
     flops_per_s: npt.NDArray[np.float64]
     time_ns: I64
+    calls: I64
 
 
-class MemoryCourse(msgspec.Struct, frozen=True):
-    """Device memory by class after each allocation and free, the step's start first.
+class MemoryTimeline(msgspec.Struct, frozen=True):
+    """Device memory by class after each allocation and free, the start of the step first.
 
     Attributes:
-        names: classes, int64 rows of `bytes`.
+        names: classes, in the order of the rows of `bytes`.
         bytes: int64[classes, events + 1].
-        phases: phase -> the first event that belongs to it.
+        phases: phase -> its first event.
+        peak_event: column of `bytes` with the largest sum.
+        at_peak: blocks of the step in use at the peak, by module; most bytes first.
     """
 
     names: tuple[str, ...]
     bytes: I64
     phases: dict[str, int]
+    peak_event: int
+    at_peak: tuple[ModuleMemory, ...]
 
 
-def parts_of(shares: Sequence[Share], done: Replay) -> list[Part]:
-    """Return what the replayed step is made of; the parts add up to it, up to a nanosecond each.
+def step_parts(shares: Sequence[Share], replayed: Replay) -> list[StepPart]:
+    """Return the parts of the steady-state step, or of the replayed step where that is not known.
 
-    Classes share the time in which the device computes in proportion to their durations, since
-    kernels of several streams overlap.
+    They add up to the step within a nanosecond each. Kernels of several streams overlap, so the
+    classes divide the time in which the device computes in proportion to their durations.
 
     Args:
-        shares: of the compute, by class.
-        done: how the graph runs.
+        shares: compute by class.
+        replayed: the parts of both steps.
     """
+    step = replayed.steady_state or replayed
     total = sum(share.time_ns for share in shares) or 1
-    parts = [Part(share.name, done.compute_ns * share.time_ns // total) for share in shares]
-    parts.append(Part(COMMUNICATION, done.exposed_communication_ns))
-    parts.append(Part(IDLE, done.idle_ns))
+    parts = [StepPart(share.name, step.compute_ns * share.time_ns // total) for share in shares]
+    parts.append(StepPart(COMMUNICATION, step.exposed_communication_ns))
+    parts.append(StepPart(IDLE, step.idle_ns))
     return [part for part in parts if part.time_ns]
 
 
-def lanes_of(graph: Graph, times: Schedule) -> list[Lane]:
-    """Return what runs when on each stream; a CPU capture's operators by thread."""
+def timeline(graph: Graph, times: Schedule) -> list[Lane]:
+    """Return the spans of each stream; of a CPU capture those of each thread."""
     nodes = graph.nodes
     shown = np.flatnonzero(graph.gpu_compute | graph.communication)
-    place = nodes.stream
-    title = "stream"
+    lane_of, title = nodes.stream, "stream"
     if not graph.gpu_compute.any():
         shown = np.flatnonzero(graph.mask(Kind.HOST_OP) | graph.communication)
-        place, title = nodes.thread, "thread"
+        lane_of, title = nodes.thread, "thread"
     shown = shown[times.end_ns[shown] > times.start_ns[shown]]
-    names = _names(graph, shown)
+    names = _class_names(graph, shown)
     first = int(times.start_ns.min()) if len(graph) else 0
     lanes: list[Lane] = []
-    for number in np.unique(place[shown]).tolist():
-        rows = place[shown] == number
+    for number in np.unique(lane_of[shown]).tolist():
+        in_lane = lane_of[shown] == number
         spans: list[Spans] = []
-        for name in dict.fromkeys(names[rows].tolist()):
-            of = shown[rows & (names == name)]
-            of = of[np.argsort(times.start_ns[of], kind="stable")]
-            spans.append(Spans(name, times.start_ns[of] - first, nodes.duration_ns[of]))
-        told = "communication" if number == UNKNOWN else f"{title} {number}"
-        lanes.append(Lane(told, tuple(spans)))
+        for name in dict.fromkeys(names[in_lane].tolist()):
+            rows = shown[in_lane & (names == name)]
+            rows = rows[np.argsort(times.start_ns[rows], kind="stable")]
+            spans.append(Spans(name, times.start_ns[rows] - first, nodes.duration_ns[rows], rows))
+        lanes.append(
+            Lane(COMMUNICATION if number == UNKNOWN else f"{title} {number}", tuple(spans))
+        )
     return lanes
 
 
-def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
-    """Return the kernels whose FLOPs and bytes are known, equal ones once, and the products' type.
+def module_tree(graph: Graph) -> list[ModuleTime]:
+    """Return the compute time of every module and of the modules above it, the step first."""
+    compute = np.flatnonzero(compute_mask(graph))
+    codes, inverse = np.unique(graph.nodes.module[compute], return_inverse=True)
+    time = np.zeros(len(codes), dtype=np.int64)
+    np.add.at(time, inverse, graph.nodes.duration_ns[compute])
+    count = np.bincount(inverse, minlength=len(codes))
+    totals: dict[str, tuple[int, int]] = {"": (0, 0)}
+    for code, own_ns, nodes in zip(codes.tolist(), time.tolist(), count.tolist(), strict=True):
+        name = graph.strings[code] or UNATTRIBUTED
+        steps = name.split(".")
+        for depth in range(len(steps) + 1):
+            path = ".".join(steps[:depth])
+            sum_ns, sum_nodes = totals.get(path, (0, 0))
+            totals[path] = (sum_ns + own_ns, sum_nodes + nodes)
+    return [
+        ModuleTime(path, path.rpartition(".")[0], time_ns, nodes)
+        for path, (time_ns, nodes) in totals.items()
+    ]
 
-    That is the torch data type in which the matrix products do most FLOPs; "" without any.
+
+def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
+    """Return the kernels whose FLOPs and bytes are known, and the data type of the products.
+
+    Equal calls are one point. The data type is the torch type in which the matrix products do most
+    FLOPs; "" without products.
     """
     costs = op_costs_of(graph)
     duration = graph.nodes.duration_ns[costs.index]
@@ -134,39 +187,56 @@ def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
     points: list[RooflinePoints] = []
     codes: list[int] = costs.op_class[known].tolist()
     for code in dict.fromkeys(codes):
-        of = np.flatnonzero(known & (costs.op_class == code))
-        work = np.stack([names[of], costs.flops[of], moved[of]])
+        rows = np.flatnonzero(known & (costs.op_class == code))
+        work = np.stack([names[rows], costs.flops[rows], moved[rows]])
         _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
         which = which.reshape(-1)
         time = np.zeros(len(first), dtype=np.int64)
-        np.add.at(time, which, duration[of])
-        flops = costs.flops[of][first].astype(np.float64)
-        rate = flops * np.bincount(which) / time * 1e9
-        points.append(RooflinePoints(CLASSES[code].value, flops / moved[of][first], rate, time))
-    by_type = np.zeros(len(costs.dtypes), dtype=np.int64)
+        np.add.at(time, which, duration[rows])
+        calls = np.bincount(which)
+        flops = costs.flops[rows][first].astype(np.float64)
+        points.append(
+            RooflinePoints(
+                CLASSES[code].value,
+                tuple(graph.strings[name] for name in names[rows][first].tolist()),
+                flops / moved[rows][first],
+                flops * calls / time * 1e9,
+                time,
+                calls,
+            )
+        )
+    flops_by_type = np.zeros(len(costs.dtypes), dtype=np.int64)
     products = costs.matmul & (costs.flops > 0)
-    np.add.at(by_type, costs.dtype[products], costs.flops[products])
-    return points, costs.dtypes[int(by_type.argmax())] if by_type.any() else ""
+    np.add.at(flops_by_type, costs.dtype[products], costs.flops[products])
+    dtype = costs.dtypes[int(flops_by_type.argmax())] if flops_by_type.any() else ""
+    return points, dtype
 
 
-def memory_of(graph: Graph) -> MemoryCourse | None:
+def memory_timeline(graph: Graph) -> MemoryTimeline | None:
     """Return memory by class through the step; None if the trace has no allocations."""
     log = graph.job.measurement.memory
     if log is None or not log.events:
         return None
-    blocks, _ = held_blocks(graph, log)
-    levels = levels_of(log, blocks)
+    resident, _ = held_blocks(graph, log)
+    levels = levels_of(log, resident)
     levels[MemoryClass.WORKSPACE] += levels[-1]  # the workspace of the optimizer's step
-    named = [memory_class for memory_class in MemoryClass if levels[memory_class].any()]
+    classes = [kind for kind in MemoryClass if levels[kind].any()]
     phases: dict[str, int] = {}
-    for allocated_at, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
-        if allocated_at >= 0 and phase != Phase.NONE:
-            phases.setdefault(Phase(phase).name.lower(), allocated_at + 1)
-    return MemoryCourse(tuple(memory_class.label for memory_class in named), levels[named], phases)
+    for event, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
+        if event >= 0 and phase != Phase.NONE:
+            phases.setdefault(Phase(phase).name.lower(), event + 1)
+    used = levels[classes]
+    return MemoryTimeline(
+        tuple(kind.label for kind in classes),
+        used,
+        phases,
+        int(used.sum(axis=0).argmax()),
+        report_memory(graph).modules,
+    )
 
 
-def _names(graph: Graph, index: I64) -> npt.NDArray[np.object_]:
-    """Return the class of each node; communication by that name."""
+def _class_names(graph: Graph, index: I64) -> npt.NDArray[np.object_]:
+    """Return the class of each node, or "communication"."""
     labels = np.array([op_class.value for op_class in CLASSES], dtype=object)
     names = labels[classify(graph, index).astype(np.int64)]
     names[graph.communication[index]] = COMMUNICATION

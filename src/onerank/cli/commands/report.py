@@ -1,11 +1,14 @@
-"""`onerank report`: a trace as a page of charts and tables."""
+"""`onerank report`: one trace, or two side by side, as an interactive page."""
 
 import contextlib
 import html
 import io
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from string import Template
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,19 +21,6 @@ if TYPE_CHECKING:
     from onerank.analysis.summary import Summary
     from onerank.ir import Graph
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto }}
-pre {{ font: 12px/1.3 ui-monospace, monospace; overflow-x: auto }}
-h2 {{ margin: 1.6em 0 .2em; font-size: 1.1em }} p {{ margin: .2em 0; color: #444 }}
-svg {{ max-width: 100%; height: auto }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
@@ -39,67 +29,170 @@ class ReportOptions:
     output: Path = option("HTML file; it needs no other file.", "-o", "--output", type=OUTPUT)
 
 
+@dataclass(frozen=True)
+class _Section:
+    """A section of one trace's report.
+
+    Attributes:
+        title: heading; the sections of two traces with one title stand side by side.
+        caption: what the figure shows.
+        figure: a Plotly figure.
+        key: name -> colour, for a key above the figure.
+        wide: whether the figures of two traces stand one above the other.
+    """
+
+    title: str
+    caption: str
+    figure: dict[str, Any]
+    key: dict[str, str] = field(default_factory=dict[str, str])
+    wide: bool = False
+
+
 @click.command()
-@click.argument("trace", type=TRACE)
+@click.argument("traces", metavar="TRACE [OTHER]", nargs=-1, required=True, type=TRACE)
 @with_options(ReportOptions)
 @reports_errors
-def report(trace: Path, options: ReportOptions) -> None:
-    """Write TRACE as a page: where the step's time goes, its streams, kernels and memory.
+def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
+    """Write TRACE as an interactive page, or TRACE and OTHER side by side.
 
-    The tables of `show` and `replay` follow the pictures.
+    The page shows the parts of the step, a timeline that zooms, compute time by module, the
+    roofline of the kernels, memory over time and what holds it at the peak. The tables of `show`
+    and `replay` follow. The page works without a network.
     """
     import onerank
-    from onerank.analysis.step_time import replay
-    from onerank.analysis.summary import summarise
-    from onerank.cli.render.trace_tables import render_replay, render_summary
+    from onerank.cli.render.charts import plotly_js
     from onerank.ir.atomic_write import replace_file
 
-    keep_inputs(options.output, trace)
-    graph = onerank.read(trace)
-    summary = summarise(graph)
-    done = replay(graph) if graph.nodes.duration_ns.any() else None
-    tables = io.StringIO()
-    with contextlib.redirect_stdout(tables):
-        render_summary(summary, title="")
-        if done is not None:
-            render_replay(done, title="Replay")
-    pictures = _pictures(graph, summary, done)
-    parts = [
-        f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(caption)}</p>\n{svg}"
-        for title, caption, svg in pictures
-    ]
-    parts.append(f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>")
-    page = _PAGE.format(title=html.escape(visible_line(trace.name)), body="\n".join(parts))
+    if len(traces) > 2:
+        raise click.UsageError(f"a report shows one or two traces, and {len(traces)} are given")
+    keep_inputs(options.output, *traces)
+    library = plotly_js()
+    figures: dict[str, Any] = {}
+    sections: dict[str, list[str]] = {}
+    wide: set[str] = set()
+    captions: dict[str, list[str]] = {}
+    keys: dict[str, dict[str, str]] = {}
+    cards: list[str] = []
+    tables: list[str] = []
+    for number, trace in enumerate(traces):
+        graph = onerank.read(trace)
+        summary, replayed = _analysed(graph)
+        cards.append(_cards(visible_line(trace.name), summary, replayed))
+        tables.append(_tables(visible_line(trace.name), summary, replayed))
+        for place, section in enumerate(_sections(graph, summary, replayed)):
+            identifier = f"figure-{number}-{place}"
+            figures[identifier] = section.figure
+            sections.setdefault(section.title, []).append(f'<div id="{identifier}"></div>')
+            captions.setdefault(section.title, []).append(section.caption)
+            keys.setdefault(section.title, {}).update(section.key)
+            if section.wide:
+                wide.add(section.title)
+    parts = [f'<div class="row">{"".join(cards)}</div>']
+    for title, charts in sections.items():
+        caption = html.escape(" ".join(dict.fromkeys(captions[title])))
+        layout = "stack" if title in wide else "row"
+        key = "".join(
+            f'<li><i style="background:{colour}"></i>{html.escape(name)}</li>'
+            for name, colour in keys[title].items()
+        )
+        heading = f"<h2>{html.escape(title)}</h2><p>{caption}</p><ul>{key}</ul>"
+        parts.append(f'{heading}<div class="{layout}">{"".join(charts)}</div>')
+    parts.append("<h2>Tables</h2>" + "".join(tables))
+    # "</" would end the script element, wherever a name of the trace holds it.
+    data = json.dumps(figures, separators=(",", ":")).replace("</", "<\\/")
+    title = html.escape(" and ".join(visible_line(trace.name) for trace in traces))
+    template = files("onerank.cli.render").joinpath("report_page.html").read_text("utf-8")
+    page = Template(template).substitute(
+        title=title, library=library, body="\n".join(parts), figures=data
+    )
     replace_file(options.output, page.encode())
-    say(f"{options.output}: {len(pictures)} pictures and the tables of show and replay")
+    say(f"{options.output}: {len(figures)} charts and the tables of show and replay")
 
 
-def _pictures(
-    graph: "Graph", summary: "Summary", done: "Replay | None"
-) -> list[tuple[str, str, str]]:
-    """Return title, caption and SVG of each picture that the trace has the data for."""
-    from onerank.analysis.report_data import kernels_of, lanes_of, memory_of, parts_of
+def _analysed(graph: "Graph") -> "tuple[Summary, Replay | None]":
+    from onerank.analysis.step_time import replay
+    from onerank.analysis.summary import summarise
+
+    return summarise(graph), replay(graph) if graph.nodes.duration_ns.any() else None
+
+
+def _cards(name: str, summary: "Summary", replayed: "Replay | None") -> str:
+    """Return the key figures of a trace."""
+    from onerank.cli.render.tables import size, time
+
+    world = " ".join(f"{axis} {length}" for axis, length in summary.world.items()) or "1"
+    figures = {
+        "device": summary.device or "unknown",
+        "world": f"{world}; rank {summary.rank}",
+        "step, measured": time(summary.measured_step_ns) if summary.measured_step_ns else "",
+        "step, replayed": time(replayed.step_time_ns) if replayed else "",
+        "compute": time(summary.compute_time_ns),
+        "exposed communication": time(replayed.exposed_communication_ns) if replayed else "",
+        "peak memory": size(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
+        "note": "; ".join(summary.notes),
+    }
+    items = "".join(
+        f"<div><dt>{label}</dt><dd>{html.escape(visible_line(value))}</dd></div>"
+        for label, value in figures.items()
+        if value
+    )
+    return f"<section><h1>{html.escape(name)}</h1><dl>{items}</dl></section>"
+
+
+def _tables(name: str, summary: "Summary", replayed: "Replay | None") -> str:
+    from onerank.cli.render.trace_tables import render_replay, render_summary
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        render_summary(summary, title="")
+        if replayed is not None:
+            render_replay(replayed, title="Replay")
+    return (
+        f"<details><summary>{html.escape(name)}</summary>"
+        f"<pre>{html.escape(text.getvalue())}</pre></details>"
+    )
+
+
+def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> list[_Section]:
+    """Return the sections that the trace has the data for."""
+    from onerank.analysis import report_data
     from onerank.annotate import find_gpu
-    from onerank.cli.render.charts import draw_lanes, draw_memory, draw_parts, draw_roofline
+    from onerank.cli.render import charts
+    from onerank.cli.render.tables import counted
     from onerank.ir.replay.scheduler import schedule
 
-    pictures: list[tuple[str, str, str]] = []
-    if done is not None:
-        caption = "Compute by class, exposed communication and idle time."
-        pictures.append(("The step", caption, draw_parts(parts_of(summary.by_class, done))))
-        caption = "What runs when, by class in the colours above; communication is red."
-        pictures.append(("Streams", caption, draw_lanes(lanes_of(graph, schedule(graph)))))
+    sections: list[_Section] = []
+    if replayed is not None:
+        parts = report_data.step_parts(summary.by_class, replayed)
+        kind = "steady-state" if replayed.steady_state is not None else "replayed"
+        caption = f"The {kind} step: compute by class, exposed communication and idle time."
+        key = charts.class_colours(parts)
+        sections.append(_Section("The step", caption, charts.step_chart(parts), key))
+        lanes = report_data.timeline(graph, schedule(graph))
+        figure, dropped = charts.timeline_chart(graph, lanes)
+        caption = "Colours as above. Drag to zoom, double-click to reset, hover for names."
+        if dropped:
+            caption += f" The {counted(dropped, 'shortest operation')} are not drawn."
+        sections.append(_Section("Timeline", caption, figure, wide=True))
+        modules = report_data.module_tree(graph)
+        caption = "Compute time by module. Click a module to zoom into it."
+        sections.append(_Section("Modules", caption, charts.module_chart(modules)))
     device = graph.job.device
     gpu = find_gpu(device.name)
-    kernels, dtype = kernels_of(graph)
-    if kernels and gpu is not None:
+    points, dtype = report_data.roofline(graph)
+    if points and gpu is not None:
         caption = (
-            f"Each distinct kernel; the line is {gpu.name}'s datasheet. A kernel above the sloped "
-            "part finds its operands in the cache."
+            "Each distinct kernel, in the colour of its class; the area is its time, the line the "
+            "datasheet's roof. A kernel above the slope finds its operands in the cache."
         )
-        pictures.append(("Kernels", caption, draw_roofline(kernels, gpu, dtype)))
-    timeline = memory_of(graph)
-    if timeline is not None:
-        caption = "In use, by class; `onerank memory` shows the peak."
-        pictures.append(("Memory", caption, draw_memory(timeline, device.memory_bytes)))
-    return pictures
+        sections.append(_Section("Roofline", caption, charts.roofline_chart(points, gpu, dtype)))
+    memory = report_data.memory_timeline(graph)
+    if memory is not None:
+        caption = "Memory in use, by class."
+        figure = charts.memory_chart(memory, device.memory_bytes)
+        key = charts.memory_colours(memory)
+        sections.append(_Section("Memory", caption, figure, key))
+        if memory.at_peak:
+            caption = "The step's own blocks at the peak, by module."
+            sections.append(_Section("Memory at the peak", caption, charts.peak_chart(memory)))
+    return sections

@@ -1,163 +1,356 @@
-"""Charts of the report as SVG."""
+"""Charts of the report as Plotly figures: dictionaries with `data` and `layout`.
 
-import io
+Plotly reads some HTML in names and hover texts, so every name that comes from a trace is escaped.
+"""
+
+import html
+import importlib
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from onerank.analysis.report_data import (
     COMMUNICATION,
     IDLE,
     Lane,
-    MemoryCourse,
-    Part,
+    MemoryTimeline,
+    ModuleTime,
     RooflinePoints,
+    StepPart,
 )
 from onerank.annotate import CLASSES, Gpu
+from onerank.cli.render.tables import short_kernel, size, time
 from onerank.cli.terminal import visible_line
+from onerank.ir import Graph
 from onerank.ir.errors import OneRankError
 
-_WIDTH_INCHES = 11.0
+Figure = dict[str, Any]
 
-_MANY = 4000
-"""More shapes than this become pixels within the SVG, which a browser shows faster."""
+MOST_SPANS = 20_000
+"""Bars of a timeline. A browser draws each as an SVG element; more make zooming sluggish."""
 
-_OWN = {COMMUNICATION: "#d62728", IDLE: "#dddddd"}
+_MOST_EVENTS = 4_000
+"""Points of a memory chart; the largest value of each group of events is kept."""
 
-_PLACES = {one.value: place for place, one in enumerate(CLASSES)}
+_ROOT = "step"
+
+# Tableau's 20 colours without its two reds and two greys: red is communication's, grey idle time's.
+_PALETTE = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf",
+    "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5",
+)  # fmt: skip
+
+# Modules are not classes of work, so their colours are others.
+_MODULE_PALETTE = ("#4c78a8", "#5d8a86", "#6b7f52", "#7a6a8f", "#8a6d5b")
+
+_COLOURS = {
+    **{kind.value: _PALETTE[place % len(_PALETTE)] for place, kind in enumerate(CLASSES)},
+    COMMUNICATION: "#d62728",
+    IDLE: "#999999",
+}
 
 
-class PicturesError(OneRankError):
-    """Pictures need matplotlib, which is not installed."""
+class ReportError(OneRankError):
+    """The report needs Plotly, which is not installed."""
 
 
-def draw_parts(parts: Sequence[Part]) -> str:
+def plotly_js() -> str:
+    """Return Plotly's JavaScript library.
+
+    Raises:
+        ReportError: plotly is not installed.
+    """
+    try:
+        offline: Any = importlib.import_module("plotly.offline")  # it has no type stubs
+    except ImportError as error:
+        raise ReportError(
+            "a report needs plotly: pip install 'onerank[report]'", code="report-not-installed"
+        ) from error
+    return offline.get_plotlyjs()
+
+
+def class_colours(parts: Sequence[StepPart]) -> dict[str, str]:
+    """Return the colour of each part of the step, for the key of the page."""
+    return {part.name: _COLOURS[part.name] for part in parts}
+
+
+def memory_colours(memory: MemoryTimeline) -> dict[str, str]:
+    """Return the colour of each class of memory."""
+    return {name: _PALETTE[row % len(_PALETTE)] for row, name in enumerate(memory.names)}
+
+
+def step_chart(parts: Sequence[StepPart]) -> Figure:
     """Draw the step as one bar."""
-    figure, axes = _figure(1.9)
-    start = 0.0
-    for part in parts:
-        width = part.time_ns / 1e6
-        axes.barh(0, width, left=start, color=_colour(part.name), label=part.name)
-        start += width
-    axes.set_yticks([])
-    axes.set_xlim(0, start)
-    axes.set_xlabel("ms of the replayed step")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=8, fontsize=8, frameon=False)
-    return _svg(figure)
+    total = sum(part.time_ns for part in parts) or 1
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [""],
+            "x": [part.time_ns / 1e6],
+            "name": part.name,
+            "marker": {"color": _COLOURS[part.name]},
+            "hovertemplate": f"{part.name}<br>{time(part.time_ns)}, "
+            f"{part.time_ns / total:.1%}<extra></extra>",
+        }
+        for part in parts
+    ]
+    axis = {"title": {"text": "ms"}}
+    return _figure(data, 140, barmode="stack", xaxis=axis, yaxis={"fixedrange": True})
 
 
-def draw_lanes(lanes: Sequence[Lane]) -> str:
-    """Draw when what ran on each stream."""
-    figure, axes = _figure(0.9 + 0.4 * len(lanes))
-    pixels = sum(len(span.start_ns) for lane in lanes for span in lane.spans) > _MANY
-    for row, lane in enumerate(lanes):
+def timeline_chart(graph: Graph, lanes: Sequence[Lane]) -> tuple[Figure, int]:
+    """Draw what runs when on each stream.
+
+    Returns:
+        The figure, and the number of short spans that it leaves out.
+    """
+    lengths = [span.duration_ns for lane in lanes for span in lane.spans]
+    durations = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+    shortest = 0
+    if len(durations) > MOST_SPANS:
+        shortest = int(np.partition(durations, -MOST_SPANS)[-MOST_SPANS]) + 1
+    names, modules = graph.text("name"), graph.text("module")
+    titles = [lane.title for lane in lanes]
+    data: list[Figure] = []
+    for lane in lanes:
         for span in lane.spans:
-            bars = zip((span.start_ns / 1e6).tolist(), (span.duration_ns / 1e6).tolist(),
-                       strict=True)  # fmt: skip
-            axes.broken_barh(
-                list(bars), (row - 0.4, 0.8), facecolors=_colour(span.name), rasterized=pixels,
-                linewidth=0,
-            )  # fmt: skip
-    axes.set_yticks(range(len(lanes)), [lane.title for lane in lanes])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms from the step's start, as replayed")
-    return _svg(figure)
+            drawn = span.duration_ns >= shortest
+            nodes: list[int] = span.node[drawn].tolist()
+            data.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "y": [lane.title] * len(nodes),
+                    "base": _milliseconds(span.start_ns[drawn]),
+                    "x": _milliseconds(span.duration_ns[drawn]),
+                    "width": 0.8,
+                    "name": span.name,
+                    "marker": {"color": _COLOURS[span.name], "line": {"width": 0}},
+                    "customdata": [
+                        [_escaped(short_kernel(names[node])), _escaped(modules[node]), time(ns)]
+                        for node, ns in zip(nodes, span.duration_ns[drawn].tolist(), strict=True)
+                    ],
+                    "hovertemplate": "%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}, "
+                    "at %{base:.3f} ms<extra></extra>",
+                }
+            )
+    figure = _figure(
+        data,
+        90 + 46 * len(lanes),
+        barmode="overlay",
+        dragmode="zoom",
+        xaxis={"title": {"text": "ms from the start of the step, replayed"}},
+        yaxis={"categoryarray": titles[::-1], "categoryorder": "array", "fixedrange": True},
+    )
+    return figure, int((durations < shortest).sum())
 
 
-def draw_roofline(kernels: Sequence[RooflinePoints], gpu: Gpu, dtype: str) -> str:
-    """Draw each distinct kernel's rate over its intensity, below what `gpu` can do.
+def module_chart(modules: Sequence[ModuleTime]) -> Figure:
+    """Draw compute time by module as a treemap; a click zooms in."""
+    ordered = sorted(modules, key=lambda module: module.path.count("."))
+    labels = [_escaped(module.path.rpartition(".")[2]) or _ROOT for module in ordered]
+    total = max((module.time_ns for module in ordered), default=0) or 1
+    return _figure(
+        [
+            {
+                "type": "treemap",
+                "ids": [_escaped(module.path) or _ROOT for module in ordered],
+                "parents": [
+                    (_escaped(module.parent) or _ROOT) if module.path else "" for module in ordered
+                ],
+                "labels": labels,
+                "values": [module.time_ns for module in ordered],
+                "branchvalues": "total",
+                "customdata": [
+                    [time(module.time_ns), f"{module.time_ns / total:.1%}", module.nodes]
+                    for module in ordered
+                ],
+                "texttemplate": "%{label}<br>%{customdata[1]}",
+                "hovertemplate": "%{id}<br>%{customdata[0]}, %{customdata[1]}<br>"
+                "%{customdata[2]} nodes<extra></extra>",
+                "marker": {"line": {"width": 1}},
+                "tiling": {"pad": 2},
+            }
+        ],
+        460,
+        margin={"l": 4, "r": 4, "t": 28, "b": 4},
+    )
+
+
+def roofline_chart(points: Sequence[RooflinePoints], gpu: Gpu, dtype: str) -> Figure:
+    """Draw each distinct kernel's rate over its intensity, and the roof of `gpu`.
 
     Args:
-        kernels: by class.
-        gpu: the device they ran on.
+        points: kernels by class.
+        gpu: the device on which they ran.
         dtype: torch data type whose matrix peak is drawn.
     """
-    figure, axes = _figure(4.2)
-    longest = max(int(kernel.time_ns.max()) for kernel in kernels)
-    for kernel in kernels:
-        axes.scatter(
-            kernel.intensity, kernel.flops_per_s / 1e12,
-            s=(6 + 240 * kernel.time_ns / longest).tolist(), color=_colour(kernel.name), alpha=0.6,
-            label=kernel.name, linewidths=0, rasterized=len(kernel.time_ns) > _MANY,
-        )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    low, high = axes.get_xlim()
-    bottom = axes.get_ylim()[0]
+    longest = max(int(kind.time_ns.max()) for kind in points)
+    data: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": kind.name,
+            "x": kind.intensity.tolist(),
+            "y": (kind.flops_per_s / 1e12).tolist(),
+            "marker": {
+                "color": _COLOURS[kind.name],
+                "opacity": 0.65,
+                "line": {"width": 0},
+                # The area is proportional to the time.
+                "size": (5 + 30 * np.sqrt(kind.time_ns / longest)).tolist(),
+            },
+            "customdata": [
+                [_escaped(short_kernel(name)), calls, time(ns)]
+                for name, calls, ns in zip(
+                    kind.kernels, kind.calls.tolist(), kind.time_ns.tolist(), strict=True
+                )
+            ],
+            "hovertemplate": "%{customdata[0]}<br>%{customdata[1]} calls, %{customdata[2]}<br>"
+            "%{y:.3g} TFLOP/s at %{x:.3g} FLOP/B<extra></extra>",
+        }
+        for kind in points
+    ]
+    lowest = min(float(kind.intensity.min()) for kind in points) / 2
+    highest = max(float(kind.intensity.max()) for kind in points) * 2
     peak, bandwidth = gpu.peak_tensor_flops_per_s(dtype), gpu.peak_bandwidth_bytes_per_s
-    ridge = peak / bandwidth if peak else high
-    axes.plot([low, ridge], [low * bandwidth / 1e12, ridge * bandwidth / 1e12], "k-", lw=1)
-    if peak:
-        axes.plot([ridge, max(high, ridge)], [peak / 1e12, peak / 1e12], "k-", lw=1,
-                  label=f"{gpu.name}, {dtype}")  # fmt: skip
-    axes.set_ylim(bottom=bottom)
-    axes.set_xlabel("FLOPs per byte of the operands (area: time)")
-    axes.set_ylabel("TFLOP/s")
-    _legend(axes)
-    return _svg(figure)
+    ridge = peak / bandwidth if peak else highest
+    roof = [lowest, ridge, max(highest, ridge)] if peak else [lowest, ridge]
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": _escaped(f"{gpu.name}, {dtype}" if peak else gpu.name),
+            "x": roof,
+            "y": [min(x * bandwidth, peak or x * bandwidth) / 1e12 for x in roof],
+            "line": {"color": "#888888", "width": 2},
+            "hoverinfo": "name",
+        }
+    )
+    return _figure(
+        data,
+        470,
+        xaxis={
+            "type": "log",
+            "dtick": 1,
+            "exponentformat": "power",
+            "title": {"text": "FLOPs per byte of the operands"},
+        },
+        yaxis={
+            "type": "log",
+            "dtick": 1,
+            "exponentformat": "power",
+            "title": {"text": "TFLOP/s"},
+        },
+    )
 
 
-def draw_memory(course: MemoryCourse, capacity_bytes: int) -> str:
-    """Draw memory by class over the step's allocations and frees, below what the device has."""
-    figure, axes = _figure(3.4)
-    events = range(course.bytes.shape[1])
-    colours = [f"C{place}" for place in range(len(course.names))]
-    axes.stackplot(
-        events, course.bytes / 1e9, labels=course.names, colors=colours, step="post",
-        rasterized=len(events) > _MANY, linewidth=0,
-    )  # fmt: skip
-    top = float(course.bytes.sum(axis=0).max()) / 1e9
-    if capacity_bytes and capacity_bytes / 1e9 < 2 * top:
-        axes.axhline(capacity_bytes / 1e9, color="k", lw=1, label="the device's memory")
-    for name, first in course.phases.items():
-        axes.axvline(first, color="0.4", lw=0.7, ls=":")
-        axes.annotate(name, (first, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
-    axes.set_xlim(0, max(1, len(events) - 1))
-    axes.set_xlabel("allocations and frees, in order")
-    axes.set_ylabel("GB in use")
-    _legend(axes)
-    return _svg(figure)
+def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
+    """Draw memory by class over the allocations and frees of the step, and the peak."""
+    total = memory.bytes.sum(axis=0)
+    events = _kept_events(total)
+    colours = memory_colours(memory)
+    data: list[Figure] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "memory",
+            "name": name,
+            "x": events.tolist(),
+            "y": (memory.bytes[row][events] / 1e9).tolist(),
+            "line": {"width": 0, "shape": "hv"},
+            "fillcolor": colours[name],
+            "hovertemplate": "%{y:.3f} GB",
+        }
+        for row, name in enumerate(memory.names)
+    ]
+    peak = int(total[memory.peak_event])
+    marks: list[Figure] = [
+        {
+            "x": memory.peak_event,
+            "y": peak / 1e9,
+            "text": f"peak {size(peak)}",
+            "showarrow": True,
+            "arrowhead": 2,
+            "ay": -28,
+        }
+    ]
+    marks += [
+        {"x": event, "y": 1, "yref": "paper", "yanchor": "bottom", "text": name, "showarrow": False}
+        for name, event in memory.phases.items()
+    ]
+    lines: list[Figure] = [
+        {"type": "line", "x0": event, "x1": event, "y0": 0, "y1": 1, "yref": "paper",
+         "line": {"color": "#888888", "width": 1, "dash": "dot"}}
+        for event in memory.phases.values()
+    ]  # fmt: skip
+    if capacity_bytes and capacity_bytes < 2 * peak:
+        lines.append(
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity_bytes / 1e9,
+             "y1": capacity_bytes / 1e9, "line": {"color": "#d62728", "width": 1}}
+        )  # fmt: skip
+    return _figure(
+        data,
+        400,
+        annotations=marks,
+        shapes=lines,
+        hovermode="x unified",
+        xaxis={"title": {"text": "allocations and frees, in order"}},
+        yaxis={"title": {"text": "GB in use"}, "rangemode": "tozero"},
+    )
 
 
-def _figure(height_inches: float) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PicturesError(
-            "pictures need matplotlib: pip install 'onerank[report]'", code="report-not-installed"
-        ) from error
-    figure: Any = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
-    return figure, figure.subplots()
+def peak_chart(memory: MemoryTimeline) -> Figure:
+    """Draw what the step's own blocks at the peak belong to, by module and class."""
+    rows = memory.at_peak[:16][::-1]
+    labels = [f"{_escaped(row.module) or '(none)'} · {row.memory_class}" for row in rows]
+    return _figure(
+        [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": labels,
+                "x": [row.bytes / 1e9 for row in rows],
+                "customdata": [[size(row.bytes), row.blocks] for row in rows],
+                "hovertemplate": "%{y}<br>%{customdata[0]} in %{customdata[1]} blocks"
+                "<extra></extra>",
+                "marker": {"color": _PALETTE[0]},
+            }
+        ],
+        90 + 24 * len(rows),
+        xaxis={"title": {"text": "GB at the peak"}},
+        yaxis={"automargin": True, "tickfont": {"size": 11}},
+    )
 
 
-def _colour(name: str) -> str:
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    if name in _OWN:
-        return _OWN[name]
-    # The strong half first; red is communication's, grey is nobody's.
-    shades = [*range(0, 20, 2), *range(1, 20, 2)]
-    free = [shade for shade in shades if shade not in {6, 7, 14, 15}]
-    return to_hex(colormaps["tab20"](free[_PLACES[name] % len(free)]))
+def _kept_events(total: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Return which events to draw: all, or the highest of each group of equal length."""
+    if len(total) <= _MOST_EVENTS:
+        return np.arange(len(total))
+    edges = np.linspace(0, len(total), _MOST_EVENTS + 1).astype(np.int64)
+    groups = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    return np.array([start + int(total[start:end].argmax()) for start, end in groups])
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+def _milliseconds(ns: "np.ndarray[Any, Any]") -> list[float]:
+    return np.round(ns / 1e6, 6).tolist()
 
 
-def _svg(figure: Any) -> str:
-    """Return the picture without its XML head, to stand within a page; the same each time."""
-    import matplotlib as mpl
-    from matplotlib.text import Text
+def _escaped(text: str) -> str:
+    return html.escape(visible_line(text), quote=False)
 
-    package: Any = mpl
-    made = io.StringIO()
-    for text in figure.findobj(Text):
-        # Group and GPU names come from files: "$" is no formula, and SVG has no control characters.
-        text.set_parse_math(False)
-        text.set_text(visible_line(text.get_text()))
-    with package.rc_context({"svg.hashsalt": "onerank", "svg.fonttype": "none"}):
-        figure.savefig(made, format="svg", metadata={"Date": None}, dpi=150)
-    text = made.getvalue()
-    return text[text.index("<svg") :]
+
+def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
+    return {
+        "data": data,
+        "layout": {
+            "height": height,
+            "margin": {"l": 60, "r": 12, "t": 24, "b": 48},
+            "showlegend": False,
+            "treemapcolorway": list(_MODULE_PALETTE),
+            "modebar": {"bgcolor": "rgba(0,0,0,0)"},
+            **layout,
+        },
+    }
