@@ -113,6 +113,7 @@ def published(
             else:
                 os.replace(filled, target)
     except OSError as error:
+        # The failed path lies in the scratch directory, which the user has never seen.
         error.filename, error.filename2 = str(directory), None
         raise
 

@@ -349,6 +349,7 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
     usable: dict[str, tuple[int, ...]] = {}
     used: set[str] = set()
     faults: dict[str, str] = {}
+    # nlohmann sorts the keys of an object, and of two keys with one number the later one counts.
     for key, listed in sorted(values.items()):
         number = stoi(key)
         if number is None or number < 1:

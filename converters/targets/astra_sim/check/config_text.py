@@ -64,6 +64,7 @@ def read_json(path: Path, report: Report, *, any_value: bool = False) -> dict[st
         return None
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+        # ASTRA-sim reads with `stream >> json`, which leaves what follows the value unread.
         value: Any = _JSON.raw_decode(text.lstrip(_SPACES))[0]
         # Python reads a lone surrogate (\ud800), on which nlohmann throws; it cannot be encoded.
         json.dumps(value, ensure_ascii=False).encode()
@@ -84,6 +85,7 @@ def read_toml(path: Path, report: Report) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
+        # A byte order mark stays: cpptoml throws on it, as tomllib does.
         return tomllib.loads(path.read_bytes().decode())
     except (ValueError, OSError, RecursionError) as error:
         _unreadable(path, f"not TOML: {error}; spdlog_setup throws on it", report)

@@ -131,6 +131,7 @@ class CommRun:
     def _issue(self, rank: int, node: int) -> None:
         call = self.call(rank, node)
         if call.type == NodeType.SEND:
+            # A send is eager: it frees the rank for its next communication without a receive.
             self._send(channel_of(call))
             self._complete(rank, node)
             return

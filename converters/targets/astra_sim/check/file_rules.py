@@ -139,6 +139,7 @@ def _check_ids(file: str, nodes: list[Record], report: Report) -> None:
 
 
 def _build(file: str, nodes: list[Record], report: Report) -> Dag:
+    # The feeder indexes a file by id, so that of two nodes with one id it issues the last.
     last = {node.id: node for node in nodes}
     ids = sorted(last)
     index = {node_id: place for place, node_id in enumerate(ids)}
@@ -146,6 +147,7 @@ def _build(file: str, nodes: list[Record], report: Report) -> Dag:
     counts: list[int] = []
     for node_id in ids:
         node = last[node_id]
+        # Feeder v3 waits for both kinds of dependency.
         named = dict.fromkeys(node.data_deps + node.ctrl_deps)
         before = len(sources)
         for dependency in named:

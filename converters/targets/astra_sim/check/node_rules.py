@@ -115,6 +115,7 @@ class _NodeChecker:
             message = f"holds {name} as {attribute.variant}; write it as {variant}"
             self._add("attribute-type", node, message, (name, attribute.variant), converts)
         expected = {"bool_val": bool, "string_val": str}.get(variant, int)
+        # The feeder casts an integer to bool.
         if expected is bool and isinstance(attribute.value, int):
             return bool(attribute.value)
         return attribute.value if type(attribute.value) is expected else None

@@ -196,6 +196,7 @@ def _check_set(
     world = max(files) + 1
     complete = _check_ranks(prefix, files, world, report)
     script, npus = extent.common
+    # An export holds both encodings of one step, and run.sh distinguishes them by this suffix.
     exact = prefix.endswith("_roofline")
     default = "system_roofline.json" if exact else "system.json"
     name = script.system_of(prefix) or default
@@ -233,6 +234,7 @@ def _check_set(
         check_algorithms(system, npus, world, uses, report)
     if system is not None:
         check_custom_algorithms(directory, system, uses, report)
+    # The order is checked per rank, so that it is reported even if some files have faults.
     check_order(extent.programs or programs, groups.members, report)
     if complete:
         check_matching(extent.programs or programs, groups.usable, report)
