@@ -135,4 +135,4 @@ def test_shards_gathered_by_more_replicas_are_smaller(captured, tmp_path):
     others = [(a, b) for (k, a, _), (_, b, _) in zip(few, many, strict=True) if k != GATHER]
     assert all(a == b for a, b in others)
     notes = exported(graphs, tmp_path / "8", 8).notes
-    assert any("but gathers 4/8 of its shards" in note for note in notes)
+    assert any("4/8 the size" in note for note in notes)
