@@ -21,7 +21,7 @@ def trace(tmp_path_factory) -> Path:
 
 
 def test_public_names():
-    assert sorted(onerank.__all__) == ["Graph", "read", "recost"]
+    assert sorted(onerank.__all__) == ["Graph", "predict", "read", "recost"]
     for name in onerank.__all__:
         assert getattr(onerank, name).__doc__
 

@@ -92,6 +92,7 @@ def best_of(
         for row in record.rows.tolist():
             record.facts[row] += scratch.facts[row]
             if better[row]:
+                record.modelled[row] = record.roots[row]
                 record.roots[row] = scratch.roots[row]
             elif known[row]:
                 reason = "not used: the model's interval is the narrower one"

@@ -208,6 +208,7 @@ class TermRecord:
     Attributes:
         rows: the kernels, as positions among those predicted, ascending, int64[k].
         roots: row -> the term that is its duration so far.
+        modelled: row -> the model's time, where a database's replaced it.
         rules: row -> the rule that gave its duration; set at the end.
         facts: row -> (name, text) of what else was known of it: rows of a database, its interval.
     """
@@ -216,6 +217,7 @@ class TermRecord:
         self.rows = np.unique(rows)
         self.roots: dict[int, Term] = {}
         self.rules: dict[int, Rule] = {}
+        self.modelled: dict[int, Term] = {}
         self.facts: dict[int, list[tuple[str, str]]] = {int(row): [] for row in self.rows}
 
     def update(self, rows: slice | I64, build: Callable[[int, Term | None], Term | None]) -> None:

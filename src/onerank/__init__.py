@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from onerank.analysis.predict_ops import OpPrediction
     from onerank.ir import Graph
 
-__all__ = ["Graph", "read", "recost"]
+__all__ = ["Graph", "predict", "read", "recost"]
 __version__ = "0.1.0"
 
 
@@ -47,6 +50,45 @@ def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None
     from onerank.annotate import recost as annotate_recost
 
     return annotate_recost(graph, target, model=model, source=source)
+
+
+@overload
+def predict(
+    op: str, target: str, *, databases: Sequence[str | Path] = (), **sizes: Any
+) -> OpPrediction: ...
+
+
+@overload
+def predict(
+    op: Sequence[Mapping[str, Any]], target: str, *, databases: Sequence[str | Path] = ()
+) -> list[OpPrediction]: ...
+
+
+def predict(
+    op: str | Sequence[Mapping[str, Any]],
+    target: str,
+    *,
+    databases: Sequence[str | Path] = (),
+    **sizes: Any,
+) -> OpPrediction | list[OpPrediction]:
+    """Predict operators on a GPU without a trace: `predict("gemm", "H100", m=64, n=64, k=64)`.
+
+    Args:
+        op: "gemm", "attention", "norm", "elementwise" or "collective" with its `sizes`; or a list
+            of mappings, each with "op" and its sizes.
+        target: name of a GPU description, or the path of one.
+        databases: kernel databases of the target, in addition to the shipped ones.
+        sizes: fields of `onerank.analysis.predict_ops.OpCall`.
+
+    Raises:
+        AnnotateError: an operator or a size is unknown or missing.
+        TargetError: the target is unknown or its description malformed.
+    """
+    from onerank.analysis.predict_ops import calls_of, predict_calls
+
+    calls = calls_of([{"op": op, **sizes}] if isinstance(op, str) else op)
+    predictions = predict_calls(calls, target, databases=databases)
+    return predictions[0] if isinstance(op, str) else predictions
 
 
 def __getattr__(name: str) -> object:

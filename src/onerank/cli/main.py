@@ -16,6 +16,7 @@ from onerank.cli.commands.convert import convert
 from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
 from onerank.cli.commands.export_simulators import astra_sim, goal, simai
 from onerank.cli.commands.memory_energy_cost import cost, energy, memory
+from onerank.cli.commands.predict import predict
 from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
-    "Predict it for another GPU": ("annotate", "gpus", "bench"),
+    "Predict it for another GPU": ("annotate", "predict", "gpus", "bench"),
     "Read it": ("show", "report", "replay", "diff", "memory", "energy", "cost"),
     "Hand it on": ("export", "check"),
 }
@@ -49,6 +50,7 @@ onerank.add_command(cost)
 onerank.add_command(energy)
 onerank.add_command(gpus)
 onerank.add_command(memory)
+onerank.add_command(predict)
 onerank.add_command(replay)
 onerank.add_command(report)
 onerank.add_command(storage)

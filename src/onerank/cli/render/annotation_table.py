@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Parts, StepChange
 from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.cli.render.tables import (
@@ -118,6 +119,24 @@ def _shares(times_ns: dict[str, int]) -> str:
 def render_explanation(explanation: Explanation) -> None:
     """Print how one node's duration was predicted."""
     lines(list(explanation.lines), f"node {explanation.node}: {explanation.name}")
+
+
+def render_predictions(predictions: Sequence[OpPrediction]) -> None:
+    """Print predicted operators."""
+    rows = [
+        (
+            f"{p.call.op} {p.call.sizes}",
+            p.call.dtype,
+            time(p.duration_ns),
+            "-" if p.p10_ns is None else f"{time(p.p10_ns)} to {time(p.p90_ns)}",
+            p.bound,
+            evidence(p.evidence),
+        )
+        for p in predictions
+    ]
+    columns = ("", "dtype", "time", "80% interval", "bound by", "evidence")
+    target = predictions[0].target if predictions else "no operator"
+    table(f"On {target}", columns, rows, texts=(0, 1, 4, 5))
 
 
 def render_gpus(gpus: Sequence[Gpu]) -> None:

@@ -1,0 +1,353 @@
+"""Predict single operators on a GPU, without a trace.
+
+The calls become a CPU capture of one operator each, and `recost` predicts it: the models, kernel
+databases and intervals are those of `annotate`. Collectives have no model of a GPU: they take their
+wire bytes over a bus bandwidth, as in `onerank replay --busbw-gb-s`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.terms import Operation, Term, TermRecord, quantity, quotient
+from onerank.annotate.recost.recost import recost
+from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
+from onerank.ir.errors import AnnotateError
+
+OPS = ("gemm", "attention", "norm", "elementwise", "collective")
+
+DTYPES = {
+    "bf16": "Tensor(c10::BFloat16)",
+    "fp16": "Tensor(c10::Half)",
+    "fp32": "Tensor(float)",
+}
+"""dtype -> how a trace records a tensor of it."""
+
+FUNCTIONS = ("add", "mul", "silu", "gelu", "exp", "copy_")
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+_BUS_BANDWIDTH_NOTE = "link_bandwidth_gb_per_s of the description: give a measured busbw_gb_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """One call. Each operator reads its own sizes; `REQUIRED` lists those without a default.
+
+    Attributes:
+        op: one of `OPS`.
+        dtype: one of `DTYPES`.
+        batch: GEMMs of a batch, or sequences of attention.
+        m: rows of a GEMM's result, or of a norm.
+        n: columns of a GEMM's result, or the size that a norm reduces.
+        k: inner size of a GEMM.
+        heads: query heads of attention.
+        kv_heads: key and value heads; 0: as many as query heads.
+        seq: query length.
+        kv_seq: key length; 0: as long as the queries.
+        head_dim: size of a head.
+        causal: whether attention is masked to earlier keys.
+        numel: elements of an elementwise operator's result.
+        function: one of `FUNCTIONS`, of an elementwise operator.
+        norm: "rms" or "layer".
+        collective: one of `COLLECTIVES`.
+        nbytes: input of one rank of a collective.
+        ranks: of a collective.
+        busbw_gb_s: bus bandwidth of a collective in GB/s; 0: the description's link bandwidth.
+    """
+
+    op: str
+    dtype: str = "bf16"
+    batch: int = 1
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    seq: int = 0
+    kv_seq: int = 0
+    head_dim: int = 0
+    causal: bool = True
+    numel: int = 0
+    function: str = "add"
+    norm: str = "rms"
+    collective: str = "all_reduce"
+    nbytes: int = 0
+    ranks: int = 0
+    busbw_gb_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the call.
+
+        Raises:
+            AnnotateError: a name is unknown, or a size is missing or below 1.
+        """
+        for name, value, known in (
+            ("op", self.op, OPS),
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("function", self.function, FUNCTIONS),
+            ("norm", self.norm, ("rms", "layer")),
+            ("collective", self.collective, COLLECTIVES),
+        ):
+            if value not in known:
+                raise AnnotateError(
+                    f"{name} is {value!r}\n  give one of {', '.join(known)}", code="predict-name"
+                )
+        sizes = (*REQUIRED[self.op], "batch")
+        if missing := [name for name in sizes if getattr(self, name) < 1]:
+            raise AnnotateError(
+                f"{self.op} needs {', '.join(sizes[:-1])}, each at least 1; "
+                f"{', '.join(missing)} is missing or smaller",
+                code="predict-size",
+            )
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "kv_seq", self.kv_seq or self.seq)
+        if self.op == "attention" and self.heads % self.kv_heads:
+            raise AnnotateError(
+                f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads\n"
+                "  give kv_heads that divides heads",
+                code="predict-size",
+            )
+
+    @property
+    def sizes(self) -> str:
+        """The call's own sizes as text, such as "m=4096 n=4096 k=4096"."""
+        names = [*REQUIRED[self.op], *_OPTIONAL.get(self.op, ())]
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k"),
+    "attention": ("heads", "seq", "head_dim"),
+    "norm": ("m", "n"),
+    "elementwise": ("numel",),
+    "collective": ("nbytes", "ranks"),
+}
+"""Operator -> the sizes that it needs."""
+
+_OPTIONAL = {
+    "gemm": ("batch",),
+    "attention": ("batch", "kv_heads", "kv_seq", "causal"),
+    "norm": ("norm",),
+    "elementwise": ("function",),
+    "collective": ("collective",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpPrediction:
+    """The predicted duration of one call.
+
+    Attributes:
+        call: the call.
+        target: name of the GPU.
+        duration_ns: predicted duration.
+        p10_ns: lower end of the 80% interval; None without one.
+        p90_ns: upper end.
+        bound: what takes longest: "compute", "memory", "cache", "launch", "issue" or "link".
+        evidence: how sure it is, as in a re-costed trace; "bandwidth" for collectives.
+        terms: the duration as a tree of terms.
+    """
+
+    call: OpCall
+    target: str
+    duration_ns: int
+    p10_ns: int | None
+    p90_ns: int | None
+    bound: str
+    evidence: str
+    terms: Term
+
+
+def predict_calls(
+    calls: Sequence[OpCall], target: str | Gpu, *, databases: Sequence[str | Path] = ()
+) -> list[OpPrediction]:
+    """Return the predicted durations of calls on a GPU, in their order.
+
+    The calls count as those of one step: a GEMM whose misaligned m is another one's n is taken for
+    its weight gradient (see `gemm_tiles.has_misaligned_rows`).
+
+    Args:
+        calls: what to predict.
+        target: a GPU description, its name or its path.
+        databases: kernel databases of the target, in addition to the shipped ones.
+
+    Raises:
+        AnnotateError: a database is of other GPUs, or a collective has no bandwidth.
+        DatabaseError: a file is no kernel database.
+        TargetError: the target is unknown or its description malformed.
+    """
+    gpu = load_gpu(target) if isinstance(target, str) else target
+    on_gpu = [at for at, call in enumerate(calls) if call.op != "collective"]
+    predictions = {
+        at: _collective(call, gpu) for at, call in enumerate(calls) if call.op == "collective"
+    }
+    if on_gpu:
+        record = TermRecord(np.arange(len(on_gpu)))
+        graph = _cpu_capture([calls[at] for at in on_gpu])
+        nodes = recost(graph, gpu, databases=databases, record=record).nodes
+        assert len(nodes.id) == len(on_gpu), "an operator was dropped"
+        for row, at in enumerate(on_gpu):
+            predictions[at] = OpPrediction(
+                calls[at],
+                gpu.name,
+                int(nodes.duration_ns[row]),
+                int(nodes.p10_ns[row]),
+                int(nodes.p90_ns[row]),
+                _bound(record.modelled.get(row, record.roots[row])),
+                Evidence(int(nodes.evidence[row])).name.lower(),
+                record.roots[row],
+            )
+    return [predictions[at] for at in range(len(calls))]
+
+
+def calls_of(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
+    """Return calls from rows of a table; empty cells take the default.
+
+    Raises:
+        AnnotateError: a column is unknown, or a row is no call.
+    """
+    known = {field.name for field in fields(OpCall)}
+    calls: list[OpCall] = []
+    for number, row in enumerate(rows, 1):
+        if unknown := [name for name in row if name not in known]:
+            raise AnnotateError(
+                f"unknown column {unknown[0]!r}\n  known are {', '.join(sorted(known))}",
+                code="predict-column",
+            )
+        values = {name: value for name, value in row.items() if value not in (None, "")}
+        try:
+            calls.append(OpCall(**values))
+        except (TypeError, AnnotateError) as error:
+            raise AnnotateError(f"row {number}: {error}", code="predict-row") from None
+    return calls
+
+
+def _cpu_capture(calls: Sequence[OpCall]) -> Graph:
+    """Return a graph of one operator per call, as a CPU capture records it."""
+    builder = GraphBuilder()
+    for start, call in enumerate(calls):
+        name, inputs, values, outputs = _operator(call)
+        builder.add(
+            kind=Kind.HOST_OP,
+            thread=1,
+            start_ns=start,
+            name=name,
+            op=name,
+            input_types=_text([kind for kind, _ in inputs]),
+            input_shapes=_text([shape for _, shape in inputs]),
+            input_values=_text(values),
+            output_types=_text([kind for kind, _ in outputs]),
+            output_shapes=_text([shape for _, shape in outputs]),
+        )
+    return builder.build(Job(device=Device("cpu", "none")))
+
+
+def _text(values: Sequence[Any]) -> str:
+    return json.dumps(values, separators=(",", ":"))
+
+
+_Operands = list[tuple[str, list[int]]]
+
+
+def _scalar(kind: str) -> tuple[str, list[int]]:
+    """Return an argument that is no tensor, as a trace records it."""
+    return kind, []
+
+
+def _operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
+    """Return (operator, inputs, their values, outputs) as a trace records them."""
+    tensor = DTYPES[call.dtype]
+    if call.op == "gemm":
+        first = [] if call.batch == 1 else [call.batch]
+        inputs = [(tensor, [*first, call.m, call.k]), (tensor, [*first, call.k, call.n])]
+        name = "aten::mm" if call.batch == 1 else "aten::bmm"
+        return name, inputs, ["", ""], [(tensor, [*first, call.m, call.n])]
+    if call.op == "attention":
+        query = [call.batch, call.heads, call.seq, call.head_dim]
+        keys = [call.batch, call.kv_heads, call.kv_seq, call.head_dim]
+        inputs = [
+            (tensor, query),
+            (tensor, keys),
+            (tensor, keys),
+            _scalar("Double"),
+            _scalar("Bool"),
+        ]
+        values = ["", "", "", 0.0, call.causal]
+        outputs = [(tensor, query), ("Tensor(float)", query[:3])]
+        return "aten::_scaled_dot_product_flash_attention", inputs, values, outputs
+    if call.op == "norm":
+        rows, weight = [1, call.m, call.n], [call.n]
+        if call.norm == "rms":
+            inputs = [(tensor, rows), _scalar("ScalarList"), (tensor, weight), _scalar("Double")]
+            outputs = [(tensor, rows), ("Tensor(float)", [1, call.m, 1])]
+            return "aten::_fused_rms_norm", inputs, ["", weight, "", 1e-5], outputs
+        inputs = [(tensor, rows), _scalar("ScalarList"), (tensor, weight), (tensor, weight)]
+        inputs.append(_scalar("Double"))
+        moments = ("Tensor(float)", [1, call.m, 1])
+        outputs = [(tensor, rows), moments, moments]
+        return "aten::native_layer_norm", inputs, ["", weight, "", "", 1e-5], outputs
+    operand = (tensor, [call.numel])
+    inputs = [operand, operand] if call.function in ("add", "mul", "copy_") else [operand]
+    values: list[Any] = [""] * len(inputs)
+    if call.function == "add":
+        inputs, values = [*inputs, _scalar("Int")], [*values, 1]
+    return f"aten::{call.function}", inputs, values, [operand]
+
+
+def _collective(call: OpCall, gpu: Gpu) -> OpPrediction:
+    """Return the time of a collective: wire bytes over bus bandwidth; it has no interval.
+
+    Raises:
+        AnnotateError: neither the call nor the description has a bandwidth.
+    """
+    link = gpu.figures.get("link_bandwidth_gb_per_s")
+    if not call.busbw_gb_s and link is None:
+        raise AnnotateError(
+            f"the description of {gpu.name} has no link_bandwidth_gb_per_s\n"
+            "  give the bus bandwidth with --busbw-gb-s",
+            code="predict-no-bandwidth",
+        )
+    bandwidth = call.busbw_gb_s or (link.value if link else 0.0)
+    wire = wire_bytes(call.collective, call.nbytes, call.ranks)
+    note = "as given" if call.busbw_gb_s else _BUS_BANDWIDTH_NOTE
+    rate = Term("bus bandwidth", bandwidth, "bytes per ns", note=note)
+    # Bytes over GB/s are nanoseconds.
+    ratio = quotient(quantity("wire bytes", wire, "bytes"), rate, "collective")
+    terms = Term("collective", ratio.value, "ns", ratio.operation, ratio.operands)
+    return OpPrediction(call, gpu.name, round(terms.value), None, None, "link", "bandwidth", terms)
+
+
+_BOUNDS = {
+    "floor": "launch",
+    "compute": "compute",
+    "cache": "cache",
+    "read": "memory",
+    "write": "memory",
+    "memory": "memory",
+    "helpers": "memory",
+    "issue": "issue",
+    "rows": "alignment",
+}
+
+
+def _bound(root: Term) -> str:
+    """Return which of a modelled time's parts takes longest."""
+    named = list(root.named())
+    tiles = [term for term in named if term.name in ("by tiles", "by rows")]
+    whole = (tiles or [term for term in named if term.name == "datasheet"] or [root])[-1]
+    parts = [
+        term
+        for term in whole.named()
+        if term.name in _BOUNDS and term.operation is Operation.QUANTITY
+    ]
+    if not parts:  # several GEMMs in turn
+        return "compute"
+    return _BOUNDS[max(parts, key=lambda term: term.value).name]

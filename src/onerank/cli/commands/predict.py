@@ -1,0 +1,171 @@
+"""`onerank predict`: single operators on a GPU, without a trace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from onerank.cli.common import GB_PER_S, OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
+
+GEMM = "GEMM [m, k] x [k, n], and norm of m rows of n"
+
+ATTENTION = "Attention, forward"
+
+ELEMENTWISE = "Elementwise"
+
+COLLECTIVE = "Collective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """What `predict` predicts, for which GPU. Sizes that are not given are not required."""
+
+    target: str = option("A name of `onerank gpus`, or a description.", metavar="GPU|FILE")
+    database: tuple[Path, ...] = option(
+        "Kernel database of the target, in addition to the shipped ones; may be repeated.",
+        default=(),
+        type=click.Path(path_type=Path),
+        multiple=True,
+        metavar="FILE",
+    )
+    output: Path | None = option(
+        "Write a table (.csv or .parquet): the rows of FILE and their predictions.",
+        *("-o", "--output"),
+        default=None,
+        type=OUTPUT,
+    )
+    # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
+    dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+        "Data type of the operands. Default: bf16.", default=None
+    )
+    batch: int | None = option("GEMMs of a batch, or sequences.", default=None, type=SIZE)
+    m: int | None = option("Rows of the result.", heading=GEMM, default=None, type=SIZE)
+    n: int | None = option("Columns of the result.", heading=GEMM, default=None, type=SIZE)
+    k: int | None = option("Inner size of a GEMM.", heading=GEMM, default=None, type=SIZE)
+    norm: Literal["rms", "layer"] | None = option(
+        "Kind of norm. Default: rms.", heading=GEMM, default=None
+    )
+    heads: int | None = option("Query heads.", heading=ATTENTION, default=None, type=SIZE)
+    kv_heads: int | None = option(
+        "Key and value heads. Default: as --heads.", heading=ATTENTION, default=None, type=SIZE
+    )
+    seq: int | None = option("Queries.", heading=ATTENTION, default=None, type=SIZE)
+    kv_seq: int | None = option(
+        "Keys. Default: as --seq.", heading=ATTENTION, default=None, type=SIZE
+    )
+    head_dim: int | None = option("Size of a head.", heading=ATTENTION, default=None, type=SIZE)
+    causal: bool = option(
+        "Attend to all keys, not the earlier ones alone.",
+        "--no-causal",
+        heading=ATTENTION,
+        default=True,
+    )
+    numel: int | None = option(
+        "Elements of the result.", heading=ELEMENTWISE, default=None, type=SIZE
+    )
+    function: Literal["add", "mul", "silu", "gelu", "exp", "copy_"] | None = option(
+        "PyTorch's operator. Default: add.", heading=ELEMENTWISE, default=None
+    )
+    collective: (
+        Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"] | None
+    ) = option("Default: all_reduce.", heading=COLLECTIVE, default=None)
+    nbytes: int | None = option("Input of one rank.", heading=COLLECTIVE, default=None, type=SIZE)
+    ranks: int | None = option("Ranks of the group.", heading=COLLECTIVE, default=None, type=SIZE)
+    busbw_gb_s: float | None = option(
+        "Bus bandwidth, as nccl-tests reports it. Default: the description's link bandwidth.",
+        heading=COLLECTIVE,
+        default=None,
+        type=GB_PER_S,
+        metavar="GB/S",
+    )
+
+
+_NOT_SIZES = ("target", "database", "output")
+
+
+@click.command(cls=SectionedCommand, sections=headings(PredictOptions))
+@click.argument("what", metavar="OP|FILE")
+@with_options(PredictOptions)
+@as_json
+@reports_errors
+def predict(what: str, options: PredictOptions, as_json: bool) -> None:
+    """Predict how long an operator takes on a GPU, without a trace.
+
+    OP is gemm, attention, norm, elementwise or collective, with its sizes as options. FILE is a CSV
+    or parquet file with a column "op" and a column for each size. An operator is predicted as
+    `annotate` predicts one of a CPU capture; the interval holds four of five measured times. A
+    collective takes its wire bytes over the bus bandwidth, as in `onerank replay`, and has no
+    interval.
+    """
+    from dataclasses import asdict
+
+    from onerank.analysis.predict_ops import OPS, calls_of, predict_calls
+    from onerank.cli.render.annotation_table import render_predictions
+
+    given = {
+        name: value
+        for name, value in asdict(options).items()
+        if name not in _NOT_SIZES and value is not None
+    }
+    path = None if what in OPS else Path(what)
+    if path is not None and len(given) > 1:  # --no-causal has a value in any case
+        raise click.UsageError("FILE has the sizes: give --target, --database and --output alone")
+    rows: list[dict[str, Any]] = [{"op": what, **given}] if path is None else _read(path)
+    if options.output is not None:
+        keep_inputs(options.output, path, *options.database)
+    predictions = predict_calls(calls_of(rows), options.target, databases=options.database)
+    if options.output is not None:
+        columns = ("duration_ns", "p10_ns", "p90_ns", "bound", "evidence")
+        made = [
+            {**row, **{name: getattr(prediction, name) for name in columns}}
+            for row, prediction in zip(rows, predictions, strict=True)
+        ]
+        _write(options.output, made)
+    if as_json:
+        print_json(predictions)
+    else:
+        render_predictions(predictions)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV or parquet file.
+
+    Raises:
+        AnnotateError: the file is neither, or is damaged.
+        OSError: the file cannot be read.
+    """
+    import io
+
+    import polars as pl
+
+    from onerank.ir.errors import AnnotateError
+
+    if path.suffix not in (".csv", ".parquet"):
+        raise AnnotateError(
+            f"{path} is neither an operator nor a .csv or .parquet file\n"
+            "  give gemm, attention, norm, elementwise, collective, or such a file",
+            code="predict-what",
+        )
+    data = io.BytesIO(path.read_bytes())
+    try:
+        table = pl.read_csv(data) if path.suffix == ".csv" else pl.read_parquet(data)
+    except (pl.exceptions.PolarsError, UnicodeDecodeError) as error:
+        raise AnnotateError(
+            f"{path}: cannot be read as {path.suffix[1:]}: {error}", code="predict-file"
+        ) from None
+    return table.to_dicts()
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as CSV, or as parquet where the name ends so."""
+    import io
+
+    import polars as pl
+
+    from onerank.ir.atomic_write import replace_file
+
+    table, data = pl.DataFrame(rows, infer_schema_length=None), io.BytesIO()
+    table.write_parquet(data) if path.suffix == ".parquet" else table.write_csv(data)
+    replace_file(path, data.getvalue())

@@ -1,0 +1,149 @@
+"""Single operators without a trace: `onerank predict` and `onerank.predict`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from click.testing import CliRunner
+from raised import raises_code
+
+import onerank
+from onerank.analysis import predict_ops
+from onerank.annotate import recost
+from onerank.cli.commands.predict import PredictOptions
+from onerank.cli.main import onerank as command
+from onerank.cli.options import choices
+from onerank.converters.sources.kineto import convert_directory
+from onerank.ir import Graph
+
+TRACES = Path(__file__).parents[1] / "traces"
+
+
+@pytest.fixture(scope="module")
+def cpu_llama() -> Graph:
+    return convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(command, ["predict", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def as_call(operator: str, shapes: list[list[int]]) -> dict[str, Any] | None:
+    """Return the call that is an operator of the kept trace, if `predict` has it."""
+    if operator == "aten::mm":
+        (m, k), (_, n) = shapes[:2]
+        return {"op": "gemm", "m": m, "n": n, "k": k}
+    if operator == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        (batch, heads, seq, d), (_, kv_heads, _, _) = shapes[:2]
+        sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seq": seq, "head_dim": d}
+        return {"op": "attention", **sizes}
+    if operator == "aten::silu":
+        batch, tokens, width = shapes[0]
+        return {"op": "elementwise", "function": "silu", "numel": batch * tokens * width}
+    return None
+
+
+@pytest.mark.parametrize("target", ["H100", "A100", "L40S", "MI300X"])
+def test_a_prediction_is_annotates_for_the_same_operator_of_a_kept_trace(cpu_llama, target):
+    nodes = recost(cpu_llama, target).nodes
+    durations = dict(zip(nodes.id.tolist(), nodes.duration_ns.tolist(), strict=True))
+    reaches = dict(zip(nodes.id.tolist(), nodes.p90_ns.tolist(), strict=True))
+    calls: dict[str, tuple[dict[str, Any], int]] = {}
+    for index in range(len(cpu_llama)):
+        view = cpu_llama.node(index)
+        text = view.text("input_shapes")
+        call = as_call(view.text("op"), json.loads(text)) if text and view.id in durations else None
+        if call is not None:
+            calls[json.dumps(call)] = ({**call, "dtype": "fp32"}, view.id)
+    assert {call["op"] for call, _ in calls.values()} == {"gemm", "attention", "elementwise"}
+    predictions = onerank.predict([call for call, _ in calls.values()], target)
+    for prediction, (_, node) in zip(predictions, calls.values(), strict=True):
+        assert prediction.duration_ns == durations[node]
+        assert prediction.p90_ns == reaches[node]
+        assert prediction.terms.evaluate() == pytest.approx(prediction.duration_ns, abs=0.5)
+
+
+def test_one_gemm_from_python_and_on_the_command_line():
+    predicted = onerank.predict("gemm", "H100", m=4096, n=4096, k=4096)
+    assert predicted.bound == "compute"
+    # 137.4 GFLOP at 989 TFLOP/s are 139 us, at the sustained 73.7% 189 us
+    assert 139_000 < predicted.duration_ns < 200_000
+    assert predicted.p10_ns < predicted.duration_ns < predicted.p90_ns
+    sizes = ("--m", 4096, "--n", 4096, "--k", 4096, "--dtype", "bf16")
+    (told,) = json.loads(run("gemm", *sizes, "--target", "H100", "--json"))
+    assert told["duration_ns"] == predicted.duration_ns
+    assert told["terms"]["name"] == predicted.terms.name
+    assert "compute" in run("gemm", *sizes, "--target", "H100")
+    assert onerank.predict("gemm", "H100", m=1, n=8192, k=8192).bound == "memory"
+    assert onerank.predict("elementwise", "H100", numel=8).bound == "launch"
+
+
+def test_attention_that_is_not_causal_takes_longer():
+    sizes = {"heads": 32, "kv_heads": 8, "seq": 8192, "head_dim": 128}
+    causal, whole = (onerank.predict("attention", "H100", causal=c, **sizes) for c in (True, False))
+    assert 1.6 < whole.duration_ns / causal.duration_ns < 2
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    (told,) = json.loads(run("attention", *args, "--no-causal", "--target", "H100", "--json"))
+    assert told["duration_ns"] == whole.duration_ns
+
+
+def test_a_collective_takes_its_wire_bytes_over_the_bus_bandwidth():
+    call = {"nbytes": 100_000_000, "ranks": 8}
+    made = onerank.predict("collective", "H100", busbw_gb_s=300, **call)
+    assert made.duration_ns == round(2 * 7 / 8 * 1e8 / 300)  # all-reduce
+    assert (made.p10_ns, made.evidence) == (None, "bandwidth")
+    gathered = onerank.predict("collective", "H100", collective="all_gather", **call)
+    assert gathered.duration_ns == round(7 * 1e8 / 450)  # NVLink of the description
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_of_operators(tmp_path, suffix):
+    rows = [
+        {"op": "gemm", "m": 512, "n": 1024, "k": 2048, "ranks": None, "nbytes": None},
+        {"op": "norm", "m": 2048, "n": 4096, "k": None, "ranks": None, "nbytes": None},
+        {"op": "collective", "m": None, "n": None, "k": None, "ranks": 4, "nbytes": 1 << 20},
+    ]
+    table, path = pl.DataFrame(rows), tmp_path / f"ops.{suffix}"
+    table.write_csv(path) if suffix == "csv" else table.write_parquet(path)
+    out = tmp_path / f"out.{suffix}"
+    run(path, "--target", "A100", "-o", out)
+    made = pl.read_csv(out) if suffix == "csv" else pl.read_parquet(out)
+    assert made.columns[: len(table.columns)] == table.columns
+    expected = [prediction.duration_ns for prediction in onerank.predict(rows, "A100")]
+    assert made["duration_ns"].to_list() == expected
+    assert made["p10_ns"].to_list()[2] is None
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ({"op": "gem"}, "predict-row"),
+        ({"op": "gemm", "m": 8, "n": 8}, "predict-row"),
+        ({"op": "gemm", "m": 8, "n": 8, "k": 8, "dtype": "int4"}, "predict-row"),
+        ({"op": "attention", "heads": 6, "kv_heads": 4, "seq": 8, "head_dim": 8}, "predict-row"),
+        ({"op": "norm", "rows": 8}, "predict-column"),
+    ],
+)
+def test_what_is_no_call(call, code):
+    with raises_code(code):
+        onerank.predict([call], "H100")
+
+
+def test_what_the_command_refuses(tmp_path):
+    assert "error[predict-what]" in run("gemn", "--target", "H100", code=2)
+    assert "error[predict-row]" in run("gemm", "--m", 8, "--target", "H100", code=2)
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(b"no parquet")
+    assert "error[predict-file]" in run(path, "--target", "H100", code=2)
+    run(path, "--target", "H100", "--m", 8, code=2)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_commands_choices_are_the_librarys():
+    assert choices(PredictOptions, "dtype") == tuple(predict_ops.DTYPES)
+    assert choices(PredictOptions, "function") == predict_ops.FUNCTIONS
+    assert choices(PredictOptions, "collective") == predict_ops.COLLECTIVES
