@@ -3,7 +3,6 @@
 Each depth runs in a process of its own, so that it inherits no memory, cache or tuned kernel.
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
 from onerank.capture.validate import check_layers
 from onerank.converters.expand.layers import extrapolate
+from onerank.ir.scratch import scratch_directory
 
 
 def capture_at_depths(
@@ -47,8 +47,8 @@ def capture_at_depths(
     check_layers(layers, options)
     check_raw_dir(options.raw_dir)
     captures: dict[int, Capture] = {}
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        raw = Path(directory) / "raw"
+    with scratch_directory() as directory:
+        raw = directory / "raw"
         for count in layers:
             asked = replace(
                 options,

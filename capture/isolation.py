@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from onerank.capture.profiling.window_plan import Progress
 from onerank.ir.errors import CaptureError, OneRankError
@@ -168,7 +168,7 @@ def process_events(
         target=_run,
         args=(sender, _Call(function, tuple(args), variables, str(Path.cwd()), list(sys.path))),
     )
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         sys.stdout.flush()
         sys.stderr.flush()
         with _unseen_by_spawned_processes(variables):
@@ -300,14 +300,20 @@ def _unseen_by_spawned_processes(variables: dict[str, str]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    """Treat a scheduler's SIGTERM like Ctrl-C, so that no child goes on and keeps the GPU."""
+def sigterm_interrupts() -> Generator[None]:
+    """Treat a scheduler's SIGTERM like Ctrl-C: children end, temporary files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
 
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
+    process = os.getpid()
+
+    def interrupt(*_: object) -> None:
+        if os.getpid() == process:
+            raise KeyboardInterrupt
+        # A worker that the script forked inherits this handler and ends as it would without it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     before: Any = signal.signal(signal.SIGTERM, interrupt)
     try:

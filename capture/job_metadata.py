@@ -48,6 +48,7 @@ def job_of(rank_run: RankRun, options: Options) -> Job:
             start_memory_bytes=observed.start_memory_bytes[0],
             resident_bytes=observed.resident_bytes,
             resident_pools=observed.resident_pools,
+            input_spread=observed.input_spread,
             versions=_versions(),
             notes=tuple(notes),
         ),

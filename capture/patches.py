@@ -58,6 +58,13 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.distributed.distributed_c10d",
+        ("is_initialized",),
+        "A script whose models onerank slices created no process group, and is told of none.",
+        ("fake_world.hidden_group",),
+        everywhere=True,
+    ),
+    Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
         "Label sends and receives with the phase and micro-batch that the stage makes them for.",
@@ -189,6 +196,7 @@ PATCHES: tuple[Patch, ...] = (
             "parallelize.data.grad_accumulation",
             "parallelize.data.auto_wrap",
             "script.step_hooks",
+            "script.before_first_step",
         ),
     ),
     Patch(
@@ -304,6 +312,32 @@ PATCHES: tuple[Patch, ...] = (
         ("compile_compare",),
     ),
 )
+
+INSTALLED_ELSEWHERE: tuple[Patch, ...] = (
+    Patch(
+        "torch.nn.functional",
+        ("cross_entropy",),
+        "The loss of a sharded head. Forward hooks of the model set and undo it: torch.compile "
+        "traces their assignments, but not a context manager. Verification runs a rank per thread "
+        "and swaps the attribute whenever another thread continues.",
+        ("parallelize.tensor.vocab_parallel", "verify.threaded_world"),
+    ),
+    Patch(
+        "torch.nn",
+        ("CrossEntropyLoss",),
+        "As cross_entropy, while torch.compile traces: it recognises the class by identity and "
+        "calls torch's own function for it.",
+        ("parallelize.tensor.vocab_parallel",),
+    ),
+    Patch(
+        "torch.distributed._shard.sharded_tensor.api",
+        ("_SHARDED_OPS",),
+        "The device of a ShardedTensor without a local shard. torch looks it up in this table by "
+        "function, so the entry is replaced and no attribute.",
+        ("fake_world.checkpoint.dcp",),
+    ),
+)
+"""Replacements that `patched` cannot install; `why` gives the reason."""
 """Every symbol of a library that a capture replaces, except operators of the dispatcher.
 
 `fake_world.c10d_patches.override` registers kernels for all `c10d` operators with torch.library,

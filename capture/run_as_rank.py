@@ -1,7 +1,6 @@
 """Run a script as one rank of a job whose other ranks do not exist."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from onerank.capture.emulate_torchrun import decide_torchrun, emulated_launch, sender_runner
 from onerank.capture.fake_world.block_spawn import block_launchers
 from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, skip_checkpoints
+from onerank.capture.fake_world.hidden_group import hidden_group
 from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.fake_world.senders import SenderProcesses
@@ -30,9 +30,11 @@ from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.window_runner import Windows
+from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate import validate
 from onerank.ir.errors import CaptureError
+from onerank.ir.scratch import scratch_directory
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def run_as_rank(
     copies = len(data_ranks(world, options.rank))
     slices = not script_distributed and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
-        raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
+        raw = stack.enter_context(scratch_directory())
         messages = None
         if script_distributed and not options.record_real_job:
             rehearsal = SenderProcesses(
@@ -109,7 +111,7 @@ def run_as_rank(
         if not options.record_real_job:
             left_out = stack.enter_context(skip_checkpoints())
             started = (
-                emulated_launch(options, options.rank) if script_distributed else block_launchers()
+                emulated_launch(options, options.rank) if script_distributed else _single_process()
             )
             stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it
@@ -147,10 +149,18 @@ def run_as_rank(
             module=options.module,
             sharded=options.data_parallel == "fsdp",
             parted=slices and world.sizes.get("cp", 1) > 1,
+            before=BeforeFirstStep(script, progress, modules),
         )
         made_up = peers.partial_sums.note() if isinstance(peers, Recorder) else None
         windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
         yield RankRun(raw, peers, models, modules, windows, shallow, script_distributed)
+
+
+@contextlib.contextmanager
+def _single_process() -> Generator[None]:
+    """Let the script see a job of one process, the form in which it was written."""
+    with block_launchers(), hidden_group():
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Capture several ranks of a job in turn on one device, each in its own process."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from onerank.capture.run import Capture, capture
 from onerank.capture.validate import check_ranks, uses_torch_distributed, validate_early
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError
+from onerank.ir.scratch import scratch_directory
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def capture_ranks(
     check_ranks(script, options, ranks, distributed=itself)
     pending = [0] if ranks is None else sorted(ranks)
     captures: dict[int, Capture] = {}
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        raw = Path(directory) / "raw"
+    with scratch_directory() as directory:
+        raw = directory / "raw"
         if options.raw_dir is not None:
             raw.mkdir()
         for rank in pending:  # grows: rank 0 tells the classes

@@ -3,11 +3,12 @@
 import contextlib
 import io
 import os
-import secrets
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from onerank.ir.scratch import SUFFIX, scratch_file
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,19 +32,17 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             raise
         return
     # In the same directory, because a rename is atomic only within one file system.
-    # A name has at most 255 bytes on Linux: that of the output, cut to 40 characters, still fits.
-    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
+    temporary: Path | None = None
     try:
         path.parent.mkdir(exist_ok=True)
-        with temporary.open("wb") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # report the first error, not the cleanup's
-            temporary.unlink()
+        with scratch_file(path) as temporary:
+            with temporary.open("wb") as file:
+                yield file
+            os.replace(temporary, path)
+    except OSError as error:
+        name = error.filename and Path(os.fsdecode(error.filename))
         # An error of another file, raised while this one was open, keeps that file's name.
-        own = (None, str(temporary), str(path.parent))
-        if isinstance(error, OSError) and (error.filename and str(error.filename)) in own:
+        if name is None or name in (temporary, path.parent) or name.suffix == SUFFIX:
             error.filename, error.filename2 = str(path), None
         raise
 

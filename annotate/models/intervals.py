@@ -6,6 +6,7 @@ distinct call. The shared part does not average out over a step and is taken as 
 classes of work. The other part averages over distinct calls, not over repetitions.
 """
 
+import math
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -60,6 +61,20 @@ class Interval(NamedTuple):
 
     p10_ns: int
     p90_ns: int
+
+    def widened(self, total_ns: int, spread: float) -> Self:
+        """Return the interval of a step whose size varies too.
+
+        Args:
+            total_ns: predicted time, inside the interval.
+            spread: standard deviation, in ln, of the step's time by its size; independent of the
+                errors of the prediction.
+        """
+        if not spread or not self.p10_ns:
+            return self
+        low, high = math.log(total_ns / self.p10_ns), math.log(self.p90_ns / total_ns)
+        low, high = (math.hypot(end, HALF_WIDTH * spread) for end in (low, high))
+        return type(self)(round(total_ns * math.exp(-low)), round(total_ns * math.exp(high)))
 
 
 def intervals(

@@ -19,7 +19,11 @@ def details_of(
     graph: Graph, costs: OpCosts, rules: U8, interval: Interval | None = None
 ) -> dict[str, Any]:
     """Return the counts that an annotation keeps of the compute nodes in `costs`."""
-    interval_entry = {} if interval is None else {"interval": [interval.p10_ns, interval.p90_ns]}
+    interval_entry: dict[str, Any] = {}
+    if interval is not None:
+        total_ns = int(graph.nodes.duration_ns[costs.index].sum())
+        interval = interval.widened(total_ns, graph.job.measurement.input_spread)
+        interval_entry = {"interval": [interval.p10_ns, interval.p90_ns]}
     return {
         **interval_entry,
         "nodes": len(costs.index),

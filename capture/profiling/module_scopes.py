@@ -10,8 +10,10 @@ returns another module, whose hooks run as usual.
 """
 
 import contextlib
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +153,7 @@ class Modules:
 
     Attributes:
         listener: told of every forward while it is set.
+        on_model_call: called with a model and its arguments before each outermost forward of it.
         calls: of models, so far; a model is what was called first from outside of all others, and
             has parameters: losses and activations are often made anew for each call. So are
             containers (`layers[:4]`), which are known by their first parameter.
@@ -158,6 +161,7 @@ class Modules:
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
+        self.on_model_call: list[Callable[[nn.Module, Arguments], None]] = []
         self.calls = 0
         self._inside: list[nn.Module] = []  # of forwards that have not ended
         self._paths: dict[nn.Module, str] = {}
@@ -199,7 +203,7 @@ class Modules:
         for module, path in self._paths.items():
             yield module, self._table[path]
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         # asked first: whatever else a compiler sees here, it recompiles when that changes
         if torch.compiler.is_compiling():
             return
@@ -207,7 +211,13 @@ class Modules:
             if self._inside and isinstance(module, GraphModule):
                 return  # part of compiled code, not of the model
             self._add(module)
-        self.calls += module in self._numbers and module not in self._inside
+        if module in self._numbers and module not in self._inside:
+            self.calls += 1
+            if self.on_model_call:
+                # Read here: one frame further down, the caller's frame is another one.
+                named = kwargs if kwargs is not None else _keywords(sys._getframe(1))  # pyright: ignore
+                for observe in self.on_model_call:
+                    observe(module, (args, named))
         self._inside.append(module)
         if self.listener is not None:
             self.listener.enter(self._paths[module], self._numbers.get(module, 0))
@@ -240,6 +250,19 @@ class Modules:
                 numbers[name] = self._models[name]
                 self._models[name] += 1
             self._numbers[root] = numbers[name]
+
+
+def _keywords(caller: FrameType) -> dict[str, Any]:
+    """Return the keyword arguments of the module call that runs a global hook.
+
+    torch passes them to hooks of one module, but not to global ones. A hook of the module itself
+    would be copied with it by copy.deepcopy, and pickled with it by torch.save.
+    """
+    known = caller.f_code.co_filename == _CALL_IMPL.co_filename
+    return caller.f_locals.get("kwargs", {}) if known else {}
+
+
+_CALL_IMPL: CodeType = nn.Module.__call__.__code__
 
 
 class ProfilerScopes:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.resident_tensors import Held
+from onerank.capture.profiling.step_variance import Work, WorkOfSteps
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.ir import ScopeTime, Sensors
 
@@ -22,7 +23,9 @@ class Observed:
     Attributes:
         on_gpu: whether the script's first step allocated GPU memory.
         step_ns: duration of each pure step.
+        step_work: work of each pure step.
         host_step_ns: host time of each step that began with an idle GPU.
+        host_step_work: work of each of these steps.
         timed_step_ns: duration of each step whose modules were timed.
         scopes: times of layers and sub-modules.
         sensors: GPU sensors during the pure steps; None if none could be read.
@@ -32,12 +35,15 @@ class Observed:
         peak_memory_bytes: peak memory of each profiled step; 0 on a CPU.
         resident_bytes: storages resident at the begin of the last profiled step, by class.
         resident_pools: allocator pool of each of these storages.
+        input_spread: spread of the input sizes of the steps, as in `ir.Measurement`.
         notes: sentences that are stored with the trace.
     """
 
     on_gpu: bool = False
     step_ns: tuple[int, ...] = ()
+    step_work: list[Work] = field(default_factory=list[Work])
     host_step_ns: list[int] = field(default_factory=list[int])
+    host_step_work: list[Work] = field(default_factory=list[Work])
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
     sensors: Sensors | None = None
@@ -47,6 +53,7 @@ class Observed:
     peak_memory_bytes: list[int] = field(default_factory=list[int])
     resident_bytes: Held = field(default_factory=Held)
     resident_pools: Held = field(default_factory=Held)
+    input_spread: float = 0.0
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -81,6 +88,7 @@ class Watch:
         modules: modules of the script.
         progress: called with a short description of each step.
         observed: receives their observations.
+        steps: counts the work of each step.
     """
 
     plan: WindowPlan
@@ -88,3 +96,4 @@ class Watch:
     modules: Modules
     progress: Progress
     observed: Observed
+    steps: WorkOfSteps

@@ -1,11 +1,11 @@
 """The raw trace files of a capture."""
 
 import gzip
-import os
 import shutil
 from pathlib import Path
 
 from onerank.ir.errors import CaptureError
+from onerank.ir.scratch import scratch_directory
 
 _LEVEL = 6
 """A trace is 6% larger than at 9, in half the time."""
@@ -39,12 +39,9 @@ def check_raw_dir(directory: Path | None) -> None:
 
 
 def keep(raw: Path, directory: Path) -> None:
-    """Copy the traces beside their destination, then rename: never a half-filled directory."""
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}")
-    try:
-        shutil.copytree(raw, beside)
+    """Copy the traces to `directory`, which appears only when complete."""
+    with scratch_directory(directory.absolute().parent) as scratch:
+        copy = shutil.copytree(raw, scratch / "raw")
         if directory.exists():
             directory.rmdir()
-        beside.rename(directory)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        copy.rename(directory)

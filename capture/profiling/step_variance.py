@@ -8,14 +8,14 @@ repeat that (critics and generators, rollouts and updates, an optimizer that upd
 in every second step), the number of module calls or communication calls per step varies.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.module_scopes import Arguments, Modules
 
 _torch: Any = torch  # foreach functions have no public names
 
@@ -54,11 +54,54 @@ def _is_held(shard: Any) -> bool:
     )
 
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of the tensors among a model call's arguments, in order."""
+
+
 class Work(NamedTuple):
-    """What is counted of a step: calls of models, and of communication (0 where unknown)."""
+    """Work of one step.
+
+    Attributes:
+        models: calls of models.
+        messages: communication calls; 0 where they are not counted.
+        inputs: shapes of the inputs of each model call, in order.
+    """
 
     models: int
     messages: int
+    inputs: tuple[Shapes, ...] = ()
+
+    def has_inputs_of(self, other: "Work") -> bool:
+        """Whether both steps give their models inputs of the same shapes."""
+        # Steps with more calls of one shape are equal here: `note_of` reports their number.
+        if self.models == other.models:
+            return self.inputs == other.inputs
+        return set(self.inputs) == set(other.inputs)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all model inputs."""
+        return sum(math.prod(shape) for shapes in self.inputs for shape in shapes)
+
+
+def shapes_of(arguments: Any) -> Shapes:
+    """Return the shapes of all tensors in containers of arguments.
+
+    A ragged dimension of a nested tensor counts as 0: torch gives each such tensor a symbol of its
+    own for it, so no two steps would be equal.
+    """
+    shapes: list[tuple[int, ...]] = []
+    pending = [arguments]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            nested = value.is_nested
+            shapes.append((value.dim(),) if nested else tuple(map(int, value.shape)))
+        elif isinstance(value, Mapping):
+            pending += reversed([*value.values()])
+        elif isinstance(value, list | tuple):
+            pending += reversed(value)
+    return tuple(shapes)
 
 
 class WorkOfSteps:
@@ -67,24 +110,30 @@ class WorkOfSteps:
     Args:
         modules: counts calls of models.
         messages: returns the number of communication calls so far.
+
+    Attributes:
+        by_step: work of each step except the first, which includes setup.
     """
 
     def __init__(self, modules: Modules, messages: Callable[[], int]) -> None:
+        self.by_step: list[Work] = []
         self._modules = modules
         self._messages = messages
-        self._at_ends: list[Work] = []
+        self._before: tuple[int, int] | None = None
+        self._inputs: list[Shapes] = []
+        modules.on_model_call.append(self._before_forward)
+
+    def _before_forward(self, _: nn.Module, arguments: Arguments) -> None:
+        self._inputs.append(shapes_of(arguments))
 
     def end_step(self) -> None:
-        """Store the counts at the end of a step."""
-        self._at_ends.append(Work(self._modules.calls, self._messages()))
-
-    @property
-    def by_step(self) -> list[Work]:
-        """Work of each step except the first, which includes setup."""
-        return [
-            Work(end.models - begin.models, end.messages - begin.messages)
-            for begin, end in itertools.pairwise(self._at_ends)
-        ]
+        """Store the work of the step that ends."""
+        now = self._modules.calls, self._messages()
+        if self._before is not None:
+            models, messages = (end - begin for begin, end in zip(self._before, now, strict=True))
+            self.by_step.append(Work(models, messages, tuple(self._inputs)))
+        self._before = now
+        self._inputs.clear()
 
 
 def period_of(calls: Sequence[int]) -> int | None:
@@ -124,4 +173,36 @@ def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up:
         f"steps do different work: they {verb} {min(counts)} to {max(counts)} times, the one in "
         f"this graph {profiled_count}. A step is {span_text} of the script's first optimizer; "
         f"{advice}"
+    )
+
+
+def input_spread(work: Sequence[Work], captured: Work) -> float:
+    """Return how far the input sizes of the steps lie from the captured step's.
+
+    The root mean square of ln(elements / elements of the captured step). The time of a step grows
+    in proportion to its elements where kernels fill the GPU: attention grows faster, launches
+    slower.
+    """
+    if not captured.elements or all(step.has_inputs_of(captured) for step in work):
+        return 0.0
+    logs = [math.log(step.elements / captured.elements) for step in work if step.elements]
+    return math.sqrt(sum(value**2 for value in logs) / len(logs))
+
+
+def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) -> str:
+    """Return a note if model inputs differ in shape between steps; "" if all are equal.
+
+    Args:
+        work: work of each step.
+        captured: work of the step in the graph.
+        timed: work of the steps that were timed without a profiler.
+    """
+    if all(step.has_inputs_of(captured) for step in work):
+        return ""
+    sizes = [step.elements for step in work]
+    equal = sum(step.has_inputs_of(captured) for step in timed)
+    of = f"{equal} of {len(timed)} timed steps have" if equal else "no timed step has"
+    return (
+        f"the shapes of model inputs differ between steps, from {min(sizes)} to {max(sizes)} "
+        f"elements; this graph's step has {captured.elements}, and {of} its shapes"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from collections.abc import Generator
 
 import torch
 
@@ -12,6 +13,7 @@ from onerank.capture.profiling.module_clock import ModuleClock
 from onerank.capture.profiling.nvml_sampler import SensorSampler
 from onerank.capture.profiling.observations import Watch, Window
 from onerank.capture.profiling.step_memory import Collector, StepMemory
+from onerank.capture.profiling.step_variance import Work
 from onerank.capture.profiling.window_plan import HOST, TIMED
 
 SETTLED_SPREAD = 0.02
@@ -27,6 +29,7 @@ class UnprofiledWindows:
         self._progress = watch.progress
         self._observed = watch.observed
         self._memory = memory
+        self._works = watch.steps.by_step
 
     def warm_up(self) -> Window:
         """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
@@ -65,7 +68,7 @@ class UnprofiledWindows:
         clock = StepClock(on_gpu=self._observed.on_gpu)
         sampler = SensorSampler()
         with sampler.sampling() if self._observed.on_gpu else contextlib.nullcontext():
-            yield from self._steps("pure", self._plan.pure, clock)
+            self._observed.step_work = yield from self._steps("pure", self._plan.pure, clock)
             self._observed.step_ns = clock.durations_ns()
         self._memory.note_reserved()
         self._observed.sensors = sampler.result()
@@ -81,6 +84,7 @@ class UnprofiledWindows:
             skipped = yield
             if not skipped:
                 self._observed.host_step_ns.append(time.perf_counter_ns() - begun)
+                self._observed.host_step_work.append(self._works[-1])
 
     def timed(self) -> Window:
         """Time the layers and sub-modules of steps."""
@@ -93,17 +97,23 @@ class UnprofiledWindows:
 
     def _steps(
         self, label: str, count: int, clock: StepClock, modules: ModuleClock | None = None
-    ) -> Window:
-        """Let the script take `count` steps that are not skipped, with a mark between steps."""
+    ) -> Generator[None, bool, list[Work]]:
+        """Let the script take `count` steps that are not skipped, with a mark between steps.
+
+        Returns:
+            Work of each of these steps.
+        """
         clock.mark()
-        taken = 0
-        while taken < count:
-            self._progress(f"{label}, step {taken + 1} of {count}")
+        works: list[Work] = []
+        while len(works) < count:
+            self._progress(f"{label}, step {len(works) + 1} of {count}")
             skipped = yield
             clock.mark(counts=not skipped)
             if modules is not None:
                 modules.end_step(counts=not skipped)
-            taken += not skipped
+            if not skipped:
+                works.append(self._works[-1])
+        return works
 
 
 def _spread(durations_ns: tuple[int, ...]) -> float:

@@ -17,6 +17,7 @@ skipped the optimizer. A skipped step is not a training step, so its window take
 before the first training step belong to no window.
 """
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -25,7 +26,13 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.observations import Observed, Others, Watch, Window
 from onerank.capture.profiling.profiled_windows import ProfiledWindows
 from onerank.capture.profiling.step_memory import StepMemory
-from onerank.capture.profiling.step_variance import WorkOfSteps, note_of, note_of_overflow
+from onerank.capture.profiling.step_variance import (
+    WorkOfSteps,
+    input_spread,
+    note_of,
+    note_of_inputs,
+    note_of_overflow,
+)
 from onerank.capture.profiling.unprofiled_windows import UnprofiledWindows
 from onerank.capture.profiling.window_plan import HOST, Progress, WindowPlan
 from onerank.ir.errors import ScriptError
@@ -58,9 +65,9 @@ class Windows:
         self._memory = StepMemory(self.observed, directory)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
         self._modules = modules
-        watch = Watch(plan, directory, modules, progress, self.observed)
+        watch = Watch(plan, directory, modules, progress, self.observed, self._work)
         self._unprofiled = UnprofiledWindows(watch, self._memory)
-        self._profiled = ProfiledWindows(watch, self._memory, self._work, others)
+        self._profiled = ProfiledWindows(watch, self._memory, others)
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -116,6 +123,10 @@ class Windows:
 
     def _end(self) -> None:
         self.complete = True
+        if self._profiled.structured:
+            self._profiled.select()
+            self._memory.compare_peaks()
+            self._keep_equal_shapes()
         plan, work = self._plan, self._work.by_step
         if variance_note := note_of(work, self._profiled.work, plan.optimizer_steps, plan.warm_up):
             self.observed.notes.append(variance_note)
@@ -127,6 +138,18 @@ class Windows:
                 "infinite gradients; no skipped step is part of the measurement"
             )
 
+    def _keep_equal_shapes(self) -> None:
+        """Drop the unprofiled times of steps whose inputs have other shapes than the graph's."""
+        observed, captured = self.observed, self._profiled.work
+        if note := note_of_inputs(self._work.by_step, captured, observed.step_work):
+            observed.notes.append(note)
+        observed.input_spread = input_spread(self._work.by_step, captured)
+        equal = [work.has_inputs_of(captured) for work in observed.step_work]
+        if any(equal):  # else the median over other shapes is the only step time there is
+            observed.step_ns = tuple(itertools.compress(observed.step_ns, equal))
+        equal = [work.has_inputs_of(captured) for work in observed.host_step_work]
+        observed.host_step_ns = [*itertools.compress(observed.host_step_ns, equal)]
+
     def _windows(self) -> Window:
         """Walk through the windows; the script trained its first step before the start."""
         self.observed.on_gpu = _gpu_allocations() > self._allocated
@@ -136,9 +159,8 @@ class Windows:
             yield from self._unprofiled.host()
         yield from self._unprofiled.timed()
         yield from self._profiled.warm_up()
-        for number in range(self._plan.repeat):
-            yield from self._profiled.step(number)
-        self._memory.compare_peaks()
+        for _ in range(self._plan.repeat):
+            yield from self._profiled.step()
         if self.observed.on_gpu and self._others is not None and self._others.paced:
             yield from self._profiled.uncontended(self._others)
         yield from self._profiled.structure()

@@ -91,6 +91,11 @@ class OwnOptimizers:
         return marked
 
 
+def custom_optimizer_exists() -> bool:
+    """Return whether an object with a method `step` holds trainable tensors."""
+    return any(_trains(value) for value in gc.get_objects())
+
+
 def _trains(one: object) -> bool:
     """Whether an object has a method `step`, and holds what gradients are accumulated in."""
     kind = type(one)

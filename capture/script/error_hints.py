@@ -1,6 +1,8 @@
 """Hints for torch errors that a script meets under capture."""
 
+import os
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -29,6 +31,12 @@ _NOT_ON_SHARDS = re.compile(  # torch.distributed.tensor's words
 _NO_STORAGE = "access the data pointer on an invalid python storage"
 _UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ON_META = re.compile(r"\bdevice meta\b|\bmeta tensor|'meta' device")
+_PACKAGE = Path(__file__).parents[1]
+META_ADVICE = (
+    "a model on torch's meta device holds no values: call model.to_empty(device=...) and "
+    "initialise the weights before training, or build the model on a real device"
+)
 _STATES = 4  # weights, gradients and AdamW's two moments
 
 
@@ -55,6 +63,8 @@ def explained(
         plain, amount, unit = found.groups()
         asked = int(plain) if plain else round(float(amount) * _UNITS[unit])
         return _without_memory(asked, on_gpu=isinstance(error, torch.OutOfMemoryError))
+    if _ON_META.search(text):
+        return f"{place(error, script)}: {first_line(error).rstrip('.')}\n  {META_ADVICE}"
     if _NO_GPU.search(text) and not torch.cuda.is_available():
         why = first_line(error).rstrip(".")
         return (
@@ -175,3 +185,22 @@ def place(error: BaseException, script: Path) -> str:
     if not frames:
         return script.name
     return f"{script.name} line {frames[-1].lineno} ({(frames[-1].line or '').strip()})"
+
+
+def library_place(error: BaseException, script: Path) -> str:
+    """Return ", in FILE line N (FUNCTION)" if a library raised the error; "" otherwise.
+
+    The standard library is none: argparse exits for a wrong argument of the script.
+    """
+    # Frames of onerank below the script's are hooks, such as the replaced os._exit.
+    ours = (str(_PACKAGE), str(_PACKAGE.resolve()), sysconfig.get_path("stdlib") + os.sep, "<")
+    stack = traceback.extract_tb(error.__traceback__)
+    installed = sysconfig.get_path("purelib")
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith(ours) or frame.filename.startswith(installed)
+    ]
+    if not frames or frames[-1].filename == str(script):
+        return ""
+    return f", in {frames[-1].filename} line {frames[-1].lineno} ({frames[-1].name})"

@@ -6,6 +6,7 @@ import runpy
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -17,9 +18,10 @@ import torch
 
 from onerank.capture.patches import patched
 from onerank.capture.profiling.window_runner import Windows
-from onerank.capture.script.error_hints import explained, place
+from onerank.capture.script.before_first_step import BeforeFirstStep
+from onerank.capture.script.error_hints import explained, library_place, place
 from onerank.capture.script.step_hooks import after_step
-from onerank.ir.errors import OneRankError, ScriptError
+from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 
 _EVERY_S = 1e-4
 
@@ -90,6 +92,7 @@ def run_script(
     module: str | None = None,
     sharded: bool = False,
     parted: bool = False,
+    before: BeforeFirstStep | None = None,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
@@ -101,14 +104,16 @@ def run_script(
         module: as for `play_script`.
         sharded: whether --fsdp shards its models.
         parted: whether --cp cuts the sequences of its models.
+        before: observes the script until its first step.
 
     Raises:
         ScriptError: the script raised, exited, never stepped, or took too few steps.
     """
     eviction = Eviction(CaptureComplete, below=play_script)
-    boundary = _Boundary(windows, at_step, eviction)
+    boundary = _Boundary(windows, at_step, eviction, before)
+    watched = before.observing(boundary.fail) if before else contextlib.nullcontext()
     try:
-        with after_step(boundary), _exits_seen(), _ending_children(), eviction:
+        with after_step(boundary), _exits_seen(), _ending_children(), eviction, watched:
             play_script(script, args, module)
     except CaptureComplete:
         pass
@@ -163,11 +168,18 @@ class _Boundary:
         taken: steps of the optimizer.
     """
 
-    def __init__(self, windows: Windows, at_step: Callable[[], None], eviction: Eviction) -> None:
+    def __init__(
+        self,
+        windows: Windows,
+        at_step: Callable[[], None],
+        eviction: Eviction,
+        before: BeforeFirstStep | None,
+    ) -> None:
         self.failure: OneRankError | None = None
         self._windows = windows
         self._at_step = at_step
         self._eviction = eviction
+        self._before = before
         self._process = os.getpid()
         self._endings = 0
         self.taken = 0
@@ -187,12 +199,24 @@ class _Boundary:
         skipped, self._skipped = self._skipped, False
         if not self._windows.complete and self.failure is None:
             try:
+                if self._before is not None:
+                    self._before.first_step_taken()
                 self._at_step()
                 self._windows.boundary(skipped=skipped)
             except OneRankError as error:
                 self.failure = error
-        if self.failure is None and not self._windows.complete:
-            return
+            except OSError as error:  # of the traces, and none of the script's
+                self.failure = _unwritten(error)
+        if self.failure is not None or self._windows.complete:
+            self._leave_script()
+
+    def fail(self, error: OneRankError) -> None:
+        """End the script with an error."""
+        if os.getpid() == self._process:
+            self.failure = self.failure or error
+            self._leave_script()
+
+    def _leave_script(self) -> NoReturn:
         self._endings += 1
         if self._endings > _ENDINGS:
             self._eviction.begin()
@@ -200,6 +224,16 @@ class _Boundary:
             raise self.failure
         in_main = threading.current_thread() is threading.main_thread()
         raise CaptureComplete if in_main else SystemExit  # threads print any subclass
+
+
+def _unwritten(error: OSError) -> CaptureError:
+    """Return the error of a trace that could not be written."""
+    place = error.filename or tempfile.gettempdir()
+    return CaptureError(
+        f"the traces could not be written: {place}: {error.strerror or error}\n"
+        "  make room there, or let TMPDIR name a directory with room",
+        code="capture-unwritten",
+    )
 
 
 @contextlib.contextmanager
@@ -253,7 +287,8 @@ def _exited(
     exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
 ) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    text = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
+    where = place(exit_, script) + library_place(exit_, script)
+    text = f"{where} called {call}({exit_.code!r}) after {_steps(taken)}; "
     if taken:
         return text + _need(windows)
     text += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"

@@ -13,7 +13,6 @@ Both use torch's deterministic kernels; a capture does not.
 import contextlib
 import os
 import random
-import tempfile
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -49,6 +48,7 @@ from onerank.capture.verify.slice_check import compare_slices, without_replicas
 from onerank.capture.verify.step_probe import Probe, Sample, StepRecord, load_steps
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir.errors import CaptureError, OneRankError
+from onerank.ir.scratch import scratch_directory
 
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
@@ -125,8 +125,8 @@ def _instruments(
         + f", {RELATIVE_OTHERS:g} (fp32 and others); of large tensors a checksum of all bits, the "
         "norm and 16,384 elements are compared"
     ]
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        instrumented, plain = Path(directory, "instrumented"), Path(directory, "plain")
+    with scratch_directory() as directory:
+        instrumented, plain = directory / "instrumented", directory / "plain"
         environment = _ENVIRONMENT
         count, kernels = run_isolated(
             _instrumented_run,

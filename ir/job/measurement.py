@@ -163,6 +163,9 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         start_memory_bytes: allocated when the profiled step began.
         versions: software name -> version.
         notes: sentences a reader should know, one each.
+        input_spread: root mean square, over the script's steps, of ln(elements of the model inputs
+            / elements in the graph's step); 0 if all steps have the same shapes. A prediction's
+            interval is wider by it.
         gpu_busy_ns: part of the profiled step during which the GPU ran anything, on any stream
             (of several, the median); 0 when not measured.
         timed_step_ns: duration of each step whose modules were timed by events, in order.
@@ -206,6 +209,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     host_step_ns: tuple[int, ...] = ()
     profiled_host_ns: tuple[int, ...] = ()
     host_overhead: HostOverhead | None = None
+    input_spread: float = 0.0
 
     @property
     def median_step_ns(self) -> int | None:

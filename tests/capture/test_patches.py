@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from onerank.capture import patches
-from onerank.capture.patches import PATCHES, Patch, patched, replaced, resolve
+from onerank.capture.patches import INSTALLED_ELSEWHERE, PATCHES, Patch, patched, replaced, resolve
+from onerank.capture.verify import threaded_world
 
 CAPTURE = Path(patches.__file__).parent
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.owner}:{patch.names[:1]}")
+@pytest.mark.parametrize(
+    "patch", [*PATCHES, *INSTALLED_ELSEWHERE], ids=lambda patch: f"{patch.owner}:{patch.names[:1]}"
+)
 def test_every_symbol_exists_in_this_version(patch: Patch):
     if find_spec(patch.owner.partition(".")[0]) is None:
         pytest.skip(f"{patch.owner}: not installed")
@@ -28,6 +31,15 @@ def test_subscribers_are_modules_that_patch():
         for module in patch.by:
             source = (CAPTURE / f"{module.replace('.', '/')}.py").read_text()
             assert re.search(r"\b(patched|rebound|after_backward)\(", source), module
+
+
+def test_patches_installed_elsewhere_name_their_modules():
+    for patch in INSTALLED_ELSEWHERE:
+        for module in patch.by:
+            source = (CAPTURE / f"{module.replace('.', '/')}.py").read_text()
+            assert all(name in source for name in patch.names), module
+    listed = {(resolve(patch.owner), name) for patch in INSTALLED_ELSEWHERE for name in patch.names}
+    assert set(threaded_world._PATCHED) <= listed
 
 
 def test_no_module_assigns_to_a_library():

@@ -208,7 +208,7 @@ FAILURES = {
         ["--rank 4: the world has tp 4 = 4 ranks; expected 0 to 3"],
     ),
     "world that does not factor": (LOOP, ["--dp", "4", "--ep", "3"], ["4", "3", "must divide"]),
-    "sequence of one rank": (LOOP, ["--sp"], ["--sp shards the sequence over the ranks of --tp"]),
+    "sequence of one rank": (LOOP, ["--sp"], ["error[sp-unused]", "1 rank"]),
     "mistyped option": (LOOP, ["--tpp", "4"], ["No such option"]),
 }
 

@@ -263,7 +263,7 @@ def test_fsdp1_has_the_weights_of_a_loaded_checkpoint(own, mesh, tmp_path):
 
 
 @pytest.mark.parametrize("lengths", ["[4, 8, 16, 32, 64]", "[16]"])
-def test_steps_of_other_shapes_are_told(lengths, tmp_path):
+def test_times_and_shapes_come_from_steps_of_equal_shapes(lengths, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         "import itertools, torch\n"
@@ -273,8 +273,12 @@ def test_steps_of_other_shapes_are_told(lengths, tmp_path):
         "    model(torch.randn(length, 16)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    notes = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).conversion.notes
-    assert ("times and shapes do not match" in str(notes)) == ("," in lengths)
+    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
+    measured = graph.job.measurement
+    assert not any("times and shapes do not match" in note for note in measured.notes)
+    varied = "," in lengths
+    assert (measured.input_spread > 0.3) == varied
+    assert any("shapes of model inputs differ" in note for note in measured.notes) == varied
 
 
 def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):

@@ -129,6 +129,7 @@ def convert(
         return graph, report
     steps: list[tuple[Graph, Conversion]] = []
     mismatched: list[str] = []
+    spread = 0.0
     for number, path in enumerate(sources.profiles):
         trace, timeline, _ = _read(path, strings)
         rf_id, difference = copy_record_ids(timeline, structure_timeline)
@@ -139,15 +140,33 @@ def convert(
         unknown = drop_unknown_calls(timeline)
         history = read_history(sources.histories[number]) if sources.histories else None
         graph, report = _lower(trace, timeline, et, sources, of_step(job, number), history=history)
-        sizes = differing_steps(trace.memory, structure.memory)
-        report.notes.extend(note for note in (difference, unknown, sizes) if note)
+        sizes, size_spread = differing_steps(trace.memory, structure.memory)
+        spread = max(spread, size_spread)
+        report.notes.extend([unknown] if unknown else [])
+        mismatched += [note for note in (difference, sizes) if note and note not in mismatched]
         steps.append((graph, report))
     if steps:
         graph, report = merge_steps(steps)
     else:
         graph, report = _lower(structure, structure_timeline, et, sources, job)
-    report.notes.extend(mismatched)
-    return with_host_overhead(graph), report
+    return with_host_overhead(_with_mismatch(graph, mismatched, spread)), report
+
+
+def _with_mismatch(graph: Graph, notes: list[str], spread: float) -> Graph:
+    """Return the graph with what is known of times that belong to other shapes.
+
+    Args:
+        graph: the converted graph.
+        notes: stored in the graph, so that every command that reads it repeats them.
+        spread: |ln| of the ratio of memory that the steps with times and with shapes used.
+    """
+    measured = graph.job.measurement
+    measured = msgspec.structs.replace(
+        measured,
+        notes=(*measured.notes, *notes),
+        input_spread=max(measured.input_spread, spread),
+    )
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
 def _read(

@@ -1,5 +1,6 @@
 """Allocations and frees of a trace: blocks of device memory and the operators that made them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -214,18 +215,24 @@ def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
     return rows.take(chosen[order])
 
 
-def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
-    """Return a note if the steps of two windows used different amounts of memory, else ""."""
+def differing_steps(profile: MemoryRows, structure: MemoryRows) -> tuple[str, float]:
+    """Return a note if the steps of two windows used different amounts of memory, and the ratio.
+
+    Returns:
+        The note, "" without a difference; and |ln| of the ratio of the amounts.
+    """
     on_gpu = bool((structure.device_type != _CPU).any())
     sizes_of_steps = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
     profiled, structured = (int(sizes[sizes > 0].sum()) for sizes in sizes_of_steps)
     if abs(profiled - structured) <= _TOLERANCE * max(profiled, structured):
-        return ""
+        return "", 0.0
+    # A step without recorded memory counts as one byte: the interval then excludes nothing.
+    spread = abs(math.log(max(profiled, 1) / max(structured, 1)))
     return (
         f"the step with the times allocated {profiled} bytes and the step with the shapes "
         f"{structured}: the script's steps differ (for example in batch shapes), so times and "
         "shapes do not match; use batches of one shape"
-    )
+    ), spread
 
 
 def memory(

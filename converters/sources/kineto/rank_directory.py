@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import ALL
 from onerank.ir.errors import OneRankError, TraceError
+from onerank.ir.scratch import scratch_directory
 
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
@@ -134,7 +134,7 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
         )
     workers = min(len(ranks), os.cpu_count() or 1)
     with _scratch_directory(output) as scratch:
-        jobs = [(rank, Path(scratch) / f"{rank.name}.et", step) for rank in ranks]
+        jobs = [(rank, scratch / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
             results = [_convert(*job) for job in jobs]
         else:
@@ -148,10 +148,10 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
 
 
 @contextmanager
-def _scratch_directory(output: Path) -> Generator[str]:
+def _scratch_directory(output: Path) -> Generator[Path]:
     """Yield a temporary directory; an error that names a file in it names its path in `output`."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as scratch:
+        with scratch_directory(output.parent) as scratch:
             yield scratch
     except OSError as error:
         path = Path(error.filename or output)

@@ -1,7 +1,6 @@
 """Publish an export: its directory appears complete and checked, or not at all."""
 
 import os
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,10 @@ import msgspec
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.ir.atomic_write import created, replace_file
 from onerank.ir.errors import ExportError
+from onerank.ir.scratch import remove_abandoned, scratch_directory
 
 MANIFEST = "export.json"
 """Lists the files that an export wrote. A later export removes no others."""
-
-SCRATCH = ".onerank-export-"
-"""Prefix of the scratch directory."""
 
 _MOST_LISTED = 5
 _MOST_FINDINGS = 20
@@ -42,6 +39,7 @@ def check_target(directory: Path, *, overwrite: bool = False) -> None:
         raise ExportError(
             f"{directory} is a file\n  name a directory to export to", code="export-output-is-file"
         )
+    remove_abandoned(directory)  # a killed export's files are not the user's
     others = sorted({path.name for path in directory.iterdir()} - _written(directory))
     if others and not overwrite:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
@@ -97,11 +95,8 @@ def published(
     # file system or not writable. os.replace cannot move files between file systems.
     above = target if target.exists() else target.parent
     try:
-        with (
-            created(above),
-            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=above) as scratch,
-        ):
-            filled = Path(scratch, "filled")
+        with created(above), scratch_directory(above) as scratch:
+            filled = scratch / "filled"
             filled.mkdir()
             yield filled
             names = sorted(path.name for path in filled.iterdir())
@@ -109,7 +104,7 @@ def published(
             replace_file(filled / MANIFEST, msgspec.json.format(manifest) + b"\n")
             _require_no_findings(check(filled))
             if target.exists():
-                _swap(filled, target, Path(scratch, "replaced"))
+                _swap(filled, target, scratch / "replaced")
             else:
                 os.replace(filled, target)
     except OSError as error:

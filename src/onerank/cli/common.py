@@ -12,11 +12,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import click
 
 from onerank.cli.terminal import discard_stdout, flush_streams, reserve_standard_streams, say
+
+if TYPE_CHECKING:
+    from onerank.ir import Graph
 
 P = ParamSpec("P")
 
@@ -201,6 +204,31 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
     for path in inputs:
         if path is not None and output.exists() and output.samefile(path):
             raise click.UsageError(f"--output {output} is the input {path}; name another file")
+
+
+def read_trace(path: Path, *, seen: set[str] | None = None) -> "Graph":
+    """Read a trace and repeat its notes on stderr: results are no better than their trace.
+
+    Commands that show the trace's summary print the notes there, and read with `onerank.read`.
+
+    Args:
+        path: a Chakra `.et` file.
+        seen: notes that are not repeated; receives those of this trace.
+    """
+    import onerank
+
+    graph = onerank.read(path)
+    repeat_notes(graph, seen=seen)
+    return graph
+
+
+def repeat_notes(graph: "Graph", *, seen: set[str] | None = None) -> None:
+    """Print a trace's notes on stderr, except those in `seen`, which receives them."""
+    known = set[str]() if seen is None else seen
+    for note in graph.job.measurement.notes:
+        if note not in known:
+            known.add(note)
+            say(f"note: {note}", err=True)
 
 
 def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:

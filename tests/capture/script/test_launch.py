@@ -349,3 +349,26 @@ def test_a_rank_whose_gpu_is_not_here_is_moved_to_the_one_that_is(monkeypatch):
             assert torch._utils._get_device_index(3) == 0  # DistributedDataParallel asks this
             assert torch._utils._get_device_index("cuda:1") == 1
     assert torch.Tensor.to is to
+
+
+AWARE = """
+import torch
+import torch.distributed as dist
+from torch.distributed import is_initialized
+model = torch.nn.Linear(8, 8)
+assert dist.is_available() and not dist.is_initialized() and not is_initialized()
+if dist.is_initialized():
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_created_no_process_group_finds_none(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(AWARE)
+    graph = capture(path, [], Options(dp=2, windows=QUICK)).graph
+    assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
+    assert not torch.distributed.is_initialized()

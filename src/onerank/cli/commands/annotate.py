@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, reports_errors
+from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, read_trace, reports_errors
 from onerank.cli.options import SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json
 
@@ -166,13 +166,13 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     }
     if options.explain is not None:
         _check_explains(options, as_captured=passes == PassOptions())
-        explanation = explain(onerank.read(trace), gpu, options.explain, **inputs)
+        explanation = explain(read_trace(trace), gpu, options.explain, **inputs)
         print_json(explanation) if as_json else render_explanation(explanation)
         return
     output = options.output or default_output(trace, options.target, gpu.name)
     description = Path(options.target) if Path(options.target).is_file() else None
     keep_inputs(output, trace, description, *options.database)
-    before = onerank.read(trace)
+    before = read_trace(trace) if as_json else onerank.read(trace)
     after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
     recosting = summarise(before, after)
     # Replay refuses a graph with a cycle, so it comes before anything is written.

@@ -1,10 +1,9 @@
 """`capture run SCRIPT`: run a script as one rank or several; `verify`: its numerics."""
 
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +25,8 @@ from onerank.cli.script_command import (
     job_options,
     loading_capture,
 )
-from onerank.cli.terminal import print_json, progress, say, stdout_to_stderr, streams_restored
+from onerank.cli.script_streams import script_streams
+from onerank.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from onerank.capture import Capture
@@ -137,12 +137,16 @@ def run(
     validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
     with loading_capture():
         from onerank.capture.capture_depths import capture_at_depths
-        from onerank.capture.isolation import forked_processes
+        from onerank.capture.isolation import forked_processes, sigterm_interrupts
         from onerank.capture.run import capture as capture_script
         from onerank.capture.several_ranks import capture_ranks
 
     if how.ranks is not None:
-        with _script_streams(as_json), forked_processes() as run_process:
+        with (
+            sigterm_interrupts(),
+            script_streams(stdout_to_stderr=as_json) as progress,
+            forked_processes() as run_process,
+        ):
             several = capture_ranks(
                 *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
             )
@@ -150,14 +154,14 @@ def run(
 
         write_in_turn(several, str(options.world), output, as_json=as_json)
         return
-    with _script_streams(as_json):
+    with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         if layers is not None:
             with forked_processes() as run_process:
                 captured = capture_at_depths(
                     *(script, args, options, layers), progress=progress, run=run_process
                 )
         elif how.compile is not None:
-            captured = capture_side_by_side(script, args, options, how.compile, output)
+            captured = capture_side_by_side(script, args, options, how.compile, output, progress)
         else:
             captured = capture_script(script, args, options, progress)
     # Imported late: they import polars, whose threads would run next to the script.
@@ -172,12 +176,6 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
-
-
-@contextlib.contextmanager
-def _script_streams(as_json: bool) -> Generator[None]:
-    with streams_restored(), stdout_to_stderr() if as_json else contextlib.nullcontext():
-        yield
 
 
 def _default_output(script: Path) -> Path:
@@ -225,7 +223,12 @@ def _launched_rank() -> int:
 
 
 def capture_side_by_side(
-    script: Path, args: Sequence[str], options: Any, mode: Any, output: Path
+    script: Path,
+    args: Sequence[str],
+    options: Any,
+    mode: Any,
+    output: Path,
+    progress: Callable[[str], None],
 ) -> "Capture":
     """Capture eager and compiled; write the eager trace as `NAME.eager.et` next to `output`."""
     from onerank.analysis.compiled_kernels import fuse
@@ -274,8 +277,9 @@ def verify(
     options = dataclasses.replace(job, module=module, windows=windows)
     validate_early(script, options)
     with loading_capture():
+        from onerank.capture.isolation import sigterm_interrupts
         from onerank.capture.verify.numerics import verify as verify_script
-    with _script_streams(as_json):
+    with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         verification = verify_script(script, args, options, progress)
     if as_json:
         print_json(verification)

@@ -1,6 +1,5 @@
 """`capture run --ranks`: write a trace for each captured rank, and show the table of them."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from onerank.analysis.summary import Summary, summarise
 from onerank.cli.render.conversion_table import render_conversion
 from onerank.cli.render.tables import counted, lines, size, table, time
 from onerank.cli.terminal import print_json
+from onerank.ir.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from onerank.capture import CapturedRanks as RanksOfJob
@@ -100,15 +100,12 @@ def _captured_rank(
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
     """Write each graph to its file; none appears before all are written."""
-    partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in graphs}
-    try:
+    parent = next(iter(graphs)).absolute().parent
+    with scratch_directory(parent) as scratch:
         for path, graph in graphs.items():
-            graph.write(partial[path])
-        for path, part in partial.items():
-            part.replace(path)
-    finally:
-        for part in partial.values():
-            part.unlink(missing_ok=True)
+            graph.write(scratch / path.name)
+        for path in graphs:
+            (scratch / path.name).replace(path)
 
 
 def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool) -> None:

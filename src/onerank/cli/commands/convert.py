@@ -14,6 +14,7 @@ from onerank.cli.common import (
     TRACE_OUTPUT,
     as_json,
     keep_inputs,
+    repeat_notes,
     reports_errors,
 )
 from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
@@ -215,6 +216,7 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
     _check_output(output, source)
     graph, repairs = read_repaired(trace) if options.repair else (read(trace), Repairs())
     graph = with_counted_work(with_groups(graph, source))
+    repeat_notes(graph)
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
     if as_json:

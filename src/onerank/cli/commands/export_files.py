@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
+from onerank.cli.common import OUTPUT, TRACE, keep_inputs, read_trace, reports_errors
 from onerank.cli.options import option, with_options
 from onerank.cli.terminal import say, visible_line
 
@@ -35,11 +35,10 @@ def perfetto(trace: Path, options: FileOptions) -> None:
 
     The file is JSON, with gzip if its name ends in .gz.
     """
-    import onerank
     from onerank.converters.targets.perfetto import timeline, write_timeline
 
     keep_inputs(options.output, trace)
-    events = timeline(onerank.read(trace), title=visible_line(trace.name))
+    events = timeline(read_trace(trace), title=visible_line(trace.name))
     write_timeline(events, options.output)
     say(f"{options.output}: {sum(event['ph'] == 'X' for event in events)} slices")
 
@@ -50,10 +49,9 @@ def perfetto(trace: Path, options: FileOptions) -> None:
 @reports_errors
 def parquet(trace: Path, options: ParquetOptions) -> None:
     """Write nodes and edges as tables for polars, pandas, DuckDB."""
-    import onerank
     from onerank.converters.targets.parquet_dot import write_parquet
 
-    graph = onerank.read(trace)
+    graph = read_trace(trace)
     nodes, edges = write_parquet(graph, options.output)
     say(f"{nodes}: {len(graph)} rows\n{edges}: {len(graph.edges)} rows")
 
@@ -64,12 +62,11 @@ def parquet(trace: Path, options: ParquetOptions) -> None:
 @reports_errors
 def dot(trace: Path, options: FileOptions) -> None:
     """Write a drawing of the graph for Graphviz."""
-    import onerank
     from onerank.converters.targets.parquet_dot import to_dot
     from onerank.ir.atomic_write import replace_file
 
     keep_inputs(options.output, trace)
-    replace_file(options.output, to_dot(onerank.read(trace)).encode())
+    replace_file(options.output, to_dot(read_trace(trace)).encode())
     drawing = options.output.with_suffix(".svg").name
     say(f"{options.output}: draw it with dot -Tsvg {options.output} -o {drawing}")
 

@@ -16,6 +16,7 @@ from onerank.cli.common import (
     OUTPUT,
     as_json,
     keep_inputs,
+    read_trace,
     reports_errors,
 )
 from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
@@ -327,10 +328,10 @@ def _job_of(
     files: Sequence[Path], options: PipelineOptions, granularity: Granularity
 ) -> CapturedJob:
     """Read the traces at a granularity, and give their job `--dp` replicas."""
-    import onerank
     from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 
-    graphs = [at_granularity(onerank.read(file), granularity) for file in files]
+    seen: set[str] = set()
+    graphs = [at_granularity(read_trace(file, seen=seen), granularity) for file in files]
     if options.dp is None:
         return CapturedJob(graphs, [])
     notes = replica_notes(graphs, options.dp)

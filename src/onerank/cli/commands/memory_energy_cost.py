@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onerank.cli.common import GIGABYTES, TRACE, as_json, reports_errors
+from onerank.cli.common import GIGABYTES, TRACE, as_json, read_trace, reports_errors
 from onerank.cli.options import SIZE, option, with_options
 from onerank.cli.terminal import print_json
 
@@ -91,12 +91,11 @@ def energy(trace: Path, options: TargetOptions, as_json: bool) -> None:
 
 def on_gpu(trace: Path, options: TargetOptions) -> tuple["Graph", "Gpu", "PowerTimeline"]:
     """Return a trace, re-costed if a target is given, its GPU, and the timeline of its step."""
-    import onerank
     from onerank.annotate import find_gpu, load_gpu, recost, with_figures
     from onerank.cli.commands.annotate import figures_of
     from onerank.ir.errors import TargetError
 
-    graph = onerank.read(trace)
+    graph = read_trace(trace)
     figures = figures_of(options.override)
     if options.target is not None:
         described = load_gpu(options.target)
@@ -166,7 +165,6 @@ def cost(trace: Path, options: CostOptions, as_json: bool) -> None:
 @reports_errors
 def memory(trace: Path, options: MemoryOptions, as_json: bool) -> None:
     """Show the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
-    import onerank
     from onerank.annotate import load_gpu
     from onerank.annotate.memory.memory_report import report_memory
     from onerank.cli.render.memory_energy_cost_table import render_memory
@@ -174,7 +172,7 @@ def memory(trace: Path, options: MemoryOptions, as_json: bool) -> None:
     gpu = None if options.target is None else load_gpu(options.target)
     gigabytes = options.non_allocator_gb
     non_allocator_bytes = None if gigabytes is None else round(gigabytes * 1e9)
-    report = report_memory(onerank.read(trace), gpu, non_allocator_bytes=non_allocator_bytes)
+    report = report_memory(read_trace(trace), gpu, non_allocator_bytes=non_allocator_bytes)
     if as_json:
         print_json(report)
     else:

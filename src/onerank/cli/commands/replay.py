@@ -5,7 +5,15 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.common import GB_PER_S, OUTPUT, TRACE, as_json, keep_inputs, reports_errors
+from onerank.cli.common import (
+    GB_PER_S,
+    OUTPUT,
+    TRACE,
+    as_json,
+    keep_inputs,
+    read_trace,
+    reports_errors,
+)
 from onerank.cli.options import option, with_options
 from onerank.cli.terminal import print_json
 
@@ -36,7 +44,6 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     Prints step time, compute, exposed communication, idle and host-bound time, and the critical
     path. A replay that differs from the measured step shows that edges are wrong.
     """
-    import onerank as package
     from onerank.analysis.step_time import replay as run
     from onerank.analysis.step_time import with_communication
     from onerank.cli.render.trace_tables import render_replay
@@ -44,7 +51,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
 
     if options.perfetto is not None:
         keep_inputs(options.perfetto, trace)
-    graph = package.read(trace)
+    graph = read_trace(trace)
     bandwidth = options.busbw_gb_s
     done = run(graph, bandwidth_gb_per_s=bandwidth)
     if options.perfetto is not None:

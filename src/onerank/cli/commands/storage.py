@@ -12,6 +12,7 @@ from onerank.cli.common import (
     TRACE_OUTPUT,
     as_json,
     keep_inputs,
+    read_trace,
     reports_errors,
 )
 from onerank.cli.options import option, with_options
@@ -43,12 +44,11 @@ class StorageOptions:
 @reports_errors
 def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
-    import onerank
     from onerank.annotate.passes.storage_nodes import Storage, with_storage
     from onerank.cli.render.tables import lines, size, time
 
     keep_inputs(options.output, trace)
-    before = onerank.read(trace)
+    before = read_trace(trace)
     traffic = Storage(
         gb_per_s=options.storage_gb_s,
         batch_bytes=options.batch_bytes,

@@ -1,0 +1,116 @@
+"""Temporary files and directories that a later run removes if this process is killed.
+
+A process holds a lock (flock) on each of its own. The kernel drops the lock when the process ends,
+however it ends, so an entry without a lock was left behind by a killed run.
+"""
+
+import contextlib
+import fcntl
+import functools
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = "onerank-scratch-"
+
+SUFFIX = ".onerank-tmp"
+"""Suffix of a file that is being written next to its final name."""
+
+
+@contextmanager
+def scratch_directory(parent: Path | None = None) -> Generator[Path]:
+    """Yield a new directory and remove it at the end, with those that killed runs left there.
+
+    Args:
+        parent: contains it, under a hidden name; None is the system's temporary directory.
+
+    Raises:
+        OSError: the directory cannot be created.
+    """
+    place = parent or Path(tempfile.gettempdir())
+    prefix = f".{PREFIX}" if parent else PREFIX
+    remove_abandoned(place)
+    directory, lock = _locked_directory(place, prefix)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def scratch_file(target: Path) -> Generator[Path]:
+    """Yield a new, empty file in the directory of `target`; remove it if it is still there.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    _sweep_once(target.parent)
+    path, lock = _locked_file(target)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(lock)
+
+
+def _locked_directory(place: Path, prefix: str) -> tuple[Path, int]:
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        if (lock := _lock(directory)) is not None:
+            return directory, lock
+
+
+def _locked_file(target: Path) -> tuple[Path, int]:
+    while True:
+        # A name has at most 255 bytes on Linux: the output's name, cut to 40 characters, fits.
+        path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}{SUFFIX}")
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        if (lock := _lock(path)) is not None:
+            return path, lock
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a new entry; return None if another run's sweep removed it before it was locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if path.exists():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@functools.cache
+def _sweep_once(directory: Path) -> None:
+    """Sweep once per process and directory: an export writes thousands of files to one place."""
+    remove_abandoned(directory)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove the scratch files and directories of killed runs of this user from a directory."""
+    for path in [
+        *directory.glob(f"{PREFIX}*"),
+        *directory.glob(f".{PREFIX}*"),
+        *directory.glob(f".*{SUFFIX}"),
+    ]:
+        with contextlib.suppress(OSError):  # held, gone already, or no locks on this file system
+            if path.lstat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                os.close(descriptor)

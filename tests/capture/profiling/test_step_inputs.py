@@ -1,0 +1,110 @@
+"""Steps whose inputs differ in shape: matched, refused, stored in the trace, and repeated."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from own_process import run_command
+from raised import raises_code
+
+from onerank import read
+from onerank.annotate.models.intervals import HALF_WIDTH, Interval
+from onerank.capture import Options, WindowPlan, capture
+from onerank.capture.profiling.step_variance import Work, input_spread, shapes_of
+from onerank.ir import Graph
+from onerank.ir.errors import ScriptError
+
+SCRIPT = """
+import itertools, torch
+class Model(torch.nn.Sequential): ...
+model = Model(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for length in LENGTHS:
+    model(input=torch.zeros(4, length, dtype=torch.long)).sum().backward()  # by keyword
+    optimizer.step()
+"""
+
+
+def captured(directory: Path, lengths: str, **plan: int) -> Graph:
+    script = directory / "train.py"
+    script.write_text(SCRIPT.replace("LENGTHS", lengths))
+    windows = WindowPlan(**{"warm_up": 2, "pure": 4, **plan})
+    return capture(script, [], Options(windows=windows)).graph
+
+
+@pytest.mark.parametrize("cycle", ["[7, 9]", "[7, 9, 11]", "[5, 6, 7, 8, 9]"])
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_times_shapes_and_step_time_are_of_steps_with_equal_inputs(tmp_path, cycle, repeat):
+    graph = captured(tmp_path, f"itertools.cycle({cycle})", repeat=repeat)
+    measured = graph.job.measurement
+    assert 0 < measured.input_spread < 0.5
+    assert sum("shapes of model inputs differ" in note for note in measured.notes) == 1
+    assert not any("times and shapes" in note for note in measured.notes)
+    assert len(measured.step_ns) <= 4
+    samples = graph.nodes.samples[graph.mask(*_compute(graph))]
+    assert (samples == (repeat if repeat > 1 else 0)).all()  # 0: one step, no median
+
+
+def _compute(graph: Graph) -> set:
+    return {node.kind for node in graph if not node.kind.is_communication}
+
+
+def test_equal_inputs_leave_no_note(tmp_path):
+    measured = captured(tmp_path, "itertools.cycle([7])").job.measurement
+    assert (measured.input_spread, len(measured.step_ns)) == (0.0, 4)
+    assert not any("inputs" in note for note in measured.notes)
+
+
+def test_inputs_that_never_repeat_are_refused(tmp_path):
+    with raises_code("script-shapes-vary", ScriptError):
+        captured(tmp_path, "range(1, 400)")
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+def test_shapes_of_all_tensors_in_the_arguments():
+    x, y = torch.zeros(2, 3), torch.zeros(4)
+    assert shapes_of(((x,), {"mask": y, "batch": [{"ids": x}, None, 3]})) == ((2, 3), (4,), (2, 3))
+    ragged = [torch.nested.nested_tensor([y, y[:n]], layout=torch.jagged) for n in (1, 2)]
+    assert shapes_of(ragged[0]) == shapes_of(ragged[1])
+
+
+def test_the_spread_of_input_sizes():
+    small, large = (Work(1, 0, (((4, n),),)) for n in (8, 16))
+    assert input_spread([small, small], small) == 0.0
+    assert input_spread([small, large], large) == pytest.approx(math.log(2) / math.sqrt(2))
+
+
+def test_the_spread_widens_an_interval():
+    assert Interval(90, 110).widened(100, 0.0) == Interval(90, 110)
+    low, high = Interval(90_000, 110_000).widened(100_000, 0.3)
+    assert low == round(1e5 * math.exp(-math.hypot(math.log(1 / 0.9), HALF_WIDTH * 0.3)))
+    assert high == round(1e5 * math.exp(math.hypot(math.log(1.1), HALF_WIDTH * 0.3)))
+
+
+def test_every_command_repeats_the_notes_and_annotate_is_less_certain(tmp_path):
+    graph = captured(tmp_path, "itertools.cycle([7])")
+    intervals = []
+    for spread in (0.0, 0.5):
+        measured = msgspec.structs.replace(
+            graph.job.measurement, input_spread=spread, notes=("a doubtful trace",)
+        )
+        job = msgspec.structs.replace(graph.job, measurement=measured)
+        trace = tmp_path / f"{spread}.et"
+        replace(graph, job=job).write(trace)
+        assert read(trace).job.measurement.input_spread == spread
+        done = run_command("annotate", "--target", "H100", "--json", trace)
+        assert "note: a doubtful trace" in done.stderr
+        intervals.append(json.loads(done.stdout)["interval"])
+    widths = np.log([high / low for low, high in intervals])
+    assert widths[1] > max(widths[0], 2 * HALF_WIDTH * 0.5 * 0.99)
+    for command in (["replay"], ["memory"], ["export", "parquet", "-o", tmp_path / "pq"],
+                    ["export", "dot", "-o", tmp_path / "t.dot"],
+                    ["export", "astra-sim", "-o", tmp_path / "ws"]):  # fmt: skip
+        done = run_command(*command, trace)
+        assert done.stderr.count("note: a doubtful trace") == 1, (command, done.stderr)
+    assert "a doubtful trace" in run_command("show", trace).stdout
