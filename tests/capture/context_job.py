@@ -1,4 +1,4 @@
-"""A small model of each family, a batch for it, and its slices held against the whole."""
+"""A small model of each family, a batch for it, and a comparison of its slices with the whole."""
 
 from typing import Any
 
@@ -26,27 +26,27 @@ LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "q_lora_rank": 16, "k
           "num_hidden_layers": 2}  # fmt: skip
 """Keys of 16 features, values of 8."""
 BATCH, SEQUENCE = 2, 24
-BEFORE = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-BEFORE[0, :5] = 0
-BEHIND = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-BEHIND[1, 17:] = 0
+LEADING_PADDING = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+LEADING_PADDING[0, :5] = 0
+TRAILING_PADDING = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+TRAILING_PADDING[1, 17:] = 0
 PACKED = {
     "position_ids": torch.stack(
         [torch.arange(SEQUENCE) % 14, torch.cat([torch.arange(n) for n in (7, 8, 9)])]
     ),
-    "use_cache": False,  # with a cache transformers looks at no position ids
+    "use_cache": False,  # with a cache transformers ignores packing
 }
 
 
 def packed(*rows: tuple[int, ...]) -> dict[str, Any]:
-    """Return a call's arguments that tell sequences of these lengths apart."""
+    """Return a call's arguments for rows packed with sequences of these lengths."""
     positions = [torch.cat([torch.arange(n) for n in row]) for row in rows]
     return {"position_ids": torch.stack(positions), "use_cache": False}
 
 
-OWN = {"attn_implementation": "eager"}
+EAGER = {"attn_implementation": "eager"}
 SINKS = {**EXPERTS, "head_dim": 8, "sliding_window": 7}
-CAPPED = {**OWN, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}
+CAPPED = {**EAGER, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}
 CHUNKS = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 10,
           "moe_layers": [], "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
 
@@ -68,10 +68,17 @@ def tokens(seed: int = 1, length: int = SEQUENCE) -> torch.Tensor:
 
 
 def compared(
-    one: Any, labels: torch.Tensor | None = None, more: dict[str, Any] | None = None, **options: Any
+    whole: Any,
+    labels: torch.Tensor | None = None,
+    more: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
-    given = tokens()
-    batch = {"input_ids": given, "labels": given if labels is None else labels, **(more or {})}
-    rows, why_not, _ = compare_slices(one, (), batch, Options(**options), lambda _: None)
-    assert not why_not
+    input_ids = tokens()
+    batch = {
+        "input_ids": input_ids,
+        "labels": input_ids if labels is None else labels,
+        **(more or {}),
+    }
+    rows, reasons, _ = compare_slices(whole, (), batch, Options(**options), lambda _: None)
+    assert not reasons
     return rows

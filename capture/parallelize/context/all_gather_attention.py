@@ -40,39 +40,52 @@ class GatheringAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, group, how, mask = args
-        ctx.group, ctx.how = group, how
-        keys, values = (_whole(x, group) for x in (key, value))
+        query, key, value, group, mode, mask = args
+        ctx.group, ctx.mode = group, mode
+        keys, values = (_gather_sequence(x, group) for x in (key, value))
         parts = [
-            attend(part, keys[:, :, seen], values[:, :, seen], how=how, causal=True, mask=masked)
-            for part, seen, masked in _parts(query, group, how, mask)
+            attend(
+                part,
+                keys[:, :, key_range],
+                values[:, :, key_range],
+                mode=mode,
+                causal=True,
+                mask=part_mask,
+            )
+            for part, key_range, part_mask in _query_parts(query, group, mode, mask)
         ]
-        kept = [[part.output, part.log_sums, *part.random] for part in parts]
-        ctx.save_for_backward(query, key, value, mask, *kept[0], *kept[1])
+        saved = [[part.output, part.logsumexp, *part.dropout_state] for part in parts]
+        ctx.save_for_backward(query, key, value, mask, *saved[0], *saved[1])
         return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, *kept = ctx.saved_tensors
-        group, half = ctx.group, len(kept) // 2
-        keys, values = (_whole(x, group) for x in (key, value))
-        for_keys, for_values = torch.zeros_like(keys), torch.zeros_like(values)
-        for_query: list[Tensor] = []
-        gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
-        for number, (part, seen, masked) in enumerate(_parts(query, group, ctx.how, mask)):
-            output, sums, *random = kept[number * half : (number + 1) * half]
+        query, key, value, mask, *saved = ctx.saved_tensors
+        group, states_per_part = ctx.group, len(saved) // 2
+        keys, values = (_gather_sequence(x, group) for x in (key, value))
+        grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+        grad_query: list[Tensor] = []
+        grad_outputs = grads[0].transpose(1, 2).chunk(2, dim=2)
+        for index, (part, key_range, part_mask) in enumerate(
+            _query_parts(query, group, ctx.mode, mask)
+        ):
+            output, sums, *dropout_state = saved[
+                index * states_per_part : (index + 1) * states_per_part
+            ]
             gradient_parts = attend_backward(
-                *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
-                AttentionOutput(output, sums, tuple(random)),
-                how=ctx.how,
+                *(grad_outputs[index], part, keys[:, :, key_range], values[:, :, key_range]),
+                AttentionOutput(output, sums, tuple(dropout_state)),
+                mode=ctx.mode,
                 causal=True,
-                mask=masked,
+                mask=part_mask,
             )
-            for_query.append(gradient_parts[0])
-            for_keys[:, :, seen] += gradient_parts[1]
-            for_values[:, :, seen] += gradient_parts[2]
-        for_key, for_value = (_shares(x, group) for x in (for_keys, for_values))
-        return torch.cat(for_query, dim=2), for_key, for_value, None, None, None
+            grad_query.append(gradient_parts[0])
+            grad_keys[:, :, key_range] += gradient_parts[1]
+            grad_values[:, :, key_range] += gradient_parts[2]
+        grad_key, grad_value = (
+            _reduce_scatter_sequence(x, group) for x in (grad_keys, grad_values)
+        )
+        return torch.cat(grad_query, dim=2), grad_key, grad_value, None, None, None
 
 
 class GatheredKeys(torch.autograd.Function):
@@ -81,11 +94,11 @@ class GatheredKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _whole(x, group)
+        return _gather_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _shares(grads[0], ctx.group), None
+        return _reduce_scatter_sequence(grads[0], ctx.group), None
 
 
 def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -104,50 +117,50 @@ class GatheredLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _whole(logits.unsqueeze(1), group).squeeze(1)
+        return _gather_sequence(logits.unsqueeze(1), group).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         size = ctx.group.size()
         chunks = grads[0].chunk(2 * size, dim=1)
-        own = torch.cat([chunks[at] for at in chunks_of(ctx.group)], dim=1)
-        return own.mul_(size), None
+        local = torch.cat([chunks[chunk] for chunk in chunks_of(ctx.group)], dim=1)
+        return local.mul_(size), None
 
 
-def _parts(
-    query: Tensor, group: dist.ProcessGroup, how: AttentionMode, mask: Tensor | None
+def _query_parts(
+    query: Tensor, group: dist.ProcessGroup, mode: AttentionMode, mask: Tensor | None
 ) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
     """Return each chunk of the queries, the range of keys it sees, and its mask."""
     parts = query.chunk(2, dim=2)
     length = parts[0].shape[2]
-    starts = [at * length for at in chunks_of(group)]
+    starts = [chunk * length for chunk in chunks_of(group)]
     if mask is not None:  # from key 0 on, because kernels need aligned mask rows
         return [
             (part, slice(0, start + length), rows[..., : start + length])
             for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)
         ]
-    window = how.window
+    window = mode.window
     return [
         (part, slice(max(0, start + 1 - window) if window else 0, start + length), None)
         for part, start in zip(parts, starts, strict=True)
     ]
 
 
-def _whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' [batch, heads, part, width] and put the chunks in order."""
     size, (batch, heads, part, width) = group.size(), x.shape
     gathered = x.new_empty((size, batch, heads, part, width))
     all_gather(gathered.view(-1, heads, part, width), x.contiguous(), group=group)
-    halves = [share.chunk(2, dim=2) for share in gathered]
+    halves = [shard.chunk(2, dim=2) for shard in gathered]
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves[::-1]], dim=2)
 
 
-def _shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum [batch, heads, sequence, width] over the ranks and return this rank's chunks."""
     size = group.size()
     chunks = x.chunk(2 * size, dim=2)
     order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     shards = torch.stack([chunks[chunk] for chunk in order])
-    own = x.new_empty((2, *shards.shape[1:]))
-    reduce_scatter(own, shards, group=group)
-    return torch.cat([own[0], own[1]], dim=2)
+    local = x.new_empty((2, *shards.shape[1:]))
+    reduce_scatter(local, shards, group=group)
+    return torch.cat([local[0], local[1]], dim=2)

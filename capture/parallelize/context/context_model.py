@@ -1,14 +1,13 @@
 """Context parallelism of a Hugging Face model: batch, masks, attention and loss of one rank.
 
-Each rank runs the whole model on a part of the sequence. The script gives every rank of the group
-the whole batch, as Megatron-LM's loop does (get_batch_on_this_cp_rank). When the model is called,
-token ids, labels and positions are cut to the rank's part. Labels are shifted first, so that the
-last token of a chunk learns from the first token of the next. In the layers only attention
-communicates.
+Each rank runs the whole model on a part of the sequence. The script passes the whole batch on every
+rank of the group. A pre-hook of the model cuts token ids, labels and positions to the rank's part,
+as Megatron-LM's get_batch_on_this_cp_rank does in its training loop. Within the layers, only
+attention communicates.
 
-The loss is that of the whole sequence: its parts are all-reduced, 4 bytes. Its gradient is scaled
-by the size of the group, so that the mean over data- and context-parallel ranks is the gradient of
-the whole batch. A script that reads logits gets those of the whole sequence, gathered.
+The loss of the whole sequence is the all-reduced sum of the ranks' losses, 4 bytes. Its gradient is
+scaled by the size of the group, so that the mean over data- and context-parallel ranks is the
+gradient of the whole batch. Logits are all-gathered when the script reads them.
 
 Padding, packed sequences, chunked attention and eager attention need masks. Transformers builds a
 mask for each kind of layer from functions of query and key positions
@@ -45,7 +44,9 @@ from onerank.ir.errors import SliceError
 
 MASKED = "onerank_context_parallel_masked"
 
-_ALIGNED = 16  # elements from one row of a mask to the next, as torch pads masks for the kernels
+# Stride of a mask's rows, in elements, that the memory-efficient kernel needs. A mask built with
+# this stride is not copied again in every layer (`partial_attention._bias`).
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,17 @@ class MaskInputs:
     """Positions, padding and packing of a call's sequences, from which layers build masks.
 
     Attributes:
-        rows: position in the sequence of each token of this rank's part, [part].
+        query_positions: position in the sequence of each token of this rank's part, [part].
         length: tokens of a sequence.
-        seen: mask of tokens that are not padding, [batch, sequence]; None for all.
+        token_mask: mask of tokens that are not padding, [batch, sequence]; None for all.
         documents: index of each token's packed sequence, [batch, sequence]; None for one.
         eager: whether the model's eager attention uses the mask (lowest finite number, not -inf).
         packing: packed sequences that are cut one by one; replaces masks.
     """
 
-    rows: Tensor
+    query_positions: Tensor
     length: int
-    seen: Tensor | None = None
+    token_mask: Tensor | None = None
     documents: Tensor | None = None
     eager: bool = False
     packing: Packing | None = None
@@ -94,21 +95,25 @@ def _mask(
                 code="cp-ring-packed-rows",
             )
         return inputs.packing
-    rows, seen = inputs.rows, inputs.seen
+    query_positions, token_mask = inputs.query_positions, inputs.token_mask
     documents = inputs.documents if _knows_positions(inspect.currentframe()) else None
-    columns = torch.arange(inputs.length, device=rows.device)
-    batch = 1 if seen is None and documents is None else len(_either(seen, documents))
-    at = torch.arange(batch, device=rows.device)
+    key_positions = torch.arange(inputs.length, device=query_positions.device)
+    batch = next((len(x) for x in (token_mask, documents) if x is not None), 1)
+    batch_indices = torch.arange(batch, device=query_positions.device)
     allowed: Tensor = mask_function(
-        *(at[:, None, None, None], at[None, :1, None, None]),
-        *(rows[None, None, :, None], columns[None, None, None, :]),
+        *(batch_indices[:, None, None, None], batch_indices[None, :1, None, None]),
+        *(query_positions[None, None, :, None], key_positions[None, None, None, :]),
     )
-    if seen is not None:
-        allowed = allowed & seen[:, None, None, :]
+    if token_mask is not None:
+        allowed = allowed & token_mask[:, None, None, :]
     if documents is not None:
-        allowed = allowed & (documents[:, rows][:, None, :, None] == documents[:, None, None, :])
+        allowed = allowed & (
+            documents[:, query_positions][:, None, :, None] == documents[:, None, None, :]
+        )
     padded = inputs.length + -inputs.length % _ALIGNED
-    scores = torch.zeros((*allowed.shape[:-1], padded), dtype=dtype, device=rows.device)
+    scores = torch.zeros((*allowed.shape[:-1], padded), dtype=dtype, device=query_positions.device)
+    # Eager attention adds the mask before a softmax over rows that may be masked throughout; with
+    # -inf such a row would be NaN. Transformers' eager masks hold the lowest finite number too.
     lowest = torch.finfo(dtype).min if inputs.eager else float("-inf")
     return scores[..., : inputs.length].masked_fill_(~allowed, lowest)
 
@@ -123,10 +128,6 @@ def _knows_positions(frame: FrameType | None) -> bool:
     return caller is not None and caller.f_locals.get("position_ids") is not None
 
 
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor:
-    return one if one is not None else other  # pyright: ignore[reportReturnType]
-
-
 _NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
@@ -135,29 +136,29 @@ class Batch:
     """A call's arguments, cut to a rank's part of the sequence, and the inputs of its masks.
 
     Attributes:
-        given: arguments by name, without attention_mask.
-        rows: position in the sequence of each token of this rank's part, [part].
+        arguments: arguments by name, without attention_mask.
+        query_positions: position in the sequence of each token of this rank's part, [part].
         sequences: number of sequences.
         length: tokens of a whole sequence.
-        seen: mask of tokens that are not padding, [batch, sequence]; None if padding needs no
+        token_mask: mask of tokens that are not padding, [batch, sequence]; None if padding needs no
             mask.
         counted: the same mask for token statistics, such as a balancing loss.
         documents: index of each token's packed sequence, [batch, sequence]; None for one.
         packing: packed sequences that are cut one by one, so that no mask is needed.
     """
 
-    given: dict[str, Any]
-    rows: Tensor
+    arguments: dict[str, Any]
+    query_positions: Tensor
     sequences: int
     length: int
-    seen: Tensor | None
+    token_mask: Tensor | None
     counted: Tensor | None
     documents: Tensor | None
     packing: Packing | None
 
     def unmasked(self) -> Tensor:
         """Return an attention_mask of the whole sequences that hides nothing."""
-        return self.rows.new_ones((self.sequences, self.length))
+        return self.query_positions.new_ones((self.sequences, self.length))
 
 
 def shard_batch(
@@ -165,17 +166,26 @@ def shard_batch(
 ) -> Batch:
     """Cut a call's arguments to this rank's part of the sequence.
 
-    Labels are shifted first, so that the last token of a chunk learns from the first of the next.
     Without labels the script computes the loss from the logits. Trailing padding without labels
     needs no mask under causal attention; it is computed like any token, as in Megatron-LM.
+
+    Args:
+        model: the model that the script calls.
+        args: positional arguments of the call; input_ids, labels and masks are [batch, sequence].
+        kwargs: keyword arguments of the call.
+        context: the split of the sequence.
 
     Raises:
         SliceError: the arguments cannot be cut.
     """
-    given = by_name(model, args, kwargs)
-    labels = given.get("labels")
+    arguments = by_name(model, args, kwargs)
+    labels = arguments.get("labels")
     sequence = next(
-        (given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None),
+        (
+            arguments[name]
+            for name in ("input_ids", "inputs_embeds")
+            if arguments.get(name) is not None
+        ),
         None,
     )
     if sequence is None:
@@ -184,108 +194,125 @@ def shard_batch(
             "  call model(input_ids=..., labels=...)",
             code="cp-no-input-ids",
         )
-    if non_text := [name for name in _NON_TEXT_INPUTS if given.get(name) is not None]:
+    if non_text := [name for name in _NON_TEXT_INPUTS if arguments.get(name) is not None]:
         raise SliceError(
             f"--cp: {type(model).__name__} was called with {', '.join(non_text)}, whose features "
             "replace tokens anywhere in the sequence, which --cp cannot cut\n"
             "  train on text only, or leave --cp out",
             code="cp-other-inputs",
         )
-    kept = given.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
+    logits_to_keep = arguments.get("logits_to_keep")
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         raise SliceError(
             f"--cp: {type(model).__name__} was called with logits_to_keep, positions in the whole "
             "sequence, but a rank holds only a part: leave it out",
             code="cp-logits-to-keep",
         )
-    rows = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
-    shifted = given.get("shift_labels")
+    all_positions = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
+    shifted = arguments.get("shift_labels")
     if shifted is None and labels is not None:
+        # The shift comes before the cut: a chunk's last token learns from the next chunk's first.
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-    counted = _unpadded(given.get("attention_mask"), rows)
-    positions, documents = _packed(model, given, rows)
+    counted = _unpadded(arguments.get("attention_mask"), all_positions)
+    positions, documents = _packed(model, arguments, all_positions)
     packing = None
     if documents is not None and context.comm == "p2p":
         packing = packing_of(documents, context.group.rank(), context.group.size())
         positions = positions.expand(len(documents), -1)
-    cut = context.own if packing is None else packing.own
+    cut = context.local_chunks if packing is None else packing.local_chunks
     for name in ("input_ids", "inputs_embeds", "labels"):
-        if given.get(name) is not None:
-            given[name] = cut(given[name])
-    own = {**given, "attention_mask": None, "position_ids": cut(positions)}
+        if arguments.get(name) is not None:
+            arguments[name] = cut(arguments[name])
+    local = {**arguments, "attention_mask": None, "position_ids": cut(positions)}
     if labels is not None and shifted is not None:
-        if own.get("num_items_in_batch") is None:
-            own["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
-        own["shift_labels"] = cut(shifted)
-    seen = None if counted is None or _is_behind(counted, shifted) else counted
-    if seen is not None and (counting := _counting(model)):
+        if local.get("num_items_in_batch") is None:
+            # By default the loss function divides by the part's labels, and parts have unequal
+            # numbers of them; divided by the whole sequence's number, the parts sum to its loss.
+            local["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
+        local["shift_labels"] = cut(shifted)
+    token_mask = None if counted is None or _is_trailing(counted, shifted) else counted
+    if token_mask is not None and (embedding_class := _position_counting_embedding(model)):
         raise SliceError(
             f"--cp: {type(model).__name__} counts its positions from the attention_mask "
-            f"({counting}), which leaves out {int((~seen).sum())} of {seen.numel()} tokens: pad "
-            "behind the sequences, with labels of -100 there, or fill them",
+            f"({embedding_class}), which excludes {int((~token_mask).sum())} of "
+            f"{token_mask.numel()} tokens\n  pad at the end, with labels of -100, or fill the "
+            "sequences",
             code="cp-positions-from-mask",
         )
     count, length = sequence.shape[:2]
-    return Batch(own, context.own(rows)[0], count, length, seen, counted, documents, packing)
+    return Batch(
+        local,
+        context.local_chunks(all_positions)[0],
+        count,
+        length,
+        token_mask,
+        counted,
+        documents,
+        packing,
+    )
 
 
-def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
+def _unpadded(mask: Any, all_positions: Tensor) -> Tensor | None:
     """Return the mask of tokens that are not padding; None if all tokens count."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.shape[1]:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != all_positions.shape[1]:
         raise SliceError(
-            f"--cp: expected an attention_mask [batch, {rows.shape[1]}], or none; found "
+            f"--cp: expected an attention_mask [batch, {all_positions.shape[1]}], or none; found "
             f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}",
             code="cp-mask-shape",
         )
-    return None if bool(mask.all()) else mask.to(rows.device, torch.bool)
+    return None if bool(mask.all()) else mask.to(all_positions.device, torch.bool)
 
 
-def _is_behind(seen: Tensor, shifted: Tensor | None) -> bool:
+def _is_trailing(token_mask: Tensor, shifted: Tensor | None) -> bool:
     """Return whether all padding is trailing and has no labels."""
     if shifted is None:
         return False
-    ends = bool((seen[:, :-1] >= seen[:, 1:]).all())
-    return ends and bool((shifted[~seen] == IGNORED_LABEL).all())
+    trailing = bool((token_mask[:, :-1] >= token_mask[:, 1:]).all())
+    return trailing and bool((shifted[~token_mask] == IGNORED_LABEL).all())
 
 
-def _counting(model: nn.Module) -> str:
+def _position_counting_embedding(model: nn.Module) -> str:
     """Return the class of an embedding that counts positions from a mask; "" without one."""
     embeddings = {type(module) for module in model.modules() if isinstance(module, nn.Embedding)}
-    kinds = (kind for kind in embeddings if "attention_mask" in _parameters(kind.forward))
-    return next((kind.__name__ for kind in kinds), "")
+    classes = (kind for kind in embeddings if "attention_mask" in _parameters(kind.forward))
+    return next((kind.__name__ for kind in classes), "")
 
 
 def _parameters(function: Any) -> Any:
     return inspect.signature(function).parameters
 
 
-def _packed(model: Any, given: dict[str, Any], rows: Tensor) -> tuple[Tensor, Tensor | None]:
+def _packed(
+    model: Any, arguments: dict[str, Any], all_positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Return position ids and the index of each token's packed sequence.
 
     As in transformers (masking_utils.find_packed_sequence_indices), a position id that does not
     continue the previous one starts a sequence, if there is no mask and no key-value cache.
     """
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if positions is None:
-        return rows, None
-    if positions.dim() != 2 or positions.shape[1] != rows.shape[1]:
+        return all_positions, None
+    if positions.dim() != 2 or positions.shape[1] != all_positions.shape[1]:
         raise SliceError(
-            f"--cp: expected position_ids [batch, {rows.shape[1]}], or none; found "
+            f"--cp: expected position_ids [batch, {all_positions.shape[1]}], or none; found "
             f"{list(positions.shape)}",
             code="cp-positions-shape",
         )
-    caches = given.get("use_cache")
+    caches = arguments.get("use_cache")
     caches = model.config.get_text_config().use_cache if caches is None else caches
+    # Transformers detects packed sequences only without a cache, and turns the cache off when it
+    # checkpoints activations.
     if caches and not (model.training and model.is_gradient_checkpointing):
         return positions, None
-    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1
-    if given.get("attention_mask") is not None or not bool(begins.any()):
+    starts = torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1
+    if arguments.get("attention_mask") is not None or not bool(starts.any()):
         return positions, None
-    documents = begins.cumsum(1)
-    sequence = given.get("input_ids")
-    sequence = given["inputs_embeds"] if sequence is None else sequence
+    documents = starts.cumsum(1)
+    sequence = arguments.get("input_ids")
+    sequence = arguments["inputs_embeds"] if sequence is None else sequence
     return positions, documents.expand(len(sequence), -1)
 
 
@@ -297,7 +324,8 @@ _CHUNKED = "chunked_attention"
 
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", _CHUNKED)
 
-_COUNTS_POSITIONS = "create_position_ids_from_input_ids"  # RoBERTa's
+# RoBERTa's embeddings: positions follow from the whole sequence's padding, which a part lacks
+_COUNTS_POSITIONS = "create_position_ids_from_input_ids"
 
 _LOSSES = ("loss", "aux_loss")
 
@@ -354,26 +382,30 @@ def apply_context_parallel(
         running = True
         batch = shard_batch(module, args, kwargs, context)
         packed = batch.packing is not None
-        masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
+        masked = (
+            layer.eager or chunked or batch.token_mask is not None or batch.documents is not None
+        )
         if chunked and batch.documents is not None:
             raise SliceError(
                 f"--cp: {type(module).__name__} uses chunked attention, which --cp does not "
                 "support with packed sequences: do not pack",
                 code="cp-chunked-packed",
             )
-        wanted = MASKED if masked else _ATTENTION
-        _configure(module, wanted)
+        implementation = MASKED if masked else _ATTENTION
+        _configure(module, implementation)
         if masked:
-            masking = batch.seen, batch.documents, layer.eager, batch.packing
-            CURRENT.set(MaskInputs(batch.rows, batch.length, *masking))
-            # a mask of ones if nothing is padded: without a mask, transformers would look for
-            # packed sequences in the part's position ids
-            batch.given["attention_mask"] = batch.unmasked() if batch.seen is None else batch.seen
-        if adds_balancing_loss(module, batch.given):
+            masking = batch.token_mask, batch.documents, layer.eager, batch.packing
+            CURRENT.set(MaskInputs(batch.query_positions, batch.length, *masking))
+            # A mask of ones if nothing is padded: without a mask, transformers looks for packed
+            # sequences in position ids, and those of the part jump between its two chunks.
+            batch.arguments["attention_mask"] = (
+                batch.unmasked() if batch.token_mask is None else batch.token_mask
+            )
+        if adds_balancing_loss(module, batch.arguments):
             share_balancing_loss(module)
-            counted = None if batch.counted is None else context.own(batch.counted)
+            counted = None if batch.counted is None else context.local_chunks(batch.counted)
             BALANCE.set(Balance((group,), peers_absent, counted))
-        return (), batch.given
+        return (), batch.arguments
 
     def gather(logits: Tensor) -> Tensor:
         whole: Any = GatheredLogits.apply(logits, group)
@@ -516,13 +548,13 @@ def _attention(
                 "eager_attention_forward that takes a mask: leave --cp out",
                 code="cp-eager-function",
             )
-        keys, values = layer.context.gathered(key, value)
+        keys, values = layer.context.gather_keys_and_values(key, value)
         return eager_attention(module, query, keys, values, attention_mask, **options)
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    added = [options.get(name) for name in ("position_bias", "softcap", "s_aux")]
-    if any(one is not None for one in added) or not causal:
+    unsupported = [options.get(name) for name in ("position_bias", "softcap", "s_aux")]
+    if any(option is not None for option in unsupported) or not causal:
         raise SliceError(
             f"--cp: {kind} attends with a bias, a cap or without causality, which --cp supports "
             "only for 'eager'\n  build the model with attn_implementation='eager' if available, or "
@@ -549,8 +581,8 @@ def _attention(
         scale = query.shape[-1] ** -0.5
     mask = attention_mask
     mask = mask.to(query.dtype) if isinstance(mask, Tensor) else mask
-    how = AttentionMode(scale, window, options.get("dropout", 0.0))
-    return layer.context.attend(query, key, value, how, mask), None
+    mode = AttentionMode(scale, window, options.get("dropout", 0.0))
+    return layer.context.attend(query, key, value, mode, mask), None
 
 
 def _register_attention() -> None:

@@ -2,8 +2,8 @@
 
 Each sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r
 (megatron/core/utils.py, get_batch_on_this_cp_rank; TransformerEngine's
-thd_get_partitioned_indices). So the work is balanced however sequences are packed. Each sequence is
-causal by itself: kernels get the sequence offsets, and no mask is needed.
+thd_get_partitioned_indices). Cutting every sequence balances the work for any packing. Attention is
+causal within each sequence: kernels get the sequence offsets and need no mask.
 """
 
 import itertools
@@ -32,17 +32,17 @@ class Lengths:
     """Lengths of concatenated sequences.
 
     Attributes:
-        each: tokens of each sequence.
+        per_sequence: tokens of each sequence.
         starts: first token of each sequence, and the end: [sequences + 1], int32, on the device.
     """
 
-    each: tuple[int, ...]
+    per_sequence: tuple[int, ...]
     starts: Tensor
 
     @classmethod
-    def of(cls, each: Sequence[int], device: torch.device) -> "Lengths":
-        ends = [0, *itertools.accumulate(each)]
-        return cls(tuple(each), torch.tensor(ends, dtype=torch.int32, device=device))
+    def of(cls, per_sequence: Sequence[int], device: torch.device) -> "Lengths":
+        ends = [0, *itertools.accumulate(per_sequence)]
+        return cls(tuple(per_sequence), torch.tensor(ends, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Packing:
     """The packed sequences of a rank's part, with the rows of the batch concatenated.
 
     Attributes:
-        places: index of each token of the part in the flattened batch, [rows x part].
+        token_indices: index of each token of the part in the flattened batch, [rows x part].
         longest: tokens of the longest sequence over all ranks.
         whole: tokens of each sequence in the part.
         half: half of `whole`, one chunk.
@@ -58,16 +58,16 @@ class Packing:
         second: indices of the second chunks in the part.
     """
 
-    places: Tensor
+    token_indices: Tensor
     longest: int
     whole: Lengths
     half: Lengths
     first: Tensor
     second: Tensor
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_chunks(self, x: Tensor) -> Tensor:
         """Return this rank's chunks of each sequence of [batch, sequence, ...]."""
-        return x.flatten(0, 1)[self.places].unflatten(0, (x.shape[0], -1))
+        return x.flatten(0, 1)[self.token_indices].unflatten(0, (x.shape[0], -1))
 
 
 def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
@@ -81,9 +81,10 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     Raises:
         SliceError: a sequence is not a multiple of 2 x size.
     """
-    rows = torch.arange(len(documents), device=documents.device).unsqueeze(1)
-    numbered = (documents + rows * documents.shape[1]).flatten()
-    lengths: list[int] = torch.unique_consecutive(numbered, return_counts=True)[1].tolist()
+    row_indices = torch.arange(len(documents), device=documents.device).unsqueeze(1)
+    # Indices restart in each row, so two rows' sequences would merge where the rows meet.
+    sequence_ids = (documents + row_indices * documents.shape[1]).flatten()
+    lengths: list[int] = torch.unique_consecutive(sequence_ids, return_counts=True)[1].tolist()
     odd = next((length for length in lengths if length % (2 * size)), None)
     if odd is not None:
         raise SliceError(
@@ -94,23 +95,23 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
         )
     chunks = [length // (2 * size) for length in lengths]
     starts = itertools.accumulate(lengths, initial=0)
-    places, halves = list[int](), (list[int](), list[int]())
+    token_indices, halves = list[int](), (list[int](), list[int]())
     for start, chunk in zip(starts, chunks, strict=False):
         for number, index in enumerate((rank, 2 * size - 1 - rank)):
-            halves[number].extend(range(len(places), len(places) + chunk))
-            places += range(start + index * chunk, start + (index + 1) * chunk)
+            halves[number].extend(range(len(token_indices), len(token_indices) + chunk))
+            token_indices += range(start + index * chunk, start + (index + 1) * chunk)
     device = documents.device
-    indices = [torch.tensor(one, device=device) for one in (places, *halves)]
+    indices = [torch.tensor(positions, device=device) for positions in (token_indices, *halves)]
     whole, half = (Lengths.of([n * chunk for chunk in chunks], device) for n in (2, 1))
     return Packing(indices[0], max(lengths), whole, half, indices[1], indices[2])
 
 
-def attend_each(
+def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     lengths: tuple[Lengths, Lengths],
 ) -> AttentionOutput:
@@ -119,8 +120,8 @@ def attend_each(
     Args:
         query: [1, heads, all queries, width].
         key: [1, key heads, all keys, width].
-        value: in the shape of the keys.
-        how: scale and dropout.
+        value: [1, key heads, all keys, width].
+        mode: scale and dropout; a window is not supported.
         causal: as for `attend`.
         lengths: lengths of the queries and of the keys.
 
@@ -128,83 +129,110 @@ def attend_each(
         SliceError: the CUDA kernels do not support the dtype or the widths.
     """
     if query.is_cuda:
-        _check(query, value)
+        # The kernel behind torch's varlen attention; scaled_dot_product_attention has no offsets.
+        _check_flash(query, value)
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
             *_kernel_lengths(lengths),
-            *(how.dropout, causal, False),
-            scale=how.scale,
+            *(mode.dropout, causal, False),
+            scale=mode.scale,
         )
         return AttentionOutput(output.transpose(0, 1)[None], sums[None], (seed, offset))
     parts = [
-        attend(*one, how=how, causal=causal)
-        for one in zip(*_each(query, key, value, lengths=lengths), strict=True)
+        attend(*operands, mode=mode, causal=causal)
+        for operands in zip(*_split_sequences(query, key, value, lengths=lengths), strict=True)
     ]
     return AttentionOutput(
         torch.cat([part.output for part in parts], dim=2),
-        torch.cat([part.log_sums for part in parts], dim=2),
-        tuple(drawn for part in parts for drawn in part.random),
+        torch.cat([part.logsumexp for part in parts], dim=2),
+        tuple(state for part in parts for state in part.dropout_state),
     )
 
 
-def attend_each_backward(
-    gradient: Tensor,
+def attend_packed_backward(
+    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: AttentionOutput,
+    forward: AttentionOutput,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     lengths: tuple[Lengths, Lengths],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, from the gradient of the output."""
+    """Return the gradients of query, key and value within each packed sequence.
+
+    Args:
+        grad_output: gradient of the output, [1, heads, all queries, value width].
+        query: as for `attend_packed`.
+        key: as for `attend_packed`.
+        value: as for `attend_packed`.
+        forward: the output of `attend_packed`, or of a merge over several parts of the keys.
+        mode: as for `attend_packed`.
+        causal: as for `attend_packed`.
+        lengths: as for `attend_packed`.
+    """
     if query.is_cuda:
         flash_gradients = _aten._flash_attention_backward(
-            *(x[0].transpose(0, 1) for x in (gradient, query, key, value, of.output)),
+            *(x[0].transpose(0, 1) for x in (grad_output, query, key, value, forward.output)),
             *(
-                of.log_sums[0].contiguous(),
+                forward.logsumexp[0].contiguous(),
                 *_kernel_lengths(lengths),
-                how.dropout,
+                mode.dropout,
                 causal,
-                *of.random,
+                *forward.dropout_state,
             ),
-            scale=how.scale,
+            scale=mode.scale,
         )
-        for_query, for_key, for_value = (one.transpose(0, 1)[None] for one in flash_gradients)
-        return for_query, for_key, for_value
+        grad_query, grad_key, grad_value = (grad.transpose(0, 1)[None] for grad in flash_gradients)
+        return grad_query, grad_key, grad_value
     queries = lengths[0]
-    drawn = len(of.random) // len(queries.each)
+    states_per_sequence = len(forward.dropout_state) // len(queries.per_sequence)
     gradients: list[tuple[Tensor, ...]] = []
-    outputs, sums, wanted = (
-        x.split(queries.each, dim=2) for x in (of.output, of.log_sums, gradient)
+    outputs, sums, grad_outputs = (
+        x.split(queries.per_sequence, dim=2)
+        for x in (forward.output, forward.logsumexp, grad_output)
     )
-    for at, (own, keys, values) in enumerate(
-        zip(*_each(query, key, value, lengths=lengths), strict=True)
+    for index, (queries_of, keys, values) in enumerate(
+        zip(*_split_sequences(query, key, value, lengths=lengths), strict=True)
     ):
-        random = of.random[at * drawn : (at + 1) * drawn]
-        of_one = AttentionOutput(outputs[at], sums[at], random)
+        dropout_state = forward.dropout_state[
+            index * states_per_sequence : (index + 1) * states_per_sequence
+        ]
+        sequence_forward = AttentionOutput(outputs[index], sums[index], dropout_state)
         gradients.append(
-            attend_backward(wanted[at], own, keys, values, of_one, how=how, causal=causal)
+            attend_backward(
+                grad_outputs[index],
+                queries_of,
+                keys,
+                values,
+                sequence_forward,
+                mode=mode,
+                causal=causal,
+            )
         )
-    for_query, for_key, for_value = (
-        torch.cat(each, dim=2) for each in zip(*gradients, strict=True)
+    grad_query, grad_key, grad_value = (
+        torch.cat(parts, dim=2) for parts in zip(*gradients, strict=True)
     )
-    return for_query, for_key, for_value
+    return grad_query, grad_key, grad_value
 
 
-def _each(query: Tensor, *keyed: Tensor, lengths: tuple[Lengths, Lengths]) -> list[Any]:
-    """Split queries, keys and values into sequences."""
+def _split_sequences(query: Tensor, *keyed: Tensor, lengths: tuple[Lengths, Lengths]) -> list[Any]:
+    """Split [1, heads, all tokens, width] of queries and of each tensor of keys by sequence."""
     queries, keys = lengths
-    return [query.split(queries.each, dim=2), *(x.split(keys.each, dim=2) for x in keyed)]
+    return [
+        query.split(queries.per_sequence, dim=2),
+        *(x.split(keys.per_sequence, dim=2) for x in keyed),
+    ]
 
 
 def _kernel_lengths(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
     """Return starts and maximal lengths of queries and keys, in the kernels' order."""
-    return (*(one.starts for one in lengths), *(max(one.each) for one in lengths))
+    return (*(side.starts for side in lengths), *(max(side.per_sequence) for side in lengths))
 
 
-def _check(query: Tensor, value: Tensor) -> None:
+def _check_flash(query: Tensor, value: Tensor) -> None:
+    """Raise SliceError for dtypes and widths that torch's FlashAttention does not support."""
     if query.dtype not in _HALVES or query.shape[-1] != value.shape[-1]:
         raise SliceError(
             f"--cp-comm p2p: packed sequences on a ring need FlashAttention's kernels, for "

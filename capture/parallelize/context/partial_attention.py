@@ -1,10 +1,10 @@
 """Attention to a part of the keys, forward and backward as separate calls.
 
-A part of the queries attends to keys of other ranks, which are communicated again in the backward
-instead of being kept by autograd. So the kernels behind
-`torch.nn.functional.scaled_dot_product_attention` are called directly, under torch's own
-conditions: FlashAttention in bf16 and fp16; the memory-efficient kernel in fp32, with a mask, or if
-values and keys differ in width (latent attention); the CPU kernel on a CPU.
+A rank's queries attend to keys of other ranks. The backward communicates those keys again, so that
+autograd does not keep them. The kernels behind `torch.nn.functional.scaled_dot_product_attention`
+are therefore called directly, chosen as torch chooses them: FlashAttention in bf16 and fp16; the
+memory-efficient kernel in fp32, with a mask, or if values and keys differ in width (latent
+attention); the CPU kernel on a CPU.
 
 Where no fused kernel applies on a CPU (dropout, values of another width), attention is computed
 from elementary operators, like torch's `_scaled_dot_product_attention_math`.
@@ -40,13 +40,13 @@ class AttentionOutput:
 
     Attributes:
         output: [batch, heads, queries, width].
-        log_sums: log-sum-exp of the scores, [batch, heads, queries].
-        random: random state of the dropout (kernels) or the mask of kept weights (eager).
+        logsumexp: log-sum-exp of the scores, [batch, heads, queries].
+        dropout_state: random state of the dropout (kernels) or the mask of kept weights (eager).
     """
 
     output: Tensor
-    log_sums: Tensor
-    random: tuple[Tensor, ...] = ()
+    logsumexp: Tensor
+    dropout_state: tuple[Tensor, ...] = ()
 
 
 def attend_eager(
@@ -54,7 +54,7 @@ def attend_eager(
     key: Tensor,
     value: Tensor,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     mask: Tensor | None,
 ) -> AttentionOutput:
@@ -62,74 +62,84 @@ def attend_eager(
 
     With dropout, the output records the mask of kept weights.
     """
-    scores = _scores(query, key, how, mask, causal=causal)
+    scores = _scores(query, key, mode, mask, causal=causal)
     sums = scores.logsumexp(dim=-1)
     weights = _weights(scores, sums)
-    random: tuple[Tensor, ...] = ()
-    if how.dropout > 0:
-        random = (torch.rand_like(weights) >= how.dropout,)
-        weights = weights * random[0] / (1 - how.dropout)
-    return AttentionOutput(weights @ _for_heads(value, query), sums, random)
+    dropout_state: tuple[Tensor, ...] = ()
+    if mode.dropout > 0:
+        dropout_state = (torch.rand_like(weights) >= mode.dropout,)
+        weights = weights * dropout_state[0] / (1 - mode.dropout)
+    return AttentionOutput(weights @ _repeat_kv_heads(value, query), sums, dropout_state)
 
 
 def attend_eager_backward(
-    gradient: Tensor,
+    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: AttentionOutput,
+    forward: AttentionOutput,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from the gradient of the output."""
-    weights = _weights(_scores(query, key, how, mask, causal=causal), of.log_sums)
-    for_weights = gradient @ _for_heads(value, query).mT
+    weights = _weights(_scores(query, key, mode, mask, causal=causal), forward.logsumexp)
+    grad_weights = grad_output @ _repeat_kv_heads(value, query).mT
     kept = weights
-    if how.dropout > 0:
-        scaled = of.random[0].to(weights.dtype) / (1 - how.dropout)
-        kept, for_weights = weights * scaled, for_weights * scaled
-    inner = (gradient * of.output).sum(-1, keepdim=True)
-    for_scores = weights * (for_weights - inner) * how.scale
+    # The softmax gradient uses the weights before dropout, the values' gradient those after it.
+    if mode.dropout > 0:
+        scaled = forward.dropout_state[0].to(weights.dtype) / (1 - mode.dropout)
+        kept, grad_weights = weights * scaled, grad_weights * scaled
+    # The softmax gradient needs sum(weights * grad_weights) over all keys. A rank holds a part of
+    # the keys; grad_output * output sums to the same number (FlashAttention, arXiv:2205.14135).
+    inner = (grad_output * forward.output).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - inner) * mode.scale
     return (
-        for_scores @ _for_heads(key, query),
-        _summed(for_scores.mT @ query, key),
-        _summed(kept.mT @ gradient, value),
+        grad_scores @ _repeat_kv_heads(key, query),
+        _sum_over_query_heads(grad_scores.mT @ query, key),
+        _sum_over_query_heads(kept.mT @ grad_output, value),
     )
 
 
 def _scores(
-    query: Tensor, key: Tensor, how: AttentionMode, mask: Tensor | None, *, causal: bool
+    query: Tensor, key: Tensor, mode: AttentionMode, mask: Tensor | None, *, causal: bool
 ) -> Tensor:
-    scores = query @ _for_heads(key, query).mT * how.scale
+    scores = query @ _repeat_kv_heads(key, query).mT * mode.scale
     if causal:
-        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(behind, float("-inf"))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
     return scores if mask is None else scores + mask
 
 
 def _weights(scores: Tensor, sums: Tensor) -> Tensor:
     """Return the scores' softmax; zeros where a query sees no key."""
+    # A query whose keys are all masked has sums of -inf, and -inf - -inf is NaN.
     return torch.exp(scores - sums.masked_fill(sums == float("-inf"), 0.0).unsqueeze(-1))
 
 
-def _for_heads(x: Tensor, query: Tensor) -> Tensor:
+def _repeat_kv_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Repeat key or value heads to the number of query heads (grouped-query attention)."""
     groups = query.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _summed(gradient: Tensor, like: Tensor) -> Tensor:
-    return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
+def _sum_over_query_heads(gradient: Tensor, key: Tensor) -> Tensor:
+    """Sum gradients [batch, heads, keys, width] over the query heads that share a key head."""
+    return gradient.unflatten(1, (key.shape[1], -1)).sum(2)
 
 
 _aten: Any = torch.ops.aten
 
-_LOWER_RIGHT = 2  # the memory-efficient kernel's custom mask type
+# CausalFromBottomRight of the memory-efficient kernel's CustomMaskType
+# (aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h)
+_LOWER_RIGHT = 2
 
-_ROWS = 32  # the memory-efficient kernel pads its log-sums to multiples of 32 rows
+# the memory-efficient kernel pads its log-sum-exp to a multiple of 32 queries (kAlignLSE)
+_ROWS = 32
 
-_ALIGNED = 16  # it needs mask rows whose stride is a multiple of 16 elements
+# the memory-efficient kernel needs mask rows whose stride is a multiple of 16 elements
+_ALIGNED = 16
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -154,7 +164,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     mask: Tensor | None = None,
 ) -> AttentionOutput:
@@ -164,104 +174,134 @@ def attend(
         query: [batch, heads, queries, width].
         key: [batch, key heads, keys, width].
         value: [batch, key heads, keys, value width].
-        how: scale, window and dropout.
+        mode: scale, window and dropout.
         causal: whether the queries belong to the last keys and see no later keys; else each query
             sees all keys.
         mask: additive mask [batch or 1, 1, queries, keys] that replaces causality and window.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        mask = _lower_right(query, key, mode.window) if causal and mask is None else mask
         upper_left = causal and mask is None
-        if _needs_eager(query, value, how):
-            return attend_eager(query, key, value, how=how, causal=upper_left, mask=mask)
+        if _needs_eager(query, value, mode):
+            return attend_eager(query, key, value, mode=mode, causal=upper_left, mask=mask)
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
+            query, key, value, 0.0, upper_left, attn_mask=mask, scale=mode.scale
         )
         return AttentionOutput(output, sums)
-    if _is_flash(query, value, mask) and how.window is not None:
+    if _is_flash(query, value, mask) and mode.window is not None:
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            *(None, None, query.shape[2], key.shape[2], how.dropout, causal, False),
-            **_flash_window(how.window),
-            scale=how.scale,
+            *(None, None, query.shape[2], key.shape[2], mode.dropout, causal, False),
+            **_flash_window(mode.window),
+            scale=mode.scale,
         )
         return AttentionOutput(output.transpose(1, 2), sums, (seed, offset))
     if _is_flash(query, value, mask):
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, how.dropout, causal, scale=how.scale
+            query, key, value, mode.dropout, causal, scale=mode.scale
         )
         return AttentionOutput(output, sums, (seed, offset))
-    mask = _band(query, key, how) if causal and mask is None else mask
+    mask = _band(query, key, mode) if causal and mask is None else mask
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
-        *(_rows_first(x, query) for x in (query, key, value)),
-        *(_bias(mask, query), None, None, None, None, how.dropout),
+        *(_to_kernel_layout(x, query) for x in (query, key, value)),
+        *(_bias(mask, query), None, None, None, None, mode.dropout),
         *(_LOWER_RIGHT if causal and mask is None else 0, True),
-        scale=how.scale,
-        window_size=how.window if mask is None else None,
+        scale=mode.scale,
+        window_size=mode.window if mask is None else None,
     )
     return AttentionOutput(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
 
 def attend_backward(
-    gradient: Tensor,
+    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: AttentionOutput,
+    forward: AttentionOutput,
     *,
-    how: AttentionMode,
+    mode: AttentionMode,
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, from the gradient of the output, in its shape.
+    """Return the gradients of query, key and value, each in the shape of its tensor.
 
-    `of` may cover more keys than `key`; the gradients then cover the keys in `key`.
+    Args:
+        grad_output: gradient of the output, [batch, heads, queries, value width].
+        query: as for `attend`.
+        key: as for `attend`; a part of the keys that `forward` attended to, or all of them.
+        value: as for `attend`.
+        forward: output and log-sum-exp over all keys that the queries attended to.
+        mode: as for `attend`.
+        causal: as for `attend`.
+        mask: as for `attend`.
     """
+    # Kernels recompute the weights as exp(scores - log-sum-exp). With the log-sum-exp over all keys
+    # a call for a part of the keys returns that part's exact share of the gradients.
     if not query.is_cuda:
-        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        mask = _lower_right(query, key, mode.window) if causal and mask is None else mask
         upper_left = causal and mask is None
-        if _needs_eager(query, value, how):
+        if _needs_eager(query, value, mode):
             return attend_eager_backward(
-                gradient, query, key, value, of, how=how, causal=upper_left, mask=mask
+                grad_output, query, key, value, forward, mode=mode, causal=upper_left, mask=mask
             )
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), 0.0),
+            *(grad_output, query, key, value, forward.output, forward.logsumexp.contiguous(), 0.0),
             upper_left,
             attn_mask=mask,
-            scale=how.scale,
+            scale=mode.scale,
         )
-    if _is_flash(query, value, mask) and how.window is not None:
+    if _is_flash(query, value, mask) and mode.window is not None:
         gradients = _aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (gradient, query, key, value, of.output)),
-            *(of.log_sums.contiguous(), None, None, query.shape[2], key.shape[2]),
-            *(how.dropout, causal, *of.random),
-            **_flash_window(how.window),
-            scale=how.scale,
+            *(x.transpose(1, 2) for x in (grad_output, query, key, value, forward.output)),
+            *(forward.logsumexp.contiguous(), None, None, query.shape[2], key.shape[2]),
+            *(mode.dropout, causal, *forward.dropout_state),
+            **_flash_window(mode.window),
+            scale=mode.scale,
         )
-        for_query, for_key, for_value = (gradient.transpose(1, 2) for gradient in gradients)
-        return for_query, for_key, for_value
+        grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in gradients)
+        return grad_query, grad_key, grad_value
     if _is_flash(query, value, mask):
         return _aten._scaled_dot_product_flash_attention_backward(
-            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), None, None),
-            *(query.shape[2], key.shape[2], how.dropout, causal, *of.random),
-            scale=how.scale,
+            *(
+                grad_output,
+                query,
+                key,
+                value,
+                forward.output,
+                forward.logsumexp.contiguous(),
+                None,
+                None,
+            ),
+            *(query.shape[2], key.shape[2], mode.dropout, causal, *forward.dropout_state),
+            scale=mode.scale,
         )
-    mask = _band(query, key, how) if causal and mask is None else mask
-    rows = [_rows_first(x, query) for x in (gradient, query, key, value, of.output)]
-    sums = nn.functional.pad(of.log_sums, (0, -query.shape[2] % _ROWS))
+    mask = _band(query, key, mode) if causal and mask is None else mask
+    rows = [_to_kernel_layout(x, query) for x in (grad_output, query, key, value, forward.output)]
+    # `attend` cut the padding off, so that the log-sum-exp of several calls can be merged.
+    sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
         *(*rows[:4], _bias(mask, query), rows[4], None, None, query.shape[2], key.shape[2]),
-        *(sums, how.dropout, *of.random, _LOWER_RIGHT if causal and mask is None else 0, False),
-        scale=how.scale,
-        window_size=how.window if mask is None else None,
+        *(
+            sums,
+            mode.dropout,
+            *forward.dropout_state,
+            _LOWER_RIGHT if causal and mask is None else 0,
+            False,
+        ),
+        scale=mode.scale,
+        window_size=mode.window if mask is None else None,
     )
-    for_query, for_key, for_value = (gradient.transpose(1, 2) for gradient in gradients[:3])
-    return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
+    grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in gradients[:3])
+    return (
+        grad_query,
+        _sum_over_query_heads(grad_key, key),
+        _sum_over_query_heads(grad_value, value),
+    )
 
 
-def _needs_eager(query: Tensor, value: Tensor, how: AttentionMode) -> bool:
+def _needs_eager(query: Tensor, value: Tensor, mode: AttentionMode) -> bool:
     """Return whether the CPU kernel does not apply: it needs equal widths and no dropout."""
-    return how.dropout > 0 or query.shape[-1] != value.shape[-1]
+    return mode.dropout > 0 or query.shape[-1] != value.shape[-1]
 
 
 def _is_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -279,20 +319,20 @@ def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | Non
     if queries == keys and window is None:
         return None
     mask = torch.full((queries, keys), float("-inf"), dtype=query.dtype, device=query.device)
-    behind = mask.triu(keys - queries + 1)
-    return behind if window is None else behind + mask.tril(keys - queries - window)
+    future = mask.triu(keys - queries + 1)
+    return future if window is None else future + mask.tril(keys - queries - window)
 
 
-def _band(query: Tensor, key: Tensor, how: AttentionMode) -> Tensor | None:
+def _band(query: Tensor, key: Tensor, mode: AttentionMode) -> Tensor | None:
     """Return the mask of a window for fewer queries than keys; None if none is needed.
 
     The memory-efficient kernel takes a window by its size, but its backward then counts from the
     first key, as if there were as many queries as keys (mem_eff_attention/kernel_backward.h, torch
     2.11 and 2.13: `shift = query_start - key_start - p.window_size`).
     """
-    if how.window is None or query.shape[2] == key.shape[2]:
+    if mode.window is None or query.shape[2] == key.shape[2]:
         return None
-    return _lower_right(query, key, how.window)
+    return _lower_right(query, key, mode.window)
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -305,12 +345,9 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask.expand(*query.shape[:2], -1, -1)
 
 
-def _rows_first(x: Tensor, query: Tensor) -> Tensor:
-    """Return [batch, rows, heads, width], with as many heads as the query has."""
-    groups = query.shape[1] // x.shape[1]
-    return (x if groups == 1 else x.repeat_interleave(groups, dim=1)).transpose(1, 2)
+def _to_kernel_layout(x: Tensor, query: Tensor) -> Tensor:
+    """Return [batch, tokens, heads, width] with the query's number of heads.
 
-
-def _summed_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    batch, heads, rows, width = like.shape
-    return gradient.reshape(batch, heads, -1, rows, width).sum(2)
+    The memory-efficient kernel takes this layout and does not broadcast key-value heads.
+    """
+    return _repeat_kv_heads(x, query).transpose(1, 2)

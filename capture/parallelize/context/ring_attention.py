@@ -1,9 +1,11 @@
-"""Context-parallel attention whose keys and values travel round a ring of the ranks.
+"""Context-parallel ring attention: ranks pass keys and values round a ring.
 
-In each step a rank attends to the part it holds and sends that part on; results are merged by their
-log-sum-exp. Within its own part, chunks attend causally. To a part of an earlier rank both chunks
-attend to its first chunk; to a part of a later rank the second chunk attends to both. The backward
-goes round the other way; gradients of keys and values travel with them to the rank that owns them.
+In each step a rank attends to the keys it received last and sends them on. Outputs of the steps
+are merged by their log-sum-exp. In the first step a rank attends causally to its own keys. Of an
+earlier rank's keys, both chunks of queries attend to the first chunk; to a later rank's keys, only
+the second chunk of queries attends. The backward runs round the ring in the other direction;
+gradients of keys and values travel with them until they reach the rank that owns them.
+
 This is Megatron-LM's default, `--cp-comm-type p2p`, as in TransformerEngine
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py): size - 1 sends of
 keys and values forward, size sends backward.
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 from onerank.capture.parallelize.context.packed_sequences import (
     Lengths,
     Packing,
-    attend_each,
-    attend_each_backward,
+    attend_packed,
+    attend_packed_backward,
 )
 from onerank.capture.parallelize.context.partial_attention import (
     AttentionOutput,
@@ -35,15 +37,15 @@ from onerank.capture.parallelize.context.partial_attention import (
 
 
 @dataclass(frozen=True)
-class _Side:
-    """The queries or keys that take part in a step.
+class _Operand:
+    """The part of a rank's queries or keys that one step uses.
 
     Attributes:
-        at: their indices.
-        lengths: lengths of their packed sequences; None for one sequence.
+        indices: token indices in the rank's part.
+        lengths: lengths of the packed sequences; None for one sequence.
     """
 
-    at: slice | Tensor
+    indices: slice | Tensor
     lengths: Lengths | None = None
 
 
@@ -52,122 +54,153 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, group, how, packing = args
-        ctx.group, ctx.how, ctx.shapes = group, how, (key.shape, value.shape)
+        query, key, value, group, mode, packing = args
+        ctx.group, ctx.mode, ctx.shapes = group, mode, (key.shape, value.shape)
         ctx.packing = packing
         size, rank = group.size(), group.rank()
-        resident = torch.cat([key.reshape(-1), value.reshape(-1)])
+        kv = torch.cat([key.reshape(-1), value.reshape(-1)])
         output = sums = query.new_empty(0)
-        random: list[Tensor] = []
+        dropout_state: list[Tensor] = []
         for step in range(size):
-            arrive = _exchange(resident, group, towards=1) if step < size - 1 else None
-            rows, columns = _halves(query, packing, owner=(rank - step) % size, rank=rank)
-            keys, values = (x[:, :, columns.at] for x in _pair(resident, ctx.shapes))
-            given = query[:, :, rows.at], keys, values
+            # The exchange starts before the kernels of the step, so that it overlaps them; after
+            # the last step each part has visited every rank.
+            wait_incoming = _exchange(kv, group, direction=1) if step < size - 1 else None
+            rows, columns = _causal_halves(query, packing, owner=(rank - step) % size, rank=rank)
+            keys, values = (x[:, :, columns.indices] for x in _split_message(kv, ctx.shapes))
+            operands = query[:, :, rows.indices], keys, values
             if rows.lengths is None or columns.lengths is None:
-                part = attend(*given, how=how, causal=step == 0)
+                part = attend(*operands, mode=mode, causal=step == 0)
             else:
                 lengths = rows.lengths, columns.lengths
-                part = attend_each(*given, how=how, causal=step == 0, lengths=lengths)
-            random += part.random
+                part = attend_packed(*operands, mode=mode, causal=step == 0, lengths=lengths)
+            dropout_state += part.dropout_state
             if step == 0:
-                output, sums = part.output.float(), part.log_sums.clone()
+                output, sums = part.output.float(), part.logsumexp.clone()
             else:
-                _merge(output, sums, rows.at, part)
-            resident = resident if arrive is None else arrive()
+                _merge(output, sums, rows.indices, part)
+            kv = kv if wait_incoming is None else wait_incoming()
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, resident, output, sums, *random)
+        # `kv` is now the next rank's part: the backward starts with it and needs no first exchange.
+        ctx.save_for_backward(query, kv, output, sums, *dropout_state)
         return output.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, resident, output, sums, *random = ctx.saved_tensors
-        group, gradient = ctx.group, grads[0].transpose(1, 2)
+        query, kv, output, sums, *dropout_state = ctx.saved_tensors
+        group, grad_output = ctx.group, grads[0].transpose(1, 2)
         size, rank = group.size(), group.rank()
-        each = len(random) // size
-        for_query = torch.zeros_like(query)
-        for_resident = torch.zeros_like(resident)
+        states_per_step = len(dropout_state) // size
+        grad_query = torch.zeros_like(query)
+        grad_kv = torch.zeros_like(kv)
         for step in range(size):
-            leaving = [resident] * (step < size - 1) + [for_resident] * (step > 0)
-            arrive = _exchange(torch.stack(leaving), group, towards=-1)
+            # The first message has no gradients yet; the last has only gradients, which reach the
+            # rank that owns the keys. Between, both travel in one message, as in TransformerEngine.
+            outgoing = [kv] * (step < size - 1) + [grad_kv] * (step > 0)
+            wait_incoming = _exchange(torch.stack(outgoing), group, direction=-1)
             owner = (rank + 1 + step) % size
-            rows, columns = _halves(query, ctx.packing, owner=owner, rank=rank)
-            drawn = random[(size - 1 - step) * each : (size - step) * each]
-            of = AttentionOutput(output[:, :, rows.at], sums[:, :, rows.at], tuple(drawn))
-            keys, values = (x[:, :, columns.at] for x in _pair(resident, ctx.shapes))
-            given = gradient[:, :, rows.at], query[:, :, rows.at], keys, values, of
+            rows, columns = _causal_halves(query, ctx.packing, owner=owner, rank=rank)
+            # the forward reached this owner's part in step size - 1 - step
+            state = dropout_state[
+                (size - 1 - step) * states_per_step : (size - step) * states_per_step
+            ]
+            forward_part = AttentionOutput(
+                output[:, :, rows.indices], sums[:, :, rows.indices], tuple(state)
+            )
+            keys, values = (x[:, :, columns.indices] for x in _split_message(kv, ctx.shapes))
+            operands = (
+                grad_output[:, :, rows.indices],
+                query[:, :, rows.indices],
+                keys,
+                values,
+                forward_part,
+            )
             if rows.lengths is None or columns.lengths is None:
-                found = attend_backward(*given, how=ctx.how, causal=owner == rank)
+                part_grads = attend_backward(*operands, mode=ctx.mode, causal=owner == rank)
             else:
                 lengths = rows.lengths, columns.lengths
-                found = attend_each_backward(
-                    *given, how=ctx.how, causal=owner == rank, lengths=lengths
+                part_grads = attend_packed_backward(
+                    *operands, mode=ctx.mode, causal=owner == rank, lengths=lengths
                 )
-            for_query[:, :, rows.at] += found[0]
-            arrived = arrive()
+            grad_query[:, :, rows.indices] += part_grads[0]
+            received = wait_incoming()
             if step > 0:
-                for_resident = arrived[-1]
-            for x, gradients in zip(_pair(for_resident, ctx.shapes), found[1:], strict=True):
-                x[:, :, columns.at] += gradients
-            resident = arrived[0]
-        for_key, for_value = _pair(for_resident, ctx.shapes)
-        return for_query, for_key, for_value, None, None, None
+                grad_kv = received[-1]
+            for x, gradients in zip(
+                _split_message(grad_kv, ctx.shapes), part_grads[1:], strict=True
+            ):
+                x[:, :, columns.indices] += gradients
+            kv = received[0]
+        grad_key, grad_value = _split_message(grad_kv, ctx.shapes)
+        return grad_query, grad_key, grad_value, None, None, None
 
 
-def _pair(resident: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+def _split_message(kv: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
     """Split a ring message into keys and values."""
-    key, value = resident.split([shapes[0].numel(), shapes[1].numel()])
+    key, value = kv.split([shapes[0].numel(), shapes[1].numel()])
     return key.view(shapes[0]), value.view(shapes[1])
 
 
-def _halves(
+def _causal_halves(
     query: Tensor, packing: Packing | None, *, owner: int, rank: int
-) -> tuple[_Side, _Side]:
-    """Return which rows of the queries attend to which columns of an owner's keys."""
+) -> tuple[_Operand, _Operand]:
+    """Return which queries of `rank` attend to which keys of `owner` under a causal mask.
+
+    Rank r holds chunks r and 2 x size - 1 - r. An earlier owner's second chunk is later than all of
+    this rank's queries; a later owner's first chunk is later than this rank's first chunk. So no
+    step computes a masked product, except for a rank's own part.
+    """
     length = query.shape[2]
     whole, half = slice(0, length), length // 2
     if packing is None:
-        everything, first = _Side(whole), _Side(slice(0, half))
-        second = _Side(slice(half, length))
+        everything, first = _Operand(whole), _Operand(slice(0, half))
+        second = _Operand(slice(half, length))
     else:
-        everything = _Side(whole, packing.whole)
-        first, second = (_Side(at, packing.half) for at in (packing.first, packing.second))
+        everything = _Operand(whole, packing.whole)
+        first, second = (
+            _Operand(indices, packing.half) for indices in (packing.first, packing.second)
+        )
     if owner == rank:
         return everything, everything
     return (everything, first) if owner < rank else (second, everything)
 
 
-def _merge(output: Tensor, sums: Tensor, rows: slice | Tensor, part: AttentionOutput) -> None:
-    """Merge the output for a part of the keys into the output of the rows, in place."""
-    merged, log_sums = output[:, :, rows], sums[:, :, rows]
-    share = torch.sigmoid(part.log_sums - log_sums).unsqueeze(-1)
-    log_sums.sub_(nn.functional.logsigmoid(log_sums - part.log_sums))
-    merged.add_(share * (part.output - merged))
+def _merge(output: Tensor, logsumexp: Tensor, rows: slice | Tensor, part: AttentionOutput) -> None:
+    """Merge the output for a part of the keys into the running output of the rows, in place.
+
+    With weights relative to the log-sum-exp no exponential overflows; torch's ring attention merges
+    in the same way (_SDPAMerger in torch/distributed/tensor/experimental).
+    """
+    merged, merged_logsumexp = output[:, :, rows], logsumexp[:, :, rows]
+    weight = torch.sigmoid(part.logsumexp - merged_logsumexp).unsqueeze(-1)
+    merged_logsumexp.sub_(nn.functional.logsigmoid(merged_logsumexp - part.logsumexp))
+    merged.add_(weight * (part.output - merged))
     if isinstance(rows, Tensor):  # indexing by a tensor copies, so write the results back
-        output[:, :, rows], sums[:, :, rows] = merged, log_sums
+        output[:, :, rows], logsumexp[:, :, rows] = merged, merged_logsumexp
 
 
-def _exchange(leaving: Tensor, group: dist.ProcessGroup, *, towards: int) -> Callable[[], Tensor]:
+def _exchange(
+    outgoing: Tensor, group: dist.ProcessGroup, *, direction: int
+) -> Callable[[], Tensor]:
     """Start a send to one neighbour and a receive from the other; return a function that waits.
 
     Args:
-        leaving: the tensor to send; the received tensor has its shape.
+        outgoing: the tensor to send; the received tensor has its shape.
         group: the ring.
-        towards: 1 for ascending ranks, -1 for descending.
+        direction: 1 for ascending ranks, -1 for descending.
     """
-    arriving = torch.empty_like(leaving)
+    incoming = torch.empty_like(outgoing)
     size, rank = group.size(), group.rank()
-    to, source = (rank + towards) % size, (rank - towards) % size
+    to, source = (rank + direction) % size, (rank - direction) % size
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, leaving, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=source),
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
         ]
     )
 
     def wait() -> Tensor:
         for work in works:
             work.wait()
-        return arriving
+        return incoming
 
     return wait

@@ -38,7 +38,7 @@ class Context:
     def __deepcopy__(self, _: Any) -> "Context":
         return self  # hooks of a deep-copied model keep sharing one object, as functions do
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_chunks(self, x: Tensor) -> Tensor:
         """Return this rank's chunks of [batch, sequence, ...], concatenated.
 
         Raises:
@@ -60,7 +60,7 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        how: AttentionMode,
+        mode: AttentionMode,
         mask: Tensor | Packing | None = None,
     ) -> Tensor:
         """Attend from this rank's part of the queries to the whole sequence.
@@ -69,7 +69,7 @@ class Context:
             query: [batch, heads, part, width].
             key: [batch, key heads, part, width].
             value: [batch, key heads, part, value width].
-            how: scale, window and dropout.
+            mode: scale, window and dropout.
             mask: additive mask [batch or 1, 1, part, sequence] that replaces causality and
                 window; or packed sequences, cut one by one; None for one causal sequence.
 
@@ -83,18 +83,18 @@ class Context:
         gathering: Any = GatheringAttention
         ring: Any = RingAttention
         if self.comm == "all_gather":
-            return gathering.apply(query, key, value, self.group, how, mask)
-        if how.window is not None:
+            return gathering.apply(query, key, value, self.group, mode, mask)
+        if mode.window is not None:
             raise SliceError(
-                f"--cp-comm p2p: a layer attends to a window of {how.window} tokens of "
+                f"--cp-comm p2p: a layer attends to a window of {mode.window} tokens of "
                 f"{query.shape[2] * self.group.size()}, but a ring supports full attention "
                 "only, as in TransformerEngine: use --cp-comm all_gather",
                 code="cp-ring-window",
             )
         if isinstance(mask, Packing):
             batch = query.shape[0]
-            flat = (_one_row(x) for x in (query, key, value))
-            return ring.apply(*flat, self.group, how, mask).unflatten(1, (batch, -1))[0]
+            flat = (_concatenate_batch(x) for x in (query, key, value))
+            return ring.apply(*flat, self.group, mode, mask).unflatten(1, (batch, -1))[0]
         if mask is not None:
             raise SliceError(
                 "--cp-comm p2p: sequences have leading padding, which needs a mask that a ring "
@@ -102,9 +102,9 @@ class Context:
                 "--cp-comm all_gather",
                 code="cp-ring-padding",
             )
-        return ring.apply(query, key, value, self.group, how, None)
+        return ring.apply(query, key, value, self.group, mode, None)
 
-    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the whole sequence, in order, for a model's own attention.
 
         Raises:
@@ -119,6 +119,6 @@ class Context:
         return gather_keys(key, self.group), gather_keys(value, self.group)
 
 
-def _one_row(x: Tensor) -> Tensor:
+def _concatenate_batch(x: Tensor) -> Tensor:
     """Return [batch, heads, part, width] as [1, heads, batch x part, width]."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Context parallelism: the same numbers as of the whole sequence."""
+"""Context parallelism: ranks compute the same numbers as the whole model."""
 
 import copy
 from dataclasses import replace
@@ -8,16 +8,16 @@ import pytest
 import torch
 from context_job import (
     BATCH,
-    BEFORE,
-    BEHIND,
     CAPPED,
     CHUNKS,
+    EAGER,
     EXPERTS,
     LATENT,
-    OWN,
+    LEADING_PADDING,
     PACKED,
     SEQUENCE,
     SINKS,
+    TRAILING_PADDING,
     compared,
     gpt2,
     model,
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 
 
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "alone": ("Llama", {}, {"cp": 2}),
+    "cp only": ("Llama", {}, {"cp": 2}),
     "three ranks": ("Llama", {}, {"cp": 3}),
     "sequence parallel": ("Qwen3", {}, {"tp": 2, "cp": 2, "sp": True}),
     "transformers' borders": ("Mistral", {}, {"tp": 2, "cp": 2, "tp_style": "hf"}),
@@ -58,7 +58,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("comm", ["all_gather", "p2p"])
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
+def test_context_parallel_ranks_match_the_whole_model(form, comm):
     kind, changes, options = FORMS[form]
     ignored = tokens()
     ignored[0, 5:9] = -100
@@ -71,7 +71,7 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     assert all(0 < row.max_rel < 1e-4 for row in gradients)
 
 
-@pytest.mark.parametrize("more", [{}, {"attention_mask": BEHIND}])
+@pytest.mark.parametrize("more", [{}, {"attention_mask": TRAILING_PADDING}])
 @pytest.mark.parametrize(
     ("kind", "changes", "options"),
     [
@@ -81,21 +81,21 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     ],
 )
 def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, changes, options, more):
-    """It has a loss of its own, which here is a weighted mean of all logits."""
+    """The script computes its own loss, a weighted mean of all logits."""
     options = {**options, "cp_comm": "all_gather"} if more else options
-    one, batch = model(kind, **changes), {"input_ids": tokens(), **more}
-    rows, why_not, _ = compare_slices(one, (), batch, Options(**options), lambda _: None)
+    sliced, batch = model(kind, **changes), {"input_ids": tokens(), **more}
+    rows, why_not, _ = compare_slices(sliced, (), batch, Options(**options), lambda _: None)
     assert not why_not
     assert sum(row.breaches for row in rows) == 0
     assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
 
 
-def test_logits_that_nobody_reads_are_not_gathered(recorder):
-    one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+def test_unread_logits_are_not_gathered(recorder):
+    sliced = model()
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
     ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-    output = one(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
+    output = sliced(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
     before = len(recorder.calls)
     output.loss *= 0.5  # in place, as the HF Trainer scales it
     assert output.loss.isfinite()
@@ -103,8 +103,8 @@ def test_logits_that_nobody_reads_are_not_gathered(recorder):
         assert output["logits"] is output.logits is output[1] is output.get("logits")
     assert output.logits.shape == (BATCH, SEQUENCE, 96)
     part = BATCH * (SEQUENCE // 4) * 96 * 4
-    found = [(call.collective, call.bytes) for call in recorder.calls[before:]]
-    assert found == [("all_gather", part)]
+    calls = [(call.collective, call.bytes) for call in recorder.calls[before:]]
+    assert calls == [("all_gather", part)]
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,22 @@ def test_logits_that_nobody_reads_are_not_gathered(recorder):
         lambda output: list(output.values())[1],
         lambda output: dict(output.items())["logits"],
         lambda output: copy.copy(output).logits,
-        lambda output: tree_map(lambda one: one, output).logits,  # as DistributedDataParallel does
+        lambda output: (
+            tree_map(lambda tensor: tensor, output).logits
+        ),  # as DistributedDataParallel does
     ],
 )
-def test_logits_are_those_of_the_whole_sequence_however_they_are_read(recorder, read):
-    one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
-    output = one(tokens(), labels=tokens())
+def test_every_read_of_logits_returns_the_whole_sequence(recorder, read):
+    sliced = model()
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    output = sliced(tokens(), labels=tokens())
     assert read(output).shape == (BATCH, SEQUENCE, 96)
 
 
-def test_a_script_may_put_others_in_the_place_of_logits(recorder):
-    one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
-    output = one(tokens(), labels=tokens())
+def test_a_script_can_replace_the_logits(recorder):
+    sliced = model()
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    output = sliced(tokens(), labels=tokens())
     output.logits = output.logits.double()
     assert output["logits"].dtype == output[1].dtype == torch.float64
 
@@ -134,7 +136,7 @@ def test_a_script_may_put_others_in_the_place_of_logits(recorder):
 WINDOWS = {
     "within a chunk": ("Mistral", {"sliding_window": 4}, {"cp": 2}),
     "over chunks": ("Mistral", {"sliding_window": 11}, {"tp": 2, "cp": 3}),
-    "layers that take turns": (
+    "alternating layers": (
         "Gemma3Text",
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
          "head_dim": 8},
@@ -144,14 +146,14 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("form", WINDOWS)
-def test_windows_reach_into_the_chunks_of_others(form):
+def test_windows_span_chunks_of_other_ranks(form):
     kind, changes, options = WINDOWS[form]
     rows = compared(model(kind, **changes), **options)
     assert sum(row.breaches for row in rows) == 0
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
 
 
-def test_a_window_that_is_left_out_is_found_out(monkeypatch):
+def test_verification_detects_a_missing_window(monkeypatch):
     attend_all = Context.attend
     monkeypatch.setattr(
         Context, "attend", lambda *given: attend_all(*given[:4], replace(given[4], window=None))
@@ -160,49 +162,59 @@ def test_a_window_that_is_left_out_is_found_out(monkeypatch):
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
-# Padding, packing and attention of the model's own ------------------------------------------------
+# Padding, packing and eager attention ------------------------------------------------------------
 
 
 STRUCTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "padded before": ("Llama", {}, {"attention_mask": BEFORE}, {"cp": 3}),
-    "padding that is learnt": ("Qwen3", {}, {"attention_mask": BEHIND}, {"tp": 2, "cp": 2}),
+    "leading padding": ("Llama", {}, {"attention_mask": LEADING_PADDING}, {"cp": 3}),
+    "trailing padding with labels": (
+        "Qwen3",
+        {},
+        {"attention_mask": TRAILING_PADDING},
+        {"tp": 2, "cp": 2},
+    ),
     "packed": ("Llama", {}, PACKED, {"cp": 3}),
     "packed, windows": ("Mistral", {"sliding_window": 5}, PACKED, {"cp": 2, "pp": 2}),
     "packed, latent": ("DeepseekV3", LATENT, PACKED, {"cp": 2}),
     "packed, experts": ("Mixtral", EXPERTS, PACKED, {"cp": 2, "ep": 2}),
     "packed, with a cache": ("Llama", {}, {**PACKED, "use_cache": True}, {"cp": 2}),
     "labels shifted already": ("Llama", {}, {"shift_labels": tokens(7)}, {"cp": 2}),
-    "own attention": ("Llama", OWN, {}, {"cp": 3}),
+    "eager attention": ("Llama", EAGER, {}, {"cp": 3}),
     "capped": ("Gemma2", CAPPED, {}, {"tp": 2, "cp": 2}),
-    "capped, padded": ("Gemma2", CAPPED, {"attention_mask": BEFORE}, {"cp": 2, "pp": 2}),
+    "capped, padded": ("Gemma2", CAPPED, {"attention_mask": LEADING_PADDING}, {"cp": 2, "pp": 2}),
     "capped, packed": ("Gemma2", CAPPED, PACKED, {"cp": 3}),
     "sinks": ("GptOss", SINKS, {}, {"cp": 2, "ep": 2}),
     "sinks, packed": ("GptOss", SINKS, PACKED, {"cp": 2}),
-    "within chunks": ("Llama4Text", CHUNKS, {"attention_mask": BEFORE}, {"cp": 2}),
+    "within chunks": ("Llama4Text", CHUNKS, {"attention_mask": LEADING_PADDING}, {"cp": 2}),
 }
 
 
 @pytest.mark.parametrize("form", STRUCTURES)
-def test_parts_of_padded_and_packed_sequences_agree_with_the_whole(form):
+def test_padded_and_packed_sequences_match_the_whole_model(form):
     kind, changes, more, sizes = STRUCTURES[form]
     labels = tokens()
-    labels[BEFORE == 0] = -100
+    labels[LEADING_PADDING == 0] = -100
     rows = compared(model(kind, **changes), labels, more, **sizes)
     assert sum(row.breaches for row in rows) == 0
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
 
 
 RINGS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...], dict[str, Any]]] = {
-    "alone": ("Llama", {}, ((6, 18), (12, 6, 6)), {"cp": 3}),
+    "cp only": ("Llama", {}, ((6, 18), (12, 6, 6)), {"cp": 3}),
     "slices": ("Qwen3", {}, ((4, 12, 8), (24,)), {"tp": 2, "cp": 2}),
     "latent, stages": ("DeepseekV3", LATENT, ((8, 16), (4, 20)), {"cp": 2, "pp": 2}),
     "experts": ("Mixtral", EXPERTS, ((8, 16), (12, 12)), {"cp": 2, "ep": 2}),
-    "a window that none fills": ("Mistral", {"sliding_window": 20}, ((4, 20), (16, 8)), {"cp": 2}),
+    "a window longer than all sequences": (
+        "Mistral",
+        {"sliding_window": 20},
+        ((4, 20), (16, 8)),
+        {"cp": 2},
+    ),
 }
 
 
 @pytest.mark.parametrize("form", RINGS)
-def test_packed_sequences_that_are_each_cut_agree_with_the_whole(form):
+def test_rings_of_packed_sequences_match_the_whole_model(form):
     kind, changes, lengths, sizes = RINGS[form]
     options = {**sizes, "cp_comm": "p2p"}
     rows = compared(model(kind, **changes), None, packed(*lengths), **options)
@@ -211,30 +223,30 @@ def test_packed_sequences_that_are_each_cut_agree_with_the_whole(form):
 
 
 @pytest.mark.parametrize("comm", ["all_gather", "p2p"])
-def test_padding_behind_that_is_not_learnt_needs_no_mask(monkeypatch, comm):
+def test_trailing_padding_without_labels_needs_no_mask(monkeypatch, comm):
     masks: list[Any] = []
     attend_all = Context.attend
 
-    def noted(*given: Any) -> torch.Tensor:
+    def record_mask(*given: Any) -> torch.Tensor:
         masks.append(given[5])
         return attend_all(*given)
 
-    monkeypatch.setattr(Context, "attend", noted)
-    labels = tokens().masked_fill(BEHIND == 0, -100)
-    rows = compared(model(), labels, {"attention_mask": BEHIND}, cp=3, cp_comm=comm)
+    monkeypatch.setattr(Context, "attend", record_mask)
+    labels = tokens().masked_fill(TRAILING_PADDING == 0, -100)
+    rows = compared(model(), labels, {"attention_mask": TRAILING_PADDING}, cp=3, cp_comm=comm)
     assert sum(row.breaches for row in rows) == 0
     assert masks == [None] * 3 * 2 + [None] * (len(masks) - 6)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
-def test_documents_that_are_mixed_are_found_out(monkeypatch, kind):
+def test_verification_detects_attention_across_packed_sequences(monkeypatch, kind):
     monkeypatch.setattr(context_mask, "_knows_positions", lambda _: False)
     changes = CAPPED if kind == "Gemma2" else {}
     rows = compared(model(kind, **changes), None, PACKED, cp=2)
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
-def test_learned_positions_are_those_of_the_part():
+def test_learned_positions_match_the_part():
     rows = compared(gpt2(), cp=3)
     assert sum(row.breaches for row in rows) == 0
 
@@ -247,19 +259,19 @@ def test_the_last_token_of_a_chunk_learns_from_the_first_of_the_next():
     assert sum(row.breaches for row in rows) == 0
 
 
-def test_gradients_that_are_not_sent_back_are_found_out(monkeypatch):
-    def own_alone(x: torch.Tensor, group: Any) -> torch.Tensor:
+def test_verification_detects_unreduced_key_gradients(monkeypatch):
+    def keep_local_chunks(x: torch.Tensor, group: Any) -> torch.Tensor:
         chunks = x.chunk(2 * group.size(), dim=2)
         return torch.cat([chunks[chunk] for chunk in context_gather.chunks_of(group)], dim=2)
 
-    monkeypatch.setattr(context_gather, "_shares", own_alone)
+    monkeypatch.setattr(context_gather, "_reduce_scatter_sequence", keep_local_chunks)
     rows = compared(model(), cp=2)
     wrong = {row.module for row in rows if row.what == "gradients" and row.breaches}
     assert {"LlamaAttention.k_proj", "LlamaAttention.v_proj"} <= wrong
     assert "LlamaForCausalLM.lm_head" not in wrong
 
 
-def test_a_loss_of_the_own_part_alone_is_found_out(monkeypatch):
+def test_verification_detects_an_unreduced_loss(monkeypatch):
     monkeypatch.setattr(context_model._SumOfParts, "apply", lambda loss, *_: loss)
     rows = compared(model(), cp=2)
     assert next(row for row in rows if row.what == "loss").breaches == 2
@@ -279,22 +291,22 @@ BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5
     ],
 )
 def test_routers_are_balanced_over_the_whole_sequence(kind, options, padded):
-    more = {"attention_mask": BEFORE} if padded else None
-    labels = tokens().masked_fill(BEFORE == 0, -100)
+    more = {"attention_mask": LEADING_PADDING} if padded else None
+    labels = tokens().masked_fill(LEADING_PADDING == 0, -100)
     rows = compared(model(kind, **BALANCED), labels, more, **options)
     assert sum(row.breaches for row in rows) == 0
 
 
-def test_routers_balanced_over_a_part_are_found_out(monkeypatch):
+def test_verification_detects_a_balancing_loss_over_a_part(monkeypatch):
     monkeypatch.setattr(context_model, "adds_balancing_loss", lambda *_: False)
     rows = compared(model("Mixtral", **BALANCED), cp=2)
     assert sum(row.breaches for row in rows) > 0
 
 
-def test_counts_of_routed_tokens_are_summed_and_the_loss_is_told(recorder):
-    one = model("Mixtral", **BALANCED)
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
-    output = one(input_ids=tokens(), labels=tokens())
+def test_routed_token_counts_and_both_losses_are_reduced(recorder):
+    sliced = model("Mixtral", **BALANCED)
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    output = sliced(input_ids=tokens(), labels=tokens())
     reduced = [call.bytes for call in recorder.calls if call.collective == "all_reduce"]
     assert reduced == [4 * (4 + 1), 4 * 2]  # of 4 experts and all tokens; of both losses
     assert 1 <= output.aux_loss < 4  # 2 experts a token: 2 if they are even

@@ -1,4 +1,4 @@
-"""Context parallelism: what ranks communicate, learn together, and hand to a simulator."""
+"""Context parallelism: what ranks communicate, learn, and export to a simulator."""
 
 import os
 import subprocess
@@ -27,25 +27,25 @@ from onerank.ir import Collective, World
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 
-def recorded(recorder: Recorder, comm: Any, **more: Any) -> tuple[int, list[tuple[str, int]]]:
-    one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm=comm)
-    loss = one(input_ids=tokens(), labels=tokens(), **more).loss
+def recorded(recorder: Recorder, comm: Any, **arguments: Any) -> tuple[int, list[tuple[str, int]]]:
+    sliced = model()
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm=comm)
+    loss = sliced(input_ids=tokens(), labels=tokens(), **arguments).loss
     forward = len(recorder.calls)
     loss.backward()
-    assert all(p.grad.isfinite().all() for p in one.parameters())
+    assert all(p.grad.isfinite().all() for p in sliced.parameters())
     return forward, [(call.collective, call.bytes) for call in recorder.calls]
 
 
-def test_a_model_that_is_never_moved_is_whole_up_to_its_first_call(recorder):
-    one = model("Gemma2", **CAPPED)
+def test_a_model_that_is_never_moved_is_sliced_at_its_first_call(recorder):
+    sliced = model("Gemma2", **CAPPED)
 
-    def slice_one(found: Any) -> Any:
-        return slice_to_rank(found, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    def slice_model(built: Any) -> Any:
+        return slice_to_rank(built, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
 
-    with ModelSlicing(slice_one).installed():
+    with ModelSlicing(slice_model).installed():
         for _ in range(2):
-            one(input_ids=tokens(), labels=tokens())
+            sliced(input_ids=tokens(), labels=tokens())
     calls = [(call.collective, call.bytes) for call in recorder.calls]
     assert calls == [*[("all_gather", PART)] * 4, ("all_reduce", 4)] * 2
 
@@ -60,9 +60,9 @@ def test_the_calls_of_gathered_attention_and_their_bytes(recorder):
     assert calls[forward:] == [gather, gather, scatter, scatter] * 2
 
 
-@pytest.mark.parametrize("more", [{}, packed((16, 8), (24,))], ids=["", "packed"])
-def test_the_calls_of_a_ring_and_their_bytes(recorder, more):
-    forward, calls = recorded(recorder, "p2p", **more)
+@pytest.mark.parametrize("arguments", [{}, packed((16, 8), (24,))], ids=["", "packed"])
+def test_the_calls_of_a_ring_and_their_bytes(recorder, arguments):
+    forward, calls = recorded(recorder, "p2p", **arguments)
     both = 2 * PART
     assert Counter(calls[:forward]) == {
         ("send", both): 3 * 2,
@@ -85,47 +85,49 @@ SIZE, STEPS = 2, 2
 
 RECOMPUTED = {"ddp": None, "zero1": False, "zero2": True, "fsdp": None}
 
-"""Form -> how activations are recomputed: with reentrant autograd or not."""
+"""Strategy -> how activations are recomputed: with reentrant autograd or not."""
 
-WITHIN = {"ddp": {}, "zero1": packed((4, 20), (16, 8)), "zero2": {}, "fsdp": {}}
+PACKING = {"ddp": {}, "zero1": packed((4, 20), (16, 8)), "zero2": {}, "fsdp": {}}
 
-"""Form -> what tells packed sequences apart."""
+"""Strategy -> position ids that separate packed sequences."""
 
 
-def train(one: Any, more: dict[str, Any]) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+def train(sliced: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(sliced.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        loss = one(input_ids=tokens(step), labels=tokens(step), **more).loss
+        loss = sliced(input_ids=tokens(step), labels=tokens(step), **arguments).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    named = {name: p.detach() for name, p in one.named_parameters()}
+    named = {name: p.detach() for name, p in sliced.named_parameters()}
     weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
                for n, p in named.items()}  # fmt: skip
     return {**weights, "loss": loss.detach()}
 
 
-def one_rank(rank: int, results: Any) -> None:
+def train_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Any) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
     world = World.of(cp=SIZE)
     for form, reentrant in RECOMPUTED.items():
-        one = model()
+        sliced = model()
         comm = "p2p" if form in ("ddp", "zero1") else "all_gather"
-        slice_to_rank(one, world, rank, new_group, tp_style="hf", peers_absent=False, cp_comm=comm)
+        slice_to_rank(
+            sliced, world, rank, new_group, tp_style="hf", peers_absent=False, cp_comm=comm
+        )
         if reentrant is not None:
-            one.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            one.train()
+            sliced.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            sliced.train()
         with DataParallelism(form, Groups(new_group, world, rank)).installed():
-            results[form, rank] = train(one, WITHIN[form])
+            results[form, rank] = train(sliced, PACKING[form])
 
 
-def test_two_ranks_learn_from_a_sequence_what_one_does():
-    found = run_ranks(one_rank, SIZE)
-    whole, in_packs = train(model(), {}), train(model(), WITHIN["zero1"])
-    assert len(found) == len(RECOMPUTED) * SIZE
-    for key, trained in found.items():
+def test_two_ranks_train_to_the_weights_of_one():
+    trained_ranks = run_ranks(train_rank, SIZE)
+    whole, in_packs = train(model(), {}), train(model(), PACKING["zero1"])
+    assert len(trained_ranks) == len(RECOMPUTED) * SIZE
+    for key, trained in trained_ranks.items():
         for name, value in (in_packs if key[0] == "zero1" else whole).items():
             torch.testing.assert_close(
                 trained[name], value, atol=2e-6, rtol=1e-5, msg=f"{key} {name}"
@@ -175,9 +177,9 @@ def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
         for node in graph
         if node.collective is Collective.ALL_GATHER and node.text("group") == "tp"
     ]
-    assert len(gathered) == 6 * 2 + 3  # as of `--sp` alone: of the logits there is none
-    made = export(recost(graph, "H100"), tmp_path / "workload")
-    assert made.ranks == 8
+    assert len(gathered) == 6 * 2 + 3  # as with --sp only; the unread logits are not gathered
+    exported = export(recost(graph, "H100"), tmp_path / "workload")
+    assert exported.ranks == 8
     assert check(tmp_path / "workload") == []
     if binary := os.environ.get("ASTRA_SIM_BIN"):
         run = [tmp_path / "workload" / "run.sh", "roofline", Path(binary).resolve()]
