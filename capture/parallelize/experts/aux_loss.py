@@ -55,7 +55,7 @@ def adds_balancing_loss(model: nn.Module, arguments: dict[str, Any]) -> bool:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     enabled = arguments.get("output_router_logits")
     enabled = getattr(config, "output_router_logits", False) if enabled is None else enabled
-    return bool(enabled) and hasattr(_module(model), _FUNCTION)
+    return bool(enabled) and hasattr(_modeling_module(model), _FUNCTION)
 
 
 def share_balancing_loss(model: nn.Module) -> None:
@@ -66,12 +66,14 @@ def share_balancing_loss(model: nn.Module) -> None:
     """
     from transformers.models.mixtral import modeling_mixtral
 
-    module = _module(model)
+    module = _modeling_module(model)
     whole: Any = getattr(module, _FUNCTION)
     if hasattr(whole, _SHARED):
         return
-    known = getattr(modeling_mixtral, _FUNCTION)
-    if inspect.getsource(whole) != inspect.getsource(getattr(known, _SHARED, known)):
+    reference = getattr(modeling_mixtral, _FUNCTION)
+    # Models copy this function from Mixtral. The partial loss is exact only for that formula, so a
+    # copy that was changed is refused; a patched function keeps the original as an attribute.
+    if inspect.getsource(whole) != inspect.getsource(getattr(reference, _SHARED, reference)):
         raise SliceError(
             f"{type(model).__name__} adds a balancing loss that differs from Mixtral's in "
             "transformers, so it cannot be split over parts of the sequence\n"
@@ -79,7 +81,7 @@ def share_balancing_loss(model: nn.Module) -> None:
             code="moe-loss-unknown",
         )
 
-    def part_or_whole(
+    def loss_function(
         gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
     ) -> Any:
         balance = BALANCE.get()
@@ -87,8 +89,8 @@ def share_balancing_loss(model: nn.Module) -> None:
             return whole(gate_logits, num_experts, top_k, attention_mask)
         return _partial_loss(gate_logits, num_experts, top_k, balance)
 
-    setattr(part_or_whole, _SHARED, whole)
-    setattr(module, _FUNCTION, part_or_whole)
+    setattr(loss_function, _SHARED, whole)
+    setattr(module, _FUNCTION, loss_function)
 
 
 def balance_over_sequence(
@@ -107,13 +109,15 @@ def balance_over_sequence(
         if not adds_balancing_loss(module, arguments):
             return
         share_balancing_loss(module)
-        outer = BALANCE.get() or Balance(
+        balance = BALANCE.get() or Balance(
             (), peers_absent, _counted_tokens(arguments.get("attention_mask"))
         )
-        counted = outer.counted
+        counted = balance.counted
         if counted is not None:
             counted = counted.chunk(group.size(), dim=1)[group.rank()]
-        BALANCE.set(replace(outer, groups=(*outer.groups, group), counted=counted, summed=group))
+        BALANCE.set(
+            replace(balance, groups=(*balance.groups, group), counted=counted, summed=group)
+        )
 
     def leave(*_: Any) -> None:
         BALANCE.set(None)
@@ -123,6 +127,7 @@ def balance_over_sequence(
 
 
 def _counted_tokens(mask: Any) -> Tensor | None:
+    """Return the mask of tokens that count, [batch, sequence]; raise SliceError for other masks."""
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return mask
     raise SliceError(
@@ -132,22 +137,31 @@ def _counted_tokens(mask: Any) -> Tensor | None:
     )
 
 
-def _module(model: nn.Module) -> Any:
+def _modeling_module(model: nn.Module) -> Any:
     return sys.modules[type(model).__module__]
 
 
 def _partial_loss(
     gate_logits: tuple[Tensor, ...], experts: int, top_k: int, balance: Balance
 ) -> Tensor:
+    """Return this rank's part of the loss, or the sum over `balance.summed`: one element.
+
+    Args:
+        gate_logits: router logits of each layer, [tokens, experts].
+        experts: number of experts.
+        top_k: experts per token.
+        balance: groups, and the tokens that count.
+    """
+    # One vector holds the tokens per expert and, last, all tokens: one all-reduce for both.
     counts = torch.zeros(experts + 1, dtype=torch.float32, device=gate_logits[0].device)
     probabilities = counts[:-1]
     for logits in gate_logits:
         weights = torch.nn.functional.softmax(logits, dim=-1)
-        chosen = torch.topk(weights, top_k, dim=-1)[1]
+        expert_indices = torch.topk(weights, top_k, dim=-1)[1]
         counted = balance.counted
         rows = weights.new_ones(len(weights)) if counted is None else counted.reshape(-1)
         rows = rows.float()
-        counts = counts.scatter_add(0, chosen.reshape(-1), rows.repeat_interleave(top_k))
+        counts = counts.scatter_add(0, expert_indices.reshape(-1), rows.repeat_interleave(top_k))
         counts[-1] += rows.sum()
         probabilities = probabilities + (weights.float() * rows.unsqueeze(-1)).sum(0)
     for group in balance.groups:

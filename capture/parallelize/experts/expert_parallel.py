@@ -2,17 +2,17 @@
 
 As in Megatron-LM (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher)
 and DeepSpeed-MoE, the rest of the model is replicated and each rank holds experts / size whole
-experts. Per layer and forward, ranks all-gather how many tokens each sends to each expert, then
-move the tokens by two all-to-alls, to the experts and back; the backward moves gradients by two
-more. Routing weights stay with the sender. If tensor-parallel ranks hold a shard of the sequence
-and a part of every expert, the received tokens are all-gathered over them and the results
+experts. Per layer and forward, ranks all-gather the token counts per expert, then dispatch the
+tokens with one all-to-all and combine the results with another; the backward needs two more.
+Routing weights stay with the sender. If each tensor-parallel rank holds a shard of the sequence and
+a slice of every expert, the received tokens are all-gathered over these ranks and the results
 reduce-scattered.
 
 Llama-4's experts in transformers compute every token, weighted by its score for each expert, so
-tokens cannot be sent to one expert. Each rank gathers all tokens and scores of the group, runs its
-own experts, and reduce-scatters the sums: the collectives of Megatron-LM's
-MoEAllGatherTokenDispatcher (same file), whose experts compute only tokens routed to them. Per layer
-and forward 2 all-gathers and a reduce-scatter; the backward mirrors them. Every rank has the same
+tokens cannot be sent to one expert. Each rank all-gathers the group's tokens and scores, runs the
+experts it holds, and reduce-scatters the sums. Megatron-LM's MoEAllGatherTokenDispatcher (same
+file) has the same collectives, but its experts compute only tokens routed to them. A forward takes
+2 all-gathers and a reduce-scatter per layer; the backward mirrors them. Every rank has the same
 number of tokens, as in Megatron-LM.
 
 With absent peers, the all-gathered counts repeat this rank's counts: every peer is assumed to route
@@ -102,6 +102,7 @@ def scatter_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Ten
 
 def _gather(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((sum(lengths), *x.shape[1:]))
+    # NCCL has one kernel for equal shards; for unequal ones torch issues a broadcast per rank.
     if len(set(lengths)) == 1:
         all_gather(gathered, x.contiguous(), group=group)
     else:
@@ -118,14 +119,14 @@ def _scatter(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     return shard
 
 
-_DENSE = "Llama4TextExperts"
+_LLAMA4_EXPERTS = "Llama4TextExperts"
 
-_PARTS = ("experts", "router", "shared_expert")
+_LLAMA4_PARTS = ("experts", "router", "shared_expert")
 
 
 def is_dense(module: nn.Module) -> bool:
     """Return whether a module holds experts that each compute every token, as Llama-4's do."""
-    return type(module).__name__ == _DENSE
+    return type(module).__name__ == _LLAMA4_EXPERTS
 
 
 def dense_layers(model: nn.Module) -> dict[str, Any]:
@@ -136,20 +137,22 @@ def dense_layers(model: nn.Module) -> dict[str, Any]:
 def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Make a layer's sharded experts compute the tokens of all ranks of the group.
 
+    Replaces the forward of the block that contains the experts, their router and a shared expert.
+
     Args:
         model: the model with the layer.
-        name: qualified name of the experts, in a block with their router and a shared expert.
+        name: qualified name of the experts.
         group: the expert-parallel group.
 
     Raises:
         SliceError: the block's parts differ from Llama-4's.
     """
     block = model.get_submodule(name.rpartition(".")[0])
-    parts = {part for part, _ in block.named_children()}
-    if parts != set(_PARTS):
+    children = {child for child, _ in block.named_children()}
+    if children != set(_LLAMA4_PARTS):
         raise SliceError(
-            f"--ep {group.size()}: the block of {name} has {', '.join(sorted(parts))}; gathering "
-            f"tokens needs Llama-4's {', '.join(_PARTS)}: leave --ep out",
+            f"--ep {group.size()}: the block of {name} has {', '.join(sorted(children))}; "
+            f"gathering tokens needs Llama-4's {', '.join(_LLAMA4_PARTS)}: leave --ep out",
             code="ep-block-inputs",
         )
 
@@ -158,19 +161,23 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
         scores, logits = self.router(hidden)
         lengths = [hidden.shape[0]] * group.size()
         tokens = gather_rows(hidden, lengths, group)
-        local = self.experts.num_experts
-        weights = gather_rows(scores, lengths, group).narrow(1, group.rank() * local, local)
-        routed = tokens.repeat(local, 1) * weights.t().reshape(-1, 1)
-        summed = self.experts(routed).view(local, *tokens.shape).sum(0)
+        local_experts = self.experts.num_experts
+        weights = gather_rows(scores, lengths, group).narrow(
+            1, group.rank() * local_experts, local_experts
+        )
+        routed = tokens.repeat(local_experts, 1) * weights.t().reshape(-1, 1)
+        partial_sum = self.experts(routed).view(local_experts, *tokens.shape).sum(0)
+        # The shared expert is replicated and sees this rank's tokens only, so its output is added
+        # after the sum over the group.
         output = self.shared_expert(hidden)
-        return output.add_(scatter_rows(summed, lengths, group)), logits
+        return output.add_(scatter_rows(partial_sum, lengths, group)), logits
 
     block.forward = MethodType(forward, block)
 
 
 AXIS = "_onerank_axis"
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -221,7 +228,7 @@ def shard_experts(
         raise SliceError(_no_experts_message(model, group.size()), code="ep-no-experts")
     for name, module in (layers | dense).items():
         _keep_experts(module, name, group)
-        module.register_forward_pre_hook(_mark)
+        module.register_forward_pre_hook(_mark_expert_axis)
     for module in layers.values():
         module.forward = MethodType(_dispatching_forward(group, gathered_over), module)
     for name in dense:
@@ -229,8 +236,8 @@ def shard_experts(
     return {"expert_parallel": len(layers) + len(dense)}
 
 
-def are_shared(experts: nn.Module) -> bool:
-    """Return whether a module's experts are sharded over ranks."""
+def are_sharded(experts: nn.Module) -> bool:
+    """Return whether a module's experts are sharded over expert-parallel ranks."""
     return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
 
 
@@ -252,30 +259,31 @@ def apply_static_routing(model: nn.Module, routing: Routing) -> None:
     for module in layers:
         routing.check(len(layers), module.num_experts)
     static = StaticRouting(routing)
-    for place, module in enumerate(layers):
-        module.register_forward_pre_hook(_rerouting(static, place, module.num_experts))
+    for layer_index, module in enumerate(layers):
+        module.register_forward_pre_hook(_rerouting(static, layer_index, module.num_experts))
 
 
 def expert_loads(
     model: nn.Module, routing: Routing, size: int
 ) -> dict[str, tuple[tuple[Fraction, ...], ...]]:
-    """Return name of a layer's experts -> for each rank of a group, the shares of its experts.
+    """Return qualified name of a layer's experts -> per rank of a group, the shares of its experts.
 
-    A share is a fraction of the layer's routed tokens, before rounding to whole tokens. Call it
-    while the experts are whole; `size` divides their number.
+    A share is a fraction of the layer's routed tokens, before rounding to whole tokens. A rank's
+    shares are sorted, so that ranks with the same work compare equal. Call this function while the
+    experts are whole; `size` divides their number.
     """
     loads: dict[str, tuple[tuple[Fraction, ...], ...]] = {}
-    for place, (name, module) in enumerate(expert_layers(model).items()):
-        shares, local = routing.shares(place, module.num_experts), module.num_experts // size
+    for layer_index, (name, module) in enumerate(expert_layers(model).items()):
+        shares, local = routing.shares(layer_index, module.num_experts), module.num_experts // size
         ranges = (slice(rank * local, (rank + 1) * local) for rank in range(size))
-        loads[name] = tuple(tuple(sorted(shares[part])) for part in ranges)
+        loads[name] = tuple(tuple(sorted(shares[experts])) for experts in ranges)
     return loads
 
 
 def _no_experts_message(model: nn.Module, size: int) -> str:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = max((getattr(text, key, 0) or 0 for key in _COUNTS), default=0)
+    experts = max((getattr(text, key, 0) or 0 for key in _EXPERT_COUNT_KEYS), default=0)
     kind = type(model).__name__
     if experts > 1:
         return (
@@ -299,20 +307,20 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
         with torch.no_grad():
             parameter.data = parameter.data.chunk(size)[group.rank()].clone()
             parameter.grad = None
-    _mark(module)
+    _mark_expert_axis(module)
 
 
-def _mark(module: nn.Module, *_: Any) -> None:
+def _mark_expert_axis(module: nn.Module, *_: Any) -> None:
     """Mark experts' parameters with the axis that averages their gradients."""
     # Before each forward: moving a model off the meta device creates new parameters.
     for parameter in module.parameters(recurse=False):
         setattr(parameter, AXIS, "edp")
 
 
-def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[..., Any]:
+def _rerouting(static: StaticRouting, layer_index: int, experts: int) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
-        return hidden, static.indices(place, experts, index), weights
+        return hidden, static.indices(layer_index, experts, index), weights
 
     return hook
 
@@ -320,49 +328,64 @@ def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[...,
 def _dispatching_forward(
     group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None
 ) -> Callable[..., Tensor]:
-    """Return an experts forward that exchanges tokens with all ranks of the group."""
+    """Return an experts forward that exchanges tokens with all ranks of the group.
+
+    It takes hidden states [tokens, hidden] and expert indices and routing weights, both
+    [tokens, top_k], like the forward that it replaces; the result is [tokens, hidden].
+    """
     size = group.size()
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local, top_k = self.num_experts, index.shape[-1]
-        ids = index.reshape(-1)
-        order = torch.argsort(ids)  # groups tokens by expert, and so by rank
-        sent = torch.zeros(size * local, dtype=torch.long, device=ids.device)
-        sent = sent.scatter_add_(0, ids, torch.ones_like(ids))
-        requested = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
-        all_gather(requested.view(-1), sent, group=group)  # [from, to, expert]
-        arriving = requested[:, group.rank()].contiguous()
-        everywhere = arriving.unsqueeze(0)
+        expert_ids = index.reshape(-1)
+        order = torch.argsort(expert_ids)  # groups tokens by expert, and so by rank
+        send_counts = torch.zeros(size * local, dtype=torch.long, device=expert_ids.device)
+        send_counts = send_counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+        counts_per_pair = torch.empty(
+            (size, size, local), dtype=torch.long, device=expert_ids.device
+        )
+        all_gather(counts_per_pair.view(-1), send_counts, group=group)  # [from, to, expert]
+        receive_counts = counts_per_pair[:, group.rank()].contiguous()
+        counts_per_tp_rank = receive_counts.unsqueeze(0)
         if gathered_over is not None:
-            everywhere = arriving.new_empty((gathered_over.size(), *arriving.shape))
-            all_gather(everywhere.view(-1), arriving.view(-1), group=gathered_over)
-        lengths = everywhere.sum((1, 2))
+            counts_per_tp_rank = receive_counts.new_empty(
+                (gathered_over.size(), *receive_counts.shape)
+            )
+            all_gather(counts_per_tp_rank.view(-1), receive_counts.view(-1), group=gathered_over)
+        lengths = counts_per_tp_rank.sum((1, 2))
         # one device-to-host copy for all counts: each .tolist() waits for the GPU
-        figures = torch.cat([sent.view(size, local).sum(1), arriving.sum(1), lengths]).tolist()
-        sends, receives, lengths = figures[:size], figures[size : 2 * size], figures[2 * size :]
+        host_counts = torch.cat(
+            [send_counts.view(size, local).sum(1), receive_counts.sum(1), lengths]
+        ).tolist()
+        sends, receives = host_counts[:size], host_counts[size : 2 * size]
+        lengths = host_counts[2 * size :]
         rows = exchange_rows(hidden[order // top_k], receives, sends, group)
         if gathered_over is not None:
             rows = gather_rows(rows, lengths, gathered_over)
-        owners = torch.arange(local, device=ids.device).repeat(len(lengths) * size)
-        owners = owners.repeat_interleave(everywhere.view(-1), output_size=sum(lengths))
-        results = _run_experts(self, rows, owners.unsqueeze(-1))
+        local_experts = torch.arange(local, device=expert_ids.device).repeat(len(lengths) * size)
+        # With output_size, repeat_interleave does not wait for the GPU to read the sum of counts.
+        local_experts = local_experts.repeat_interleave(
+            counts_per_tp_rank.view(-1), output_size=sum(lengths)
+        )
+        results = _run_experts(self, rows, local_experts.unsqueeze(-1))
         if gathered_over is not None:
             results = scatter_rows(results, lengths, gathered_over)
-        returned = exchange_rows(results, sends, receives, group)
-        slots = torch.empty_like(returned)
-        slots[order] = returned
-        slots = slots.view(*weights.shape, -1) * weights.unsqueeze(-1)
-        return slots.sum(dim=1).to(hidden.dtype)
+        combined = exchange_rows(results, sends, receives, group)
+        unsorted = torch.empty_like(combined)
+        unsorted[order] = combined
+        # The sender applies the routing weights; otherwise they and their gradients would travel.
+        weighted = unsorted.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        return weighted.sum(dim=1).to(hidden.dtype)
 
     return forward
 
 
-def _run_experts(experts: Any, rows: Tensor, owners: Tensor) -> Tensor:
+def _run_experts(experts: Any, rows: Tensor, local_experts: Tensor) -> Tensor:
     """Run the module's forward on rows of one expert each; the sender applies routing weights."""
     run = type(experts).forward
     if len(rows):
-        return run(experts, rows, owners, torch.ones_like(owners, dtype=rows.dtype))
-    # Without tokens, run one row and drop it: the backward must reach the weights and the
-    # all-to-all of the other ranks.
+        return run(experts, rows, local_experts, torch.ones_like(local_experts, dtype=rows.dtype))
+    # Without tokens, run one row of zeros and drop its result. The backward must still reach the
+    # weights, for gradients of zero, and this rank's part in the all-to-alls of the other ranks.
     row = rows.sum(dim=0, keepdim=True)
-    return run(experts, row, owners.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]
+    return run(experts, row, local_experts.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]

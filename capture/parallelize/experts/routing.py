@@ -1,9 +1,9 @@
-"""Static routing: the experts of each token, known before the step.
+"""Static routing: the experts of each token, fixed before the step.
 
-What a rank receives under expert parallelism depends on the routing of its absent peers. With
-static routing every rank follows one table of tokens per expert, so each peer sends what this rank
-would send in its place. The router still computes scores, weights and top-k; only the chosen
-indices are replaced.
+The tokens that a rank receives under expert parallelism depend on the routing of its absent peers.
+With static routing every rank follows one table of tokens per expert, so every peer sends as many
+tokens to each expert as this rank does. The router still computes scores, weights and top-k; only
+the chosen indices are replaced.
 """
 
 import math
@@ -63,8 +63,9 @@ class Routing:
     def tokens_per_expert(self, layer: int, experts: int, tokens: int, top_k: int) -> list[int]:
         """Return how many of `tokens` go to each expert; the sum is tokens * top_k.
 
-        A token goes to an expert at most once. Zipf's excess over that limit is distributed to the
-        other experts in proportion; a table above the limit is an error.
+        A token goes to an expert at most once, so an expert gets at most `tokens`. Tokens of
+        Zipf's law above that limit go to the other experts in proportion to their shares; a table
+        above the limit is an error.
 
         Args:
             layer: index among the layers with experts.
@@ -78,7 +79,7 @@ class Routing:
         shares = self.shares(layer, experts)
         if self.table:
             self._refuse_overfull(layer, shares, top_k)
-        return _apportion(shares, tokens, top_k)
+        return _apportion_tokens(shares, tokens, top_k)
 
     def shares(self, layer: int, experts: int) -> list[Fraction]:
         """Return each expert's share of the routed tokens; arguments as for `tokens_per_expert`."""
@@ -90,11 +91,11 @@ class Routing:
         return [weight / total for weight in weights]
 
     def _refuse_overfull(self, layer: int, shares: list[Fraction], top_k: int) -> None:
-        most = max(range(len(shares)), key=shares.__getitem__)
-        share = shares[most]
+        busiest = max(range(len(shares)), key=shares.__getitem__)
+        share = shares[busiest]
         if share * top_k > 1:
             raise SliceError(
-                f"--moe-routing {self.name}: layer {layer} gives expert {most} "
+                f"--moe-routing {self.name}: layer {layer} gives expert {busiest} "
                 f"{float(share):.1%} of the routed tokens; a token goes to {top_k} different "
                 f"experts, so an expert gets at most 1 / {top_k} = {1 / top_k:.1%}",
                 code="routing-share-too-large",
@@ -120,7 +121,7 @@ def parse_routing(text: str) -> Routing | None:
         return Routing(text)
     word, _, value = text.partition(":")
     if word == "zipf":
-        return Routing(text, exponent=_exponent(text, value))
+        return Routing(text, exponent=_parse_exponent(text, value))
     path = Path(text)
     if not path.is_file():
         raise CaptureError(
@@ -128,16 +129,16 @@ def parse_routing(text: str) -> Routing | None:
             f"Zipf's law, 0 is balanced) or {MODEL} (the model's router)",
             code="routing-unknown",
         )
-    return Routing(text, table=_table(path))
+    return Routing(text, table=_load_table(path))
 
 
 def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     """Return expert indices [tokens, top_k], int64, in which expert e occurs counts[e] times.
 
-    The experts of a token differ. Tokens, and each token's top-k slots, are shuffled from a fixed
-    seed; the global generators stay untouched.
+    The experts of a token differ. A fixed seed shuffles the tokens and each token's top-k slots;
+    torch's global generators keep their state.
     """
-    import torch  # late: the command line parses --moe-routing without torch
+    import torch  # imported here, because the command line parses --moe-routing without torch
 
     tokens = sum(counts) // top_k
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -146,8 +147,8 @@ def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     index = experts.view(top_k, tokens).T
     generator = torch.Generator().manual_seed(_SEED)
     index = index[torch.randperm(tokens, generator=generator)]
-    places = torch.rand(tokens, top_k, generator=generator).argsort(dim=1)
-    return index.gather(1, places).contiguous()
+    slot_order = torch.rand(tokens, top_k, generator=generator).argsort(dim=1)
+    return index.gather(1, slot_order).contiguous()
 
 
 class StaticRouting:
@@ -171,7 +172,7 @@ class StaticRouting:
         return self._indices[key]
 
 
-def _apportion(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
+def _apportion_tokens(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
     """Split tokens * top_k by weight with the largest-remainder method, at most `tokens` each."""
     if sum(1 for weight in weights if weight) < top_k:
         raise SliceError(
@@ -179,23 +180,32 @@ def _apportion(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
             f"{sum(1 for weight in weights if weight)} of {len(weights)} get any tokens",
             code="routing-too-few-experts",
         )
-    full: set[int] = set()
+    saturated: set[int] = set()
     while True:
-        remaining = tokens * (top_k - len(full))
-        total = sum(w for e, w in enumerate(weights) if e not in full) or 1
-        exact = {e: w * remaining / total for e, w in enumerate(weights) if e not in full}
-        over = {e for e, value in exact.items() if value > tokens}
-        if not over:
+        remaining = tokens * (top_k - len(saturated))
+        total = sum(weight for expert, weight in enumerate(weights) if expert not in saturated) or 1
+        exact = {
+            expert: weight * remaining / total
+            for expert, weight in enumerate(weights)
+            if expert not in saturated
+        }
+        overfull = {expert for expert, value in exact.items() if value > tokens}
+        if not overfull:
             break
-        full |= over
-    counts = [tokens if e in full else math.floor(exact[e]) for e in range(len(weights))]
-    by_remainder = sorted(exact, key=lambda e: (math.floor(exact[e]) - exact[e], e))
+        saturated |= overfull
+    counts = [
+        tokens if expert in saturated else math.floor(exact[expert])
+        for expert in range(len(weights))
+    ]
+    by_remainder = sorted(
+        exact, key=lambda expert: (math.floor(exact[expert]) - exact[expert], expert)
+    )
     for expert in by_remainder[: tokens * top_k - sum(counts)]:
         counts[expert] += 1
     return counts
 
 
-def _exponent(text: str, value: str) -> float:
+def _parse_exponent(text: str, value: str) -> float:
     try:
         exponent = float(value)
     except ValueError:
@@ -209,8 +219,8 @@ def _exponent(text: str, value: str) -> float:
     return exponent
 
 
-def _table(path: Path) -> tuple[tuple[float, ...], ...]:
-    lines = _json_lines(path) if path.suffix == ".json" else tuple(load_csv(path))
+def _load_table(path: Path) -> tuple[tuple[float, ...], ...]:
+    lines = _load_json_lines(path) if path.suffix == ".json" else tuple(load_csv(path))
     for number, line in enumerate(lines, start=1):
         if not all(0 <= value < math.inf for value in line) or not 0 < sum(line) < math.inf:
             raise FormatError(
@@ -223,7 +233,7 @@ def _table(path: Path) -> tuple[tuple[float, ...], ...]:
     return lines
 
 
-def _json_lines(path: Path) -> tuple[tuple[float, ...], ...]:
+def _load_json_lines(path: Path) -> tuple[tuple[float, ...], ...]:
     expected = "a list of tokens per expert, or a list of such lists"
     items = load_json(path, list[float | list[float]], expected)
     lists = [tuple(item) for item in items if isinstance(item, list)]

@@ -27,7 +27,7 @@ from onerank.capture.parallelize.autograd_collectives import (
     copy_to_group,
     reduce_from_group,
 )
-from onerank.capture.parallelize.experts.expert_parallel import are_shared, is_dense, is_fused
+from onerank.capture.parallelize.experts.expert_parallel import are_sharded, is_dense, is_fused
 from onerank.capture.parallelize.tensor.module_styles import EXPERTS
 from onerank.capture.parallelize.tensor.sequence_parallel import (
     gather_sequence,
@@ -118,7 +118,7 @@ def cut_experts(
     if not sequence:
         module.register_forward_pre_hook(_entering(group))
         module.register_forward_hook(_leaving(group))
-    elif not are_shared(module):
+    elif not are_sharded(module):
         module.register_forward_pre_hook(_gathering(group))
         module.register_forward_hook(_scattering(group))
 

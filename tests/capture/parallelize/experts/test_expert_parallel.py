@@ -1,4 +1,4 @@
-"""Sliced mixtures of experts against whole ones on four gloo ranks; what one rank does alone."""
+"""Sliced mixtures of experts: four Gloo ranks against the whole model; steps without peers."""
 
 import copy
 import itertools
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from own_process import run_command
+from raised import raises_code
 from real_ranks import run_ranks
 
 import onerank
@@ -114,20 +115,20 @@ def loss_of(model: Any, data: int = 0) -> torch.Tensor:
     return model(input_ids=tokens(data), labels=tokens(data)).loss
 
 
-def one_rank(rank: int, results: Any) -> None:
-    made: dict[tuple[int, ...], Any] = {}
+def train_rank(rank: int, results: Any) -> None:
+    groups: dict[tuple[int, ...], Any] = {}
     for world in WORLDS.values():
         for axis, other in itertools.product(("tp", "ep"), range(RANKS)):
             line = world.line(axis, other)
-            if line not in made:
-                made[line] = dist.new_group(list(line))
+            if line not in groups:
+                groups[line] = dist.new_group(list(line))
     for kind, world, implementation, tp_style in CASES:
         sliced = model(kind, implementation)
         slice_to_rank(
             sliced,
             WORLDS[world],
             rank,
-            lambda _, ranks: made[tuple(ranks)],
+            lambda _, ranks: groups[tuple(ranks)],
             tp_style="megatron" if tp_style == "sequence" else tp_style,
             sequence=tp_style == "sequence",
             peers_absent=False,
@@ -145,15 +146,15 @@ def slices() -> Any:
     """Loss and gradients of every case and rank."""
     for kind in KINDS:
         model(kind)  # imports its module
-    return run_ranks(one_rank, RANKS)
+    return run_ranks(train_rank, RANKS)
 
 
-def share_of(
-    name: str, whole: torch.Tensor, like: torch.Tensor, rank: int, size: int
+def cut_to_rank(
+    name: str, whole: torch.Tensor, gradient: torch.Tensor, rank: int, size: int
 ) -> torch.Tensor:
     """Cut a whole gradient to a tensor-parallel rank's shape; fused projections in halves."""
     for dim in range(whole.dim()):
-        if whole.shape[dim] != like.shape[dim]:
+        if whole.shape[dim] != gradient.shape[dim]:
             halves = 2 if name.endswith("gate_up_proj") and dim == 1 else 1
             parts = [part.chunk(size, dim)[rank] for part in whole.chunk(halves, dim)]
             whole = torch.cat(parts, dim)
@@ -161,7 +162,7 @@ def share_of(
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_the_slices_compute_what_the_whole_model_does(slices, case):
+def test_slices_match_the_whole_model(slices, case):
     kind, name, implementation, _ = case
     world = WORLDS[name]
     tp, dp = world.sizes.get("tp", 1), world.sizes["dp"]
@@ -170,26 +171,26 @@ def test_the_slices_compute_what_the_whole_model_does(slices, case):
     (sum(losses) / dp).backward()
     for rank in range(RANKS):
         assert slices[(*case, rank)][0] == pytest.approx(losses[rank // tp].item(), abs=1e-5)
-    for place, (name, parameter) in enumerate(whole.named_parameters()):
+    for index, (name, parameter) in enumerate(whole.named_parameters()):
         for rank in range(RANKS):
-            axis, own = slices[(*case, rank)][1][place]
+            axis, gradient = slices[(*case, rank)][1][index]
             assert axis == ("edp" if world.ep > 1 and ".experts." in name else "dp"), name
-            # the sum over the ranks that hold the same, and the mean over all data
-            found = sum(slices[(*case, r)][1][place][1] for r in world.line(axis, rank)) / dp
+            # sum over the ranks with the same parameter, mean over the data
+            summed = sum(slices[(*case, r)][1][index][1] for r in world.line(axis, rank)) / dp
             expected = parameter.grad
             if axis == "edp":
                 expected = expected.chunk(world.ep)[world.line("ep", rank).index(rank)]
-            expected = share_of(name, expected, own, rank % tp, tp)
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
+            expected = cut_to_rank(name, expected, gradient, rank % tp, tp)
+            torch.testing.assert_close(summed, expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def alone(kind: str, world: World, rank: int, routing: str, **options: Any) -> Any:
-    """Take one step as a rank without peers; return the recorder, the model and what was sliced."""
+def step_without_peers(kind: str, world: World, rank: int, routing: str, **options: Any) -> Any:
+    """Take one step as a rank without peers; return the recorder, the model and the summary."""
     recorder = Recorder(rank, world.size)
     recorder.start()
     try:
         sliced = model(kind, **options)
-        found = slice_to_rank(
+        summary = slice_to_rank(
             sliced,
             world,
             rank,
@@ -200,84 +201,87 @@ def alone(kind: str, world: World, rank: int, routing: str, **options: Any) -> A
         loss_of(sliced).backward()
     finally:
         recorder.stop()
-    return recorder, sliced, found
+    return recorder, sliced, summary
 
 
-def travels(recorder: Recorder) -> list[Any]:
+def all_to_alls(recorder: Recorder) -> list[Any]:
     return [call for call in recorder.calls if call.collective == "all_to_all"]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt-oss"])
 def test_the_collectives_of_a_step_and_their_bytes(kind):
-    recorder, _, _ = alone(kind, World.of(dp=4, ep=4), 1, "balanced")
+    recorder, _, _ = step_without_peers(kind, World.of(dp=4, ep=4), 1, "balanced")
     calls = Counter((call.group, call.collective, call.bytes) for call in recorder.calls)
     assert calls == {
         ("ep", "all_gather", EXPERTS * 8): LAYERS,  # int64 counts
-        ("ep", "all_to_all", TOKENS * TOP_K * HIDDEN * 4): 4 * LAYERS,  # there and back, twice
+        ("ep", "all_to_all", TOKENS * TOP_K * HIDDEN * 4): 4
+        * LAYERS,  # dispatch and combine, forward and backward
     }
     even = (TOKENS * TOP_K // 4,) * 4
-    assert all(call.in_split_sizes == call.out_split_sizes == even for call in travels(recorder))
+    assert all(
+        call.in_split_sizes == call.out_split_sizes == even for call in all_to_alls(recorder)
+    )
 
 
 def test_experts_are_cut_along_both_axes():
     world = World.of(tp=2, dp=4, ep=4)
     whole = sum(p.numel() for p in model("mixtral").parameters())
-    recorder, sliced, found = alone("mixtral", world, 3, "balanced")
+    recorder, sliced, summary = step_without_peers("mixtral", world, 3, "balanced")
     layer = sliced.model.layers[0].mlp.experts
     assert layer.num_experts == 2
     assert layer.gate_up_proj.shape == (2, 2 * 64 // 2, HIDDEN)
     assert layer.down_proj.shape == (2, HIDDEN, 64 // 2)
-    assert found.elements_before == whole
-    assert found.elements_after == sum(p.numel() for p in sliced.parameters())
-    assert found.modules["expert_parallel"] == found.modules["moe_tp_experts"] == LAYERS
+    assert summary.elements_before == whole
+    assert summary.elements_after == sum(p.numel() for p in sliced.parameters())
+    assert summary.modules["expert_parallel"] == summary.modules["moe_tp_experts"] == LAYERS
     assert recorder.groups["ep"] == (1, 3, 5, 7)
-    borders = Counter(c.bytes for c in recorder.calls if c.collective == "all_reduce")
+    all_reduces = Counter(c.bytes for c in recorder.calls if c.collective == "all_reduce")
     # attention, experts, both ways; embedding and the head's input
-    assert borders[TOKENS * HIDDEN * 4] == 4 * LAYERS + 2
-    assert borders[TOKENS * TOP_K * 4] == LAYERS  # gradients of the routing weights
+    assert all_reduces[TOKENS * HIDDEN * 4] == 4 * LAYERS + 2
+    assert all_reduces[TOKENS * TOP_K * 4] == LAYERS  # gradients of the routing weights
 
 
-def test_unevenly_popular_experts_make_uneven_ranks():
+def test_zipf_routing_gives_ranks_unequal_token_counts():
     per_rank = []
     counts = Routing("zipf:1", 1.0).tokens_per_expert(0, EXPERTS, TOKENS, TOP_K)
     assert counts == [23, 12, 8, 6, 5, 4, 3, 3]  # 64 / i / (1 + 1/2 + ... + 1/8), to 64 in all
     for rank in range(4):
-        recorder, sliced, _ = alone("mixtral", World.of(dp=4, ep=4), rank, "zipf:1")
-        there, back = travels(recorder)[:2]
-        assert there.in_split_sizes == back.out_split_sizes == (35, 14, 9, 6)
+        recorder, sliced, _ = step_without_peers("mixtral", World.of(dp=4, ep=4), rank, "zipf:1")
+        dispatch, combine = all_to_alls(recorder)[:2]
+        assert dispatch.in_split_sizes == combine.out_split_sizes == (35, 14, 9, 6)
         from_each = (35, 14, 9, 6)[rank]
-        assert there.out_split_sizes == back.in_split_sizes == (from_each,) * 4
-        assert back.bytes == 4 * from_each * HIDDEN * 4
+        assert dispatch.out_split_sizes == combine.in_split_sizes == (from_each,) * 4
+        assert combine.bytes == 4 * from_each * HIDDEN * 4
         per_rank.append(4 * from_each)
         for weight in sliced.model.layers[1].mlp.experts.parameters():
-            assert all(expert.norm() > 0 for expert in weight.grad)  # real rows came to each
+            assert all(expert.norm() > 0 for expert in weight.grad)  # every expert got tokens
     assert sum(per_rank) == 4 * TOKENS * TOP_K
 
 
-def test_a_rank_whose_experts_get_no_token_still_steps(tmp_path):
+def test_a_rank_without_tokens_still_steps(tmp_path):
     table = tmp_path / "popular.csv"
     table.write_text("1,1,1,1,1,1,0,0\n")
-    recorder, sliced, _ = alone("mixtral", World.of(dp=4, ep=4), 3, str(table))
-    assert travels(recorder)[0].out_split_sizes == (0, 0, 0, 0)
-    assert len(travels(recorder)) == 4 * LAYERS
+    recorder, sliced, _ = step_without_peers("mixtral", World.of(dp=4, ep=4), 3, str(table))
+    assert all_to_alls(recorder)[0].out_split_sizes == (0, 0, 0, 0)
+    assert len(all_to_alls(recorder)) == 4 * LAYERS
     for weight in sliced.model.layers[0].mlp.experts.parameters():
         assert not weight.grad.any()
 
 
-def test_the_router_still_decides_the_weights():
-    _, sliced, _ = alone("mixtral", World.of(dp=4, ep=4), 0, "balanced")
+def test_the_router_computes_the_weights_under_static_routing():
+    _, sliced, _ = step_without_peers("mixtral", World.of(dp=4, ep=4), 0, "balanced")
     assert all(layer.mlp.gate.weight.grad.norm() > 0 for layer in sliced.model.layers)
 
 
-def test_the_models_own_router_can_decide_with_peers_that_route_alike():
-    recorder, _, _ = alone("mixtral", World.of(dp=4, ep=4), 2, "model")
-    there = travels(recorder)[0]
-    assert sum(there.in_split_sizes) == TOKENS * TOP_K
-    assert len(set(there.in_split_sizes)) > 1
-    assert there.out_split_sizes == (there.in_split_sizes[2],) * 4
+def test_peers_repeat_the_routing_of_the_models_router():
+    recorder, _, _ = step_without_peers("mixtral", World.of(dp=4, ep=4), 2, "model")
+    dispatch = all_to_alls(recorder)[0]
+    assert sum(dispatch.in_split_sizes) == TOKENS * TOP_K
+    assert len(set(dispatch.in_split_sizes)) > 1
+    assert dispatch.out_split_sizes == (dispatch.in_split_sizes[2],) * 4
 
 
-def test_marks_outlive_a_move_from_the_meta_device():
+def test_expert_marks_survive_a_move_from_the_meta_device():
     recorder = Recorder(0, 2)
     recorder.start()
     try:
@@ -287,21 +291,21 @@ def test_marks_outlive_a_move_from_the_meta_device():
         sliced = sliced.to_empty(device="cpu")
         twin = copy.deepcopy(sliced)
         apply_static_routing(twin, Routing("balanced"))
-        for one in (sliced, twin):
-            one.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+        for candidate in (sliced, twin):
+            candidate.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
             with torch.no_grad():
-                for parameter in one.parameters():
+                for parameter in candidate.parameters():
                     parameter.normal_(0, 0.02)
-            loss_of(one)
-            for layer in expert_layers(one).values():
+            loss_of(candidate)
+            for layer in expert_layers(candidate).values():
                 assert layer.forward.__self__ is layer
                 assert {p._onerank_axis for p in layer.parameters()} == {"edp"}
     finally:
         recorder.stop()
 
 
-class OneOf:
-    """As much of a process group as slicing itself needs."""
+class FirstOfGroup:
+    """Rank 0 of a process group, with the methods that slicing calls."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -313,32 +317,34 @@ class OneOf:
         return 0
 
 
-def test_what_cannot_be_shared_out_is_refused():
-    with pytest.raises(SliceError, match=r"--ep 3 must divide .* 8 experts \(8 = 3 x 2 \+ 2\)"):
-        shard_experts(model("mixtral"), OneOf(3))
-    with pytest.raises(SliceError, match=r"--ep 2 shards experts .* LlamaForCausalLM has none"):
-        shard_experts(model("llama"), OneOf(2))
+def test_models_whose_experts_cannot_be_sharded_are_refused():
+    with raises_code("ep-indivisible-experts", SliceError) as refused:
+        shard_experts(model("mixtral"), FirstOfGroup(3))
+    assert "8 = 3 x 2 + 2" in str(refused.value)
+    with raises_code("ep-no-experts", SliceError):
+        shard_experts(model("llama"), FirstOfGroup(2))
     with torch.device("meta"):
         config = transformers.SwitchTransformersConfig(num_layers=2, num_experts=EXPERTS)
         unfused = transformers.SwitchTransformersForConditionalGeneration(config)
-    with pytest.raises(SliceError, match="has 8 experts, but not in the fused"):
-        shard_experts(unfused, OneOf(2))
+    with raises_code("ep-no-experts", SliceError) as refused:
+        shard_experts(unfused, FirstOfGroup(2))
+    assert "8 experts" in str(refused.value)
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_experts_that_cannot_be_sliced_are_refused():
     normed = model("gpt-oss").model.layers[0].mlp.experts
     normed.has_post_expert_norm = True
-    with pytest.raises(SliceError, match=r"experts with a norm .* cannot be sliced by --tp"):
-        cut_experts(normed, "experts", OneOf(2))
+    with raises_code("tp-experts-norm", SliceError):
+        cut_experts(normed, "experts", FirstOfGroup(2))
     odd = model("qwen3", moe_intermediate_size=15)
     with pytest.raises(SliceError, match=r"15 features per expert \(15 = 2 x 7 \+ 1\)"):
-        slice_model(odd, OneOf(2), "megatron")
+        slice_model(odd, FirstOfGroup(2), "megatron")
 
 
 def test_routing_for_another_model_is_refused():
-    with pytest.raises(SliceError, match=r"f.csv: line 1 names tokens for 4 experts.* has 8"):
+    with raises_code("routing-expert-count", SliceError):
         apply_static_routing(model("mixtral"), Routing("f.csv", table=((1.0,) * 4,)))
-    with pytest.raises(SliceError, match=r"--moe-routing zipf:1: LlamaForCausalLM has no experts"):
+    with raises_code("routing-no-experts", SliceError):
         apply_static_routing(model("llama"), Routing("zipf:1", 1.0))
     apply_static_routing(model("llama"), Routing("balanced"))
 
@@ -351,7 +357,7 @@ def capture(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return run_command("capture", "run", *args)
 
 
-def test_a_script_as_rank_1_of_4_that_share_out_the_experts(tmp_path):
+def test_a_script_captured_as_rank_1_of_4_expert_parallel_ranks(tmp_path):
     trace = tmp_path / "trace.et"
     done = capture(
         EXAMPLE,
@@ -383,7 +389,7 @@ def test_a_script_as_rank_1_of_4_that_share_out_the_experts(tmp_path):
     }
 
 
-def test_routing_where_nothing_is_sliced_is_refused(tmp_path):
+def test_routing_without_slicing_is_refused(tmp_path):
     trace = tmp_path / "trace.et"
     done = capture(EXAMPLE, "--moe-routing", "zipf:1", "-o", trace, *SMALL)
     assert done.returncode == 2
@@ -409,8 +415,8 @@ def test_a_step_on_a_gpu(implementation, routing):
     finally:
         recorder.stop()
     assert loss.isfinite()
-    assert travels(recorder)[0].bytes == TOKENS * TOP_K * HIDDEN * 2
-    assert len(travels(recorder)) == 4 * LAYERS
+    assert all_to_alls(recorder)[0].bytes == TOKENS * TOP_K * HIDDEN * 2
+    assert len(all_to_alls(recorder)) == 4 * LAYERS
     for layer in expert_layers(sliced).values():
         for weight in layer.parameters():
             assert all(expert.norm() > 0 for expert in weight.grad)

@@ -1,4 +1,4 @@
-"""Static routing: what `--moe-routing` says, tokens per expert, and the indices made of them."""
+"""Static routing: the `--moe-routing` option, tokens per expert, and expert indices."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raised import raises_code
 
 from onerank.capture.parallelize.experts.routing import (
     Routing,
@@ -20,7 +21,7 @@ def shares(text, *, experts=8, tokens=64, top_k=2):
     return parse_routing(text).tokens_per_expert(0, experts, tokens, top_k)
 
 
-def test_balanced_gives_each_expert_the_same():
+def test_balanced_routing_gives_experts_equal_counts():
     assert shares("balanced") == [16] * 8
     assert shares("balanced", tokens=9, top_k=2) == [3, 3, 2, 2, 2, 2, 2, 2]  # 18 = 8 x 2 + 2
 
@@ -31,7 +32,7 @@ def test_zipf_gives_expert_i_a_weight_of_one_over_i_plus_one():
     assert shares("zipf:0") == shares("balanced")
 
 
-def test_no_expert_gets_a_token_twice_and_the_rest_goes_to_the_others():
+def test_tokens_above_an_experts_limit_go_to_other_experts():
     # weights 1, 1/4, 1/9, 1/16: the first would get 70% of 200; it gets the 100 tokens there are,
     # the others share 100 by 36 : 16 : 9
     assert shares("zipf:2", experts=4, tokens=100, top_k=2) == [100, 59, 26, 15]
@@ -43,7 +44,7 @@ def test_no_expert_gets_a_token_twice_and_the_rest_goes_to_the_others():
     st.integers(4, 12),
     st.floats(0, 3),
 )
-def test_indices_hold_each_expert_as_often_as_counted(tokens, top_k, experts, exponent):
+def test_indices_repeat_each_expert_by_its_count(tokens, top_k, experts, exponent):
     routing = Routing("zipf", exponent)
     counts = routing.tokens_per_expert(0, experts, tokens, top_k)
     index = chosen_experts(counts, top_k)
@@ -52,7 +53,7 @@ def test_indices_hold_each_expert_as_often_as_counted(tokens, top_k, experts, ex
     assert all(len(set(row)) == top_k for row in index.tolist())
 
 
-def test_neighbouring_tokens_go_to_different_experts_by_a_seed_of_its_own():
+def test_tokens_are_shuffled_from_a_separate_seed():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     index = chosen_experts([16] * 8, 2)
@@ -61,7 +62,7 @@ def test_neighbouring_tokens_go_to_different_experts_by_a_seed_of_its_own():
     assert len({tuple(row) for row in index[:8].tolist()}) > 4
 
 
-def test_layers_of_one_popularity_share_their_indices():
+def test_layers_with_equal_distributions_share_indices():
     chosen = torch.zeros(64, 2, dtype=torch.long)
     balanced = StaticRouting(Routing("balanced"))
     assert balanced.indices(0, 8, chosen) is balanced.indices(5, 8, chosen)
@@ -86,58 +87,58 @@ def test_a_file_has_one_line_for_all_layers_or_one_for_each(tmp_path, name):
     routing.check(layers=len(table), experts=len(table[0]))
 
 
-def test_lines_of_a_file_are_for_their_layers(tmp_path):
+def test_each_line_of_a_file_is_for_one_layer(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps([[1, 1, 1, 1], [0, 0, 2, 2]]))
     routing = parse_routing(str(tmp_path / "f.json"))
     assert routing.tokens_per_expert(0, 4, 8, 2) == [4, 4, 4, 4]
     assert routing.tokens_per_expert(1, 4, 8, 2) == [0, 0, 8, 8]
 
 
-BAD_WORDS = {
-    "zipf:-1": "zipf:-1: the exponent -1; expected a number of 0",
-    "zipf:nan": "the exponent nan; expected",
-    "zipf:": "the exponent is missing; expected",
-    "zipf": "the exponent is missing; expected",
-    "balance": r"balance: no such file; expected a file, balanced, zipf:S .* or model",
+BAD_OPTIONS = {
+    "zipf:-1": "routing-bad-exponent",
+    "zipf:nan": "routing-bad-exponent",
+    "zipf:": "routing-bad-exponent",
+    "zipf": "routing-bad-exponent",
+    "balance": "routing-unknown",
 }
 
 
-@pytest.mark.parametrize("text", BAD_WORDS)
-def test_words_that_are_not_known_are_refused(text):
-    with pytest.raises(CaptureError, match=BAD_WORDS[text]):
+@pytest.mark.parametrize("text", BAD_OPTIONS)
+def test_unknown_routings_are_refused(text):
+    with raises_code(BAD_OPTIONS[text], CaptureError):
         parse_routing(text)
 
 
 BAD_FILES = {
     "heading.csv": ("a,b\n1,2\n", r"heading.csv: line 1: .*'a'; expected .* without a header"),
-    "negative.csv": ("1,2\n1,-2\n", r"line 2 is \[1\.0, -2\.0\]; expected tokens per expert"),
-    "zero.csv": ("0,0\n", r"line 1 is .* not all 0"),
-    "empty.csv": ("", "no line of tokens per expert"),
-    "empty.json": ("[]", "no line of tokens per expert"),
-    "broken.json": ("[1,", "broken.json: .*; expected a list of tokens per expert"),
+    "negative.csv": ("1,2\n1,-2\n", r"line 2 is \[1\.0, -2\.0\]"),
+    "zero.csv": ("0,0\n", r"line 1 is \[0\.0, 0\.0\]"),
+    "empty.csv": ("", "empty.csv: "),
+    "empty.json": ("[]", "empty.json: "),
+    "broken.json": ("[1,", "broken.json: "),
     "object.json": ('{"0": [1]}', r"object.json: Expected `array`, got `object`"),
-    "mixed.json": ("[1, [2]]", "both numbers and lists"),
+    "mixed.json": ("[1, [2]]", "mixed.json: "),
     "infinite.csv": ("1,inf\n", r"line 1 is \[1\.0, inf\]"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused(tmp_path, name):
-    text, complaint = BAD_FILES[name]
+def test_malformed_files_are_refused(tmp_path, name):
+    text, message = BAD_FILES[name]
     (tmp_path / name).write_text(text)
-    with pytest.raises(FormatError, match=complaint):
+    with pytest.raises(FormatError, match=message):
         parse_routing(str(tmp_path / name))
 
 
 def test_a_table_for_another_model_is_refused():
     routing = Routing("f.csv", table=((1.0,) * 8, (1.0,) * 8))
-    with pytest.raises(SliceError, match=r"f.csv: 2 lines, but the model has 3 layers with exp"):
+    with raises_code("routing-layer-count", SliceError):
         routing.check(layers=3, experts=8)
-    with pytest.raises(SliceError, match=r"line 1 names tokens for 8 experts, but .* has 16"):
+    with raises_code("routing-expert-count", SliceError):
         routing.check(layers=2, experts=16)
 
 
-def test_a_table_that_gives_an_expert_more_than_every_token_is_refused():
+def test_a_table_that_gives_an_expert_a_token_twice_is_refused():
     routing = Routing("f.csv", table=((6.0, 1.0, 2.0, 1.0),))
-    with pytest.raises(SliceError, match=r"expert 0 60\.0% .* at most 1 / 2 = 50\.0%"):
+    with pytest.raises(SliceError, match=r"60\.0%.*50\.0%"):
         routing.tokens_per_expert(0, 4, 10, 2)
