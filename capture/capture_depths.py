@@ -1,6 +1,6 @@
 """Capture a script with fewer layers, at several depths, and extrapolate to the full depth.
 
-Each depth runs in a process of its own, so that it inherits no memory, cache or tuned kernel.
+Each depth runs in a separate process, so that it inherits no memory, cache or tuned kernel.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ def capture_at_depths(
 
     Args:
         script: a training script that steps an optimizer.
-        args: the script's own arguments.
+        args: arguments of the script.
         options: what to capture; raw traces are kept in a directory per depth.
         layers: depths to capture, ascending.
-        progress: told in a few words what goes on.
-        run: runs each in a process of its own.
+        progress: receives a short description of each phase.
+        run: runs each capture in a separate process.
 
     Returns:
-        The graph at the model's own depth, with what the deepest capture tells of itself.
+        The graph at the model's full depth; everything else is that of the deepest capture.
 
     Raises:
-        DepthError: the depths are not fit, or the model's layers cannot be extrapolated.
-        CaptureError: the script cannot be captured as asked.
+        DepthError: the depths contradict the options, or the layers cannot be extrapolated.
+        CaptureError: the script cannot be captured with these options.
     """
     check_layers(layers, options)
     check_raw_dir(options.raw_dir)
@@ -50,20 +50,24 @@ def capture_at_depths(
     with scratch_directory() as directory:
         raw = directory / "raw"
         for count in layers:
-            asked = replace(
+            depth_options = replace(
                 options,
                 depth=Depth(count, tuple(layers)),
+                # Raw traces move to the requested directory only after every depth succeeded, so a
+                # failed capture leaves nothing half-written there.
                 raw_dir=options.raw_dir and raw / f"{count}-layers",
             )
-            at = f"{count} layer" + ("" if count == 1 else "s")
-            with named_errors(f"at {at}"):
+            label = f"{count} layer" + ("" if count == 1 else "s")
+            with named_errors(f"at {label}"):
                 captures[count] = run(
-                    capture, script, list(args), asked, progress=named_progress(at, progress)
+                    capture,
+                    *(script, list(args), depth_options),
+                    progress=named_progress(label, progress),
                 )
         deepest = captures[layers[-1]]
         assert deepest.layers is not None
         progress("extrapolating")
-        graphs = {count: one.graph for count, one in captures.items()}
+        graphs = {count: captured.graph for count, captured in captures.items()}
         graph = extrapolate(graphs, deepest.layers.depth, deepest.layers.pattern)
         if options.raw_dir is not None:
             keep(raw, options.raw_dir)

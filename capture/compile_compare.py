@@ -1,10 +1,10 @@
 """Capture a script eager and compiled, and map each compiled kernel to the operators it replaces.
 
-In the compiled run every outermost module is compiled after its first call, unless the script
-compiles by itself. In the eager run torch.compile is disabled. Each run has a process of its own,
-so that neither inherits caches, clocks or memory.
+In the compiled run every outermost module runs compiled from its second call on, unless the script
+compiles its model itself. In the eager run torch.compile is disabled. Each run has a separate
+process, so that neither inherits caches, clocks or memory.
 
-The mapping is read where Inductor writes its code: `set_kernel_post_grad_provenance_tracing` sees
+The mapping is read where Inductor generates code: `set_kernel_post_grad_provenance_tracing` gets
 every kernel call, generated or from a library, in execution order, with the FX nodes it replaces.
 The nodes' metadata names the ATen operator and the module. A module scope with the number of the
 compiled graph marks its calls in the profile.
@@ -37,7 +37,8 @@ Mode = Literal["default", "reduce-overhead", "max-autotune"]
 
 _EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
-_COMPILED = {  # what is taken from a cache is not generated, and so not seen
+# Inductor generates no code for a graph from a cache, so the mapping would be empty.
+_COMPILED = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
@@ -50,14 +51,14 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class CompiledCapture:
-    """A rank captured twice.
+    """A rank captured eager and compiled.
 
     Attributes:
         eager: without torch.compile.
-        compiled: with it; its kernels have the number of their compiled graph as module.
-        kernels: what Inductor generated, in the order of its code.
-        by_script: whether the script compiles by itself.
-        roots: classes of the outermost modules, which nodes outside any inner module belong to.
+        compiled: with torch.compile; the module of a kernel is the number of its compiled graph.
+        kernels: kernels and library calls that Inductor generated, in execution order.
+        by_script: whether the script compiles its model itself.
+        roots: class names of the outermost modules; nodes outside any inner module belong to these.
     """
 
     eager: Capture
@@ -74,23 +75,25 @@ def capture_compiled(
     mode: Mode,
     progress: Progress = lambda _: None,
 ) -> CompiledCapture:
-    """Capture `script` eager and compiled, one after the other, each in a process of its own.
+    """Capture `script` eager, then compiled, each in a separate process.
 
     Args:
         script: as for `capture`.
         args: as for `capture`.
-        options: as for `capture`; raw traces of the eager run go beside those of the compiled.
-        mode: of torch.compile, where the script does not compile by itself.
-        progress: told in a few words what goes on.
+        options: as for `capture`; raw traces of the eager run go to a sibling directory with the
+            suffix ".eager".
+        mode: mode of torch.compile; unused if the script compiles its model itself.
+        progress: receives a short description of each phase.
 
     Raises:
-        CaptureError: the script cannot be captured as asked, or nothing was compiled.
+        CaptureError: the script cannot be captured with these options, or Inductor generated no
+            kernel.
     """
     raw = options.raw_dir
-    beside = None if raw is None else raw.with_name(f"{raw.name}.eager")
+    eager_raw = None if raw is None else raw.with_name(f"{raw.name}.eager")
     eager = run_isolated(
         capture,
-        *(script, list(args), replace(options, raw_dir=beside)),
+        *(script, list(args), replace(options, raw_dir=eager_raw)),
         progress=named_progress("eager", progress),
         environment=_EAGER,
     )
@@ -102,8 +105,8 @@ def capture_compiled(
     )
     if not kernels:
         raise CaptureError(
-            f"{script}: under --compile {mode} Inductor generated no kernel: the script calls no "
-            "module that can be compiled, or compiles with another backend",
+            f"{script}: Inductor generated no kernel under --compile {mode}\n  call a module that "
+            "has parameters in the step, and compile with the backend inductor",
             code="compile-no-kernel",
         )
     return CompiledCapture(eager, compiled, kernels, by_script, roots)
@@ -112,38 +115,44 @@ def capture_compiled(
 def _capture_compiled(
     script: Path, args: list[str], options: Options, mode: Mode, progress: Progress
 ) -> tuple[Capture, list[GeneratedKernel], bool, tuple[str, ...]]:
-    inductor, compiling = Inductor(), _Compiling(mode)
-    with inductor.watched(), compiling.installed():
+    inductor, compiler = InductorObserver(), _ModuleCompiler(mode)
+    with inductor.installed(), compiler.installed():
         captured = capture(script, args, options, progress)
-    return captured, inductor.kernels, compiling.by_script, tuple(compiling.roots)
+    return captured, inductor.kernels, compiler.by_script, tuple(compiler.roots)
 
 
-class _Compiling:
-    """Compiles each outermost module that has parameters, after its first call."""
+class _ModuleCompiler:
+    """Compiles each outermost module that has parameters, when it is first called.
+
+    Attributes:
+        by_script: whether the script compiled a module itself; then nothing else is compiled.
+        roots: class names of the outermost modules, as keys in the order of their first call.
+    """
 
     def __init__(self, mode: Mode) -> None:
         self.by_script = False
         self.roots: dict[str, None] = {}
         self._mode = None if mode == "default" else mode
-        self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Watch for outermost modules while the context lasts."""
-        inside = 0
+        """Compile outermost modules while the context lasts."""
+        call_depth = 0
 
         def before(module: nn.Module, _: Any) -> None:
-            nonlocal inside
+            nonlocal call_depth
+            # Dynamo traces these hooks with the module; only real calls count.
             if torch.compiler.is_compiling():
                 return
-            inside += 1
-            if inside == 1 and torch.is_grad_enabled():
+            call_depth += 1
+            if call_depth == 1 and torch.is_grad_enabled():
                 self._compile(module)
 
         def after(*_: Any) -> None:
-            nonlocal inside
+            nonlocal call_depth
             if not torch.compiler.is_compiling():
-                inside -= 1
+                call_depth -= 1
 
         hooks = [
             register_module_forward_pre_hook(before),
@@ -156,34 +165,40 @@ class _Compiling:
                 hook.remove()
 
     def _compile(self, module: nn.Module) -> None:
-        parts: list[Any] = list(module.modules())
+        submodules: list[Any] = list(module.modules())
         if not any(True for _ in module.parameters()):
             return
         self.roots[type(getattr(module, "_orig_mod", module)).__name__] = None
-        if any(part in self._ours for part in parts):
+        if any(submodule in self._compiled for submodule in submodules):
             return
-        if any(_is_compiled(part) for part in parts):
+        if any(_is_compiled(submodule) for submodule in submodules):
             self.by_script = True
         elif not self.by_script:
+            # This call stays eager: `Module.__call__` has already chosen its implementation.
             module.compile(mode=self._mode)
-            self._ours.add(module)
+            self._compiled.add(module)
 
 
 def _is_compiled(module: Any) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
-class Inductor:
-    """Notes the kernels that Inductor generates while watched."""
+class InductorObserver:
+    """Records the kernels that Inductor generates.
+
+    Attributes:
+        kernels: kernels and library calls, in the order in which Inductor generates them.
+    """
 
     def __init__(self) -> None:
         self.kernels: list[GeneratedKernel] = []
-        self._graphs: dict[int, Any] = {}  # id -> graph, kept so that no id comes twice
+        # id -> graph. The reference keeps the graph alive, so that Python does not reuse its id.
+        self._graphs: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def watched(self) -> Generator[None]:
-        """Stand between Inductor and its code generation while the context lasts."""
-        # each has a name for what is replaced here
+    def installed(self) -> Generator[None]:
+        """Patch Inductor's code generation while the context lasts."""
+        # Only a compiled capture needs Inductor, so only it pays for the import.
         from torch._inductor import config, debug
         from torch._inductor.codegen import triton
         from torch._inductor.output_code import CompiledFxGraph
@@ -195,15 +210,15 @@ class Inductor:
         init, call = compiled.__init__, compiled.__call__
 
         def traced(schedule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            self._note(name, schedule, called=True)
+            self._record(name, schedule, called=True)
             return trace(schedule, name, *args, **kwargs)
 
         def defined(scheduler: Any, source: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
             name = define(scheduler, source, schedule, *args, **kwargs)
-            self._note(name, schedule, called=False)
+            self._record(name, schedule, called=False)
             return name
 
-        def made(code: Any, current: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
+        def constructed(code: Any, current: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
             init(code, current, graph, *args, **kwargs)
             code._onerank_graph = self._number(graph)
 
@@ -219,9 +234,9 @@ class Inductor:
             patched("torch._inductor.codegen.triton.TritonScheduling", {"define_kernel": defined}),
             patched(
                 "torch._inductor.output_code.CompiledFxGraph",
-                {"__init__": made, "__call__": called},
+                {"__init__": constructed, "__call__": called},
             ),
-            # Without it kernels in C++ leave no event in a profile.
+            # Without this option C++ kernels leave no event in a profile.
             config.patch({"cpp.enable_kernel_profile": True}),
         ):
             yield
@@ -230,45 +245,46 @@ class Inductor:
         self._graphs.setdefault(id(graph), graph)
         return list(self._graphs).index(id(graph))
 
-    def _note(self, name: str, schedule: Any, *, called: bool) -> None:
+    def _record(self, name: str, schedule: Any, *, called: bool) -> None:
         from torch._inductor.virtualized import V
 
         nodes = [node for node in _origins(schedule) if node.op == "call_function"]
-        # one operator may have been decomposed into several nodes
+        # Inductor decomposes one operator into several nodes, which count once.
         distinct = {_identity(node): node for node in nodes}.values()
-        named = [(_operator(node), _module(node.meta)) for node in distinct]
-        working = [pair for pair in named if pair[0].split(".")[1] not in _VIEWS]
+        origins = [(_operator(node), _module(node.meta)) for node in distinct]
+        # Views do no work; a kernel of views only (a copy) keeps them, or it would have no origin.
+        non_views = [pair for pair in origins if pair[0].split(".")[1] not in _VIEWS]
         self.kernels.append(
             GeneratedKernel(
                 graph=self._number(V.graph),
                 name=name,
                 called=called,
-                operators=tuple(operator for operator, _ in working or named),
-                modules=tuple(module for _, module in working or named),
+                operators=tuple(operator for operator, _ in non_views or origins),
+                modules=tuple(module for _, module in non_views or origins),
             )
         )
 
 
 def _origins(schedule: Any) -> list[Any]:
-    """Return the nodes of the graph that a kernel call stands for, each once."""
-    if not isinstance(schedule, list | tuple):  # a call into a library
-        exact = getattr(schedule, "origin_node", None)
-        return [exact] if exact is not None else list(schedule.origins)
-    parts: list[Any] = []
+    """Return the FX nodes that a kernel call replaces, each once."""
+    if not isinstance(schedule, list | tuple):  # a library call
+        origin = getattr(schedule, "origin_node", None)
+        return [origin] if origin is not None else list(schedule.origins)
+    buffers: list[Any] = []
     for scheduled in schedule:
-        # of a combination of kernels the parts have the nodes
-        inner = scheduled.get_nodes() if hasattr(scheduled, "get_nodes") else [scheduled]
-        parts += [part.node for part in inner if getattr(part, "node", None) is not None]
-    return list(dict.fromkeys(node for part in parts for node in part.origins))
+        # A combination of kernels has no IR node; the scheduler nodes that it combines have.
+        leaves = scheduled.get_nodes() if hasattr(scheduled, "get_nodes") else [scheduled]
+        buffers += [leaf.node for leaf in leaves if getattr(leaf, "node", None) is not None]
+    return list(dict.fromkeys(node for buffer in buffers for node in buffer.origins))
 
 
 def _identity(node: Any) -> Any:
-    """Return what the nodes of one decomposed operator have in common, and no other node."""
+    """Return a key that exactly the nodes of one operator share, also after its decomposition."""
     original = node.meta.get("original_aten")
-    whole = original is None or getattr(node.target, "overloadpacket", None) is getattr(
+    is_whole = original is None or getattr(node.target, "overloadpacket", None) is getattr(
         original, "overloadpacket", original
     )
-    return node.name if whole else (str(original), node.meta.get("seq_nr"))
+    return node.name if is_whole else (str(original), node.meta.get("seq_nr"))
 
 
 def _operator(node: Any) -> str:
@@ -281,7 +297,7 @@ def _operator(node: Any) -> str:
 
 
 def _module(meta: dict[str, Any]) -> str:
-    """Return the qualified name of the innermost module; of the outermost one, its class."""
+    """Return the qualified name of the innermost module; the class for the outermost module."""
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""

@@ -122,7 +122,7 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
     stages.mkdir()
     done = told("capture", "run", script, "--pp", 2, "--tp", 2, "--ranks", "distinct", *SHORT,
                 "--raw-dir", tmp_path / "raw", "-o", stages / "t.et")  # fmt: skip
-    assert "· one rank of each class of equal ones: 0, 2" in done.stderr
+    assert "· one rank of each class of equivalent ranks: 0, 2" in done.stderr
     assert "· rank 2: linking the traces" in done.stderr
     graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 2)}
     assert sorted(path.name for path in stages.iterdir()) == ["t.0.et", "t.2.et"]
