@@ -22,10 +22,10 @@ class _DtypeChange:
     """A dtype that products can run in.
 
     Attributes:
-        dtype: torch's name of it.
+        dtype: torch's name.
         replaced: dtypes of operands that it replaces.
-        operand_bytes: bytes of an element of operands.
-        result_bytes: bytes of an element of results.
+        operand_bytes: bytes per element of operands.
+        result_bytes: bytes per element of results.
     """
 
     dtype: str
@@ -44,7 +44,8 @@ _CHANGES = {
 
 DTYPES = tuple(_CHANGES)
 
-_MULTIPLE = 16  # cuBLAS accepts fp8 products only if n and k are multiples of 16
+# cuBLAS accepts fp8 products only if n and k are multiples of 16.
+_MULTIPLE = 16
 
 
 def run_in_float16(
@@ -52,10 +53,10 @@ def run_in_float16(
 ) -> tuple[OpCosts, str | None, tuple[str, ...]]:
     """Return the work of the nodes in float16, the dtype left for `change_dtype`, and a note.
 
-    Both have 16 bits, and GPUs with units for both run them at one rate. So a measurement in one
-    dtype is valid for the other, for attention and convolutions too, and the step is as if captured
-    in float16; float32 parts stay. Nothing changes for another `dtype`, or from a source that lacks
-    either.
+    Both have 16 bits, and GPUs with units for both run them at the same rate. A measurement in one
+    dtype is therefore valid for the other, also of attention and convolutions, and the result is as
+    if captured in float16. Parts in float32 stay. Nothing changes for another `dtype`, or if the
+    source lacks either.
 
     Args:
         costs: work of the nodes, as measured.
@@ -134,9 +135,8 @@ def change_dtype(
     item_bytes = np.array([_item_bytes(costs.dtypes[int(c)]) for c in costs.dtype[can_change]])
     read, written = costs.bytes_read.copy(), costs.bytes_written.copy()
     for column, after in ((read, change.operand_bytes), (written, change.result_bytes)):
-        scaled = np.rint(column[can_change] * (np.minimum(after, item_bytes) / item_bytes)).astype(
-            np.int64
-        )
+        ratio = np.minimum(after, item_bytes) / item_bytes
+        scaled = np.rint(column[can_change] * ratio).astype(np.int64)
         column[can_change] = np.where(column[can_change] == UNKNOWN, UNKNOWN, scaled)
     code = np.where(can_change, dtypes.index(change.dtype), costs.dtype)
     wide = _has_dtype(costs, *change.replaced)
@@ -145,10 +145,9 @@ def change_dtype(
         f"What if {dtype}: {total} of {total + others} kernels of products in "
         f"{' or '.join(change.replaced)} change: an element of operands has "
         f"{8 * change.operand_bytes} bits, of results {8 * change.result_bytes}. The others "
-        "(attention, "
-        "convolutions, sizes that the type does not support) stay as captured, and no casts are "
-        "added. The nodes keep the "
-        "captured operand types, and the energy estimate uses these."
+        "(attention, convolutions, sizes that the type does not support) stay as captured, and no "
+        "casts are added. The nodes keep the captured operand types, and the energy estimate uses "
+        "these."
     )
     changed_costs = replace(
         costs, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
@@ -247,4 +246,5 @@ def _has_multiple_sizes(work: Work, dtype: str) -> bool:
 
 
 def _item_bytes(dtype: str) -> int:
+    # TF32 is a mode of float32 products: operands in memory keep 4 bytes.
     return 4 if dtype in ("float32", "tfloat32") else 2

@@ -80,14 +80,14 @@ class Chain(NamedTuple):
 def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     """Return the chains of kernels of these classes, each of two or more.
 
-    It loops over the operations of the GPU in order, because the content of a storage depends on
+    The loop over the operations of the GPU is in order, because the content of a storage depends on
     its last writer.
     """
     device = np.flatnonzero(graph.gpu_compute | graph.communication)
     device = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
     access = accesses_of(graph, device)
     fusible = np.zeros(len(graph), dtype=bool)
-    class_codes = [CLASSES.index(chain) for chain in classes]
+    class_codes = [CLASSES.index(class_) for class_ in classes]
     compute = device[graph.gpu_compute[device]]
     fusible[compute] = np.isin(classify(graph, compute), class_codes)
     fusible &= _whole_operators(graph, classes)
@@ -160,8 +160,9 @@ def _cross_stream_nodes(graph: Graph) -> tuple[npt.NDArray[np.bool_], npt.NDArra
 def _can_join(graph: Graph, group: list[int], node: int, access: dict[int, Access]) -> bool:
     """Return whether a kernel can join the loop of a group and shares data with it.
 
-    The kernel loops over as many elements, over a part (a half that is joined again), or over one
-    per row. A fill reads nothing and may always join.
+    The kernel must loop over the same number of elements or over a whole fraction of it, such as
+    the half of a tensor that a gated activation splits, or one element per row. A fill reads
+    nothing and may always join.
     """
     nodes = graph.nodes
     first = group[0]
@@ -170,12 +171,9 @@ def _can_join(graph: Graph, group: list[int], node: int, access: dict[int, Acces
             return False
     if not _is_row_wise(access[node]):
         return False
-    elements, own_elements = max(access[member].elements for member in group), access[node].elements
-    if (
-        not own_elements
-        or not elements
-        or max(own_elements, elements) % min(own_elements, elements)
-    ):
+    loop_length = max(access[member].elements for member in group)
+    elements = access[node].elements
+    if not elements or not loop_length or max(elements, loop_length) % min(elements, loop_length):
         return False
     storages = {place.storage for member in group for _, place, _ in
                (*access[member].reads, *access[member].writes)}  # fmt: skip
@@ -195,7 +193,12 @@ def _is_row_wise(access: Access) -> bool:
 
 
 class _LaterReads:
-    """Which storages are read after a given operation, before another one overwrites them."""
+    """Finds which storages are read after an operation before another one overwrites them.
+
+    Attributes:
+        rank: operation -> position in execution order.
+        events: storage -> (position, whether it is a read) of its accesses, ascending.
+    """
 
     def __init__(self, device: I64, access: dict[int, Access]) -> None:
         self.rank = {int(node): rank for rank, node in enumerate(device)}
@@ -206,6 +209,7 @@ class _LaterReads:
             read = {place.storage for _, place, _ in access[node].reads}
             for storage in read:
                 self.events.setdefault(storage, []).append((self.rank[node], True))
+            # An in-place operator reads first, so its access counts as a read.
             for storage in {p.storage for _, p, _ in access[node].writes} - read:
                 self.events.setdefault(storage, []).append((self.rank[node], False))
 
@@ -216,6 +220,7 @@ class _LaterReads:
 
 
 def _chain(graph: Graph, group: list[int], access: dict[int, Access], later: _LaterReads) -> Chain:
+    """Return the chain of a group with the tensors that cross its border."""
     produced, read_inside = dict[int, OuterTensor](), set[int]()
     reads = dict[int, OuterTensor]()
     for node in group:
@@ -261,8 +266,8 @@ class FuseChains:
 
     Neighbours on a stream become one kernel if each shares a tensor with another one of the same
     number of elements, only the first waits for other streams, and other streams wait only for the
-    last. The fused kernel reads outside tensors once and writes tensors that are
-    read later; tensors passed only inside stay in registers.
+    last. The fused kernel reads each outside tensor once and writes the tensors that later kernels
+    read. Tensors that only the chain uses stay in registers.
 
     Attributes:
         what: one of `CHOICES`.
@@ -339,6 +344,7 @@ def _write_fused(graph: Graph, chains: list[Chain], op: str) -> Graph:
         columns["spread_ns"][head], columns["uncontended_ns"][head] = 0, UNKNOWN
         columns["kind"][head] = Kind.KERNEL
         weakest = int(nodes.evidence[members].min())
+        # Nothing measured the fused kernel, even if all of its parts are measured.
         columns["evidence"][head] = min(weakest, int(Evidence.EXTRAPOLATED))
         parts = Counter(base_name(graph.strings[int(code)]) for code in nodes.op[members])
         texts["name"][head] = "fused: " + " ".join(
@@ -362,6 +368,8 @@ def _drop_fused(graph: Graph, chains: list[Chain]) -> Graph:
     edges = graph.edges
     removed = head != np.arange(len(graph))
     source, waiter, reason = head[edges.source], head[edges.target], edges.reason
+    # The first kernel keeps its launch. The host operators that launched the others stay, as in
+    # `FuseChains`, and the fused kernel must not wait for them.
     kept_edges = (source != waiter) & ~(removed[edges.target] & _from_host(graph, edges))
     source, waiter, reason = one_per_pair(
         source[kept_edges], waiter[kept_edges], reason[kept_edges]
@@ -373,5 +381,5 @@ def _drop_fused(graph: Graph, chains: list[Chain]) -> Graph:
 
 
 def _from_host(graph: Graph, edges: Edges) -> npt.NDArray[np.bool_]:
-    """Return the edges from host operators: launches of removed kernels."""
+    """Return which edges start at host operators, such as launches, bool[edges]."""
     return graph.nodes.kind[edges.source] == Kind.HOST_OP

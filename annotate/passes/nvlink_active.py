@@ -1,10 +1,10 @@
 """Account for NVLinks that stay active in the real job.
 
 On Hopper an NVLink enters a low-power state some tens of milliseconds after its last packet. In a
-job that communicates more often the links stay active and draw power, which a slice on one GPU has
-available for its kernels. Kernels at the power limit are slower in the job: on two H200s with
-active links GEMMs took 1.5 to 2.7% longer, and in eight ranks of real jobs GEMMs took 1.1 to 3.5%
-longer than in the slices (benchmarks/results/2026-11-22-nvlink-power-2xh200.txt and
+job that communicates more often, the links stay active and draw power that the kernels of a
+single-GPU capture have available. Kernels at the power limit are slower in the job: on two H200s
+with active links GEMMs took 1.5 to 2.7% longer, and in eight ranks of real jobs GEMMs took 1.1 to
+3.5% longer than in the captured slices (benchmarks/results/2026-11-22-nvlink-power-2xh200.txt and
 2026-11-22-slices-vs-real-nvlink-active-2xh200.txt).
 """
 
@@ -29,7 +29,7 @@ I64 = npt.NDArray[np.int64]
 # Four of five of the eight measured ranks had 0.7 to 1.5 times the predicted slowdown.
 _EXCESS_P10, _EXCESS_P90 = 0.7, 1.5
 
-_RUN_BY = ("nccl", "rccl")
+_REAL_KERNELS = ("nccl", "rccl")
 """Prefixes of kernels that really communicated during the capture, so the links were active."""
 
 
@@ -125,19 +125,20 @@ def _check(graph: Graph, target: Gpu) -> None:
             "the graph has no communication, so no link is active\n  leave out `--nvlink-active`",
             code="nvlink-no-communication",
         )
-    if any(name.startswith(_RUN_BY) for name in names):
+    if any(name.startswith(_REAL_KERNELS) for name in names):
         raise AnnotateError(
             "the communication of the graph ran during the capture, with active links\n"
             "  leave out `--nvlink-active`",
             code="nvlink-already-active",
         )
-    lacking = [n for n in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, n) is None]
+    lacking = [
+        name for name in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, name) is None
+    ]
     if lacking:
         settings = " ".join(f"--override {name}=WATTS" for name in lacking)
         raise AnnotateError(
-            f"the description of {target.name} lacks {' and '.join(lacking)}\n  give {settings}, "
-            "or "
-            "leave out `--nvlink-active`",
+            f"the description of {target.name} lacks {' and '.join(lacking)}\n  give "
+            f"{settings}, or leave out `--nvlink-active`",
             code="nvlink-gpu-incomplete",
         )
     tdp, idle, links = (

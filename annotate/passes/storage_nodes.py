@@ -23,9 +23,10 @@ class Storage:
 
     Attributes:
         gb_per_s: bandwidth of one rank, in 1e9 bytes per second (gigabytes, not gigabits).
-        batch_bytes: read for each step; 0 for none.
-        checkpoint_every: steps from one checkpoint to the next; 0 for none.
-        checkpoint_bytes: bytes of this rank; None: captured parameters and optimizer state.
+        batch_bytes: bytes read for each step; 0 for none.
+        checkpoint_every: steps from one checkpoint to the next; 0 for no checkpoints.
+        checkpoint_bytes: bytes of this rank per checkpoint; None for the captured parameters and
+            optimizer state.
         prefetch: whether a batch is read during the previous step; otherwise the step waits for it.
     """
 
@@ -39,8 +40,8 @@ class Storage:
 def with_storage(graph: Graph, storage: Storage) -> Graph:
     """Return the graph with storage nodes for the batch and for a step's share of a checkpoint.
 
-    A batch without prefetch is read before everything else. A checkpoint is written after
-    everything else, with the bytes and the time of one divided by the steps between two.
+    A batch without prefetch is read before all other nodes. A checkpoint is written after all other
+    nodes, with the bytes and the time of one checkpoint divided by the steps between two.
 
     Raises:
         AnnotateError: there is nothing to add, a figure is out of range, or the size of a
@@ -62,6 +63,7 @@ def with_storage(graph: Graph, storage: Storage) -> Graph:
             f"{storage.gb_per_s:g} GB/s: each step writes {share} bytes"
         )
     extended = _appended(graph, rows, storage)
+    # The measured steps had no such reads and writes, so their times hold no longer.
     measurement = graph.job.measurement
     measurement = msgspec.structs.replace(
         measurement, notes=(*measurement.notes, *notes), step_ns=(), profiled_step_ns=0
@@ -84,8 +86,7 @@ def _check(storage: Storage) -> None:
     if not storage.batch_bytes and not storage.checkpoint_every:
         raise AnnotateError(
             "nothing to add\n  give the bytes of a batch (`--batch-bytes`) or the steps between "
-            "two "
-            "checkpoints (`--checkpoint-every`), 1 or more",
+            "two checkpoints (`--checkpoint-every`), 1 or more",
             code="storage-nothing-to-add",
         )
 
@@ -113,13 +114,14 @@ def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
         "kind": int(kind),
         "name": name,
         "op": name,
-        "duration_ns": round(size / storage.gb_per_s),
+        "duration_ns": round(size / storage.gb_per_s),  # 1 GB/s is 1 byte per ns
         "bytes_read" if kind is Kind.MEM_LOAD else "bytes_written": size,
         "evidence": int(Evidence.DATASHEET),
     }
 
 
 def _appended(graph: Graph, rows: list[dict[str, Any]], storage: Storage) -> Graph:
+    """Return the graph with the storage nodes of `rows` at its end, tied to its other nodes."""
     nodes, count = graph.nodes, len(graph)
     starts, ends = nodes.start_ns, nodes.start_ns + nodes.duration_ns
     first, last = int(starts.min(initial=0)), int(ends.max(initial=0))

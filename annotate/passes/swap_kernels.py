@@ -37,8 +37,8 @@ class ComputePrediction(NamedTuple):
         kernels: the same nodes as features of cost models, with measured durations.
         predicted_ns: predicted durations, float64[n].
         rules: the `Rule` of each, uint8[n].
-        changed: whether it differs from the captured kernel or dtype, bool[n].
-        notes: one for each kind of change.
+        changed: whether the kernel or dtype differs from the captured one, bool[n].
+        notes: a note for each kind of change.
     """
 
     costs: OpCosts
@@ -71,7 +71,7 @@ def swap_kernels(
         gpus: source and target.
         passes: the requested changes.
         model: the cost model.
-        record: terms of the predictions; takes the changes.
+        record: terms of the predictions, updated in place; None to record none.
 
     Raises:
         AnnotateError: a requested change is impossible on the target, or nothing can change.
@@ -81,8 +81,8 @@ def swap_kernels(
         predicted_ns, changed, notes = _swap_attention(
             graph, costs, predicted_ns, gpus, passes.attention, record
         )
-        measured_here = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
-        rules = np.where(changed & measured_here, np.uint8(Rule.ATTENTION_TILES), rules)
+        is_measured = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
+        rules = np.where(changed & is_measured, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
         check_resolves(model, passes.attention)
     if passes.dtype is not None:
@@ -121,7 +121,7 @@ def scale_to_shapes(  # noqa: PLR0917
         reshaped: compute nodes with other shapes, bool[n].
         target: GPU whose description the model uses for both.
         from_description: the model of unmeasured kernels.
-        record: terms of the predictions; takes the change of size.
+        record: terms of the predictions, updated in place; None to record none.
     """
     costs, resized_features = resized
     scaled = scale_to_size(
@@ -142,7 +142,7 @@ def scale_to_shapes(  # noqa: PLR0917
 
 
 MIN_KERNEL_NS = 1000.0
-"""Duration of a kernel with next to no work, without its launch."""
+"""Duration of a kernel with almost no work, without its launch."""
 
 
 def scale_to_size(
@@ -154,8 +154,8 @@ def scale_to_size(
 ) -> F64:
     """Return the durations of kernels at another size, from one size on the same GPU.
 
-    GEMMs and attention: multiplied by the ratio of `from_description`'s predictions. Everything
-    else by its bytes (see `_streamed`). No kernel is faster than its lower bound.
+    GEMMs and attention scale by the ratio of the predictions of `from_description`. All other
+    kernels scale by their bytes (see `_scale_by_bytes`). No kernel is faster than its lower bound.
     """
     times = [from_description(kernels, target)[0] for kernels in (before, after)]
     by_model = measured_ns * np.divide(times[1], times[0])
@@ -173,7 +173,7 @@ def _scale_by_bytes(
 
     The part above `MIN_KERNEL_NS` grows in proportion to the bytes. For a short kernel that part is
     latency and noise, so it grows by the time of the additional bytes at the achievable bandwidth
-    instead. In between, the geometric mean of both is taken, weighted by the part above.
+    instead. The result is the geometric mean of both, weighted by the share of that part.
     """
     # Norms and activations of A100 and H100 at 2 to 8 times the tokens and back: 9 to 12% error.
     # Plain proportion has the same error, the ratio of floor and bytes 16 to 26%.
@@ -274,7 +274,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         target: GPU they are predicted for.
         model: the cost model.
         requested: one of `attention_kernels.CHOICES`.
-        record: terms of the predictions; takes the change of kernel.
+        record: terms of the predictions, updated in place; None to record none.
 
     Raises:
         AnnotateError: the kernel does not run on the target, or the model does not distinguish

@@ -18,6 +18,8 @@ from onerank.annotate.passes.resize.tensor_locations import (
 from onerank.ir import Graph
 from onerank.ir.dtypes import TENSOR_TYPES
 
+I64 = npt.NDArray[np.int64]
+
 TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
          "output_shapes", "output_types", "output_values")  # fmt: skip
 """Text columns that identify a kernel and its operands."""
@@ -28,11 +30,8 @@ def as_text(values: Sequence[object]) -> str:
     return msgspec.json.encode(values).decode()
 
 
-I64 = npt.NDArray[np.int64]
-
-
 class Access(NamedTuple):
-    """Tensors that a kernel reads and writes, each as (tensor, place, type)."""
+    """Tensors that a kernel reads and writes, each as (tensor, location, type)."""
 
     reads: tuple[tuple[Tensor, TensorLocation, str], ...]
     writes: tuple[tuple[Tensor, TensorLocation, str], ...]
@@ -44,12 +43,12 @@ class Access(NamedTuple):
 
 
 def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int, Access]:
-    """Return the accesses of each operation whose tensors are all located.
+    """Return node -> accesses, for each operation whose tensors all have a recorded location.
 
     Args:
         graph: captured or converted.
         device: operations, int64[d].
-        scalars: whether tensors without dimensions count.
+        scalars: whether to include tensors without dimensions.
     """
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
     accesses: dict[int, Access] = {}
@@ -61,6 +60,7 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         outs = parse_locations(call.outputs, strings[int(nodes.output_values[node])])
         reads = list(zip(flatten(call.inputs), ins, strict=True))
         writes = list(zip(flatten(call.outputs), outs, strict=True))
+        # torch wraps Python numbers in tensors that have no location.
         located = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
         if any(place is None for _, place in located):
             continue

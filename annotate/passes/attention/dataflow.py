@@ -14,10 +14,11 @@ from onerank.ir import Graph
 
 I64 = npt.NDArray[np.int64]
 
-OUTSIDE = -1
+BEFORE_STEP = -1
 """Writer of contents that existed before the step."""
 
 _IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})
+"""Operators that may return their operand; dropout does so with p = 0 or outside training."""
 
 
 class Operand(NamedTuple):
@@ -61,7 +62,7 @@ class TensorVersion(NamedTuple):
 
     Attributes:
         storage: its id.
-        writer: index of the call that wrote it, `OUTSIDE` for none.
+        writer: index of the call that wrote it, `BEFORE_STEP` for none.
         tensor: the tensor that was written, or first read.
         place: location of that tensor.
         underlying: earlier content that remains where the write covered only a part.
@@ -80,8 +81,8 @@ class Flow(NamedTuple):
     Attributes:
         calls: in execution order.
         contents: of all storages.
-        readers: of each content, indices of calls.
-        remainder_readers: of each content, calls that may read what a partial write left of it.
+        readers: per content, indices of calls, ascending.
+        remainder_readers: per content, calls that may read the part that a partial write kept.
         identities: (operation, launcher, content) of calls that return their operand unchanged.
     """
 
@@ -98,7 +99,7 @@ class Flow(NamedTuple):
         current = dict[int, int]()
         for nodes, launcher, access in _operator_instances(graph):
             if _is_identity(graph, nodes[0], access):
-                content = current.get(access.writes[0][1].storage, OUTSIDE)
+                content = current.get(access.writes[0][1].storage, BEFORE_STEP)
                 flow.identities.extend((node, launcher, content) for node in nodes)
                 continue
             flow._add(graph, nodes, launcher, access, current)
@@ -115,7 +116,9 @@ class Flow(NamedTuple):
             if version is None or self.contents[version].tensor.dtype != tensor.dtype:
                 # Memory from before the step, or reused without a recorded write: another dtype
                 # at the same storage shows that its content changed.
-                current[place.storage] = self._add_version(place.storage, OUTSIDE, tensor, place)
+                current[place.storage] = self._add_version(
+                    place.storage, BEFORE_STEP, tensor, place
+                )
             content = current[place.storage]
             self._note_reader(content, index, tensor)
             reads.append(Operand(tensor, place, dtype, content))

@@ -31,7 +31,9 @@ class EagerKernel(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of an attention call, in the order of `Work.attention`.
 
-    `rows` counts queries; `d` and `dv` are the widths of a head of queries and of values.
+    `rows` counts queries and `keys` counts keys, per sequence. `heads` counts heads of queries,
+    `key_heads` heads of keys and values. `d` and `dv` are the widths of a head of queries and of
+    values.
     """
 
     batch: int
@@ -56,6 +58,7 @@ def forward(s: Sizes, dtype: str) -> list[EagerKernel]:
     flat = (merged, s.rows, s.keys)
     query, out = (merged, s.rows, s.d), (merged, s.rows, s.dv)
     softmax_dtype = _softmax_dtype(kind)
+    # transformers' `repeat_kv` copies shared keys and values before the products.
     kernels = [_repeat_heads(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
     return [
         *kernels,
@@ -75,10 +78,10 @@ def backward(s: Sizes, dtype: str) -> list[EagerKernel]:
     merged = s.batch * s.heads
     scores, flat = (s.batch, s.heads, s.rows, s.keys), (merged, s.rows, s.keys)
     out = (merged, s.rows, s.dv)
-    across = (merged, s.keys, s.rows)
+    transposed = (merged, s.keys, s.rows)
     softmax_dtype = _softmax_dtype(kind)
     kernels = [
-        _kernel("bmm", [(across, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
+        _kernel("bmm", [(transposed, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
         _kernel("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
         *_cast(scores, kind, _FLOAT),
         _kernel("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),

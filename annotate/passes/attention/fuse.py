@@ -1,8 +1,11 @@
-"""Replace eager attention by one fused kernel per pass."""
+"""Replace eager attention by one fused kernel per pass.
+
+The new nodes have PyTorch's operator, operands and results of the fused kernel.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,22 +21,31 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
-from onerank.annotate.passes.attention.dataflow import Flow
-from onerank.annotate.passes.attention.fused_operator import (
-    BY_TORCH,
-    backward_columns,
-    forward_columns,
-)
+from onerank.annotate.passes.attention.dataflow import Flow, Operand
+from onerank.annotate.passes.attention.eager_kernels import Sizes
 from onerank.annotate.passes.attention.match_eager import EagerCall, eager_calls, softmaxes
 from onerank.annotate.passes.attention.score_memory import without_scores
 from onerank.annotate.passes.remove_nodes import contract
-from onerank.annotate.passes.tensor_access import TEXTS
+from onerank.annotate.passes.tensor_access import TEXTS, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Measurement, Reason
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
 
 Mask = npt.NDArray[np.bool_]
+
+BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
+"""Kernel families that PyTorch's own operators run."""
+
+_KERNELS = {
+    "flash2": ("flash_fwd_kernel", "flash_bwd_kernel"),
+    "flash3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
+    "cudnn": ("cudnn sdpa flash_fprop", "cudnn sdpa flash_bprop"),
+    "aotriton": ("attn_fwd", "bwd_kernel_fuse"),
+    "ck": ("ck_tile fmhafwd", "ck_tile fmhabwd"),
+    "aiter": ("fmha_fwd_hd", "fmha_bwd_hd"),
+}
+"""Kernel names (forward, backward) that `attention_kernels.family_of` recognises."""
 
 
 class Removal(NamedTuple):
@@ -55,13 +67,13 @@ class Removal(NamedTuple):
 def find_removal(graph: Graph, flow: Flow, calls: list[EagerCall]) -> Removal:
     """Return everything to remove with calls of eager attention.
 
-    These are all their operations except one per pass; the operations that made their masks, if
-    nothing else reads them; and the host operators that launched these, with preceding ones that
-    launch nothing (views, allocations, autograd nodes).
+    These are all operations of the calls except one per pass, the operations that only made their
+    masks, and the host operators that launched both. Host operators that launch nothing (views,
+    allocations, autograd nodes) go with the removed launcher that follows them.
     """
     members = {index for call in calls for index in call.members}
     mask_makers = _find_mask_makers(
-        flow, members, {pass_ for call in calls for pass_ in call.inputs}
+        flow, members, {content for call in calls for content in call.inputs}
     )
     dropped = np.zeros(len(graph), dtype=bool)
     for index in members | mask_makers:
@@ -73,9 +85,10 @@ def find_removal(graph: Graph, flow: Flow, calls: list[EagerCall]) -> Removal:
         heads.append(int(nodes[np.argmax(graph.nodes.duration_ns[nodes])]))
         launchers.append(product.launcher)
     dropped[heads] = False
-    written = {pass_.content for index in members for pass_ in flow.calls[index].writes}
+    written = {operand.content for index in members for operand in flow.calls[index].writes}
     identities = [identity for identity in flow.identities if identity[2] in written]
     dropped[[node for node, _, _ in identities]] = True
+    # In a CPU capture the operators are the compute, and `members` already has them.
     if not graph.job.device.runs_operators:
         removed = {flow.calls[index].launcher for index in members | mask_makers} - {-1}
         removed |= {launcher for _, launcher, _ in identities} - {-1}
@@ -88,21 +101,21 @@ def _find_mask_makers(flow: Flow, members: set[int], inputs: set[int]) -> set[in
 
     Calls that write inputs of the fused kernels are excluded.
     """
-    found = set[int]()
+    mask_makers = set[int]()
     queue = list(members)
     while queue:
         for content in {operand.content for operand in flow.calls[queue.pop()].reads}:
             writer = flow.contents[content].writer
-            if writer < 0 or writer in members or writer in found:
+            if writer < 0 or writer in members or writer in mask_makers:
                 continue
             results = {operand.content for operand in flow.calls[writer].writes}
-            removed = members | found
+            removed = members | mask_makers
             if not results & inputs and all(
                 _read_only_by(flow, content, removed) for content in results
             ):
-                found.add(writer)
+                mask_makers.add(writer)
                 queue.append(writer)
-    return found
+    return mask_makers
 
 
 def _read_only_by(flow: Flow, content: int, calls: set[int]) -> bool:
@@ -123,6 +136,7 @@ def _removable_host_operators(graph: Graph, removed: set[int], kept: set[int]) -
     launches = np.zeros(len(graph), dtype=bool)
     edges = graph.edges
     launches[edges.source[edges.reason == Reason.LAUNCH]] = True
+    # A capture emulates collectives, so their operators may launch nothing and still matter.
     communication_ops = {code for code in np.unique(nodes.op).tolist()
             if op_class(graph.strings[code]) is OpClass.COMMUNICATION}  # fmt: skip
     host = np.flatnonzero(graph.mask(Kind.HOST_OP))
@@ -148,6 +162,8 @@ def remove_and_shift(graph: Graph, dropped: Mask) -> Graph:
     start = _shifted_starts(graph, dropped)
     edges, on_host = graph.edges, graph.mask(Kind.HOST_OP)
     source, target = edges.source, edges.target
+    # Contracting these edges would make a successor wait for what only a dropped node waited for:
+    # its launch, or a wait of the host for the GPU (a copy to the host that only the mask needed).
     cut = dropped[target] & (edges.reason == Reason.LAUNCH)
     cut |= dropped[target] & on_host[target] & ~on_host[source]
     cut |= dropped[source] & ~on_host[source] & on_host[target] & graph.mask(Kind.MEMCPY)[source]
@@ -207,19 +223,18 @@ class LookedUpDurations(NamedTuple):
         moved_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
         evidence: of each duration, `DATASHEET` if the database has no row, uint8[n].
-        doubt: uncertainty of look-ups.
+        uncertainty: of the look-ups.
         notes: statements on the quality of the result.
     """
 
     moved_ns: F64
     rules: U8
     evidence: U8
-    doubt: Uncertainty
+    uncertainty: Uncertainty
     notes: tuple[str, ...]
 
 
 LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], LookedUpDurations]
-
 """(graph, costs of its nodes, their features, the model's prediction, nodes to look up)."""
 
 
@@ -243,10 +258,9 @@ class FusedAttention:
 
         Each kernel replaces the product with the values, or the first product of backward.
         Operations that made masks only for eager attention are removed, and so are host operators
-        that launched removed operations; the fused kernel's launch takes the time of that product's
+        that launched removed operations. The fused kernel's launch takes the time of that product's
         launch. The new kernels are unmeasured: their evidence is DATASHEET, or that of the
-        databases. In a CPU capture they get their time
-        later, from the prediction of all operators.
+        databases. In a CPU capture they get their time later, from the prediction of all operators.
 
         Args:
             graph: re-costed for `target`, or captured on it or on a CPU.
@@ -282,9 +296,8 @@ class FusedAttention:
             fused, notes = self._predict(fused, fused_nodes, target, resolution)
             after_ns = int(fused.nodes.duration_ns[fused_nodes].sum())
             note += (
-                f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} "
-                "ns on "
-                f"{target.name}, {host_operators} host operators go; {peak_note}"
+                f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} ns "
+                f"on {target.name}, {host_operators} host operators are removed; {peak_note}"
             )
         note += _mask_notes(calls) + _remaining_note(softmaxes(flow) - len(calls))
         measurement = _without_dropped_nodes(measurement, graph, removal.dropped).untimed(
@@ -304,15 +317,23 @@ class FusedAttention:
         durations = LookedUpDurations(
             predicted_ns, rules, evidence, Uncertainty.none(len(rules)), ()
         )
+        # The databases have times of the kernels that PyTorch's operators launch. Another family,
+        # such as FlashAttention 3, has the same operator here and would get their times.
         if self.look_up is not None and kernel.runs in BY_TORCH:
             durations = self.look_up(graph, costs, kernels, (predicted_ns, rules), is_fused)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]
         factor = np.where(backward, kernel.backward, kernel.forward)
         factor = np.where(durations.evidence == Evidence.DATASHEET, factor, 1.0)
+        # The launch floor does not depend on the kernel: only the time above it changes.
         above = np.maximum(durations.moved_ns - target.launch_floor_ns, 0)
         predicted_ns = durations.moved_ns + above * (factor - 1)
         ends, _ = intervals(
-            kernels, (predicted_ns, durations.rules), None, target, shipped(), doubt=durations.doubt
+            kernels,
+            (predicted_ns, durations.rules),
+            None,
+            target,
+            shipped(),
+            doubt=durations.uncertainty,
         )
         counts = ("flops", "bytes_read", "bytes_written")
         names = ("duration_ns", "p10_ns", "p90_ns", "evidence", *counts)
@@ -342,8 +363,8 @@ def _with_kernels(
 ) -> Graph:
     """Return the graph with fused kernels in place of the heads, and with renamed launchers."""
     texts = {name: graph.text(name) for name in TEXTS}
-    columns = [forward_columns(call, family) if pass_ is call.forward
-               else backward_columns(call, family)
+    columns = [_forward_columns(call, family) if pass_ is call.forward
+               else _backward_columns(call, family)
                for call in calls for pass_ in call.passes]  # fmt: skip
     for head, launcher, text in zip(*heads_and_launchers, columns, strict=True):
         for name in TEXTS:
@@ -388,7 +409,7 @@ def _reason_none(graph: Graph, softmaxes_: int) -> str:
 def _mask_notes(calls: list[EagerCall]) -> str:
     """Return notes on the assumptions about masks and dropout."""
     notes = ""
-    if compared := sum(call.causal == "made" for call in calls):
+    if compared := sum(call.causal == "compared" for call in calls):
         notes += f" {compared} are causal, because their masks come from comparing positions."
     if square := sum(call.causal == "square" for call in calls):
         notes += (
@@ -425,3 +446,155 @@ def _without_dropped_nodes(
     blocks = msgspec.structs.replace(blocks, node=node)
     memory = msgspec.structs.replace(measurement.memory, blocks=blocks)
     return msgspec.structs.replace(measurement, memory=memory)
+
+
+_NO_SIZES: list[int] = []
+
+
+class _Argument(NamedTuple):
+    """Type, shape and value of an argument, as stored in the node columns."""
+
+    type: str
+    shape: list[int]
+    value: Any
+
+
+_NONE = _Argument("None", _NO_SIZES, "<None>")
+
+
+class _Tensors(NamedTuple):
+    """Operands and results of both passes.
+
+    Attributes:
+        query: queries.
+        key: keys.
+        value: values.
+        out: result of forward.
+        log_sums: log-sum of the softmax per row.
+        out_gradient: gradient of the output; `_NONE` without backward.
+        gradients: gradients of query, key and value; empty without backward.
+    """
+
+    query: _Argument
+    key: _Argument
+    value: _Argument
+    out: _Argument
+    log_sums: _Argument
+    out_gradient: _Argument
+    gradients: tuple[_Argument, ...]
+
+
+def _forward_columns(call: EagerCall, family: str) -> dict[str, str]:
+    """Return the text columns of the forward kernel.
+
+    The operators are those that launch the kernels, `_cudnn_attention_forward` or
+    `_flash_attention_forward`, with arguments in the order of their schemas (torch 2.11 and 2.13).
+    A capture and the kernel databases have these operators, so look-ups find the new kernels.
+
+    Args:
+        call: the call of eager attention.
+        family: the kernel's family; "" for an unknown kernel.
+    """
+    cudnn = family == "cudnn"
+    t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
+    lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
+    off, scale = _flag(value=False), _number("Double", call.sizes.d**-0.5)
+    inputs = [t.query, t.key, t.value, _NONE, _NONE]
+    if cudnn:
+        inputs += [_NONE, *lengths, _flag(value=True), _dropout(call), causal, off, scale]
+    else:
+        inputs += [*lengths, _dropout(call), causal, off, scale]
+    return _text_columns(
+        _kernel_name(family, 0), f"{_library(family)}_forward", inputs, [t.out, t.log_sums]
+    )
+
+
+def _backward_columns(call: EagerCall, family: str) -> dict[str, str]:
+    """Return the text columns of the backward kernel; `family` as in `_forward_columns`."""
+    cudnn = family == "cudnn"
+    t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
+    lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
+    scale = _number("Double", call.sizes.d**-0.5)
+    inputs = [t.out_gradient, t.query, t.key, t.value, t.out, t.log_sums]
+    if cudnn:
+        seeds = [_unrecorded_tensor("Tensor(long int)", [])] * 2
+        inputs += [*seeds, _NONE, _NONE, _NONE, *lengths, _dropout(call), causal, scale]
+    else:
+        seeds = [_unrecorded_tensor("Tensor(unsigned long)", shape) for shape in ([2], [])]
+        inputs += [_NONE, _NONE, *lengths, _dropout(call), causal, *seeds, scale]
+    operator = f"{_library(family)}_backward"
+    return _text_columns(_kernel_name(family, 1), operator, inputs, list(t.gradients))
+
+
+def _library(family: str) -> str:
+    """Return the library in the name of PyTorch's operator; flash-attention if unknown."""
+    return "cudnn" if family == "cudnn" else "flash"
+
+
+def _kernel_name(family: str, pass_: int) -> str:
+    return _KERNELS[family][pass_] if family else ("attention forward", "attention backward")[pass_]
+
+
+def _text_columns(
+    name: str, operator: str, inputs: list[_Argument], outputs: list[_Argument]
+) -> dict[str, str]:
+    library, pass_ = operator.split("_")
+    columns = {
+        "name": f"{name} (in place of eager attention)",
+        "op": f"aten::_{library}_attention_{pass_}",
+        "grid": "",
+        "block": "",
+    }
+    for side, arguments in (("input", inputs), ("output", outputs)):
+        for field, column in enumerate(("types", "shapes", "values")):
+            columns[f"{side}_{column}"] = as_text([argument[field] for argument in arguments])
+    return columns
+
+
+def _tensors(call: EagerCall, *, cudnn: bool) -> _Tensors:
+    """Return the tensors of a call: heads first for cuDNN, rows first for flash-attention."""
+    s: Sizes = call.sizes
+
+    def with_layout(operand: Operand, heads: int, rows: int, width: int) -> _Argument:
+        shape = [s.batch, heads, rows, width] if cudnn else [s.batch, rows, heads, width]
+        count = s.batch * heads * rows * width
+        return _Argument(
+            operand.type, shape, [*operand.place, count, operand.tensor.item_bytes, ""]
+        )
+
+    def query_key_value(query: Operand, key: Operand, value: Operand) -> tuple[_Argument, ...]:
+        return (
+            with_layout(query, s.heads, s.rows, s.d),
+            with_layout(key, s.key_heads, s.keys, s.d),
+            with_layout(value, s.key_heads, s.keys, s.dv),
+        )
+
+    query, key, value = query_key_value(*call.tensors[:3])
+    gradients = call.gradients
+    return _Tensors(
+        query,
+        key,
+        value,
+        with_layout(call.tensors.out, s.heads, s.rows, s.dv),
+        _unrecorded_tensor("Tensor(float)", [s.batch, s.heads, s.rows, 1][: 4 if cudnn else 3]),
+        with_layout(gradients.out, s.heads, s.rows, s.dv) if gradients else _NONE,
+        query_key_value(*gradients[1:]) if gradients else (),
+    )
+
+
+def _unrecorded_tensor(kind: str, shape: list[int]) -> _Argument:
+    """Return a tensor of unknown storage."""
+    return _Argument(kind, shape, [0, 0, 0, 0, 0, ""])
+
+
+def _dropout(call: EagerCall) -> _Argument:
+    """Return the dropout probability, which the trace does not record."""
+    return _NONE if call.dropout else _number("Double", 0.0)
+
+
+def _flag(*, value: bool) -> _Argument:
+    return _Argument("Bool", _NO_SIZES, value)
+
+
+def _number(kind: str, value: float) -> _Argument:
+    return _Argument(kind, _NO_SIZES, value)

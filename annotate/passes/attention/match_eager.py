@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.annotate.passes.attention.dataflow import OUTSIDE, Call, Flow, Operand
+from onerank.annotate.passes.attention.dataflow import BEFORE_STEP, Call, Flow, Operand
 from onerank.annotate.passes.attention.eager_kernels import Sizes
 
 _COMPARES = frozenset("le lt ge gt".split())
@@ -27,8 +27,9 @@ def classify_masks(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str,
         if len(shape) < 2 or shape[-2:] != (sizes.rows, sizes.keys):
             padded = True
             continue
+        # The shape proves nothing: BERT's padding mask has a row per query too.
         if any(_compares(producer) for producer in producers(flow, (mask,))):
-            causal = "made"
+            causal = "compared"
         elif _is_shared_square_mask(flow, mask):
             causal = causal or "square"
         else:
@@ -42,7 +43,7 @@ def _is_shared_square_mask(flow: Flow, mask: Operand) -> bool:
     if shape[-1] != shape[-2] or any(size > 1 for size in shape[:-2]):
         return False
     writer = flow.contents[mask.content].writer
-    if writer == OUTSIDE:
+    if writer == BEFORE_STEP:
         return True
     return any(
         _is_shared_square_mask(flow, operand)
@@ -59,7 +60,7 @@ def _compares(call: Call) -> bool:
     return call.op in _COMPARES and len(tensors) > 1
 
 
-def producers(flow: Flow, operands: Iterable[Operand], since: int = OUTSIDE) -> list[Call]:
+def producers(flow: Flow, operands: Iterable[Operand], since: int = BEFORE_STEP) -> list[Call]:
     """Return the calls that directly or indirectly produced the operands, after call `since`."""
     calls, seen = list[Call](), set[int]()
     queue = [operand.content for operand in operands]
@@ -123,7 +124,7 @@ class EagerCall:
 
     Attributes:
         sizes: heads, rows, keys and widths.
-        causal: evidence of causality: "made" if the step makes the mask by comparing positions,
+        causal: evidence of causality: "compared" if the step compares positions to make the mask,
             "square" if a square mask for all sequences existed before; "" if not causal.
         padded: whether there is a mask that is not causal.
         dropout: whether dropout applies to the probabilities.
@@ -201,7 +202,7 @@ def _match_scores(flow: Flow, softmax: Call) -> _Scores | None:
 def _path_from_product(flow: Flow, operand: Operand) -> _Scores | None:
     """Return the path from a product to the scores; None if there is none."""
     writer = flow.contents[operand.content].writer
-    if writer == OUTSIDE:
+    if writer == BEFORE_STEP:
         return None
     call, elements = flow.calls[writer], operand.tensor.numel
     if call.op in _PRODUCTS and call.writes[0].tensor.numel == elements:
@@ -229,10 +230,10 @@ def _match_call(flow: Flow, softmax: int) -> EagerCall | None:
         return None
     masks = [operand for operand in scores.others if operand.tensor.numel > 1]
     if any(len(mask.tensor.shape) > 2 and mask.tensor.shape[-3] > 1 for mask in masks):
-        return None  # a bias per head, which fused kernels do not support
+        return None  # a bias per head, as in T5, which fused kernels do not support
     added = flow.calls[scores.product].reads[:-2]
     if any(1 < operand.tensor.numel < probabilities.tensor.numel for operand in added):
-        return None  # `baddbmm` adds a bias to the product
+        return None  # `baddbmm` adds a bias per head to the product, as in Bloom
     softmax_backward = next((index for index in flow.readers[probabilities.content]
                  if flow.calls[index].op == "_softmax_backward_data"), None)  # fmt: skip
     backward = (
@@ -279,8 +280,16 @@ def _sizes(flow: Flow, scores: _Scores, softmax: Call, path: tuple[int, ...]) ->
     return Sizes(batch, heads, heads, rows, keys, query.tensor.shape[-1], value.tensor.shape[-1])
 
 
-class _Back(NamedTuple):
-    """Backward: its calls, and the products for the gradients of scores and operands."""
+class _BackwardMatch(NamedTuple):
+    """Indices of the calls of backward, and of its products.
+
+    Attributes:
+        members: all calls.
+        scores: product that gives the gradient of the probabilities, dP = dO V^T.
+        query: product that gives dQ.
+        key: product that gives dK.
+        value: product that gives dV.
+    """
 
     members: frozenset[int]
     scores: int
@@ -291,7 +300,7 @@ class _Back(NamedTuple):
 
 def _match_backward(
     flow: Flow, scores: _Scores, path: tuple[int, ...], softmax_backward: int
-) -> _Back | None:
+) -> _BackwardMatch | None:
     read = flow.calls[softmax_backward].reads
     score_gradient = _path_from_product(flow, read[0])
     if score_gradient is None or not flow.calls[softmax_backward].writes:
@@ -299,7 +308,7 @@ def _match_backward(
     query, key = _factors(flow.calls[scores.product])
     probabilities, value = _factors(flow.calls[path[-1]])
     factors = _factors(flow.calls[score_gradient.product])
-    grad = next((factor for factor in factors if not _is_same_view(factor, value)), None)
+    out_gradient = next((factor for factor in factors if not _is_same_view(factor, value)), None)
     path_after, products = _path_to_gradients(flow, flow.calls[softmax_backward].writes[0])
     products_by_name = dict[str, int]()
     for index in products:
@@ -309,20 +318,21 @@ def _match_backward(
             if not _is_score_gradient(factor, flow, path_after)
         ]
         for name, tensor in (("query", key), ("key", query)):
+            # dQ = dS K and dK = dS^T Q: the factor that is not dS identifies the product.
             if others and _is_same_view(others[0], tensor):
                 products_by_name.setdefault(name, index)
     for index in flow.readers[probabilities.content]:
         call = flow.calls[index]
-        if index == path[-1] or call.op not in _PRODUCTS or grad is None:
+        if index == path[-1] or call.op not in _PRODUCTS or out_gradient is None:
             continue
-        if any(_is_same_view(factor, grad) for factor in _factors(call)):
+        if any(_is_same_view(factor, out_gradient) for factor in _factors(call)):
             products_by_name.setdefault("value", index)
     if len(products_by_name) != 3 or len(products) != 2:
         return None
     members = frozenset(
         {softmax_backward, *score_gradient.members, *path_after, *products_by_name.values()}
     )
-    return _Back(
+    return _BackwardMatch(
         members,
         score_gradient.product,
         products_by_name["query"],
@@ -361,7 +371,7 @@ def _complete(  # noqa: PLR0917
     scores: _Scores,
     path: tuple[int, ...],
     forward_members: set[int],
-    backward: _Back | None,
+    backward: _BackwardMatch | None,
     sizes: Sizes,
     masks: list[Operand],
     *,
@@ -419,7 +429,7 @@ def _is_self_contained(flow: Flow, call: EagerCall) -> bool:
     """Return whether other calls read nothing of a call except its results."""
     members, outputs = call.members, call.outputs
     internal = {
-        content.content for index in members for content in flow.calls[index].writes
+        operand.content for index in members for operand in flow.calls[index].writes
     } - outputs
     readers = (
         index
@@ -456,7 +466,7 @@ def _uncopied(flow: Flow, operand: Operand, members: set[int]) -> tuple[Operand,
     copies, repeats = set[int](), 1
     while True:
         writer = flow.contents[operand.content].writer
-        call = flow.calls[writer] if writer != OUTSIDE else None
+        call = flow.calls[writer] if writer != BEFORE_STEP else None
         if call is None or call.op != _COPY or len(call.reads) != 1:
             break
         read, wrote = call.reads[0], call.writes[0]

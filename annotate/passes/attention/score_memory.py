@@ -15,7 +15,8 @@ from onerank.annotate.passes.resize.tensor_locations import calls_of, parse_loca
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 _FLOAT_BYTES = 4
-_JUST_AFTER = 1e-3  # events have whole numbers, so this is after an event and before the next
+# Events have whole numbers, so this is after an event and before the next.
+_JUST_AFTER = 1e-3
 
 
 class _BlockChange(NamedTuple):
@@ -48,7 +49,7 @@ def without_scores(
         graph: captured, with the nodes of `flow`.
         flow: data flow of the step.
         calls: the calls of attention.
-        unused: other calls that are removed.
+        unused: indices of other calls that are removed.
     """
     measurement = graph.job.measurement
     log = measurement.memory
@@ -94,7 +95,7 @@ def _record_call(  # noqa: PLR0917
     change: _BlockChange,
     rounded: Callable[[int], int],
 ) -> None:
-    """Record the changes of a call's blocks."""
+    """Record the changes of the blocks of a call, in place, in `change`."""
     blocks = log.blocks
     outputs = call.outputs
     forward_blocks, backward_blocks = (
@@ -143,20 +144,24 @@ def _backward_starts(log: MemoryLog) -> list[int]:
 
 
 def _added_activations(log: MemoryLog, change: _BlockChange, backward_start: int) -> int:
-    """Return the additional bytes in use when backward begins."""
+    """Return the additional bytes in use when backward begins.
+
+    Activation checkpointing frees blocks of forward before that event, so a sum over all blocks
+    that forward allocates would count them too.
+    """
     blocks = log.blocks
 
-    def held(block: int, allocated_at: float, freed_at: float) -> int:
+    def bytes_in_use(block: int, allocated_at: float, freed_at: float) -> int:
         allocated = 0 <= allocated_at < backward_start
         return blocks.bytes[block] * (allocated and not 0 <= freed_at < backward_start)
 
     added = 0
     for block in {*change.removed, *change.allocated_at, *change.freed_at}:
         allocated_at, freed_at = blocks.allocated_at[block], blocks.freed_at[block]
-        added -= held(block, allocated_at, freed_at)
+        added -= bytes_in_use(block, allocated_at, freed_at)
         if block not in change.removed:
             allocated_at = change.allocated_at.get(block, allocated_at)
-            added += held(block, allocated_at, change.freed_at.get(block, freed_at))
+            added += bytes_in_use(block, allocated_at, change.freed_at.get(block, freed_at))
     return added + sum(
         size
         for size, _, _, allocated_at, freed_at in change.new
@@ -243,5 +248,5 @@ def _apply_change(log: MemoryLog, change: _BlockChange) -> MemoryLog:
     for name in ("pool", "spare_bytes", "lingers"):
         new_columns[name] = [0] * len(new) if columns[name] else []
     joined = {name: (*columns[name], *new_columns[name]) for name in columns}
-    made_blocks = Blocks(allocated_at=tuple(allocated_at), freed_at=tuple(freed_at), **joined)
-    return msgspec.structs.replace(log, blocks=made_blocks, events=len(order), reserved_bytes=0)
+    new_blocks = Blocks(allocated_at=tuple(allocated_at), freed_at=tuple(freed_at), **joined)
+    return msgspec.structs.replace(log, blocks=new_blocks, events=len(order), reserved_bytes=0)

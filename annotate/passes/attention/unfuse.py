@@ -45,6 +45,11 @@ from onerank.ir import (
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 
+I64 = npt.NDArray[np.int64]
+
+_SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes whose eager kernels `eager_kernels` describes."""
+
 
 class CallMemory(NamedTuple):
     """Start, memory and pass of a call of attention."""
@@ -94,9 +99,11 @@ def _events_at(graph: Graph, log: MemoryLog, starts: list[int]) -> list[int]:
     events = allocated_at[known][exists]
     times = graph.nodes.start_ns[order[position[exists]]]
     by_event = np.argsort(events)
+    # An operator may allocate after an inner operator that started later, and the search needs
+    # ascending times.
     events, times = events[by_event], np.maximum.accumulate(times[by_event])
     first = np.searchsorted(times, np.array(starts), side="left")
-    return [int(events[row]) if row < len(events) else log.events for row in first.tolist()]
+    return [int(events[at]) if at < len(events) else log.events for at in first.tolist()]
 
 
 def _add_blocks(log: MemoryLog, calls: Sequence[CallMemory], moments: list[int]) -> MemoryLog:
@@ -140,11 +147,6 @@ def _add_blocks(log: MemoryLog, calls: Sequence[CallMemory], moments: list[int])
     return MemoryLog(blocks_with_new, log.events + len(marks))
 
 
-I64 = npt.NDArray[np.int64]
-
-_SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
-
-
 class _FusedCall(NamedTuple):
     """The kernels of one call of fused attention, and the eager kernels that replace them."""
 
@@ -157,7 +159,7 @@ class _FusedCall(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The node that begins the call: its launcher, or its first kernel without one."""
+        """The node that begins the call: its launcher, or its first kernel without a launch."""
         return self.launcher if self.launcher >= 0 else self.members[0]
 
 
@@ -188,8 +190,7 @@ class EagerAttention:
         if not fused_calls:
             raise AnnotateError(
                 "the graph has no fused attention of known sizes to replace; expected a fused "
-                "kernel "
-                "with recorded operands (eager attention is products and a softmax already)",
+                "kernel with recorded operands (eager attention is products and a softmax already)",
                 code="unfuse-no-fused-attention",
             )
         expanded, new = _replace_calls(graph, fused_calls)
@@ -207,9 +208,8 @@ class EagerAttention:
         measurement, peak_note = with_score_memory(graph, call_memory)
         note = (
             f"What if attention were eager: {sum(len(call.members) for call in fused_calls)} "
-            "kernels of fused "
-            f"attention become {len(new)}, {before} ns become {after} ns, by {target.name}'s "
-            f"description; {peak_note}"
+            f"kernels of fused attention become {len(new)}, {before} ns become {after} ns, by "
+            f"{target.name}'s description; {peak_note}"
         )
         if remaining := _remaining(graph, fused_calls):
             note += (
@@ -280,6 +280,7 @@ def _replace_calls(graph: Graph, calls: list[_FusedCall]) -> tuple[Graph, I64]:
         removed[members] = True
         for offset in range(len(call.kernels)):
             rows.append(members[0])
+            # Fractions put the new kernels between the first fused kernel and the next node.
             order_keys.append(members[0] + (offset + 1) / (len(call.kernels) + 1))
             if offset:
                 chain.append((first + offset - 1, first + offset, Reason.STREAM_ORDER))

@@ -1,4 +1,4 @@
-"""Maximise or serialise the overlap of communication and compute."""
+"""Maximize or serialize the overlap of communication and compute."""
 
 CHOICES = ("as-captured", "on", "off")
 """Overlap of communication and compute: as captured, as far as data allow, or none."""

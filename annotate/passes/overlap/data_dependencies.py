@@ -29,8 +29,10 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 NO_LANE = -1
+"""Lane of nodes that neither compute nor communicate."""
 
 NEVER = np.iinfo(np.int64).max
+"""Rank of the first node that waits, if none waits: above every rank."""
 
 
 class Lanes(NamedTuple):
@@ -78,9 +80,10 @@ class Lanes(NamedTuple):
         return cls(of, rank, order, lane_keys[:, 0] == 0)
 
     def before(self, edges: Edges, order: I64) -> I64:
-        """Return per node and lane the highest rank on the lane that the node waits for or has.
+        """Return per node and lane the highest rank on the lane that the node waits for.
 
-        `UNKNOWN` if it waits for none. The result is int64[n, lanes].
+        On its own lane that is the rank of the node; `UNKNOWN` if it waits for none. The result is
+        int64[n, lanes].
 
         Args:
             edges: edges of the graph, or other edges among the same nodes.
@@ -97,9 +100,10 @@ class Lanes(NamedTuple):
         return highest
 
     def after(self, edges: Edges, order: I64) -> I64:
-        """Return per node and lane the lowest rank there that waits for the node, or its own.
+        """Return per node and lane the lowest rank on the lane that waits for the node.
 
-        `NEVER` if none waits. Arguments and shape are those of `before`.
+        On its own lane that is the rank of the node; `NEVER` if none waits. Arguments and shape are
+        those of `before`.
         """
         lowest = np.full((len(order), len(self.compute)), NEVER, dtype=np.int64)
         by_source = np.argsort(edges.source, kind="stable")
@@ -126,7 +130,7 @@ class Lanes(NamedTuple):
         for lane in np.flatnonzero(self.compute).tolist():
             on_lane = np.zeros(len(self.rank) + 1, dtype=np.int64)
             on_lane[self.rank[self.of == lane] + 1] = 1
-            below = np.cumsum(on_lane)  # how many of the lane have a rank below
+            below = np.cumsum(on_lane)  # number of the lane's nodes with a lower rank
             end = np.minimum(after[calls, lane], len(self.rank))
             count += np.maximum(below[end] - below[before[calls, lane] + 1], 0)
         return count
@@ -208,7 +212,7 @@ def memory_accesses(graph: Graph) -> Callable[[int], MemoryAccess | None]:
 
 def _byte_ranges(operands: tuple[Operand, ...], text: str) -> tuple[ByteRange, ...] | None:
     """Return the byte range of each tensor; None if the location of one is unknown."""
-    created: list[ByteRange] = []
+    byte_ranges: list[ByteRange] = []
     for tensor, place in zip(flatten(operands), parse_locations(operands, text), strict=True):
         if not tensor.numel:
             continue
@@ -217,8 +221,8 @@ def _byte_ranges(operands: tuple[Operand, ...], text: str) -> tuple[ByteRange, .
                 return None
             continue  # a Python number that torch wrapped in a tensor has no location
         first_byte = place.offset * tensor.item_bytes
-        created.append(ByteRange(place.storage, first_byte, first_byte + tensor.nbytes))
-    return tuple(created)
+        byte_ranges.append(ByteRange(place.storage, first_byte, first_byte + tensor.nbytes))
+    return tuple(byte_ranges)
 
 
 def _operator_access(
@@ -226,9 +230,9 @@ def _operator_access(
 ) -> MemoryAccess:
     """Return the memory accesses of an operator's kernel.
 
-    PyTorch's own operators write their results, or their operands if they have no results; other
-    operators may write either. A result in an operand's memory is that operand; any other result
-    has new memory.
+    Operators of `aten` write their results, or their operands if they have no results. Custom
+    operators may write both. A result in an operand's memory is that operand; any other result of
+    an `aten` operator has new memory.
     """
     is_aten = op.startswith("aten::")
     if is_aten and call.op in OVERWRITES and reads[:1] == writes:
@@ -291,12 +295,12 @@ class CallDependencies:
     Attributes:
         compute: compute nodes that must precede it.
         calls: calls that must precede it.
-        created: whether one of them wrote the input of the call.
+        has_writer: whether one of them wrote the input of the call.
     """
 
     compute: set[int] = field(default_factory=set[int])
     calls: set[int] = field(default_factory=set[int])
-    created: bool = False
+    has_writer: bool = False
 
 
 @dataclass(slots=True)
@@ -348,10 +352,10 @@ class _DependencyWalk:
         self._allocated = _allocations(graph)
         self._communicates = graph.communication
         self._uses = defaultdict[int, list[_Use]](list)
-        self._opaque = dict[int, int]()  # lane -> its last node without recorded tensors
-        self._open = defaultdict[int, dict[int, None]](
-            dict
-        )  # lane -> calls that it has not waited for yet
+        # lane -> its last node without recorded tensors
+        self._opaque = dict[int, int]()
+        # lane -> calls that it has not waited for yet
+        self._open = defaultdict[int, dict[int, None]](dict)
         self._dependencies = Dependencies()
 
     def run(self) -> Dependencies:
@@ -373,7 +377,7 @@ class _DependencyWalk:
             (dependencies.calls if self._communicates[use.node] else dependencies.compute).add(
                 use.node
             )
-            dependencies.created |= use.writes and not writes
+            dependencies.has_writer |= use.writes and not writes
             self._note_read(use, writes)
         dependencies.compute.update(
             opaque for opaque in self._opaque.values() if self._waited_for(opaque, call)
@@ -465,9 +469,10 @@ class _DependencyWalk:
     def _is_new(self, storage: int, node: int) -> bool:
         """Return whether memory that a node fills was allocated after all its recorded uses."""
         issued = self._issued[node]
-        created = [at for at in self._allocated.get(storage, ()) if at <= issued]
+        # Both are host times: an operator allocates when the host runs it, before its kernel runs.
+        allocations = [at for at in self._allocated.get(storage, ()) if at <= issued]
         uses = self._uses.get(storage, ())
-        return bool(created) and all(self._issued[use.node] < created[-1] for use in uses)
+        return bool(allocations) and all(self._issued[use.node] < allocations[-1] for use in uses)
 
 
 def _issue_times(graph: Graph) -> list[int]:
@@ -481,7 +486,7 @@ def _allocations(graph: Graph) -> dict[int, list[int]]:
     nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
     ops = np.unique(nodes.op)
     codes = [int(op) for op in ops if base_name(strings[int(op)]) in _ALLOCATES]
-    created = defaultdict[int, list[int]](list)
+    allocated_ns = defaultdict[int, list[int]](list)
     rows = np.flatnonzero(np.isin(nodes.op, codes) & (nodes.kind == Kind.HOST_OP))
     for node in rows[np.argsort(nodes.start_ns[rows], kind="stable")].tolist():
         call = call_of(node)
@@ -489,5 +494,5 @@ def _allocations(graph: Graph) -> dict[int, list[int]]:
             continue
         for place in parse_locations(call.outputs, strings[int(nodes.output_values[node])]):
             if place is not None:
-                created[place.storage].append(int(nodes.start_ns[node]))
-    return created
+                allocated_ns[place.storage].append(int(nodes.start_ns[node]))
+    return allocated_ns

@@ -47,9 +47,9 @@ def issue_slots(graph: Graph, lanes: Lanes, dependencies: Dependencies) -> dict[
     """Return the issue slots of the calls that move, in an order in which they can be issued.
 
     A call is issued directly after its last dependency, as by a hook; if nothing in the step wrote
-    its inputs, it is issued where the script does it. The calls of a stream therefore change their
-    order, in the same way on each rank. Sends and receives keep their order, and so do the calls of
-    a group with ranks of other pipeline stages.
+    its inputs, it is issued where the script issues it. The calls of a stream therefore change
+    their order, in the same way on each rank. Sends and receives keep their order, and so do the
+    calls of a group with ranks of other pipeline stages, because these ranks have other graphs.
     """
     calls = sorted([*dependencies.of, *dependencies.fixed], key=lanes.rank.__getitem__)
     stream = _assign_streams(graph, calls, lanes)
@@ -57,11 +57,11 @@ def issue_slots(graph: Graph, lanes: Lanes, dependencies: Dependencies) -> dict[
     issuing = _issuers(graph, lanes, launcher_of)
     after_rank, launcher, last_on_stream = dict[int, int](), dict[int, int](), dict[int, int]()
     for call in calls:
-        own_dependencies = dependencies.of.get(call)
-        has_writer = own_dependencies is not None and own_dependencies.created
+        call_dependencies = dependencies.of.get(call)
+        has_writer = call_dependencies is not None and call_dependencies.has_writer
         after_rank[call] = (
-            _last_dependency_rank(own_dependencies, lanes, after_rank)
-            if own_dependencies is not None and has_writer
+            _last_dependency_rank(call_dependencies, lanes, after_rank)
+            if call_dependencies is not None and has_writer
             else int(lanes.rank[call])
         )
         if stream[call] in ordered and stream[call] in last_on_stream:
@@ -121,9 +121,8 @@ def _assign_streams(graph: Graph, calls: list[int], lanes: Lanes) -> dict[int, i
         stream = int(nodes.stream[call])
         if stream not in shared:
             group_stream.setdefault(int(nodes.group[call]), stream)
-    next_stream = (
-        max(int(nodes.stream.max()), 0) + 1
-    )  # stream 0 is taken by the kernels of a CPU capture
+    # The kernels of a CPU capture have stream 0.
+    next_stream = max(int(nodes.stream.max()), 0) + 1
     assigned = dict[int, int]()
     for call in calls:
         stream, group = int(nodes.stream[call]), int(nodes.group[call])
@@ -357,8 +356,7 @@ class MaximizeOverlap:
         if not (overlapped_after > overlapped_before).any():
             raise AnnotateError(
                 f"none of the {len(calls)} calls can overlap more compute than it does: all "
-                "compute "
-                "that waits for a call needs its data",
+                "compute that waits for a call needs its data",
                 code="overlap-data-dependent",
             )
         measurement = rewired.job.measurement.untimed(
@@ -409,6 +407,6 @@ def _note(dependencies: Dependencies, before: I64, after: I64) -> str:
     counts = "; ".join(f"{count} {state}" for count, state in parts if count)
     return (
         f"Overlap on: of {len(dependencies.of) + len(dependencies.fixed)} calls, {counts}. "
-        "Overlapping kernels keep "
-        "their captured times, although contention would slow them, and memory is as captured."
+        "Overlapping kernels keep their captured times, although contention would slow them, and "
+        "memory is as captured."
     )

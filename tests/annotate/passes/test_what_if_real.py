@@ -242,7 +242,7 @@ def test_host_operators_go_with_what_they_launched(capture):
     assert replay(made).step_time_ns < replay(before).step_time_ns
     note = made.job.measurement.notes[-1]
     assert f"2 calls, {gone + 4} kernels become 4" in note
-    assert f"{gone} host operators go" in note
+    assert f"{gone} host operators are removed" in note
 
 
 def test_taken_apart_and_put_together(capture):
