@@ -1,8 +1,9 @@
 """Classify tensor dimensions as sequence, batch or both: all readings, the most plausible first.
 
-A size alone says little: 4096 may be a sequence or a hidden size, 1 a batch or nothing. So each
-reading has a cost for its implausible parts. A caller that knows more about the tensor (how its
-number of elements grows, what it is multiplied with) takes the cheapest reading that agrees.
+A size alone is ambiguous: 4096 may be a sequence or a hidden size, 1 a batch or a broadcast
+dimension. Each reading therefore has a cost for its implausible parts. A caller that knows more
+about the tensor (how its number of elements grows, what it is multiplied with) takes the cheapest
+reading that agrees.
 """
 
 from functools import lru_cache
@@ -22,8 +23,8 @@ Shape = tuple[int, ...]
 
 _MAX_READINGS = 48  # readings considered per tensor
 _NO_COST = 0.0
-_HIDDEN_AS_SEQUENCE = 1.0  # equals the sequence length by chance
-_HIDDEN_AS_TOKENS = 1.5
+_HIDDEN_AS_SEQUENCE = 1.0  # a constant size that equals the sequence length by chance
+_HIDDEN_AS_TOKENS = 1.5  # a constant size that equals the number of tokens by chance
 _MULTIPLE = 2.0  # a multiple of the size: heads x batch, or a flattened tensor
 _REPEATED = 1.2  # a second sequence dimension, as in attention scores
 
@@ -79,6 +80,7 @@ def _options(size: int, position: int, rank: int, sizing: Sizing) -> list[tuple[
         options.append((merged + 2 * _MULTIPLE + 1, (2, 1)))
     if size and size % sizing.unit**2 == 0:  # pairs of positions, for relative position embeddings
         options.append((merged + 2 * _MULTIPLE + 2, (2, 0)))
+    # Size 1 is often a broadcast dimension, and a small batch may equal the experts per token.
     by_chance = batch == 1 or size in sizing.routes
     constant = (0.02 if by_chance else 0.5) * (size == batch)
     if length or tokens:

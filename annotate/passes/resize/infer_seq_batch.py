@@ -79,7 +79,11 @@ def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizi
 
 
 def _check_leads(graph: Graph, count: int) -> None:
-    """Raise if no result of forward has the micro-batch as its first dimension."""
+    """Raise if no result of forward has the micro-batch as its first dimension.
+
+    Raises:
+        AnnotateError: none has.
+    """
     nodes, strings = graph.nodes, graph.strings
     leading_sizes = Counter[int]()
     for code in nodes.output_shapes[nodes.phase == Phase.FORWARD].tolist():
@@ -109,8 +113,7 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
         if "aten::topk" in codes and _selects_tokens(graph):
             raise AnnotateError(
                 "the step routes tokens to experts (aten::topk) one expert at a time, and the "
-                "tokens "
-                "per expert are no multiple of the sequence\n  run all experts in one call "
+                "tokens per expert are no multiple of the sequence\n  run all experts in one call "
                 "(aten::_grouped_mm; transformers: experts_implementation='grouped_mm')",
                 code="resize-expert-tokens",
             )
@@ -121,16 +124,13 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     for code in np.unique(nodes.input_shapes[rows]).tolist():
         count = int(msgspec.json.decode(strings[code])[0][0])
         multiples = {
-            count // count_of_tokens
-            for count_of_tokens in tokens
-            if count and count % count_of_tokens == 0
+            count // token_count for token_count in tokens if count and count % token_count == 0
         }
         if not multiples:
             raise AnnotateError(
                 f"the experts of this rank got {count} rows of tokens, no multiple of the "
                 f"{max(tokens)} tokens of a micro-batch, so their share at another size is "
-                "unknown\n"
-                "  capture with `--moe-routing balanced`, or at the other size",
+                "unknown\n  capture with `--moe-routing balanced`, or at the other size",
                 code="resize-expert-rows",
             )
         routes |= multiples

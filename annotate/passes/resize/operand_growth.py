@@ -213,7 +213,7 @@ RULES: dict[str, Rule] = {
 def powers_of_results(
     call: Call, tensors: list[Tensor], inputs: list[Powers], results: Sequence[Shape]
 ) -> tuple[list[Powers], bool]:
-    """Return the powers of each result, and whether a rule determined them, not only their sizes.
+    """Return the powers of each result, and whether a rule determined them instead of sizes alone.
 
     Args:
         call: the call.
@@ -270,7 +270,11 @@ def _broadcast_powers(tensors: list[Tensor], inputs: list[Powers], shape: Shape)
 
 
 def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers:
-    """Return for each size the powers of the first input's dimension of that size, each once."""
+    """Return for each size the power of the first unused input dimension of that size.
+
+    This is the fallback for operators without a rule, and a wrong guess if two dimensions of one
+    size grow differently.
+    """
     free = [
         pair
         for tensor, powers in zip(tensors, inputs, strict=True)
@@ -285,11 +289,14 @@ def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Power
     return tuple(result)
 
 
-_MISMATCH_COST = 50.0  # cost of operands that disagree on a dimension; above any plausible reading
+_MISMATCH_COST = 50.0
+"""Cost of operands that disagree on a dimension: above the cost of any plausible reading."""
 
-_KEPT_GROWTH_REWARD = 0.4  # reward for a part of a tensor that grows like the whole
+_KEPT_GROWTH_REWARD = 0.4
+"""Reward for a part of a tensor that grows like the whole."""
 
-_SQUARED_BATCH_COST = 5.0  # cost of a product whose result has the batch of both operands
+_SQUARED_BATCH_COST = 5.0
+"""Cost of a product whose result has the batch of both operands."""
 
 Growth = Power | None
 """Growth of a tensor's number of elements; None while unknown."""
@@ -302,7 +309,7 @@ class CallPowers:
     Attributes:
         inputs: of each input tensor.
         outputs: of each result.
-        ruled: whether a rule determined the results, not only their sizes.
+        ruled: whether a rule determined the results instead of their sizes alone.
     """
 
     inputs: tuple[Powers, ...]
@@ -351,10 +358,12 @@ def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallP
         powers = _grouped_matmul(call, tensors, growths, sizing)
         if powers is not None:
             return powers
+    # `triu` and `tril` of a new matrix make a causal mask, which has no batch.
     if call.op in MASKS and growths[0] is None:
         mask = tuple(SEQ if size in sizing.lengths else CONSTANT for size in tensors[0].shape)
         return CallPowers((mask,), (mask,) * len(results), ruled=True)
     inputs = _inputs_powers(call, tensors, growths, sizing)
+    # A channel count may equal the sequence length, but weights fix it.
     if call.op in CONVOLUTIONS or call.op == "convolution_backward":
         inputs = [
             _constant_channels(*tensor, sizing)
@@ -378,13 +387,13 @@ def cheapest_reading(shape: Shape, sizing: Sizing, growth: Growth) -> Powers:
 def view_reading(shape: Shape, sizing: Sizing, growth: Power) -> Powers:
     """Return the cheapest reading of a part of a tensor, preferring the growth of the whole."""
 
-    def price(reading: tuple[float, Powers]) -> float:
+    def cost(reading: tuple[float, Powers]) -> float:
         view_growth = total(reading[1])
         return reading[0] - _KEPT_GROWTH_REWARD * (
             min(view_growth[0], growth[0]) + min(view_growth[1], growth[1])
         )
 
-    return min(readings(shape, sizing, None), key=price)[1]
+    return min(readings(shape, sizing, None), key=cost)[1]
 
 
 def _matmul(
@@ -463,8 +472,8 @@ def _grouped_matmul(
     )
     result_axis = _RESULT_ROW_AXIS.get(ranks)
     results = tuple(
-        tuple(power if axis == result_axis else CONSTANT for axis in range(len(growth.shape)))
-        for growth in flatten(call.outputs)
+        tuple(power if axis == result_axis else CONSTANT for axis in range(len(tensor.shape)))
+        for tensor in flatten(call.outputs)
     )
     return CallPowers(inputs, results, ruled=True)
 

@@ -1,7 +1,7 @@
 """Propagate growth with sequence and batch from call to call through storages.
 
-The growth of a call's tensors follows from its form, from which of its tensors are the same, and
-from what is known of their storages. Calls that agree in all of these are analysed once.
+The growth of a call's tensors follows from its signature, from which of its tensors are the same,
+and from the state of their storages. Calls that agree in all of these are analysed once.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,21 +33,22 @@ from onerank.annotate.passes.resize.size_change import (
 )
 from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, TensorLocation
 
-_WRITES_OPERANDS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
+_WRITES_OPERANDS = frozenset({"split_with_sizes_copy", "_chunk_cat"})
+"""Operators that write operands after the first; FSDP2 fills and empties its buffers with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The form that many calls share.
+    """Operator, shapes and dtypes that many calls share.
 
     Attributes:
-        number: identifies the form.
+        number: identifies the signature.
         call: operator, shapes and dtypes.
         inputs: its input tensors, lists flattened.
-        outputs: its results likewise.
-        communicates: whether it sends or receives.
+        outputs: its results, lists flattened.
+        communicates: whether it is communication.
         collective: whether it is a collective.
-        optimizer: whether it is of the optimizer's phase.
+        optimizer: whether it belongs to the optimizer's phase.
     """
 
     number: int
@@ -65,12 +66,12 @@ class CallSignature:
 
     @property
     def splits_one_tensor(self) -> bool:
-        """Whether its tensors are parts of one, cut along a dimension."""
+        """Whether its tensors are parts of one tensor, cut along a dimension."""
         return self.communicates or self.writes_operands
 
 
 class CallInstance(NamedTuple):
-    """One call: its node and form, the locations of its tensors, and its other arguments."""
+    """One call: its node and signature, the locations of its tensors, and its other arguments."""
 
     node: int
     signature: CallSignature
@@ -80,7 +81,7 @@ class CallInstance(NamedTuple):
 
 
 class TensorRef(NamedTuple):
-    """A tensor of a call: its place among the inputs or the results."""
+    """A tensor of a call, by its position among the inputs or the results."""
 
     node: int
     is_input: bool
@@ -96,7 +97,7 @@ class Storage:
         growth: its growth; None while unknown.
         elements: elements of the tensor that created it.
         tensor: id of that tensor.
-        written: whether a call wrote it; a script's tokens and constants are not written.
+        written: whether a call wrote it; none writes a script's tokens and constants.
         waiting: calls that need its growth.
     """
 
@@ -130,7 +131,7 @@ class InputGrowth(NamedTuple):
     """How the inputs of a call grow when it begins.
 
     Attributes:
-        growths: growth of each; None if not known.
+        growths: growth of each; None if unknown.
         overwritten: indices of inputs whose storage the call overwrites.
     """
 
@@ -168,6 +169,7 @@ def input_growth(instance: CallInstance, storages: Storages, sizing: Sizing) -> 
         if not (is_kept or _writes_part(call, locations, known)):
             del known[location.storage]
             overwritten.append(position)
+    # Parts grow like the whole, so an unknown part takes the growth of a known one.
     if signature.splits_one_tensor:
         known_growth = next((growth for growth in growths if growth is not None), None)
         growths = [known_growth if growth is None else growth for growth in growths]
@@ -185,6 +187,7 @@ def input_growth(instance: CallInstance, storages: Storages, sizing: Sizing) -> 
         growths = _growth_of_table_slices(instance, growths, known, sizing)
     elif call.op in BAGS:
         growths = _growth_of_bags(signature.inputs, growths, sizing)
+    # Parameters, gradients and states do not grow, even if a size equals the sequence length.
     if signature.optimizer:
         growths = [CONSTANT] * len(growths)
     return InputGrowth(tuple(growths), tuple(overwritten))
@@ -222,7 +225,7 @@ def _writes_part(
 
 
 def _is_assumed_parameter(storage: Storage) -> bool:
-    """Return whether it was never written, and therefore assumed not to grow."""
+    """Return whether a storage was never written, and is therefore assumed not to grow."""
     return not storage.written and storage.growth == CONSTANT
 
 
@@ -252,12 +255,11 @@ def _view_growth(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing)
     """Return the growth of a view with more or fewer elements than its storage."""
     powers = view_reading(tensor.shape, sizing, whole)
     growth = total(powers)
-    if numel(tensor.shape) > storage.elements:  # an expanded constant grows like the other operands
-        return (
-            _growth_of_expanded(tensor, storage, whole, sizing) or growth
-            if whole != CONSTANT
-            else None
-        )
+    if numel(tensor.shape) > storage.elements:
+        # An expanded constant grows like the other operands of its reader.
+        if whole == CONSTANT:
+            return None
+        return _growth_of_expanded(tensor, storage, whole, sizing) or growth
     if tensor.dtype in _INTEGERS and not (storage.written and whole == CONSTANT):
         return growth
     if whole == CONSTANT:
@@ -289,8 +291,8 @@ def _growth_of_unrecorded_copies(
 ) -> list[Growth]:
     """Return the growth of operands; unknown for an unwritten matrix that may be an activation.
 
-    Such a matrix is no parameter, but a copy that the capture did not record, so the other operands
-    determine its growth.
+    Such a matrix is not a parameter but a copy that the capture did not record, so the other
+    operands determine its growth.
     """
     rows = {
         (len(tensor.shape), tensor.shape[0])
@@ -308,7 +310,7 @@ def _growth_of_table_slices(
 ) -> list[Growth]:
     """Return the growth of operands; unknown for a slice of a table with the sequence length.
 
-    Slopes or angles of positions are in a buffer for the longest sequence. The buffer is constant,
+    A buffer for the longest sequence holds slopes or angles of positions. The buffer is constant,
     but its slice grows.
     """
     if all(growth in (None, CONSTANT) for growth in growths):
@@ -357,7 +359,7 @@ def _growth_of_indices(call: Call, growths: list[Growth]) -> list[Growth]:
     return input_growths
 
 
-_UNINITIALISED = frozenset(
+_UNINITIALIZED = frozenset(
     "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
     "new_empty_strided resize_ randn rand randint arange range linspace".split()
 )
@@ -375,9 +377,17 @@ class Propagated(NamedTuple):
 
 
 class _StorageEffect(NamedTuple):
-    """An effect of a call on the storage of the tensor at `slot`; inputs precede results."""
+    """An effect of a call on the storage of the tensor at `slot`; inputs precede results.
 
-    does: Literal["forget", "make", "define", "wait"]
+    Attributes:
+        kind: "remove" the storage, "create" it, "define" its unknown growth, or let the tensor
+            "wait" until a later call defines it.
+        slot: index of the tensor among inputs and results.
+        growth: growth to set, for "create" and "define".
+        elements: elements of the tensor, for "create".
+    """
+
+    kind: Literal["remove", "create", "define", "wait"]
     slot: int
     growth: Growth = None
     elements: int = 0
@@ -460,14 +470,14 @@ class Propagator:
             else instance.result_locations[effect.slot - input_count]
         )
         assert location is not None, "only located tensors have a storage"
-        if effect.does == "forget":
+        if effect.kind == "remove":
             del self.storages[location.storage]
-        elif effect.does == "make":
+        elif effect.kind == "create":
             written = effect.slot >= input_count or instance.signature.communicates
             self.storages[location.storage] = Storage(
                 effect.growth, effect.elements, location.tensor, written
             )
-        elif effect.does == "define":
+        elif effect.kind == "define":
             assert effect.growth is not None, "a definition has a growth"
             self.define(self.storages[location.storage], effect.growth)
         else:
@@ -483,14 +493,13 @@ class Propagator:
         signature = instance.signature
         growths, overwritten = input_growth(instance, self.storages, self._sizing)
         for position in overwritten:
-            self._record_effect(instance, _StorageEffect("forget", position))
+            self._record_effect(instance, _StorageEffect("remove", position))
         powers = self._powers(signature, instance.values, growths)
         inputs, outputs = powers.inputs, powers.outputs
         if signature.splits_one_tensor and inputs:
             tensors = zip(signature.inputs, inputs, strict=True)
-            shard_powers = min(tensors, key=lambda pair: pair[0].numel)[
-                1
-            ]  # the shard has plain sizes
+            # The shard has plain sizes, while the whole tensor has them times the number of ranks.
+            shard_powers = min(tensors, key=lambda pair: pair[0].numel)[1]
             inputs = tuple(
                 shard_powers if len(shard_powers) == len(dimension_powers) else dimension_powers
                 for dimension_powers in inputs
@@ -521,7 +530,7 @@ class Propagator:
             growth for tensor, growth in zip(signature.inputs, growths, strict=True) if tensor.shape
         ]
         in_place = op.endswith("_") and op not in MASKS and bool(known_or_none)
-        is_unknown = op in _UNINITIALISED or (op in OVERWRITES and op != "copy_")
+        is_unknown = op in _UNINITIALIZED or (op in OVERWRITES and op != "copy_")
         is_unknown |= in_place and all(growth is None for growth in known_or_none)
         input_storages = {
             location.storage for location in instance.input_locations if location is not None
@@ -557,7 +566,7 @@ class Propagator:
             tensor_growth = total(self.inputs[instance.node][position])
             if storage is None:
                 self._record_effect(
-                    instance, _StorageEffect("make", position, tensor_growth, numel(tensor.shape))
+                    instance, _StorageEffect("create", position, tensor_growth, numel(tensor.shape))
                 )
             elif storage.growth is None and not is_unknown:
                 self._record_effect(instance, _StorageEffect("define", position, tensor_growth))
@@ -587,7 +596,7 @@ class Propagator:
                 or location.storage not in input_storages
             ):
                 self._record_effect(
-                    instance, _StorageEffect("make", slot, None, numel(tensor.shape))
+                    instance, _StorageEffect("create", slot, None, numel(tensor.shape))
                 )
                 storage = self.storages[location.storage]
         if storage.growth is None:
@@ -608,13 +617,17 @@ class Propagator:
         growth = total(self.outputs[instance.node][slot - len(instance.input_locations)])
         storage = self.storages.get(location.storage)
         if location.storage not in input_storages or storage is None:
-            self._record_effect(instance, _StorageEffect("make", slot, growth, numel(tensor.shape)))
+            self._record_effect(
+                instance, _StorageEffect("create", slot, growth, numel(tensor.shape))
+            )
         elif storage.growth is None:
             self._record_effect(instance, _StorageEffect("define", slot, growth))
         elif instance.signature.call.op not in NEED_VALUES:
             self._update_powers(storage, _tensor_ref(instance, slot))
         elif storage.growth != growth:  # the operand of a reduction determines its result
-            self._record_effect(instance, _StorageEffect("make", slot, growth, numel(tensor.shape)))
+            self._record_effect(
+                instance, _StorageEffect("create", slot, growth, numel(tensor.shape))
+            )
 
     def _update_powers(self, storage: Storage, ref: TensorRef) -> None:
         """Update the powers of a tensor from its storage, if it covers the whole storage."""
@@ -651,7 +664,7 @@ def _tensor_ref(instance: CallInstance, slot: int) -> TensorRef:
 
 
 def _is_determined_elsewhere(instance: CallInstance) -> bool:
-    """Return whether results are views or uninitialised, so that other calls determine them."""
+    """Return whether results are views or uninitialized, so that other calls determine them."""
     op = instance.signature.call.op
     input_storages = {
         location.storage for location in instance.input_locations if location is not None
@@ -660,7 +673,7 @@ def _is_determined_elsewhere(instance: CallInstance) -> bool:
         location is not None and location.storage in input_storages
         for location in instance.result_locations
     )
-    return are_views or op in _UNINITIALISED or op_class(f"aten::{op}") is OpClass.NOTHING
+    return are_views or op in _UNINITIALIZED or op_class(f"aten::{op}") is OpClass.NOTHING
 
 
 def _tuples_as_lists(value: Any) -> Any:

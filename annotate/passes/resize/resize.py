@@ -64,9 +64,9 @@ class Resize:
     def apply(self, graph: Graph) -> Resized:
         """Return the graph with the operands of its calls at the new size.
 
-        Changes shapes of operators and kernels, communication bytes, and memory allocated and
-        freed. FLOPs and bytes follow from the shapes. Parameters, their gradients and the optimizer
-        stay. Timed communication grows in proportion to its bytes.
+        Shapes of operators and kernels, communication bytes, and memory allocated and freed change.
+        FLOPs and bytes follow from the shapes. Parameters, their gradients and the optimizer stay.
+        Timed communication grows in proportion to its bytes.
 
         Raises:
             AnnotateError: the sizes cannot be inferred or followed, do not divide, or change
@@ -217,14 +217,15 @@ def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[str, 
     has_sequence = sizing.seq != NO_SEQUENCE
     name, change = ("sequence", sizing.seq) if has_sequence else ("micro-batch", sizing.batch)
     size = change.after
+    # Checked first, because the costs of both steps take longer.
     if not any(size // part % _ALIGNED_ELEMENTS for part in sizing.parts):
-        return ()  # before the costs of both steps are worked out
+        return ()
     captured, resized = _misaligned_products(before), _misaligned_products(after)
-    # Other sizes can be off, such as a vocabulary of 50257; they are so at any sequence length.
+    # Other sizes, such as a vocabulary of 50257, are misaligned at every sequence length.
     if (resized <= captured and change.before % _ALIGNED_ELEMENTS == 0) or not resized:
         return ()
     lower = size - size % _ALIGNED_ELEMENTS
-    nearest = " or ".join(str(even) for even in (lower, lower + _ALIGNED_ELEMENTS) if even)
+    nearest = " or ".join(str(size) for size in (lower, lower + _ALIGNED_ELEMENTS) if size)
     return (
         f"A {name} of {size} is no multiple of {_ALIGNED_ELEMENTS}: in 16 bits the rows of "
         f"{resized} matrix products begin off 16-byte boundaries (as captured: {captured}), and "
@@ -258,8 +259,6 @@ def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> str:
     return (
         f"What if {' and '.join(changes)}: {int(changed.sum())} of {len(changed)} nodes have other "
         "shapes. Products and attention scale by the cost model's ratio of both sizes, other "
-        "kernels "
-        "by their bytes. Host operators, other argument values and kernel choices stay as "
-        "captured, "
-        f"although libraries may pick other kernels at another size.{by_sizes_note}"
+        "kernels by their bytes. Host operators, other argument values and kernel choices stay as "
+        f"captured, although libraries may pick other kernels at another size.{by_sizes_note}"
     )

@@ -104,12 +104,14 @@ def _block_sizes(
         else:
             new_sizes[block] = new
             by_size.setdefault(size, Counter())[new] += 1
-    left_behind = _blocks_outliving_step(log, new_sizes)
+    # A block from before the step, such as the last step's logits, has a counterpart that outlives
+    # this step. Without it the peak of a GPT that keeps its logits was 4% low.
+    outliving = _blocks_outliving_step(log, new_sizes)
     unmatched = 0
     for block in missing:
         size = log.blocks.bytes[block]
-        if log.blocks.allocated_at[block] < 0 and left_behind.get(size):
-            new_sizes[block] = left_behind[size].pop()
+        if log.blocks.allocated_at[block] < 0 and outliving.get(size):
+            new_sizes[block] = outliving[size].pop()
         elif size in by_size:  # like most blocks of its size
             new_sizes[block] = by_size[size].most_common(1)[0][0]
         elif size > _SMALL:
@@ -139,10 +141,10 @@ def _resident_growth(
             continue
         grown += new - size
         others = resident.get(MemoryClass.OTHER.name.lower(), [])
-        as_blocks = [round_size(one) if rounded else one for one in others]
-        if size in as_blocks:
-            others[as_blocks.index(size)] = new
-    return grown, {name: tuple(one) for name, one in resident.items()}
+        block_sizes = [round_size(storage) if rounded else storage for storage in others]
+        if size in block_sizes:
+            others[block_sizes.index(size)] = new
+    return grown, {name: tuple(storages) for name, storages in resident.items()}
 
 
 def _new_block_size(

@@ -24,9 +24,8 @@ BATCH: Power = (0, 1)
 
 TOKENS: Power = (1, 1)
 
-_SHIFT_FRACTION = (
-    8  # a size within 1/8 of the sequence length is the sequence with a shift, as of labels
-)
+_SHIFT_FRACTION = 8
+"""A size within 1/8 of the sequence length is the sequence with a shift, such as of labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Change:
 
 
 NO_SEQUENCE = Change(2**40, 2**40)
-"""The change for a step without sequences: larger than any size, so that no size matches it."""
+"""The change for a step without sequences; no size is as large, so none matches."""
 
 
 def parse_change(option: str, text: str) -> Change:
@@ -64,7 +63,7 @@ class Sizing:
 
     Attributes:
         seq: length of the sequences that the script passes to its model.
-        batch: sequences in a micro-batch.
+        batch: number of sequences in a micro-batch.
         parts: divisors of a sequence from the parallel axes, including 1.
         routes: experts per token, for each kind of routing layer; empty without routing.
     """
@@ -78,9 +77,8 @@ class Sizing:
     def of(cls, seq: Change, batch: Change, job: Job) -> "Sizing":
         """Return the sizing of a job, whose tp and cp axes may cut sequences."""
         tp, cp = (job.world.sizes.get(axis, 1) for axis in ("tp", "cp"))
-        chunks = (
-            {2 * cp} if cp > 1 else set[int]()
-        )  # each cp rank has two chunks, for a balanced causal mask
+        # Each cp rank has two chunks of the sequence, which balances a causal mask.
+        chunks = {2 * cp} if cp > 1 else set[int]()
         cuts = sorted({1, tp, cp, tp * cp} | chunks)
         return cls(seq, batch, tuple(cut for cut in cuts if seq.before % cut == 0))
 
@@ -99,10 +97,10 @@ class Sizing:
         return 0 < abs(size - self.seq.before) * _SHIFT_FRACTION < self.seq.before
 
     def _keeps_shift(self, size: int) -> bool:
-        """Return whether a size that grows with the sequence differs from it by the same shift.
+        """Return whether a size that grows with the sequence keeps its distance from it.
 
-        Labels padded by one token are 6 long for a sequence of 5. As a guess of what a size is, a
-        shift of one says too little there (`is_shifted_sequence`); here the growth is known.
+        Labels padded by one token are 6 long for a sequence of 5. `is_shifted_sequence` guesses
+        what a size is, so it does not accept that distance; here the growth is known.
         """
         by_one = abs(size - self.seq.before) == 1 and size % self.unit != 0
         return by_one or self.is_shifted_sequence(size)
@@ -135,9 +133,9 @@ class Sizing:
         if product % divisor:
             raise AnnotateError(
                 f"a size of {size} cannot be resized: {size} x "
-                f"{_terms(self.seq, self.batch, power)} "
-                f"= {product / divisor:.2f} is no whole number\n  choose a sequence length and a "
-                "micro-batch that divide as the captured ones do",
+                f"{_terms(self.seq, self.batch, power)} = {product / divisor:.2f} is no whole "
+                "number\n  choose a sequence length and a micro-batch that divide as the captured "
+                "ones do",
                 code="resize-not-whole",
             )
         return product // divisor
@@ -205,8 +203,8 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
             raise AnnotateError(
                 f"{strings[int(nodes.op[row])]} would multiply {left} x {right}, captured as "
                 f"{captured[factor_index]} x {captured[factor_index + 1]}: a size was not "
-                "followed, as in steps that "
-                "pad, chunk or loop over their sequences\n  capture the step at the requested size",
+                "followed, as in steps that pad, chunk or loop over their sequences\n"
+                "  capture the step at the requested size",
                 code="resize-operands-disagree",
             )
 
@@ -231,8 +229,7 @@ def mismatch_notes(after: Graph, changed: Mask) -> tuple[str, ...]:
     names = sorted({strings[code] for code in nodes.op[rows[is_mismatched]].tolist()})
     return (
         f"{int(is_mismatched.sum())} calls of {', '.join(names)} have operands that no longer "
-        "broadcast: "
-        "a size was not followed, and their shapes and bytes are unreliable.",
+        "broadcast: a size was not followed, and their shapes and bytes are unreliable.",
     )
 
 

@@ -49,11 +49,10 @@ SEGMENT_LENGTH = 64
 """Average number of calls in a segment."""
 
 _MAX_SEGMENT = 1024
+"""Largest number of calls in a segment; a loop over equal calls may contain no cut."""
 
-_HASH_MULTIPLIERS = (
-    0x9E3779B1,
-    0x85EBCA77,
-)  # multipliers of a hash that spreads signature numbers over 32 bits
+_HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
+"""Multipliers of a hash that spreads signature numbers over 32 bits."""
 
 Values = tuple[Any, ...]
 
@@ -102,22 +101,22 @@ class _CreatedStorage(NamedTuple):
 
 
 class _SegmentResult(NamedTuple):
-    """The result of a segment.
+    """The result of a segment; storages are indices into its storages by first use.
 
     Attributes:
         of: as in `PropagationResult`, of its calls.
         defined: earlier storages whose growth it determined first, with that growth.
         waits: earlier storages, and calls that wait for their growth.
-        gone: earlier storages that it forgot.
-        made: storages that it created.
+        removed: earlier storages that it removed.
+        created: storages that it created.
         inferred_from_sizes: operator -> calls whose results only sizes determine.
     """
 
     of: I64
     defined: tuple[tuple[int, Any], ...]
     waits: tuple[tuple[int, tuple[RelativeRef, ...]], ...]
-    gone: tuple[int, ...]
-    made: tuple[tuple[int, _CreatedStorage], ...]
+    removed: tuple[int, ...]
+    created: tuple[tuple[int, _CreatedStorage], ...]
     inferred_from_sizes: dict[str, int]
 
 
@@ -127,6 +126,8 @@ def propagate_calls(calls: Calls, propagator: Propagator) -> PropagationResult:
 
 
 class _SegmentMemo:
+    """Propagates growth segment by segment, and replays the result of equal segments."""
+
     def __init__(self, calls: Calls, propagator: Propagator) -> None:
         self._calls, self._propagator = calls, propagator
         self._known = dict[tuple[Any, ...], _SegmentResult]()
@@ -136,6 +137,7 @@ class _SegmentMemo:
         propagator.earlier_powers = self._earlier_powers
 
     def result(self) -> PropagationResult:
+        """Propagate growth through all calls."""
         calls, accesses = self._calls, self._calls.accesses
         cuts = _cuts(calls.signature)
         begin = accesses.first[cuts]
@@ -146,14 +148,14 @@ class _SegmentMemo:
             _row_codes(calls.signature, calls.value),
             _row_codes(*back, accesses.offset),
         )
-        met = _first_uses(accesses.storage, back[0], begin)
+        storage_ids = _first_uses(accesses.storage, back[0], begin)
         tensors = _first_uses(accesses.tensor, back[1], begin)
         as_results = _first_uses(accesses.result, back[0], begin)
         for number, (start, end) in enumerate(pairwise(cuts.tolist())):
             inside = slice(int(begin[number]), int(begin[number + 1]))
             same = of_calls[start:end].tobytes(), codes[inside].tobytes()
             local = {tensor: place for place, tensor in enumerate(tensors(number))}
-            self._visit(slice(start, end), same, met(number), as_results(number), local)
+            self._visit(slice(start, end), same, storage_ids(number), as_results(number), local)
         for node in {*self._propagator.inputs, *self._propagator.outputs}:
             signature = calls.signatures[int(calls.signature[node])]
             assert signature is not None, "a visited call has tensors"
@@ -164,13 +166,13 @@ class _SegmentMemo:
         self,
         span: slice,
         same: tuple[bytes, bytes],
-        met: list[int],
+        storage_ids: list[int],
         as_results: list[bool],
         local: dict[int, int],
     ) -> None:
         get = self._propagator.storages.get
         before: list[Any] = []
-        for storage_id, as_result in zip(met, as_results, strict=True):
+        for storage_id, as_result in zip(storage_ids, as_results, strict=True):
             storage = get(storage_id)
             if storage is None:
                 before.append(None)
@@ -183,18 +185,18 @@ class _SegmentMemo:
         key = (*same, *before)
         known = self._known.get(key)
         if known is None:
-            self._known[key] = self._propagate_segment(span, met, local)
+            self._known[key] = self._propagate_segment(span, storage_ids, local)
         else:
-            self._replay(known, span, met, list(local))
+            self._replay(known, span, storage_ids, list(local))
 
     def _propagate_segment(
-        self, span: slice, met: list[int], local: dict[int, int]
+        self, span: slice, storage_ids: list[int], local: dict[int, int]
     ) -> _SegmentResult:
         """Propagate growth through the calls of a segment, and record what they changed."""
         propagator, calls = self._propagator, self._calls
         before = {
             storage_id: (storage, storage.growth, len(storage.waiting))
-            for storage_id in met
+            for storage_id in storage_ids
             if (storage := propagator.storages.get(storage_id)) is not None
         }
         inferred_from_sizes = dict(propagator.inferred_from_sizes)
@@ -213,19 +215,19 @@ class _SegmentMemo:
             if signature is not None:
                 of[node - span.start] = self._number(signature, node)
         self._of[span] = of
-        defined, waits, gone = list[Any](), list[Any](), list[int]()
-        made = list[tuple[int, _CreatedStorage]]()
-        for place, storage_id in enumerate(met):
+        defined, waits, removed = list[Any](), list[Any](), list[int]()
+        created = list[tuple[int, _CreatedStorage]]()
+        for place, storage_id in enumerate(storage_ids):
             now = propagator.storages.get(storage_id)
             old, old_growth, waited = before.get(storage_id, (None, None, 0))
             if old is not None and old_growth is None and old.growth is not None:
                 defined.append((place, old.growth))
             if now is None:
-                gone += [place] * (old is not None)
+                removed += [place] * (old is not None)
             elif now is not old:
                 waiting = _relative(now.waiting, span.start)
                 number = local[now.tensor]
-                made.append(
+                created.append(
                     (place, _CreatedStorage(now.growth, now.elements, number, now.written, waiting))
                 )
             elif now.growth is None and len(now.waiting) > waited:
@@ -235,26 +237,26 @@ class _SegmentMemo:
             for op, n in propagator.inferred_from_sizes.items()
         }
         return _SegmentResult(
-            of, tuple(defined), tuple(waits), tuple(gone), tuple(made),
+            of, tuple(defined), tuple(waits), tuple(removed), tuple(created),
             {op: n for op, n in more.items() if n},
         )  # fmt: skip
 
     def _replay(
-        self, known: _SegmentResult, span: slice, met: list[int], tensors: list[int]
+        self, known: _SegmentResult, span: slice, storage_ids: list[int], tensors: list[int]
     ) -> None:
         """Apply the recorded result of an equal segment."""
         propagator = self._propagator
         self._of[span] = known.of
         for place, growth in known.defined:
-            propagator.define(propagator.storages[met[place]], growth)
+            propagator.define(propagator.storages[storage_ids[place]], growth)
         for place, waiting in known.waits:
-            propagator.storages[met[place]].waiting += self._absolute(waiting, span.start)
-        for place in known.gone:
-            propagator.storages.pop(met[place], None)
-        for place, made in known.made:
-            waiting = self._absolute(made.waiting, span.start) if made.waiting else ()
-            propagator.storages[met[place]] = Storage(
-                made.growth, made.elements, tensors[made.tensor], made.written, waiting
+            propagator.storages[storage_ids[place]].waiting += self._absolute(waiting, span.start)
+        for place in known.removed:
+            propagator.storages.pop(storage_ids[place], None)
+        for place, state in known.created:
+            waiting = self._absolute(state.waiting, span.start) if state.waiting else ()
+            propagator.storages[storage_ids[place]] = Storage(
+                state.growth, state.elements, tensors[state.tensor], state.written, waiting
             )
         for op, count in known.inferred_from_sizes.items():
             propagator.inferred_from_sizes[op] = propagator.inferred_from_sizes.get(op, 0) + count
@@ -271,11 +273,8 @@ class _SegmentMemo:
     def _number(self, signature: CallSignature, node: int) -> int:
         """Return the index of an analysed call's result among the distinct results."""
         inputs, outputs = self._propagator.inputs[node], self._propagator.outputs[node]
-        key = (
-            signature.number,
-            id(inputs),
-            id(outputs),
-        )  # `_sides` keeps both, so that ids stay theirs
+        # `_sides` keeps both tuples alive, so that no other object gets their ids.
+        key = signature.number, id(inputs), id(outputs)
         if key not in self._place:
             self._place[key] = len(self._sides)
             self._sides.append((signature, inputs, outputs))
@@ -293,8 +292,8 @@ def _relative(waiting: Sequence[TensorRef], start: int) -> tuple[RelativeRef, ..
 def _cuts(signature: I64) -> I64:
     """Return the starts of segments, at pairs of signatures with a certain hash, and the end.
 
-    A cut depends on two neighbouring calls alone, so that repeated layers are cut at the same
-    calls, and their segments are equal.
+    A cut depends only on two neighbouring calls, so repeated layers are cut at the same calls and
+    have equal segments.
     """
     mixed = signature * _HASH_MULTIPLIERS[0]
     mixed[1:] += signature[:-1] * _HASH_MULTIPLIERS[1]
@@ -309,7 +308,7 @@ def _cuts(signature: I64) -> I64:
 def _distance_to_last_use(ids: I64, begin: I64) -> I64:
     """Return the distance to each id's last use in its segment.
 
-    0 means no earlier use; -1 stands for an `UNKNOWN_STORAGE`.
+    0 means no earlier use; -1 marks an `UNKNOWN_STORAGE`.
     """
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
@@ -450,12 +449,12 @@ def _values(
         [signature is not None and signature.call.op in NEED_VALUES for signature in signatures]
     )
     known = dict[tuple[Any, ...], int]({(): 0})
-    made = np.zeros(len(number), dtype=np.int64)
+    value = np.zeros(len(number), dtype=np.int64)
     for call in np.flatnonzero(needs[number]).tolist():
         signature, text = signatures[int(number[call])], texts.distinct[int(texts.inputs[call])]
         if signature is not None and text:
-            made[call] = known.setdefault(_argument_key(signature, text), len(known))
-    return made, list(known)
+            value[call] = known.setdefault(_argument_key(signature, text), len(known))
+    return value, list(known)
 
 
 def _argument_key(signature: CallSignature, text: str) -> tuple[Any, ...]:

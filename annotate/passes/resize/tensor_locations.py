@@ -17,12 +17,15 @@ I64 = npt.NDArray[np.int64]
 _DECODE = msgspec.json.Decoder(list[Any])
 
 _TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
-"""`[id, storage, offset, elements, bytes, device]`."""
+"""The start of a recorded tensor, `[id, storage, offset, elements, bytes, device]`."""
 
 OVERWRITES = frozenset(
     "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ set_".split()
 )
-"""Operators that overwrite their first operand without reading it."""
+"""Operators that overwrite their first operand without reading it.
+
+Fusion, data dependencies and the growth of a resize all use this list.
+"""
 
 _OPERANDS = ("input_shapes", "input_types", "output_shapes")
 
@@ -61,10 +64,10 @@ def calls_of(graph: Graph) -> Callable[[int], Call | None]:
 def launchers(graph: Graph) -> I64:
     """Return the launching node of each node, -1 for none."""
     edges = graph.edges
-    made = np.full(len(graph), -1, dtype=np.int64)
+    launcher = np.full(len(graph), -1, dtype=np.int64)
     launches = edges.reason == Reason.LAUNCH
-    made[edges.target[launches]] = edges.source[launches]
-    return made
+    launcher[edges.target[launches]] = edges.source[launches]
+    return launcher
 
 
 def has_tensor_ids(text: str) -> bool:
@@ -74,28 +77,32 @@ def has_tensor_ids(text: str) -> bool:
 
 def parse_locations(operands: tuple[Operand, ...], text: str) -> tuple[TensorLocation | None, ...]:
     """Return the location of each tensor, flattened; None if not recorded."""
-    told = _TENSOR.findall(text)
-    if len(told) == sum(
-        map(len, filter(None, operands))
-    ):  # the common case: all tensors are located
-        return tuple([TensorLocation(int(id_), int(storage), int(at)) for id_, storage, at in told])
+    matches = _TENSOR.findall(text)
+    # The common case, without JSON: the text locates every tensor.
+    if len(matches) == sum(map(len, filter(None, operands))):
+        return tuple(
+            [TensorLocation(int(id_), int(storage), int(at)) for id_, storage, at in matches]
+        )
     values = _DECODE.decode(text) if text else []
     if len(values) != len(operands):
         return (None,) * sum(len(operand or ()) for operand in operands)
-    found: list[TensorLocation | None] = []
+    locations: list[TensorLocation | None] = []
     for operand, value in zip(operands, values, strict=True):
         if operand is not None:
-            found += _list_locations(value, len(operand))
-    return tuple(found)
+            locations += _list_locations(value, len(operand))
+    return tuple(locations)
 
 
 def _list_locations(value: Any, count: int) -> list[TensorLocation | None]:
-    """Read `[id, storage, offset, elements, bytes, device]`, or a list of them."""
+    """Return the locations in `[id, storage, offset, elements, bytes, device]`, or a list of them.
+
+    All are None if the value has not `count` tensors.
+    """
     if not isinstance(value, list) or not value:
         return [None] * count
     if isinstance(value[0], list):
         rows = cast("list[Any]", value)
-        return [_location(one) for one in rows] if len(rows) == count else [None] * count
+        return [_location(row) for row in rows] if len(rows) == count else [None] * count
     return [_location(value)] if count == 1 else [None] * count
 
 
@@ -128,9 +135,11 @@ UNKNOWN_STORAGE = -1
 
 _OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
 
-_TUPLE_NUMBERS = 5  # of `[id, storage, offset, elements, bytes, device]`, of which three are kept
+_TUPLE_NUMBERS = 5
+"""Numbers in `[id, storage, offset, elements, bytes, device]`."""
 
-_PARSED_NUMBERS = 3
+_LOCATION_NUMBERS = 3
+"""Leading numbers that are the location."""
 
 
 class TensorAccesses(NamedTuple):
@@ -169,14 +178,14 @@ class ValueTexts(NamedTuple):
 def tensor_accesses(
     texts: ValueTexts,
     expected: tuple[I64, I64],
-    apart: Callable[[int, bool, str], Sequence[TensorLocation | None]],
+    parse_unusual: Callable[[int, bool, str], Sequence[TensorLocation | None]],
 ) -> TensorAccesses:
     """Return the locations of the tensors of calls.
 
     Args:
         texts: their value columns.
         expected: number of tensors of each as inputs and as results.
-        apart: parser for texts whose tensors do not have the usual form.
+        parse_unusual: parser of (call, whether it has the results, text) for other forms of text.
     """
     counts, tensor, storage, offset = parse_tensor_ids(texts.distinct)
     starts = np.cumsum(counts) - counts
@@ -186,15 +195,15 @@ def tensor_accesses(
     extra: list[TensorLocation | None] = []
     for row in np.flatnonzero(counts[which] != count).tolist():
         start[row] = len(tensor) + len(extra)
-        extra += apart(row // 2, bool(row % 2), texts.distinct[int(which[row])])
+        extra += parse_unusual(row // 2, bool(row % 2), texts.distinct[int(which[row])])
     more = np.array(
         [place or (UNKNOWN_STORAGE, UNKNOWN_STORAGE, 0) for place in extra], dtype=np.int64
     )
     ends = np.cumsum(count)
     places = np.repeat(start - (ends - count), count) + np.arange(int(count.sum()))
     tensor, storage, offset = (
-        np.concatenate([column, told])[places]
-        for column, told in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
+        np.concatenate([column, parsed])[places]
+        for column, parsed in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
     )
     result = np.repeat(np.arange(len(count)) % 2 == 1, count)
     return TensorAccesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
@@ -204,7 +213,8 @@ def parse_tensor_ids(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
     ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
     joined = "".join(texts)
-    if not joined.isascii():  # a device name may not be ASCII, and offsets below count bytes
+    # Positions below count bytes, so a device name that is not ASCII would shift them.
+    if not joined.isascii():
         joined = joined.encode("ascii", "replace").decode()
     buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
     opens = _candidate_openings(buffer)
@@ -212,8 +222,8 @@ def parse_tensor_ids(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     for number in range(_TUPLE_NUMBERS):
         value, place = _parse_numbers(buffer, place, good)
         good &= buffer[place] == _COMMA
-        place += good  # only valid positions advance, so none runs past the end
-        if number < _PARSED_NUMBERS:
+        place += good  # only valid positions advance, so none passes the end of the buffer
+        if number < _LOCATION_NUMBERS:
             kept.append(value)
     good &= buffer[place] == _QUOTE
     of = np.searchsorted(ends, opens[good], side="right")
@@ -227,9 +237,9 @@ def _candidate_openings(buffer: U8) -> I64:
     quotes = quotes[quotes > 1]
     quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digit_values(buffer, quotes - 2) < 10)]
     opens = np.flatnonzero(buffer == _OPEN)
-    found = np.searchsorted(opens, quotes) - 1
-    found = opens[found[found >= 0]]
-    return found[np.append(True, found[1:] != found[:-1])[: len(found)]]
+    nearest = np.searchsorted(opens, quotes) - 1
+    nearest = opens[nearest[nearest >= 0]]
+    return nearest[np.append(True, nearest[1:] != nearest[:-1])[: len(nearest)]]
 
 
 def _digit_values(buffer: U8, place: I64) -> U8:
@@ -238,9 +248,9 @@ def _digit_values(buffer: U8, place: I64) -> U8:
 
 
 def _parse_numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
-    """Return the numbers of up to 15 digits at positions, and their ends.
+    """Return the numbers of up to 15 digits at positions, and their ends, int64[p] each.
 
-    `good` becomes False where no number begins, or a longer one.
+    Sets `good`, bool[p], to False where no number begins, or a longer one.
     """
     value, length = _parse_word(buffer, place)
     good &= length > 0
