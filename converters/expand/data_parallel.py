@@ -80,16 +80,21 @@ def replica_notes(graphs: list[Graph], dp: int) -> list[str]:
 
 
 def _gathers_shards(graph: Graph) -> bool:
-    """Whether replicas own shards that they gather from each other."""
+    """Return whether the replicas gather shards from each other."""
     gathers = graph.nodes.collective == Collective.ALL_GATHER
     names = {graph.strings[code] for code in np.unique(graph.nodes.group[gathers]).tolist()}
     groups = (graph.job.group(name) for name in names)
     axes = [group.axis.split("+") for group in groups if group is not None]
+    # "edp" is the data-parallel axis of experts.
     return any(AXIS in axis or axis == ["edp"] for axis in axes)
 
 
 def _check_experts(old: World, new: World) -> None:
-    """Check that the expert-parallel size still fits into cp * dp."""
+    """Check that the expert-parallel size still divides cp * dp.
+
+    Raises:
+        ExportError: it does not, or experts would get copies that the capture had not.
+    """
     before, after = (world.sizes.get("cp", 1) * world.sizes[AXIS] for world in (old, new))
     if old.ep > 1 and after % old.ep:
         raise ExportError(
@@ -114,13 +119,17 @@ class _ReplicaMapping:
 
     def rank(self, rank: int) -> int:
         """Return a rank's counterpart."""
+        # Replicas do equal work, so with fewer of them the modulo gives an equivalent rank.
         point = self._old.point(rank)
         return self._new.at({**point, AXIS: point[AXIS] % self._dp})
 
     def peer(self, peer: int) -> int:
         """Return the counterpart of a rank that this one sends to or receives from.
 
-        A peer outside the world, as foreign traces have, stays as it is.
+        A peer outside the world, as traces of other tools have, stays unchanged.
+
+        Raises:
+            ExportError: the peer is in another replica.
         """
         if not 0 <= peer < self._old.size:
             return peer
@@ -134,7 +143,11 @@ class _ReplicaMapping:
         return self.rank(peer)
 
     def group(self, group: ProcessGroup) -> ProcessGroup:
-        """Return a group's counterpart."""
+        """Return the counterpart of a group.
+
+        Raises:
+            ExportError: the group spans replicas without following an axis.
+        """
         old = self._old
         axis = group.axis or axis_of(group.ranks, old, self._job.rank, group.name)
         replicas = {old.point(rank)[AXIS] for rank in group.ranks}
@@ -154,7 +167,7 @@ class _ReplicaMapping:
         return ProcessGroup(group.name, ranks, group.axis)
 
     def rank_class(self, captured: RankClass) -> RankClass:
-        """Return the counterpart of a class of equal ranks."""
+        """Return the counterpart of a class of equivalent ranks."""
         if AXIS in captured.where:
             raise ExportError(
                 f"replicas differ: rank {captured.representative} represents dp "

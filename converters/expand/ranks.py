@@ -14,13 +14,14 @@ def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
     """Return each graph with the ranks that it represents, ordered by their lowest rank.
 
     Args:
-        graphs: one per class of equal ranks of one job, in any order. If no graph names classes,
-            one per rank.
+        graphs: one per class of equivalent ranks of one job, in any order; one per rank if no graph
+            names classes.
 
     Raises:
         ExportError: a class or rank is missing or given twice, or the graphs are of several jobs.
     """
     first = graphs[0].job
+    # Recordings of a real run have neither classes nor stages; each rank was recorded itself.
     if not any(graph.job.classes or graph.job.pipeline for graph in graphs):
         return _one_graph_per_rank(graphs)
     by_class: dict[int, Graph] = {}
@@ -42,7 +43,7 @@ def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
     ]
     if missing:
         raise ExportError(
-            f"the job has {len(first.classes)} classes of equal ranks; the classes of ranks "
+            f"the job has {len(first.classes)} classes of equivalent ranks; the classes of ranks "
             f"{', '.join(missing)} have no trace\n"
             "  give the traces of all, as `capture run --ranks distinct` writes them",
             code="ranks-missing-class",
@@ -98,20 +99,20 @@ def check_all_equal(job: Job) -> None:
     """Check that one rank's graph represents all ranks.
 
     Raises:
-        ExportError: it is a pipeline's stage, or the job has several classes of equal ranks.
+        ExportError: it is a pipeline's stage, or the job has several classes of equivalent ranks.
     """
     if job.pipeline is not None:
         raise ExportError(
             f"the graph is of stage {job.pipeline.stage} of {len(job.pipeline.layers)}, and the "
             "stages of a pipeline differ\n"
-            "  give the traces of all stages (one per class of equal stages) and a --schedule",
+            "  give the traces of all stages (one per class of equivalent stages) and a --schedule",
             code="ranks-single-stage",
         )
     if len(job.classes) > 1:
         representatives = ", ".join(str(rank_class.representative) for rank_class in job.classes)
         raise ExportError(
-            f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
-            f"ranks\n  give a trace for each class (ranks {representatives}), as "
+            f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of "
+            f"equivalent ranks\n  give a trace for each class (ranks {representatives}), as "
             "`capture run --ranks distinct` writes them",
             code="ranks-single-class",
         )
@@ -128,7 +129,7 @@ def _rank_class(job: Job, first: Job) -> RankClass:
     if job.world != first.world or job.classes != first.classes:
         raise ExportError(
             f"the traces of ranks {first.rank} and {job.rank} differ in the world or the captured "
-            f"ranks ({first.world}, {len(first.classes)} classes of equal ranks; "
+            f"ranks ({first.world}, {len(first.classes)} classes of equivalent ranks; "
             f"{job.world}, {len(job.classes)})\n  give the traces of one `capture run --ranks`",
             code="ranks-different-jobs",
         )

@@ -117,6 +117,18 @@ class Section:
 
 @dataclass(slots=True)
 class _Composition:
+    """The state of a composition.
+
+    Attributes:
+        deep: the deepest capture.
+        plan: layers to copy.
+        changes: changes outside the layers.
+        sections: nodes that are copied together.
+        section_of: index of the section of each node of `deep`, -1 for none, int64[n].
+        lanes: kind and instances of each lane, in order.
+        number: instance -> its index in the composed graph.
+    """
+
     deep: LayeredGraph
     plan: LayerPlan
     changes: NonlayerChanges
@@ -168,7 +180,7 @@ def compose(
         module=_modules(work, old, copy),
     )
     graph = _with_changes(graph, changes, old)
-    graph.topological_order()
+    graph.topological_order()  # raises if the spliced edges have a cycle
     copying = [Copying(section.nodes, section.copies, section.before) for section in sections]
     log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, work.number))
     measured = msgspec.structs.replace(graph.job.measurement, memory=log)
@@ -328,7 +340,7 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
         reason = Reason.PROGRAM_ORDER if kind == "thread" else Reason.STREAM_ORDER
         for a, b in pairwise(lane):
             if a[1] == b[1] == 0 and (a[0], b[0]) in unordered:
-                continue  # concurrent calls that do not wait for each other
+                continue  # these concurrent calls do not wait for each other in the capture
             edges.setdefault((work.number[a], work.number[b]), int(reason))
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     reasons = np.fromiter(edges.values(), dtype=np.uint8, count=len(edges))
@@ -342,7 +354,9 @@ def _sources(work: _Composition, source: int, node: int, tag: int) -> list[int]:
     captured_source = work.number[source, 0]
     if place is None and other is None:
         return [work.number.get((source, tag), captured_source)]
-    if place is None:  # a node outside the layers waits for the source in every copy of its layer
+    # A node outside the layers waits for the source in every copy of its layer, as clipping waits
+    # for the gradients of all layers.
+    if place is None:
         tags = range(plan.copies + 1)
         return [work.number[source, copy] for copy in tags if (source, copy) in work.number]
     if other is None:

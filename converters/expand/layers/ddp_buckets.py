@@ -24,13 +24,15 @@ from onerank.ir.edges import I64
 from onerank.ir.errors import DepthError
 
 FIRST_BYTES = 1 << 20
+"""Capacity of the first bucket: torch's `_DEFAULT_FIRST_BUCKET_BYTES`."""
 
 CAPACITY_BYTES = 25 << 20
-"""torch's defaults: `_DEFAULT_FIRST_BUCKET_BYTES` and `bucket_cap_mb`."""
+"""Capacity of the other buckets: the default of DDP's `bucket_cap_mb`."""
 
-_FILL, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"
+_COPY_IN, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"
+"""Host nodes that copy a gradient into its bucket, reduce the bucket, and view its parameters."""
 
-_EMPTY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+_COPY_OUT = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 
 _BYTES = {"Tensor(float)": 4, "Tensor(c10::BFloat16)": 2, "Tensor(c10::Half)": 2}
 
@@ -133,7 +135,7 @@ def find_bucket_calls(graph: Graph) -> BucketCalls | None:
 
 def find_buckets(graph: Graph) -> DdpBuckets | None:
     """Return the buckets that follow from the gradients of a graph, None if there are none."""
-    filled = [node for node in _named(graph, _FILL) if _is_fill(graph, node)]
+    filled = [node for node in _named(graph, _COPY_IN) if _is_fill(graph, node)]
     if not filled:
         return None
     types = {json.loads(graph.node(node).text("input_types"))[0] for node in filled}
@@ -141,7 +143,7 @@ def find_buckets(graph: Graph) -> DdpBuckets | None:
     if not item or len(np.unique(graph.nodes.thread[filled])) > 1:
         return None
     shapes = [operand_shapes(graph, node)[0] for node in filled]
-    copies = [node for node in _named(graph, _EMPTY)
+    copies = [node for node in _named(graph, _COPY_OUT)
               if node > filled[-1] and graph.nodes.thread[node] == graph.nodes.thread[filled[0]]
               ][: len(filled)]  # fmt: skip
     if [operand_shapes(graph, node) for node in copies] != [[shape] for shape in shapes]:
@@ -208,7 +210,7 @@ def operand_shapes(graph: Graph, node: int) -> list[Any]:
 
 
 def _is_fill(graph: Graph, node: int) -> bool:
-    """Whether a node multiplies a gradient by a number into a given tensor, as DDP does."""
+    """Return whether a node scales a gradient into a given tensor, as DDP fills a bucket."""
     shapes = operand_shapes(graph, node)
     scales_into = len(shapes) == 3 and shapes[0] == shapes[2] and shapes[1] == []
     return scales_into and graph.node(node).phase is Phase.BACKWARD
@@ -304,6 +306,7 @@ class _Insertion:
             at = max(at, int(nodes.start_ns[fill] + nodes.duration_ns[fill]))
         changes = self._resized(captured.calls[template], elements)
         duration = self._duration(size)
+        # One bucket at a time: calls of a group share a stream.
         at = max(at, self._free_ns)
         self._free_ns = at + duration
         call = self._row(
@@ -339,6 +342,7 @@ class _Insertion:
         return {"input_shapes": text}
 
     def _duration(self, size: int) -> int:
+        """Return the duration of a call of `size` bytes, interpolated between captured calls."""
         captured = self._captured.graph.nodes
         known = sorted((int(captured.comm_bytes[c]), int(captured.duration_ns[c])) for c in
                        self._captured.calls)  # fmt: skip
@@ -346,6 +350,7 @@ class _Insertion:
         return round(float(np.interp(size, sizes, durations)))
 
     def _row(self, template: int, columns: dict[str, Any]) -> int:
+        """Add a copy of a captured node with these columns; return its index in the new graph."""
         self._rows.append((template, columns))
         return len(self._graph) + len(self._rows) - 1
 

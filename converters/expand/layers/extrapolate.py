@@ -86,14 +86,18 @@ def _extrapolate(
     repeating, last = dict(graphs), calls[layers[-1]]
     # Gradient buckets span layers, so their calls are removed here and inserted again below.
     if all(calls.values()):
-        repeating = {count: each.without() for count, each in calls.items() if each is not None}
+        repeating = {
+            count: bucket_calls.without()
+            for count, bucket_calls in calls.items()
+            if bucket_calls is not None
+        }
     deep = find_layers(repeating[layers[-1]], module, layers[-1])
     if pattern is None:
         pattern = Pattern(0, 1) if whole else find_pattern(deep)
     check_depths(layers, depth, pattern)
     shallow = find_layers(repeating[layers[0]], module, layers[0])
     plan = None
-    # The fitted lines of a whole capture need no equal layers.
+    # The fitted lines of a whole capture need no equal layers, so layers that differ are no error.
     with contextlib.suppress(*(DepthError,) if whole else ()):
         plan = LayerPlan.of(pattern.period, equal_layers_of(deep, pattern), layers[-1], depth)
     captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
@@ -133,6 +137,8 @@ def _extrapolate(
 
 def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: Graph) -> None:
     """Check that the composed calls send the bytes on the line through both captures."""
+    # A call that spans layers, such as ZeRO's reduce-scatter of a flat buffer, does not repeat with
+    # a layer. Only the total shows that. Rounding may change it by a byte per call.
     layers, sizes = depths.layers, depths.comm_bytes.values
     added = Fraction(sizes[-1] - sizes[0], layers[-1] - layers[0]) * (depths.depth - layers[-1])
     composed, expected = comm_bytes(graph), sizes[-1] + round(added)

@@ -88,12 +88,12 @@ class Captured:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each capture, ascending."""
+        """Number of layers of each capture, ascending."""
         return tuple(sorted(self.graphs))
 
     @property
     def differing_layers(self) -> list[int]:
-        """Inner layers of the deepest capture that differ from the equal ones."""
+        """Inner layers of the deepest capture that differ from its repeating layers."""
         inner = range(max(self.pattern.first, 1), self.layers[-1] - 1)
         return [
             layer
@@ -225,20 +225,20 @@ def _peak(
     """
     # A peak is the highest of many levels, each linear in the depth. The line through two peaks is
     # therefore a lower bound: at another depth another moment of the step may be the highest.
-    missed = [
+    replay_errors = [
         measured.peak_memory_bytes - replayed_peak_bytes(graph, measured.start_memory_bytes)
         for graph in (captured.graphs[count] for count in captured.layers)
         if (measured := graph.job.measurement).peak_memory_bytes
     ]
     fitted = depths.peak_memory_bytes.at_depth
-    if len(missed) < len(depths.layers):
+    if len(replay_errors) < len(depths.layers):
         return 0, ["a capture records no peak memory, so the peak is unknown"]
     if captured.lacks_copied_layers:
-        return depths.replayed_peak_bytes + missed[-1], [
+        return depths.replayed_peak_bytes + replay_errors[-1], [
             "peak memory: from the replay of the graph's allocations; the line does not apply, "
             "since the shallowest capture has none of the copied layers"
         ]
-    correction = missed[-1] if log is not None else captured.line(missed).at_depth
+    correction = replay_errors[-1] if log is not None else captured.line(replay_errors).at_depth
     replayed = depths.replayed_peak_bytes + correction
     if abs(replayed - fitted) <= PEAK_AGREES * fitted:
         return fitted if log is None else replayed, []
@@ -270,10 +270,10 @@ def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChan
         for what, fitted in (("step time", depths.step_ns), ("compute", depths.compute_ns))
         if round(fitted.slope) < 0
     ]
-    if ends := captured.differing_layers:
+    if differing := captured.differing_layers:
         notes.append(
-            f"layers {', '.join(map(str, ends))} of the {depths.layers[-1]} captured differ from "
-            "the others, and stay as captured"
+            f"layers {', '.join(map(str, differing))} of the {depths.layers[-1]} captured differ "
+            "from the others, and stay as captured"
         )
     for counts, what in (
         (changes.unmatched, "operators outside the layers are in only one of the captures"),

@@ -34,7 +34,7 @@ class Pass:
         thread: the thread that runs it.
         label: name for messages.
         ascending: whether layer 0 comes first.
-        blocks: layer -> its nodes: each host node, followed by the GPU operations it launched.
+        blocks: layer -> its nodes: each host node, followed by the GPU operations that it launched.
     """
 
     thread: int
@@ -220,8 +220,8 @@ def _concurrent_calls(graph: Graph) -> Mask:
 def _launchers(graph: Graph, lanes: dict[Lane, list[int]], concurrent: Mask) -> I64:
     """Return per node the host node that issued it.
 
-    For a host node that is itself. A node without a launch edge has the launcher of the node before
-    it in its lane.
+    A host node is its own issuer. A node without a launch edge has the issuer of the previous node
+    in its lane.
     """
     launcher = np.full(len(graph), -1, dtype=np.int64)
     reason, target = graph.edges.reason, graph.edges.target

@@ -35,7 +35,7 @@ class LayerPlan:
         return cls(start, period, (depth - captured) // period, inner)
 
     def equivalents(self, layer: int) -> list[int]:
-        """Return the captured layers that do the same as `layer`, itself included."""
+        """Return the captured layers that do the same work as `layer`, including `layer`."""
         return [other for other in self.equal_layers if (other - layer) % self.period == 0]
 
     @property
@@ -90,7 +90,10 @@ _COLUMNS = (
 """Columns that must agree for two nodes to do the same work, in addition to module and operands."""
 
 _AT_ENDS = 2
-"""Layers at either end that may differ from the others."""
+"""Layers at either end that may differ from the others.
+
+FSDP fetches states two layers ahead, so the last two layers of a backward pass differ.
+"""
 
 Signature = tuple[int, str, int]
 """Number of the column values, module relative to the layer, code of the operand shapes."""
@@ -121,7 +124,7 @@ class Pattern:
         return self.first + self.period + 2
 
     def fits(self, layers: int, depth: int) -> bool:
-        """Whether `layers` contain a whole period and differ from `depth` by whole periods."""
+        """Return whether `layers` contain a period and differ from `depth` by whole periods."""
         return layers >= self.first + self.period and (depth - layers) % self.period == 0
 
 
@@ -204,13 +207,13 @@ def _equal_layers(layered: LayeredGraph, signatures: list[Signature], pattern: P
     return repeating if confirmed and at_ends <= max(_AT_ENDS, period) else range(0)
 
 
-def _same(a: Signature, b: Signature) -> bool:
-    """Whether two nodes do the same work; unrecorded operand shapes (code 0) match any."""
+def _do_same_work(a: Signature, b: Signature) -> bool:
+    """Return whether two nodes do the same work; unrecorded operand shapes (code 0) match any."""
     return a[:2] == b[:2] and (a[2] == b[2] or not a[2] or not b[2])
 
 
-def _at_end(layered: LayeredGraph, ascending: bool, a: int, b: int) -> bool:
-    """Whether `a` or `b` is the last layer of a pass, whose end no next layer marks."""
+def _has_last_layer(layered: LayeredGraph, ascending: bool, a: int, b: int) -> bool:
+    """Return whether `a` or `b` is the last layer of a pass, whose end no next layer marks."""
     return (layered.layers - 1 if ascending else 0) in (a, b)
 
 
@@ -230,8 +233,8 @@ def _difference(layered: LayeredGraph, signatures: list[Signature], a: int, b: i
     for layer_pass in layered.passes:
         first, second = layer_pass.blocks[a], layer_pass.blocks[b]
         for node, other in zip(first, second, strict=False):
-            if not _same(signatures[node], signatures[other]):
+            if not _do_same_work(signatures[node], signatures[other]):
                 return f"{names[node]} versus {names[other]} in the {layer_pass.label} pass"
-        if len(first) != len(second) and not _at_end(layered, layer_pass.ascending, a, b):
+        if len(first) != len(second) and not _has_last_layer(layered, layer_pass.ascending, a, b):
             return f"{len(first)} versus {len(second)} nodes in the {layer_pass.label} pass"
     return ""

@@ -37,7 +37,7 @@ class Block:
         memory_class: number of the memory class.
         allocated: event that allocates it, NONE before the step.
         freed: event that frees it, NONE after the step.
-        row: index of its node in the graph.
+        row: index of its node in the graph, NONE if unknown.
         phase: phase of the allocation.
         pool: allocator pool.
         spare: bytes that rounding adds.
@@ -131,7 +131,7 @@ class MemoryTimeline:
         return self.moment(freed, tag)
 
     def _freed_in_next_iteration(self, allocated: int, freed: int) -> bool:
-        """Whether a loop frees the block in its next iteration."""
+        """Return whether a loop frees the block in its next iteration."""
         span = self.copied[allocated]
         previous = self.frees.get(span.first + freed - span.stop)
         return (
@@ -219,8 +219,8 @@ def memory_timeline(
     return timeline
 
 
-OUTSIDE = -2
-"""In place of a node's row: allocated before the step, and freed outside the layers."""
+RESIDENT = -2
+"""Row of blocks that are allocated before the step and not freed within a layer."""
 
 
 def compose_memory_log(
@@ -290,7 +290,7 @@ def _instances(
     few_blocks, many_blocks = _by_node(few, few_timeline), _by_node(many, many_timeline)
     partner = {b: a for a, b in changes.pairs}
     for row, blocks in many_blocks.items():
-        if row != OUTSIDE and row not in partner:
+        if row != RESIDENT and row not in partner:
             # Memory that Python allocates after a loop is recorded for the last operator of the
             # loop, and exists once: the previous repetition has no block of that size.
             previous = many_blocks.get(changes.before.get(row, NONE), [])
@@ -302,17 +302,17 @@ def _instances(
                 sizes[block.bytes] -= 1
                 yield block, [(tag, tag) for tag in (tags if repeats else tags[:1])]
             continue
-        others = few_blocks[row if row == OUTSIDE else partner[row]]
+        others = few_blocks[row if row == RESIDENT else partner[row]]
         for block, more in _grown(others, blocks, changes.extrapolation):
             yield block, [(0, tag) for tag in range(more + 1)]
 
 
 def _by_node(blocks: list[Block], timeline: MemoryTimeline) -> dict[int, list[Block]]:
-    """Group blocks by node; those resident before the step and freed outside layers are one."""
+    """Return row -> blocks of a node; `RESIDENT` has those from before the step."""
     by_node: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         resident = block.allocated < 0 and block.freed not in timeline.at_layer
-        by_node[OUTSIDE if resident else block.row].append(block)
+        by_node[RESIDENT if resident else block.row].append(block)
     return by_node
 
 

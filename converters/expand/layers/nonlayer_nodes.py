@@ -26,13 +26,13 @@ from onerank.ir.nodes import UNKNOWN
 
 _LIST_TYPE = "GenericList["
 
-Named = tuple[Any, ...]
+OperatorKey = tuple[Any, ...]
 """Key of an operator: name, phase, and further properties that distinguish it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthExtrapolation:
-    """Extrapolates values linearly from two captured depths to the depth of the model.
+    """Linear extrapolation of values from two captured depths to the depth of the model.
 
     Attributes:
         periods_between: periods of layers between the shallow and the deep capture.
@@ -110,7 +110,7 @@ def align(
 
 
 def align_without(
-    excluded: Set[str], shallow: Sequence[Named], deep: Sequence[Named], between: int
+    excluded: Set[str], shallow: Sequence[OperatorKey], deep: Sequence[OperatorKey], between: int
 ) -> tuple[Alignment | None, list[int], list[int]]:
     """Align two captures, ignoring elements with `excluded` names in both.
 
@@ -135,7 +135,7 @@ def align_without(
 
 
 def align_loosely(
-    shallow: Sequence[Named], deep: Sequence[Named], between: int
+    shallow: Sequence[OperatorKey], deep: Sequence[OperatorKey], between: int
 ) -> tuple[Alignment, list[int], list[int]]:
     """Align two captures that differ in more than their depth, such as a step that logs its loss.
 
@@ -170,7 +170,7 @@ def align_loosely(
     return alignment, only_shallow, only_deep
 
 
-def _same_names(shallow: Sequence[Named], deep: Sequence[Named]) -> int:
+def _same_names(shallow: Sequence[OperatorKey], deep: Sequence[OperatorKey]) -> int:
     """Return how many leading elements of both have the same name and phase."""
     pairs = enumerate(zip(shallow, deep, strict=False))
     differing = (at for at, (few, many) in pairs if few[:2] != many[:2])
@@ -178,7 +178,7 @@ def _same_names(shallow: Sequence[Named], deep: Sequence[Named]) -> int:
 
 
 def _repeats(deep: Sequence[Hashable], start: int, unit: int, times: int) -> bool:
-    """Whether `times` equal units begin at `start`; a single one must repeat the unit before it."""
+    """Return whether `times` equal units begin at `start`; a single one repeats the previous."""
     first = start - unit if times == 1 else start
     if first < 0 or start + unit * times > len(deep):
         return False
@@ -436,7 +436,7 @@ class _Matching:
         for (_, a), (_, b) in zip(runs, others, strict=True):
             count = max(len(b), self.extrapolation.value(len(a), len(b)))
             if count > len(b):
-                self.changes.units.append(([b[_full(b)]], count - len(b)))
+                self.changes.units.append(([b[_repeated_launch(b)]], count - len(b)))
             if grows:
                 self._time(a, b, count)
             if len(a) == len(b):
@@ -449,10 +449,10 @@ class _Matching:
         self, few: dict[int, list[int]], many: dict[int, list[int]], layer: int, first: bool
     ) -> None:
         """Extrapolate what grows in a first or last layer that both captures have."""
-        same = layer if first else layer - self.deep.layers + self.shallow.layers
+        counterpart = layer if first else layer - self.deep.layers + self.shallow.layers
         a, b = (
             list(capture.hosted(blocks.get(at, [])))
-            for blocks, at, capture in ((few, same, self.shallow), (many, layer, self.deep))
+            for blocks, at, capture in ((few, counterpart, self.shallow), (many, layer, self.deep))
         )
         names = [[capture.graph.node(n).name for n in block]
                  for capture, block in ((self.shallow, a), (self.deep, b))]  # fmt: skip
@@ -498,7 +498,7 @@ class _Matching:
         durations = {node: int(self.deep.graph.nodes.duration_ns[node]) for node in many}
         before = int(self.shallow.graph.nodes.duration_ns[few].sum())
         after = sum(durations.values())
-        total = after + (count - len(many)) * durations[many[_full(many)]]
+        total = after + (count - len(many)) * durations[many[_repeated_launch(many)]]
         target = self.extrapolation.value(before, after)
         for node, duration in durations.items():
             self.changes.change(node, duration_ns=round(duration * target / total) if total else 0)
@@ -525,7 +525,7 @@ def _runs(capture: LayeredGraph, members: list[int]) -> list[tuple[str, list[int
     return [(name, list(run)) for name, run in names]
 
 
-def _full(run: list[int]) -> int:
-    """Return the position in a run of launches to repeat."""
+def _repeated_launch(run: list[int]) -> int:
+    """Return the position of the launch to repeat in a run of launches."""
     # The last launch of a foreach operator covers the remaining tensors only.
     return len(run) - 2 if len(run) > 1 else 0

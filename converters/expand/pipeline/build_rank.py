@@ -120,7 +120,7 @@ class RankBuilder:
                 entered_lanes.update(lanes)
             message = self._message(chunk, index, target) if included else None
             if not included or (message is not None and message[0] is None):
-                copies[index] = [*awaited]  # its followers inherit its dependencies
+                copies[index] = [*awaited]  # followers of the dropped node inherit its dependencies
                 continue
             number = len(self.nodes)
             micro_batch = target.micro_batch if target.phase in (FORWARD, BACKWARD) else UNKNOWN
@@ -176,14 +176,16 @@ class RankBuilder:
         peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
         if not 0 <= peer < position.captured.size:
             return None
-        own_point = position.captured.point(graph.job.rank)
+        point = position.captured.point(graph.job.rank)
         peer_point = position.captured.point(peer)
-        step = peer_point[AXIS] - own_point[AXIS]
-        if {**peer_point, AXIS: 0} != {**own_point, AXIS: 0} or abs(step) != 1:
+        step = peer_point[AXIS] - point[AXIS]
+        if {**peer_point, AXIS: 0} != {**point, AXIS: 0} or abs(step) != 1:
             return position.expanded_rank(peer, position.rank), node.value("comm_tag")
         stage = self.stages[chunk]
         rank, _ = position.schedule.place(position.ranks, stage + step)
         backward = step == (-1 if node.kind is Kind.SEND else 1)
+        # A tag per stage boundary, direction and micro-batch: a schedule reorders the messages of
+        # two ranks, and the boundaries of several chunks may lie between the same two.
         tag = (2 * min(stage, stage + step) + backward) * position.micro_batches + block.micro_batch
         return (None if rank == position.rank else position.expanded_rank(peer, rank)), tag
 

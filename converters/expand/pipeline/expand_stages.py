@@ -87,7 +87,7 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
     `schedule.chunks` captured stages: eight captured stages make four ranks of interleaved:2.
 
     Args:
-        graphs: one per class of equal ranks, in any order.
+        graphs: one per class of equivalent ranks, in any order.
         schedule: the order of forwards and backwards.
         micro_batches: micro-batches of a step; captured ones are repeated, see `Stage.source`.
 

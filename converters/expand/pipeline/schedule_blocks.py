@@ -75,9 +75,9 @@ def split_into_blocks(graph: Graph) -> Stage:
     evaluating: list[bool] = graph.evaluating.tolist()
     block_of = _blocks_in_order(graph, host_order, evaluating)
     current = Block(BEFORE)
-    held_back = host_delay_nodes(graph)
+    delayed_node = host_delay_nodes(graph)
     for index in order:
-        deciding = held_back.get(index, index)
+        deciding = delayed_node.get(index, index)
         block = block_of.get(deciding)
         if block is None and not evaluating[deciding]:
             block = _named_block(graph.node(deciding))
@@ -117,6 +117,7 @@ def _blocks_in_order(graph: Graph, order: list[int], evaluating: list[bool]) -> 
             optimizer = node if after_backward else optimizer
             block_of[index] = Block(AFTER if after_backward else BEFORE)
         elif evaluating[index]:
+            # An evaluation runs once per step, so a schedule must not repeat it with a micro-batch.
             evaluation = Block(BEFORE if current.phase == BEFORE else BEHIND)
             block_of |= dict.fromkeys([*undecided, index], evaluation)
             undecided = []

@@ -38,7 +38,7 @@ def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]
     needed: set[int] = set()  # storages
     input_part: set[int] = set()
     decided: dict[Hashable, bool] = {}  # per call of an operator, for all its kernels
-    found_gradient = False
+    reads_gradient = False
     hosts = graph.mask(Kind.HOST_OP)
     device = [index for index in block if not hosts[index]]
     # The host runs ahead, so the order of its nodes is not the order of the device's reads and
@@ -50,8 +50,9 @@ def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]
         if call in decided:
             in_input_part = decided[call]
         elif node.kind is Kind.SEND or node.text("op") == _EMBEDDING:
+            # The walk starts at what the stage sends, or at the embedding of the first stage.
             needed |= reads
-            found_gradient = found_gradient or bool(reads)
+            reads_gradient = reads_gradient or bool(reads)
             in_input_part = node.kind is Kind.SEND
         elif node.kind is Kind.RECV:
             in_input_part = True
@@ -73,7 +74,7 @@ def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]
     input_part |= {
         index for index, target in host_delay_nodes(graph).items() if target in input_part
     }
-    if not found_gradient or not input_part or len(input_part) == len(block):
+    if not reads_gradient or not input_part or len(input_part) == len(block):
         raise ExportError(
             f"the backward of rank {graph.job.rank} ({len(block)} nodes) cannot be split: the "
             "trace does not record which node reads the gradient that is sent\n"

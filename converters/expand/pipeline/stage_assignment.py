@@ -19,10 +19,10 @@ Point = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """Ranks of all stages that do the same work as each other on each stage.
+    """Pipelines whose ranks do the same work on each stage.
 
     Attributes:
-        stages: the step of every stage; equal stages share an object.
+        stages: the step of every stage; equivalent stages share an object.
         points: coordinates of the ranks on the other axes.
     """
 
@@ -38,7 +38,7 @@ def group_stages(graphs: Sequence[Graph]) -> list[StageGroup]:
     """Return the stage groups of a captured pipeline: one if all ranks of a stage are equal.
 
     Args:
-        graphs: one per class of equal ranks, in any order.
+        graphs: one per class of equivalent ranks, in any order.
 
     Raises:
         ExportError: the graphs are not the stages of one pipeline, a class is missing, or two
@@ -100,6 +100,7 @@ def _graphs_of_line(graphs: Sequence[Graph], first: int) -> tuple[int, ...]:
     indices: list[int] = []
     missing: list[int] = []
     for stage, rank in enumerate(world.line(AXIS, first)):
+        # A class may represent several stages; a graph captured on this stage takes precedence.
         candidates = [at for at, graph in enumerate(graphs) if _represents(graph.job, rank)]
         of_stage = [at for at in candidates if _stage(graphs[at].job) == stage]
         indices += (of_stage or candidates)[:1]
@@ -109,7 +110,9 @@ def _graphs_of_line(graphs: Sequence[Graph], first: int) -> tuple[int, ...]:
         captured = [graph.job.rank_class for graph in graphs]
         absent = [rank_class for rank_class in job.classes if rank_class not in captured]
         ranks = sorted(
-            each.representative for each in absent if {*each.where.get(AXIS, ())} & {*missing}
+            rank_class.representative
+            for rank_class in absent
+            if {*rank_class.where.get(AXIS, ())} & {*missing}
         )
         raise ExportError(
             f"stages {missing} of the pipeline's {world.sizes[AXIS]} have no trace\n"
@@ -207,6 +210,8 @@ class StagePosition:
     def root(self, group: ProcessGroup, root: int) -> int:
         """Return the expanded rank of a root, given the captured group and root."""
         stage = self.captured.point(root)[AXIS]
+        # A group within one stage moves to the place of this rank. In a group across stages, the
+        # root moves to the rank on which the schedule puts its stage.
         if len({self.captured.point(rank)[AXIS] for rank in group.ranks}) == 1:
             return self.expanded_rank(root, self.rank)
         return self.expanded_rank(root, self.schedule.place(self.ranks, stage)[0])

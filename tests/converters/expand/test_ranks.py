@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[list[Graph], str, str]] = {
     "a class is missing": (
         [exchange(0, 64, 64)],
         "ranks-missing-class",
-        "the job has 2 classes of equal ranks; the classes of ranks 2 have",
+        "the job has 2 classes of equivalent ranks; the classes of ranks 2 have",
     ),
     "a class twice": (
         [exchange(0, 64, 64), exchange(5, 64, 64)],
