@@ -26,23 +26,25 @@ from onerank.ir.nodes import Nodes, dtype_of
 
 
 def whole_micros(nodes: Nodes) -> I64:
-    """Return `duration_micros`, int64[n]: rounded so that no lane's sum drifts.
+    """Return `duration_micros`, int64[n], rounded so that the sum of a lane does not drift.
 
-    Within a (stream, thread) lane, in node order, the durations up to and with each node add up
-    to the exact sum rounded to the nearest microsecond (halves up). Whole ones stay as they are.
+    Within a (stream, thread) lane, in node order, the durations up to each node (inclusive) add up
+    to the exact sum rounded to the nearest microsecond (halves up). Whole microseconds stay.
     """
-    whole, rest = np.divmod(nodes.duration_ns, 1000)
-    if not rest.any():
-        return whole
+    micros, rest_ns = np.divmod(nodes.duration_ns, 1000)
+    if not rest_ns.any():
+        return micros
     order = np.lexsort((nodes.thread, nodes.stream))  # stable: node order within a lane
     stream, thread = nodes.stream[order], nodes.thread[order]
     first = np.ones(len(order), dtype=bool)
     first[1:] = (stream[1:] != stream[:-1]) | (thread[1:] != thread[:-1])
-    until = np.cumsum(rest[order])
-    before = until - rest[order]
-    base = before[first][np.cumsum(first) - 1]
-    whole[order] += (until - base + 500) // 1000 - (before - base + 500) // 1000
-    return whole
+    sum_ns = np.cumsum(rest_ns[order])
+    sum_before_ns = sum_ns - rest_ns[order]
+    lane_base_ns = sum_before_ns[first][np.cumsum(first) - 1]
+    micros[order] += (sum_ns - lane_base_ns + 500) // 1000 - (
+        sum_before_ns - lane_base_ns + 500
+    ) // 1000
+    return micros
 
 
 _ENUMS: dict[str, type[IntEnum]] = {
@@ -58,7 +60,7 @@ def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.ND
 
     Args:
         nodes: columns to be written.
-        own_start: which nodes' start is written (not kept from another tool's file), bool[n].
+        own_start: nodes whose start is written and not kept from another tool's file, bool[n].
         own_duration: likewise for durations.
 
     Raises:
@@ -76,9 +78,10 @@ def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.ND
             )
     for column, words in _ENUMS.items():
         values = getattr(nodes, column)
-        known = np.zeros(1 << 8 * values.itemsize, dtype=bool)
-        known[list(words)] = True  # a negative number at its place from the end
-        bad = ~known[values]
+        is_member = np.zeros(1 << 8 * values.itemsize, dtype=bool)
+        # A table over all values of the column's type; a negative value indexes from the end.
+        is_member[list(words)] = True
+        bad = ~is_member[values]
         if bad.any():
             index = int(np.argmax(bad))
             raise ChakraError(
@@ -104,13 +107,13 @@ _INTEGERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A column that travels as an attribute, written when it differs from its default.
+    """A column that is stored as an attribute, if it differs from its default.
 
     Attributes:
         column: name in `Nodes`.
         attribute: name in the file.
-        variant: type it is written as; an integer is read from every integer type.
-        words: enum whose lower-case names a text attribute spells, for enum columns.
+        variant: type in which it is written; an integer is read from every integer type.
+        words: enum whose lower-case member names are the attribute's values, for enum columns.
     """
 
     column: str
@@ -149,14 +152,14 @@ FIELDS = (
     Field("comm_dst", "comm_dst", "int32_val"),
     Field("comm_tag", "comm_tag", "int32_val"),
 )
-"""In the order they are written: `is_cpu_op`, `gpu_op`, these, `data_dep_reasons`."""
+"""Columns in writing order, after `is_cpu_op` and `gpu_op` and before `data_dep_reasons`."""
 
 _COLUMNS = [field.column for field in FIELDS]
 
 _FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("p90_ns")
 
 FRONT, NUMBERS, BACK = FIELDS[:_FIRST], FIELDS[_FIRST : _LAST + 1], FIELDS[_LAST + 1 :]
-"""Numbers that most nodes have their own of, and what is written before and behind them."""
+"""`NUMBERS` mostly differ between nodes; `FRONT` is written before them, `BACK` after them."""
 
 IO_COLUMNS = {
     "inputs": ("input_values", "input_shapes", "input_types"),
@@ -191,7 +194,7 @@ SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 
 def variant_of(attribute: AttributeProto) -> str:
-    """Return which field of the value is set ("int64_val"), "" for none."""
+    """Return which member of the oneof `value` is set ("int64_val"), "" for none."""
     return attribute.WhichOneof("value") or ""
 
 
@@ -201,20 +204,20 @@ def encode_attribute(name: str, variant: str, value: object) -> bytes:
     Raises:
         ValueError: the text has no UTF-8 form.
     """
-    given: dict[str, Any] = {variant: value}
-    return AttributeProto(name=name, **given).SerializeToString()
+    value_field: dict[str, Any] = {variant: value}
+    return AttributeProto(name=name, **value_field).SerializeToString()
 
 
 Reader = Callable[[str, Any], Any]
-"""Turn an attribute's (variant, value) into a column's value; None when it holds no such."""
+"""(variant, value) of an attribute -> value of its column; None if the column cannot hold it."""
 
 
 def readers(intern: Callable[[str], int]) -> dict[str, tuple[str, Reader]]:
-    """Return attribute name -> (column, reader) for everything read from attributes.
+    """Return attribute name -> (column, reader) for all attributes that are read.
 
-    `is_cpu_op`, `gpu_op` and `data_dep_reasons` come as columns of their own name.
+    `is_cpu_op`, `gpu_op` and `data_dep_reasons` use their attribute names as column names.
     """
-    made: dict[str, tuple[str, Reader]] = {
+    reader_of: dict[str, tuple[str, Reader]] = {
         "is_cpu_op": ("is_cpu_op", _flag),
         "gpu_op": ("gpu_op", _text),
         "data_dep_reasons": ("data_dep_reasons", _octets),
@@ -226,8 +229,8 @@ def readers(intern: Callable[[str], int]) -> dict[str, tuple[str, Reader]]:
             reader = _text_reader(intern)
         else:
             reader = _integer_reader(field.column)
-        made[field.attribute] = (field.column, reader)
-    return made
+        reader_of[field.attribute] = (field.column, reader)
+    return reader_of
 
 
 def _flag(variant: str, value: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Columns of byte strings: UTF-8 text, and messages of many nodes joined at once.
+"""Columns of byte strings: UTF-8 text, and the messages of many nodes joined at once.
 
-Joining existing byte strings copies memory for each. So messages are joined row by row in one pass,
-from pieces: texts as they are, prefixes that depend only on a length, and numbers as rows of a
-matrix.
+Appending to byte strings copies memory each time. So each row's pieces are collected first and
+joined in one pass: texts, prefixes that depend only on a length, and numbers as rows of a matrix.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from onerank.ir.nodes import TEXT_COLUMNS, Nodes, Objects
 from onerank.ir.string_table import Codes, StringTable
 
 ATTRIBUTE = b"\x52"
-"""Tag of a node's attribute."""
+"""Tag of a node's attribute: field 10, wire type 2 (a length follows), so 10 << 3 | 2."""
 
 
 def nested(attribute: bytes) -> bytes:
@@ -30,7 +29,10 @@ def nested(attribute: bytes) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def varint(value: int) -> bytes:
-    """Return a number from 0 to 2**64 - 1 in base 128, lowest digits first."""
+    """Return a number from 0 to 2**64 - 1 as a varint: base 128, lowest digits first.
+
+    The top bit of every byte but the last is set (protobuf, "Encoding", "Base 128 Varints").
+    """
     digits = bytearray()
     while value > 0x7F:
         digits.append(value & 0x7F | 0x80)
@@ -40,9 +42,10 @@ def varint(value: int) -> bytes:
 
 
 def inner_of(attribute: str, variant: str) -> bytes:
-    """Return an attribute's bytes up to its value."""
+    """Return an attribute's bytes up to its value: the name (field 1), then the value's tag."""
     name = attribute.encode()
     number = AttributeProto.DESCRIPTOR.fields_by_name[variant].number
+    # Texts and bytes are length-delimited (wire type 2); all other variants in use are varints (0).
     wire_type = 2 if variant in ("string_val", "bytes_val") else 0
     return b"\x0a" + varint(len(name)) + name + varint(number << 3 | wire_type)
 
@@ -64,7 +67,7 @@ def varints(values: U64) -> tuple[U8, I64]:
 
 
 def varint_lengths(values: I64) -> I64:
-    """Return how many bytes the varints of numbers from 0 on take, int64[n]."""
+    """Return the number of bytes of each value's varint, int64[n]; the values are not negative."""
     lengths = np.ones(len(values), dtype=np.int64)
     remaining = values >> 7
     while remaining.any():
@@ -86,7 +89,7 @@ def slices(octets: bytes, first: I64, last: I64) -> list[bytes]:
 
 
 class Pieces:
-    """Byte strings of `count` rows, in the order in which they are added."""
+    """Builds `count` byte strings (rows) from pieces, in the order in which pieces are added."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -96,6 +99,7 @@ class Pieces:
 
     def add(self, rows: I64, pieces: Objects, lengths: I64) -> None:
         """Append a piece to each of `rows`, which are distinct and ascending."""
+        # A slice spares numpy an indexed copy: most fields are set on every row.
         if len(rows) == self._count:
             self._parts.append((slice(None), pieces))
             self.lengths += lengths
@@ -150,7 +154,7 @@ class Pieces:
         return list(map(b"".join, self._table(self._parts).tolist()))
 
     def join(self) -> bytes:
-        """Return all rows one after another, each behind its length."""
+        """Return all rows one after another, each after its length."""
         front = Pieces(self._count)
         front.add_sized(np.arange(self._count), self.lengths, varint)
         return b"".join(self._table([*front._parts, *self._parts]).ravel().tolist())
@@ -165,11 +169,11 @@ class Pieces:
         return table
 
     def _add_fields(self, rows: I64, numbers: "Sequence[NumberField]") -> None:
-        """Append numbers, those of the rows whose numbers take as many bytes in one go."""
+        """Append numbers; rows whose numbers have equal lengths are encoded together."""
         digits = [varints(number.values) for number in numbers]
         shape_key = np.zeros(len(rows), dtype=np.int64)
-        for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
-            shape_key = shape_key * _LENGTHS + lengths * one.has
+        for field, (_, lengths) in zip(numbers[:-1], digits, strict=False):
+            shape_key = shape_key * _LENGTHS + lengths * field.has
         shape_key = shape_key * 2 + numbers[-1].has
         joined, total = np.full(len(rows), b"", dtype=object), np.zeros(len(rows), dtype=np.int64)
         # Rows whose numbers take the same number of bytes form a rectangular matrix, which numpy
@@ -178,15 +182,16 @@ class Pieces:
             group = np.flatnonzero(shape_key == value)
             parts: list[U8] = []
             ends_in_zero = np.zeros(len(group), dtype=bool)
-            for one, (octets, lengths) in zip(numbers, digits, strict=True):
-                if one.has[group[0]]:
-                    size, is_last = lengths[group], one is numbers[-1]
-                    width = octets.shape[1] if is_last else int(size[0])
-                    parts += [one.heads(size), octets[group, :width]]
-                    total[group] += one.head_size + size
-                    ends_in_zero = one.values[group] == 0
+            for field, (field_digits, lengths) in zip(numbers, digits, strict=True):
+                if field.has[group[0]]:
+                    size, is_last = lengths[group], field is numbers[-1]
+                    width = field_digits.shape[1] if is_last else int(size[0])
+                    parts += [field.heads(size), field_digits[group, :width]]
+                    total[group] += field.head_size + size
+                    ends_in_zero = field.values[group] == 0
             if parts:
                 pieces = _strings(np.concatenate(parts, axis=1))
+                # numpy's type S drops trailing zero bytes. Only the number 0 ends in one.
                 for row in np.flatnonzero(ends_in_zero).tolist():
                     pieces[row] += b"\0"
                 joined[group] = pieces
@@ -195,13 +200,14 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class NumberField:
-    """A field of some rows that holds a number, or a message that holds one.
+    """A number field, or a nested message that ends in a number, on some of n rows.
 
     Attributes:
         values: uint64[n].
-        has: the rows that have it, bool[n].
-        head: bytes before the number, or before the message's size.
-        inner: bytes of a message of up to 127 bytes before the number; None for a plain number.
+        has: the rows that have the field, bool[n].
+        head: bytes before the number, or before the size of the nested message.
+        inner: bytes of the nested message before its number; None for a plain number field. The
+            message has at most 127 bytes, so its size is one byte.
     """
 
     values: U64
@@ -211,11 +217,11 @@ class NumberField:
 
     @property
     def head_size(self) -> int:
-        """Bytes before the number."""
+        """Number of bytes before the number."""
         return len(self.head) if self.inner is None else len(self.head) + 1 + len(self.inner)
 
     def heads(self, lengths: I64) -> U8:
-        """Return the bytes before numbers of some lengths, uint8[n, head_size]."""
+        """Return the bytes before numbers of the given lengths, uint8[n, head_size]."""
         head = self.head if self.inner is None else self.head + b"\0" + self.inner
         heads = np.empty((len(lengths), len(head)), dtype=np.uint8)
         heads[:] = np.frombuffer(head, dtype=np.uint8)
@@ -225,14 +231,14 @@ class NumberField:
 
 
 _TOGETHER = 3
-"""Most numbers of a piece: the more, the fewer rows whose numbers are all as long."""
+"""Most numbers encoded as one piece. With more numbers, fewer rows agree in all their lengths."""
 
 _LENGTHS = 11
-"""Lengths of varints, 0 for one that is not there."""
+"""Number of possible varint lengths: 1 to 10 bytes for 64 bits, and 0 for an absent number."""
 
 
 def _strings(rows: U8) -> Objects:
-    """Return each row as bytes, without the zeros at its end."""
+    """Return each row as bytes, without its trailing zeros."""
     return rows.view(f"S{rows.shape[1]}").ravel().astype(object)
 
 
@@ -253,11 +259,11 @@ class Texts:
         self._octets[codes], self._sizes[codes] = sized(octets)
 
     def of(self, codes: Codes) -> tuple[Objects, I64]:
-        """Return the texts of some codes, object[n] of bytes, and their sizes, int64[n]."""
+        """Return the encoded texts, object[n] of bytes, and their sizes, int64[n]."""
         return self._octets[codes], self._sizes[codes]
 
     def sizes(self, codes: Codes) -> I64:
-        """Return how many bytes the texts of some codes have, int64[n]."""
+        """Return the size of each encoded text in bytes, int64[n]."""
         return self._sizes[codes]
 
 

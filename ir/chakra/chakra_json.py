@@ -40,10 +40,10 @@ def to_json(path: str | Path) -> str:
 
 
 def from_json(source: Path, target: Path) -> int:
-    """Write the `.et` file that a Chakra JSON file spells out; return how many nodes it has.
+    """Convert a Chakra JSON file to an `.et` file; return its number of nodes.
 
     Raises:
-        ChakraError: a value is not JSON, or not what Chakra's schema has in that place.
+        ChakraError: a value is not JSON, or does not match Chakra's schema.
         OSError: a file cannot be read or written.
     """
     metadata: bytes | None = None
@@ -59,7 +59,7 @@ def from_json(source: Path, target: Path) -> int:
         except (ParseError, TypeError, ValueError) as error:
             kind = "metadata" if metadata is None else f"node {len(nodes)}"
             raise ChakraError(
-                f"{source}: line {line}: the {kind} is not what Chakra's schema has: {error}",
+                f"{source}: line {line}: the {kind} does not match Chakra's schema: {error}",
                 code="chakra-json-schema",
             ) from error
         if metadata is None:
@@ -96,19 +96,19 @@ _VARIANTS = {
     "comm_dst": "int32_val",
     "comm_tag": "int32_val",
 }
-"""Attributes of numbers -> the type that Chakra's converter and feeder give them."""
+"""Number attributes -> their type in Chakra's converter and feeder."""
 
 
 def _workload_messages(content: dict[str, Any], place: str) -> list[bytes]:
-    """Return the metadata and the nodes of a feeder's file; keys of neither stay as attributes."""
-    others = {name: value for name, value in content.items() if name != _WORKLOAD_GRAPH}
-    given: Any = content[_WORKLOAD_GRAPH]
-    if not isinstance(given, list):
+    """Return the metadata and the nodes of a feeder's file; other keys become attributes."""
+    extra_keys = {name: value for name, value in content.items() if name != _WORKLOAD_GRAPH}
+    node_list: Any = content[_WORKLOAD_GRAPH]
+    if not isinstance(node_list, list):
         raise ChakraError(
-            f"{place}: {_WORKLOAD_GRAPH} is no list of nodes", code="chakra-json-schema"
+            f"{place}: {_WORKLOAD_GRAPH} is not a list of nodes", code="chakra-json-schema"
         )
-    records = cast("list[Any]", given)
-    metadata: Any = {"version": VERSION, "attr": _attributes(others)}
+    records = cast("list[Any]", node_list)
+    metadata: Any = {"version": VERSION, "attr": _attributes(extra_keys)}
     messages = [_parsed(metadata, GlobalMetadata(), f"{place}: the metadata")]
     for number, record in enumerate(records):
         where = f"{place}: node {number} of {_WORKLOAD_GRAPH}"
@@ -118,8 +118,8 @@ def _workload_messages(content: dict[str, Any], place: str) -> list[bytes]:
             )
         node = cast("dict[str, Any]", record)
         fields = {field: node[key] for key, field in _NODE_FIELDS.items() if key in node}
-        others = {name: value for name, value in node.items() if name not in _NODE_FIELDS}
-        messages.append(_parsed({**fields, "attr": _attributes(others)}, Node(), where))
+        extra_keys = {name: value for name, value in node.items() if name not in _NODE_FIELDS}
+        messages.append(_parsed({**fields, "attr": _attributes(extra_keys)}, Node(), where))
     return messages
 
 
@@ -128,7 +128,7 @@ def _parsed(value: dict[str, Any], message: Any, place: str) -> bytes:
         ParseDict(value, message)
     except (ParseError, TypeError, ValueError) as error:
         raise ChakraError(
-            f"{place} is not what Chakra's schema has: {error}", code="chakra-json-schema"
+            f"{place} does not match Chakra's schema: {error}", code="chakra-json-schema"
         ) from error
     return message.SerializeToString()
 
@@ -172,7 +172,7 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            # Python refuses numbers of over 4300 digits by a plain ValueError.
+            # Python raises a plain ValueError for numbers of more than 4,300 digits.
             reason = "nested too deep" if isinstance(error, RecursionError) else first_line(error)
             reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
             raise ChakraError(

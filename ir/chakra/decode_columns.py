@@ -24,6 +24,8 @@ from onerank.ir.enums import Collective
 from onerank.ir.nodes import default_of, dtype_of, is_text, largest_of
 from onerank.ir.string_table import StringTable
 
+# Runs and attributes beyond this number hold exact times or ids and hardly repeat, so remembering
+# them would cost memory and save no parsing.
 _REMEMBERED = 1 << 16
 
 SHAPES, TYPES = "shapes", "types"
@@ -38,6 +40,8 @@ _CLASSES: list[Field] = [
 ]
 """Attributes of ours, in the order they are written."""
 
+# An attribute's name is field 1 of AttributeProto, and libraries write fields in ascending order
+# (protobuf, "Encoding"). So the encoded name and the tag of the value start the attribute.
 _HEADS = [inner_of(field.attribute, field.variant) for field in _CLASSES]
 
 _NAMES = frozenset(field.attribute for field in _CLASSES)
@@ -45,11 +49,14 @@ _NAMES = frozenset(field.attribute for field in _CLASSES)
 _COLUMNS = [field.column for field in _CLASSES]
 
 FIRST_NUMBER, LAST_NUMBER = (_COLUMNS.index(NUMBERS[end].column) for end in (0, -1))
-"""Places of the numbers that `scan` reads in the order in which attributes are written."""
+"""Positions in `_CLASSES` of the numbers that `scan` reads."""
 
 
 def _begin(attribute: bytes) -> int:
-    """Return the first word of an attribute, its name cut off at the word's end."""
+    """Return the first 8 bytes of an attribute: tag, length of the name, start of the name.
+
+    Bytes behind a shorter name are 0.
+    """
     return int.from_bytes(attribute[: min(8, 2 + attribute[1])], "little")
 
 
@@ -60,19 +67,17 @@ _SORTED = np.argsort(_BEGINNINGS)
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
 
 _MOST_ATTRIBUTES = 64
-"""A run with more is left to protobuf."""
-
-"""Distinct attributes of other tools kept; those beyond (ids, times) hardly repeat."""
+"""Most attributes of a run that is parsed here; protobuf parses a run with more."""
 
 
 class _Attributes(NamedTuple):
-    """Attributes: the run each belongs to, and its span, in the runs' order by `turn`.
+    """The attributes of all runs: the first of each run, then the second of each, and so on.
 
     Attributes:
         row: index of the run, int64[m].
-        first: first byte, int64[m].
-        last: byte behind the last one, int64[m].
-        turns: where the first, second ... attribute of all runs begins, and the end.
+        first: index of the first byte, int64[m].
+        last: index after the last byte, int64[m].
+        turns: where the runs' first, second, ... attributes begin; ends with m.
     """
 
     row: I64
@@ -82,7 +87,7 @@ class _Attributes(NamedTuple):
 
 
 class RunContext:
-    """What runs have in common.
+    """State that all batches of runs share.
 
     Attributes:
         reasons: distinct values of `data_dep_reasons`.
@@ -99,13 +104,13 @@ class RunContext:
         return self._texts.codes(buffer, spans)
 
     def number_reasons(self, buffer: Buffer, spans: Spans) -> I64:
-        """Return the places of the bytes at some spans in `reasons`."""
+        """Return the index in `reasons` of the bytes at each span; new bytes are added."""
         numbers, new_values = self._numbers.of(buffer, spans)
         self.reasons += new_values
         return numbers
 
     def is_foreign(self, octets: bytes) -> bool:
-        """Whether an attribute is another tool's, and readable."""
+        """Return whether an attribute parses and has a name that onerank does not read."""
         verdict = self._is_foreign.get(octets)
         if verdict is None:
             try:
@@ -132,47 +137,47 @@ class RunDecoder:
             `reasons`.
     """
 
-    def __init__(self, known: RunContext, buffer: Buffer, spans: Spans) -> None:
+    def __init__(self, context: RunContext, buffer: Buffer, spans: Spans) -> None:
         count = len(spans.first)
-        self._known, self._buffer = known, buffer
+        self._context, self._buffer = context, buffer
         self.values: dict[str, tuple[I64, I64]] = {}
         self.plain, self.exact = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
         self.lowest, self.highest = np.full(count, len(_HEADS)), np.full(count, -1)
         attributes = self._read_operands(spans)
         self.operand_bytes = attributes.first - spans.first
         self.has_attributes = attributes.last > attributes.first
-        self._found = self._split(attributes)
+        self._attributes = self._split(attributes)
         self._read_all()
 
     def _read_operands(self, spans: Spans) -> Spans:
-        """Read shapes and types; return what follows them."""
+        """Read shapes (field 2 of IOInfo) and types (field 3); return the bytes after them."""
         cursor = Cursor(self._buffer, spans.first, spans.last)
         for column, tag in ((SHAPES, 0x12), (TYPES, 0x1A)):
             text = cursor.span(tag)
             rows = np.flatnonzero(text.last > text.first)
-            codes = self._known.codes(self._buffer, Spans(text.first[rows], text.last[rows]))
+            codes = self._context.codes(self._buffer, Spans(text.first[rows], text.last[rows]))
             self.values[column] = rows, codes
             self.plain[rows[codes < 0]] = False
         self.plain &= cursor.plain & cursor.exact
         return Spans(cursor.at, spans.last)
 
     def _split(self, spans: Spans) -> _Attributes:
-        """Find the attributes; whatever else a run holds makes it not plain."""
+        """Find the attributes; a run that contains any other field is not plain."""
         rows: list[I64] = []
         parts: list[Spans] = []
-        row = np.flatnonzero(spans.first < spans.last)
-        at, last = spans.first[row], spans.last[row]
-        while len(row):
-            cursor = Cursor(self._buffer, at, last)
-            is_attribute = cursor.buffer.bytes[at] == ord(ATTRIBUTE)
+        run = np.flatnonzero(spans.first < spans.last)
+        first, last = spans.first[run], spans.last[run]
+        while len(run):
+            cursor = Cursor(self._buffer, first, last)
+            is_attribute = cursor.buffer.bytes[first] == ord(ATTRIBUTE)
             attribute = cursor.span(ord(ATTRIBUTE))
             is_valid = cursor.plain & is_attribute & (len(rows) < _MOST_ATTRIBUTES)
-            self.plain[row[~is_valid]] = False
-            self.exact[row[~cursor.exact]] = False
-            rows.append(row)
+            self.plain[run[~is_valid]] = False
+            self.exact[run[~cursor.exact]] = False
+            rows.append(run)
             parts.append(attribute)
             continues = is_valid & (cursor.at < last)
-            row, at, last = row[continues], cursor.at[continues], last[continues]
+            run, first, last = run[continues], cursor.at[continues], last[continues]
         turns = (
             np.concatenate([[0], np.cumsum([len(attribute) for attribute in rows])])
             .astype(int)
@@ -187,7 +192,7 @@ class RunDecoder:
         )
 
     def _read_all(self) -> None:
-        attributes, buffer = self._found, self._buffer
+        attributes, buffer = self._attributes, self._buffer
         words = buffer.words(attributes.first)
         words &= _BY_LENGTH[(words >> np.uint64(8)) & np.uint64(0xFF)]
         place = np.minimum(np.searchsorted(_BEGINNINGS[_SORTED], words), len(_SORTED) - 1)
@@ -202,32 +207,37 @@ class RunDecoder:
             if not len(members):
                 continue
             is_ours = find(buffer, attributes.first[members], head)
+            # The first 8 bytes match, but the rest of the name or the type of the value differs.
             if not is_ours.all():
-                self._look_at(members[~is_ours])
+                self._check_foreign(members[~is_ours])
                 members = members[is_ours]
             rows, at = attributes.row[members], attributes.first[members] + len(head)
             self._read(field, rows, Spans(at, attributes.last[members]))
-        self._look_at(order[start:])
+        self._check_foreign(order[start:])
 
-    def _check_order(self, which: I64) -> None:
-        """Note the runs whose attributes are in another order than we write."""
-        for begin, end in pairwise(self._found.turns):
-            rows, position = self._found.row[begin:end], which[begin:end]
+    def _check_order(self, field_index: I64) -> None:
+        """Clear `exact` for runs whose attributes are not in onerank's writing order."""
+        for begin, end in pairwise(self._attributes.turns):
+            rows, position = self._attributes.row[begin:end], field_index[begin:end]
             self.exact[rows] &= position > self.highest[rows]
             self.highest[rows] = np.maximum(self.highest[rows], position)
             self.lowest[rows] = np.minimum(self.lowest[rows], position)
 
-    def _look_at(self, rows_to_check: I64) -> None:
-        """Look at attributes that are not what we write: other tools', or ours in other types."""
-        attributes = self._found
+    def _check_foreign(self, rows_to_check: I64) -> None:
+        """Classify attributes that onerank does not write in this form.
+
+        A run with another tool's attribute is not exact. A run with one of onerank's names and
+        another type of value is not plain either: protobuf parses its node.
+        """
+        attributes = self._attributes
         spans = Spans(attributes.first[rows_to_check], attributes.last[rows_to_check])
-        is_foreign = [self._known.is_foreign(octets) for octets in cut(self._buffer, spans)]
+        is_foreign = [self._context.is_foreign(octets) for octets in cut(self._buffer, spans)]
         rows = attributes.row[rows_to_check]
         self.exact[rows] = False
         self.plain[rows[~np.array(is_foreign, dtype=bool)]] = False
 
     def _read(self, field: Field, rows: I64, spans: Spans) -> None:
-        """Read the values of an attribute of ours."""
+        """Read the values of one of onerank's attributes."""
         if field.column == FLAG:
             values = self._buffer.bytes[spans.first]
             self._keep(field, rows, values, spans.last == spans.first + 1, values < 2)
@@ -235,7 +245,7 @@ class RunDecoder:
             values = self._words(spans, [*GPU_OPS])
             self._keep(field, rows, values, values >= 0)
         elif field.column == REASONS:
-            numbers = self._known.number_reasons(self._buffer, self._sized(rows, spans))
+            numbers = self._context.number_reasons(self._buffer, self._sized(rows, spans))
             self._keep(field, rows, numbers)
         elif field.words is not None:
             words = {int(member): member.name.lower() for member in field.words}
@@ -243,7 +253,7 @@ class RunDecoder:
             self._keep(field, rows, values, values >= 0)
             self.exact[rows[values == default_of(SPECS[field.column])]] = False
         elif field.variant == "string_val":
-            codes = self._known.codes(self._buffer, self._sized(rows, spans))
+            codes = self._context.codes(self._buffer, self._sized(rows, spans))
             self._keep(field, rows, codes, codes >= 0)
         else:
             self._read_numbers(field, rows, spans)
@@ -265,7 +275,7 @@ class RunDecoder:
         self.exact[rows[~varints.minimal | (values == default_of(spec))]] = False
 
     def _words(self, spans: Spans, words: Sequence[str]) -> I64:
-        """Return which word lies at each span behind its length, -1 for none."""
+        """Return the index of the word at each span (after its length); -1 for none of them."""
         word_index = np.full(len(spans.first), -1, dtype=np.int64)
         for number, word in enumerate(words):
             octets = varint(len(word)) + word.encode()
@@ -275,9 +285,11 @@ class RunDecoder:
         return word_index
 
     def _sized(self, rows: I64, spans: Spans) -> Spans:
-        """Return the bytes behind a length, to the end of each span."""
+        """Return the spans without their length prefix; a wrong length makes a run not plain."""
         read = self._buffer.varints(spans.first)
         first = spans.first + read.length
+        # A damaged length may be near 2**64. Clipping keeps the sum within int64; 2**40 is still
+        # beyond the end of every buffer.
         size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
         is_valid = read.short & (first + size == spans.last)
         self.plain[rows[~is_valid]] = False
@@ -285,17 +297,14 @@ class RunDecoder:
         return Spans(np.minimum(first, spans.last), spans.last)
 
 
-"""Distinct runs kept; those beyond (ids, times) hardly repeat."""
-
-
 @dataclass(frozen=True, slots=True)
-class KnownRuns:
-    """What runs hold of one attribute.
+class RunColumn:
+    """One column of the distinct runs.
 
     Attributes:
-        has: which runs have it, bool[runs].
-        value: its value in each of these, int64[runs]: a number, a code of a text, a place in
-            `GPU_OPS`, of `data_dep_reasons` the number of their bytes.
+        has: which runs set the column, bool[runs].
+        value: value in each of these, int64[runs]: a number, a text code, an index into
+            `GPU_OPS`, or for `data_dep_reasons` an index into `RunContents.reasons`.
     """
 
     has: Mask
@@ -303,7 +312,7 @@ class KnownRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RunContents:
     """Contents of the distinct runs, by run number.
 
     Attributes:
@@ -316,7 +325,7 @@ class Read:
         is_back: runs without an attribute that onerank writes before or among the numbers,
             bool[runs].
         reasons: distinct values of `data_dep_reasons`.
-        held: column -> contents of the runs; columns that no run has are absent.
+        columns: column -> its values in the runs; columns that no run sets are absent.
     """
 
     plain: Mask
@@ -326,14 +335,14 @@ class Read:
     is_front: Mask
     is_back: Mask
     reasons: list[bytes]
-    held: dict[str, KnownRuns]
+    columns: dict[str, RunColumn]
 
 
 class Runs:
     """The distinct runs met so far."""
 
     def __init__(self, texts: TextCodes) -> None:
-        self._known = RunContext(texts)
+        self._context = RunContext(texts)
         self._numbers = BytesInterner()
         self._unread: list[bytes] = []
         self._batches: list[RunDecoder] = []
@@ -343,43 +352,44 @@ class Runs:
         numbers, new_runs = self._numbers.of(buffer, spans)
         self._unread += new_runs
         if len(self._unread) > _REMEMBERED:
+            # A run met again later gets a second number; that costs memory, but stays correct.
             self._read_new()
             self._numbers.forget()
         return numbers
 
-    def read(self) -> Read:
-        """Return what the runs hold that have a number."""
+    def read(self) -> RunContents:
+        """Return the contents of all numbered runs."""
         self._read_new()
         batches = self._batches
         plain = np.concatenate([batch.plain for batch in batches])
-        contents: dict[str, KnownRuns] = {}
+        contents: dict[str, RunColumn] = {}
         begin = 0
         for batch in batches:
             for column, (runs, values) in batch.values.items():
                 if column not in contents:
                     empty = np.zeros(len(plain), dtype=bool), np.zeros(len(plain), dtype=np.int64)
-                    contents[column] = KnownRuns(*empty)
+                    contents[column] = RunColumn(*empty)
                 contents[column].has[runs + begin] = True
                 contents[column].value[runs + begin] = values
             begin += len(batch.plain)
-        return Read(
+        return RunContents(
             plain,
             np.concatenate([batch.exact for batch in batches]),
             np.concatenate([batch.operand_bytes for batch in batches]),
             np.concatenate([batch.has_attributes for batch in batches]),
             np.concatenate([batch.highest for batch in batches]) < FIRST_NUMBER,
             np.concatenate([batch.lowest for batch in batches]) > LAST_NUMBER,
-            self._known.reasons,
+            self._context.reasons,
             contents,
         )
 
     def _read_new(self) -> None:
         if self._unread:
-            self._batches.append(RunDecoder(self._known, *packed(self._unread)))
+            self._batches.append(RunDecoder(self._context, *packed(self._unread)))
             self._unread = []
 
 
-_OF_ALL: dict[str, type[np.generic]] = {
+_DENSE: dict[str, type[np.generic]] = {
     "id": np.uint64,
     "type": np.int64,
     "start_micros": np.uint64,
@@ -394,15 +404,15 @@ _OF_ALL: dict[str, type[np.generic]] = {
     "plain": np.bool_,
     "exact": np.bool_,
 }
-"""What is read of every node."""
+"""Values that every node has, before the runs' contents are spread over the nodes."""
 
 
 class ColumnDecoder:
     """Columns of nodes; complete after `finish`.
 
     Attributes:
-        made: columns that at least one node sets.
-        plain: nodes that were parsed, bool[n]; the columns hold nothing of the others.
+        columns: columns that at least one node sets.
+        plain: nodes that were parsed, bool[n]; the columns hold no values of the other nodes.
         exact: nodes whose messages hold exactly what their columns say, encoded as onerank writes
             them, bool[n]. Properties that depend on several columns are checked elsewhere.
         flag: `is_cpu_op`, int8[n]; -1 where absent.
@@ -410,28 +420,28 @@ class ColumnDecoder:
         type: node type, int64[n].
         start_micros: field of that name, uint64[n].
         duration_micros: field of that name, uint64[n].
-        told: nodes that have the attributes `start_ns` and `duration_ns`.
+        has_ns: nodes that have the attribute `start_ns`, and those that have `duration_ns`.
     """
 
     def __init__(self, strings: StringTable) -> None:
-        self.made: dict[str, npt.NDArray[Any]] = {}
+        self.columns: dict[str, npt.NDArray[Any]] = {}
         self._count = 0
-        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_ALL}
-        self._octets: list[bytes] = []
-        self._some: dict[str, list[tuple[I64, npt.NDArray[Any]]]] = {}
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _DENSE}
+        self._reason_bytes: list[bytes] = []
+        self._sparse: dict[str, list[tuple[I64, npt.NDArray[Any]]]] = {}
         self._texts = TextCodes(strings)
         self._runs = Runs(self._texts)
         self._dependencies = Collector()
 
     def add(self, buffer: Buffer, messages: Spans) -> None:
-        """Read the messages of some more nodes."""
+        """Scan a block of node messages."""
         fields = scan(buffer, messages)
         texts = {column: self._texts.codes(buffer, at) for column, at in fields.texts.items()}
         for codes in texts.values():
             fields.plain &= codes >= 0
         for column, (rows, values) in fields.numbers.items():
             if len(rows):
-                self._some.setdefault(column, []).append((rows + self._count, values))
+                self._sparse.setdefault(column, []).append((rows + self._count, values))
         self._dependencies.add(self._count, buffer, fields)
         for part, values in {
             "id": fields.id,
@@ -450,24 +460,24 @@ class ColumnDecoder:
         self._count += len(fields.plain)
 
     def finish(self) -> None:
-        """Join what was read, and spread over the nodes what their runs of attributes hold."""
+        """Join the blocks, and copy the contents of each run to the nodes that have it."""
         joined: dict[str, npt.NDArray[Any]] = {
-            name: np.concatenate([np.empty(0, dtype=_OF_ALL[name]), *parts])
+            name: np.concatenate([np.empty(0, dtype=_DENSE[name]), *parts])
             for name, parts in self._parts.items()
         }
         for column in ("id", "name", "input_values", "output_values"):
-            self.made[column] = joined[column].astype(dtype_of(SPECS[column]))
+            self.columns[column] = joined[column].astype(dtype_of(SPECS[column]))
         self.type: I64 = joined["type"]
         self.plain: Mask = joined["plain"]
         self.exact: Mask = joined["exact"]
         self.start_micros: U64 = joined["start_micros"]
         self.duration_micros: U64 = joined["duration_micros"]
-        self.told = {
+        self.has_ns = {
             "start_ns": np.zeros(self._count, dtype=bool),
             "duration_ns": np.zeros(self._count, dtype=bool),
         }
-        for column, parts in self._some.items():
-            column_values, is_set = self.column(column), self.told.get(column)
+        for column, parts in self._sparse.items():
+            column_values, is_set = self.column(column), self.has_ns.get(column)
             for rows, values in parts:
                 column_values[rows] = values
                 if is_set is not None:
@@ -478,18 +488,20 @@ class ColumnDecoder:
         if self._count:
             self._spread(self._runs.read(), joined)
 
-    def _spread(self, runs: Read, joined: dict[str, npt.NDArray[Any]]) -> None:
-        """Fill columns with what the nodes' runs hold."""
+    def _spread(self, runs: RunContents, joined: dict[str, npt.NDArray[Any]]) -> None:
+        """Fill columns from the contents of the nodes' runs."""
         inputs, front, back = joined["inputs"], joined["front"], joined["back"]
         for numbers in (inputs, front, back):
             self.plain &= runs.plain[numbers]
+        # All three kinds of run go through one decoder, which accepts operands and attributes
+        # anywhere: operands belong to `inputs` and `front`, attributes to `front` and `back`.
         self.plain &= ~runs.has_attributes[inputs] & (runs.operand_bytes[back] == 0)
         self.plain &= runs.operand_bytes[front] == joined["output_bytes"]
         self.exact &= self.plain
         self.exact &= (runs.exact & runs.is_front)[front] & (runs.exact & runs.is_back)[back]
-        self._octets = runs.reasons
+        self._reason_bytes = runs.reasons
         separate_columns = {FLAG: self.flag, OP: self.gpu_op, REASONS: self._reasons}
-        for column, contents in runs.held.items():
+        for column, contents in runs.columns.items():
             if column in (SHAPES, TYPES):
                 _fill(self.column(f"input_{column}"), contents, inputs)
                 _fill(self.column(f"output_{column}"), contents, front)
@@ -497,32 +509,38 @@ class ColumnDecoder:
             target = separate_columns.get(column)
             if target is None:
                 target = self.column(column)
+            # `back` second: of two attributes with one name, the last one in the message counts.
             for numbers in (front, back):
                 has = _fill(target, contents, numbers)
-                if column in self.told:
-                    self.told[column] |= has
+                if column in self.has_ns:
+                    self.has_ns[column] |= has
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a column, at its default where nothing was read."""
-        values = self.made.get(name)
+        """Return a column, created with its default value on first use."""
+        values = self.columns.get(name)
         if values is None:
             spec = SPECS[name]
             default = 0 if is_text(spec) else default_of(spec)
-            values = self.made[name] = np.full(self._count, default, dtype=dtype_of(spec))
+            values = self.columns[name] = np.full(self._count, default, dtype=dtype_of(spec))
         return values
 
-    def dependencies(self, rest: I64, given: Dependencies) -> Dependencies:
-        """Return what each node waits for; of the nodes `rest` it is given."""
-        self._reasons[rest] = -1
+    def dependencies(self, unparsed: I64, unparsed_dependencies: Dependencies) -> Dependencies:
+        """Return the dependencies of all nodes.
+
+        Args:
+            unparsed: indices of the nodes that protobuf parsed instead, int64[m].
+            unparsed_dependencies: dependencies of these nodes.
+        """
+        self._reasons[unparsed] = -1
         joined, exact = self._dependencies.join(
-            self.plain, self._reasons, self._octets, rest, given
+            self.plain, self._reasons, self._reason_bytes, unparsed, unparsed_dependencies
         )
         self.exact &= exact
         return joined
 
 
-def _fill(column: npt.NDArray[Any], contents: KnownRuns, numbers: I64) -> Mask:
-    """Fill in what runs of some numbers hold; return where, bool[n]."""
+def _fill(column: npt.NDArray[Any], contents: RunColumn, numbers: I64) -> Mask:
+    """Copy the values of each node's run into a column; return which nodes got one, bool[n]."""
     has = contents.has[numbers]
     if has.any():
         np.copyto(column, contents.value[numbers], where=has, casting="unsafe")

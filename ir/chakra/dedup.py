@@ -13,8 +13,10 @@ from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
 from onerank.ir.string_table import StringTable
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplier of the hash: 2**64 / the golden ratio, as in Fibonacci hashing."""
 
 _SHIFT = np.uint64(29)
+"""Mixes high bits into low ones: the low bits of a product depend on low bits only."""
 
 
 def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
@@ -54,20 +56,20 @@ def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
 
 
 def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:
-    """Return byte strings one behind another, and where each lies: what `cut` takes apart."""
+    """Return byte strings joined in one buffer, and the span of each; the inverse of `cut`."""
     sizes = np.fromiter(map(len, strings), np.int64, len(strings))
     last = np.cumsum(sizes)
     return Buffer(b"".join([*strings, bytes(PADDING)])), Spans(last - sizes, last)
 
 
 class BytesInterner:
-    """Numbers of distinct byte strings, from `begin` on in the order in which they are met."""
+    """Numbers distinct byte strings, from `begin` on, in the order of their first occurrence."""
 
     def __init__(self, begin: int = 0) -> None:
         self._known = defaultdict[bytes, int](count(begin).__next__)
 
     def of(self, buffer: Buffer, spans: Spans) -> tuple[I64, list[bytes]]:
-        """Return the number of what lies at each span, and what has one since now, in its order."""
+        """Return the number of the bytes at each span, and the newly numbered strings in order."""
         number_of, octets = self._known, buffer.octets
         known_count = len(number_of)
         places = zip(spans.first.tolist(), spans.last.tolist(), strict=True)
@@ -77,12 +79,12 @@ class BytesInterner:
         return numbers, new_strings[::-1]
 
     def set(self, numbers: dict[bytes, int], following: int) -> None:
-        """Give some strings certain numbers, and those met next numbers from `following` on."""
+        """Set the numbers of some strings; new strings get numbers from `following` on."""
         self._known.update(numbers)
         self._known.default_factory = count(following).__next__
 
     def forget(self) -> None:
-        """Let strings met again get a number anew, behind all numbers given so far."""
+        """Forget all strings; one that occurs again gets a new, higher number."""
         self._known.clear()
 
 
@@ -111,7 +113,7 @@ class TextCodes:
         return codes
 
     def _add_each(self, texts: list[bytes]) -> None:
-        """Add those of some texts that are UTF-8."""
+        """Add the texts that are UTF-8; the others get code -1."""
         codes: dict[bytes, int] = {}
         for octets in texts:
             try:

@@ -29,11 +29,11 @@ class Dependencies:
 
 
 NONE = Dependencies(np.zeros(1, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint8))
-"""Those of no nodes."""
+"""The dependencies of zero nodes."""
 
 
 def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
-    """Return the ids each node waits for, control dependencies first, else in their order.
+    """Return the ids each node waits for: control dependencies first, otherwise in edge order.
 
     Raises:
         ChakraError: a reason is not one of `Reason`.
@@ -47,6 +47,8 @@ def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
             code="chakra-unknown-reason",
         )
     ids, reason = nodes.id[edges.source], edges.reason.astype(np.uint8, copy=False)
+    # `ctrl_deps` is field 4 of Node and `data_deps` field 5, and fields are written in this order.
+    # `lexsort` is stable, so the order within each list stays.
     if (reason == Reason.CONTROL).any():
         order = np.lexsort((reason != Reason.CONTROL, edges.target))
         ids, reason = ids[order], reason[order]
@@ -62,7 +64,7 @@ class _Part:
 
     @classmethod
     def of(cls, parts: "list[_Part]", nodes: Mask) -> "_Part":
-        """Join the dependencies of the nodes that are marked."""
+        """Join the dependencies of the nodes in the mask `nodes`."""
         node = np.concatenate([np.empty(0, dtype=np.int64), *(part.node for part in parts)])
         ids = np.concatenate([np.empty(0, dtype=np.uint64), *(part.id for part in parts)])
         keep = nodes[node]
@@ -71,39 +73,49 @@ class _Part:
 
 @dataclass(slots=True)
 class Collector:
-    """Collects dependencies of nodes."""
+    """Collects the dependencies of nodes, block by block."""
 
     control: list[_Part] = field(default_factory=list[_Part])
     data: list[_Part] = field(default_factory=list[_Part])
 
-    def add(self, begin: int, buffer: Buffer, found: Scan) -> None:
-        """Add those of a block of nodes; what is not plain or not exact is marked in `found`."""
-        for parts, spans in ((self.control, found.control), (self.data, found.data)):
-            node, ids = _unpacked(buffer, spans, found)
+    def add(self, begin: int, buffer: Buffer, fields: Scan) -> None:
+        """Add the dependencies of a block whose first node has index `begin`.
+
+        Clears `fields.plain` for lists that cannot be read here, and `fields.exact` for lists that
+        onerank would encode differently.
+        """
+        for parts, spans in ((self.control, fields.control), (self.data, fields.data)):
+            node, ids = _unpacked(buffer, spans, fields)
             if len(node):
                 parts.append(_Part(node + begin, ids))
 
     def join(
-        self, plain: Mask, told: I64, octets: list[bytes], rest: I64, given: Dependencies
+        self,
+        plain: Mask,
+        reasons_index: I64,
+        reason_bytes: list[bytes],
+        unparsed: I64,
+        unparsed_dependencies: Dependencies,
     ) -> tuple[Dependencies, Mask]:
-        """Return all dependencies, and the nodes that encode their reasons like onerank, bool[n].
+        """Return all dependencies, and which nodes encode their reasons like onerank, bool[n].
 
         Args:
             plain: nodes whose added dependencies are used, bool[n].
-            told: index of each node's `data_dep_reasons` in `octets`, -1 for none.
-            octets: values of that attribute.
-            rest: the other nodes.
-            given: dependencies of the other nodes.
+            reasons_index: index of each node's `data_dep_reasons` in `reason_bytes`, -1 for none.
+            reason_bytes: distinct values of that attribute.
+            unparsed: indices of the other nodes.
+            unparsed_dependencies: dependencies of the other nodes.
         """
         control, data = _Part.of(self.control, plain), _Part.of(self.data, plain)
-        reason, exact = _reasons(data.node, told, octets)
+        reason, exact = _reasons(data.node, reasons_index, reason_bytes)
         node, ids = data.node, data.id
-        if len(control.node) or len(rest):
-            others = np.repeat(rest, np.diff(given.offsets))
-            node = np.concatenate([control.node, node, others])
-            ids = np.concatenate([control.id, ids, given.ids])
+        if len(control.node) or len(unparsed):
+            unparsed_node = np.repeat(unparsed, np.diff(unparsed_dependencies.offsets))
+            node = np.concatenate([control.node, node, unparsed_node])
+            ids = np.concatenate([control.id, ids, unparsed_dependencies.ids])
             control_reason = np.full(len(control.node), Reason.CONTROL, dtype=np.uint8)
-            reason = np.concatenate([control_reason, reason, given.reason])
+            reason = np.concatenate([control_reason, reason, unparsed_dependencies.reason])
+            # A stable sort keeps each node's `ctrl_deps` before its `data_deps`.
             order = np.argsort(node, kind="stable")
             node, ids, reason = node[order], ids[order], reason[order]
         offsets = np.zeros(len(plain) + 1, dtype=np.int64)
@@ -112,50 +124,59 @@ class Collector:
 
 
 def _places(spans: Spans) -> tuple[I64, I64]:
-    """Return the row and the place of each byte that spans cover."""
+    """Return the row and the position of each byte that the spans cover."""
     sizes = spans.last - spans.first
     ends = np.cumsum(sizes)
     row = np.repeat(np.arange(len(sizes)), sizes)
     return row, np.repeat(spans.first - ends + sizes, sizes) + np.arange(len(row))
 
 
-def _unpacked(buffer: Buffer, spans: Spans, found: Scan) -> tuple[I64, U64]:
-    """Return the row and the value of each packed varint."""
+def _unpacked(buffer: Buffer, spans: Spans, fields: Scan) -> tuple[I64, U64]:
+    """Return the row and the value of each packed varint.
+
+    A repeated number field is packed in proto3: one length-delimited field of varints. The unpacked
+    form is valid too (protobuf, "Encoding", packed repeated fields), but `scan` does not find it
+    under this tag, so that protobuf parses such nodes.
+    """
     row, position = _places(spans)
+    # The last byte of a varint is the one without the continuation bit.
     ends = buffer.bytes[position] < 0x80
     begins = np.ones(len(row), dtype=bool)
     begins[1:] = ends[:-1]
     nonempty = np.flatnonzero(spans.last > spans.first)
     cut_short = nonempty[buffer.bytes[spans.last[nonempty] - 1] >= 0x80]
-    found.plain[cut_short] = False
+    fields.plain[cut_short] = False
     row, position = row[begins], position[begins]
-    read = buffer.varints(position)
-    found.plain[row[~read.short]] = False
-    found.exact[row[~read.minimal]] = False
-    return row, read.value
+    varints = buffer.varints(position)
+    fields.plain[row[~varints.short]] = False
+    fields.exact[row[~varints.minimal]] = False
+    return row, varints.value
 
 
-def _reasons(node: I64, told: I64, octets: list[bytes]) -> tuple[U8, Mask]:
-    """Return the reason of each `data_deps` entry, and the nodes that encode reasons like onerank.
+def _reasons(node: I64, reasons_index: I64, reason_bytes: list[bytes]) -> tuple[U8, Mask]:
+    """Return the reason of each `data_deps` entry, and which nodes encode reasons like onerank.
 
-    A missing reason is DATA.
+    An entry without a reason is DATA. So are all entries of a node whose attribute has another
+    number of bytes than `data_deps` has entries, or contains a byte that is not a reason.
     """
     reasons = np.full(len(node), Reason.DATA, dtype=np.uint8)
-    exact = np.ones(len(told), dtype=bool)
-    rows = np.flatnonzero(told >= 0)
+    exact = np.ones(len(reasons_index), dtype=bool)
+    rows = np.flatnonzero(reasons_index >= 0)
     if not len(rows):
         return reasons, exact
-    sizes = np.array([len(octet) for octet in octets], dtype=np.int64)
+    sizes = np.array([len(octet) for octet in reason_bytes], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
-    is_valid = np.array([max(octet, default=0) < Reason.CONTROL for octet in octets], dtype=bool)
-    has_reason = np.array([any(octet) for octet in octets], dtype=bool)
-    counts = np.bincount(node, minlength=len(told))
-    fits = is_valid[told[rows]] & (sizes[told[rows]] == counts[rows])
-    exact[rows[~fits | ~has_reason[told[rows]]]] = False
+    is_valid = np.array(
+        [max(octet, default=0) < Reason.CONTROL for octet in reason_bytes], dtype=bool
+    )
+    has_reason = np.array([any(octet) for octet in reason_bytes], dtype=bool)
+    counts = np.bincount(node, minlength=len(reasons_index))
+    fits = is_valid[reasons_index[rows]] & (sizes[reasons_index[rows]] == counts[rows])
+    exact[rows[~fits | ~has_reason[reasons_index[rows]]]] = False
     rows = rows[fits]
     first = (np.cumsum(counts) - counts)[rows]
     targets = _places(Spans(first, first + counts[rows]))[1]
-    begin = begins[told[rows]]
+    begin = begins[reasons_index[rows]]
     source = _places(Spans(begin, begin + counts[rows]))[1]
-    reasons[targets] = np.frombuffer(b"".join(octets), dtype=np.uint8)[source]
+    reasons[targets] = np.frombuffer(b"".join(reason_bytes), dtype=np.uint8)[source]
     return reasons, exact

@@ -1,4 +1,8 @@
-"""Encode columns as node messages."""
+"""Encode columns as node messages.
+
+Fields are written in ascending order of their numbers, as every protobuf library writes them;
+`field_scan` reads only messages in that order.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -46,16 +50,16 @@ def header(version: str) -> bytes:
 
 
 def attribute(name: str, variant: str, value: object) -> bytes:
-    """Return an attribute as a node holds it."""
+    """Return an attribute as a field of a node."""
     return nested(encode_attribute(name, variant, value))
 
 
 class NodeWriter:
-    """Writes `count` nodes, whose ids are 0 to count - 1."""
+    """Encodes `count` nodes with the ids 0 to count - 1, without a `Nodes` table."""
 
     def __init__(self, count: int) -> None:
         self._pieces = Pieces(count)
-        self._everyone = np.arange(count)
+        self._all_rows = np.arange(count)
 
     def write_heads(
         self,
@@ -64,19 +68,20 @@ class NodeWriter:
         data_deps: Sequence[Sequence[int]],
         duration_micros: I64,
     ) -> None:
-        """Write what comes before the attributes.
+        """Write the fields before the attributes.
 
         Raises:
             UnicodeEncodeError: a name has no UTF-8 form.
         """
         pieces = self._pieces
-        rows = self._everyone[1:]
+        # proto3 omits fields with their default value: the id of the first node is 0.
+        rows = self._all_rows[1:]
         pieces.add_numbers(rows, rows.astype(np.uint64), b"\x08")
         distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
         encoded = (name.encode() for name in distinct)
         table = [b"\x12" + varint(len(text)) + text if text else b"" for text in encoded]
-        pieces.add_one_of(self._everyone, table, np.array([distinct[name] for name in names]))
-        pieces.add_one_of(self._everyone, [b"\x18" + bytes((n,)) for n in range(8)], types)
+        pieces.add_one_of(self._all_rows, table, np.array([distinct[name] for name in names]))
+        pieces.add_one_of(self._all_rows, [b"\x18" + bytes((n,)) for n in range(8)], types)
         counts = np.array([len(awaited) for awaited in data_deps], dtype=np.int64)
         waiting = np.flatnonzero(counts)
         ids = np.array([*chain.from_iterable(data_deps)], dtype=np.uint64)
@@ -85,14 +90,15 @@ class NodeWriter:
         pieces.add_numbers(lasting, duration_micros[lasting].astype(np.uint64), b"\x38")
 
     def write_flag(self, name: str, *, value: bool) -> None:
-        """Write an attribute that is the same on all nodes."""
+        """Write a flag that has the same value on all nodes."""
         table = [attribute(name, "bool_val", value)]
-        self._pieces.add_one_of(self._everyone, table, np.zeros_like(self._everyone))
+        self._pieces.add_one_of(self._all_rows, table, np.zeros_like(self._all_rows))
 
     def write_integers(
         self, name: str, variant: str, rows: I64, values: npt.NDArray[np.integer]
     ) -> None:
-        """Write an attribute of some nodes."""
+        """Write an integer attribute of the nodes at `rows`."""
+        # int32 and int64 fields encode negative numbers as 64-bit two's complement.
         unsigned = values.astype(np.int64).view(np.uint64)
         self._pieces.add_messages(rows, unsigned, ATTRIBUTE, inner_of(name, variant))
 
@@ -118,7 +124,7 @@ _IO_HEADS = {
 _BACK = [field.column for field in BACK]
 
 Columns = dict[str, npt.NDArray[Any]]
-"""Some columns of some nodes; an absent column has its default."""
+"""Columns of the nodes being encoded; an absent column has its default on all of them."""
 
 
 class Encoder:
@@ -140,11 +146,13 @@ class Encoder:
         self._deps = deps
         self._reasons = deps.reason.tobytes()
         self._middle = deps.offsets[:-1] + _count(deps, deps.reason == Reason.CONTROL)
-        self._tells = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL)) > 0
-        single = np.flatnonzero(self._tells & (deps.offsets[1:] - self._middle == 1))
+        self._has_reasons = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL)) > 0
+        # A single reason goes with the other repeated attributes, which are encoded once per
+        # distinct combination; only longer lists are encoded per node.
+        single = np.flatnonzero(self._has_reasons & (deps.offsets[1:] - self._middle == 1))
         self._single_reason = np.zeros(len(nodes), dtype=np.uint8)
         self._single_reason[single] = deps.reason[self._middle[single]]
-        self._tells[single] = False
+        self._has_reasons[single] = False
         self._used = [
             column
             for column, default in _DEFAULTS.items()
@@ -154,8 +162,10 @@ class Encoder:
     def encode(self, rows: npt.NDArray[Any]) -> Pieces:
         """Return the messages of the nodes at indices `rows`.
 
-        Negative times count as 0: only another tool's file may have them, and `amend` keeps them.
+        Negative times count as 0: only another tool's file can have them, and `amend` keeps them.
         """
+        # The order of the calls below is that of the field numbers in et_def.proto, then that of
+        # `attributes.FIELDS`.
         chosen_rows = rows
         if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
             chosen_rows = slice(int(rows[0]), int(rows[-1]) + 1)  # no copies
@@ -163,7 +173,7 @@ class Encoder:
         chosen = {column: getattr(self._nodes, column)[chosen_rows] for column in self._used}
         pieces = Pieces(len(rows))
         pieces.add_fields([NumberField(chosen["id"], chosen["id"] != 0, b"\x08")])
-        self._add_alike(pieces, chosen, ["name", "kind"], self._add_head)
+        self._add_repeated(pieces, chosen, ["name", "kind"], self._add_head)
         single_dependency = self._add_dependencies(pieces, rows)
         pieces.add_fields(
             [
@@ -173,24 +183,24 @@ class Encoder:
             ]
         )
         self._add_values(pieces, chosen, "inputs", b"\x42")
-        self._add_alike(pieces, chosen, ["input_shapes", "input_types"], self._add_rest)
+        self._add_repeated(pieces, chosen, ["input_shapes", "input_types"], self._add_operands)
         self._add_values(pieces, chosen, "outputs", b"\x4a")
         front = ["output_shapes", "output_types", "kind", "op", "stream", "thread"]
-        self._add_alike(pieces, chosen, front, self._add_front)
+        self._add_repeated(pieces, chosen, front, self._add_front)
         pieces.add_fields([*_numbers(chosen, micros)])
         chosen["reason"] = self._single_reason[chosen_rows]
-        self._add_alike(pieces, chosen, [*_BACK, "reason"], self._add_back)
+        self._add_repeated(pieces, chosen, [*_BACK, "reason"], self._add_back)
         self._add_reasons(pieces, rows)
         return pieces
 
-    def _add_alike(
+    def _add_repeated(
         self,
         pieces: Pieces,
         chosen: Columns,
         columns: list[str],
         add: Callable[[Pieces, Columns], None],
     ) -> None:
-        """Append fields that depend on some columns only, encoded once per distinct combination."""
+        """Append fields that depend on `columns` only, encoded once per distinct combination."""
         present = [column for column in columns if column in chosen]
         if present:
             first, combination = group_equal_rows([chosen[column] for column in present])
@@ -202,15 +212,15 @@ class Encoder:
         self._add_text(pieces, chosen, "name", lambda size: b"\x12" + varint(size))
         pieces.add_one_of(np.arange(len(chosen["kind"])), _TYPES, chosen["kind"])
 
-    def _add_rest(self, pieces: Pieces, chosen: Columns) -> None:
+    def _add_operands(self, pieces: Pieces, chosen: Columns) -> None:
         for column in chosen:
             head = _IO_HEADS[column]
             self._add_text(pieces, chosen, column, lambda size, head=head: head + varint(size))
 
     def _add_front(self, pieces: Pieces, chosen: Columns) -> None:
-        self._add_rest(pieces, {name: chosen[name] for name in chosen if name in _IO_HEADS})
-        everyone = np.arange(len(chosen["kind"]))
-        pieces.add_one_of(everyone, _KIND_ATTRIBUTES, chosen["kind"])
+        self._add_operands(pieces, {name: chosen[name] for name in chosen if name in _IO_HEADS})
+        all_rows = np.arange(len(chosen["kind"]))
+        pieces.add_one_of(all_rows, _KIND_ATTRIBUTES, chosen["kind"])
         for field in FRONT:
             self._add_attribute(pieces, chosen, field)
 
@@ -230,7 +240,10 @@ class Encoder:
         pieces.add(rows, texts, sizes)
 
     def _add_dependencies(self, pieces: Pieces, rows: I64) -> NumberField:
-        """Append `ctrl_deps` and `data_deps` as packed varints; return single `data_deps`."""
+        """Append `ctrl_deps` and `data_deps` as packed varints.
+
+        Returns the `data_deps` of nodes that have exactly one, as a field for `add_fields`.
+        """
         offsets, middle = self._deps.offsets, self._middle[rows]
         self._add_lists(pieces, offsets[rows], middle, b"\x22", 1)
         end = offsets[rows + 1]
@@ -241,7 +254,7 @@ class Encoder:
         return NumberField(values, is_single, b"\x2a", b"")
 
     def _add_lists(self, pieces: Pieces, low: I64, high: I64, head: bytes, least: int) -> None:
-        """Append the dependencies from `low` to `high` where they are at least so many."""
+        """Append each row's dependencies from `low` to `high` if there are at least `least`."""
         chosen_rows = np.flatnonzero(high - low >= least)
         if len(chosen_rows):
             counts = high[chosen_rows] - low[chosen_rows]
@@ -251,14 +264,17 @@ class Encoder:
             )
 
     def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
-        """Append `data_dep_reasons` to the nodes that wait for several, not all as DATA."""
-        chosen_rows = np.flatnonzero(self._tells[rows])
+        """Append `data_dep_reasons` to nodes with several `data_deps` that are not all DATA."""
+        chosen_rows = np.flatnonzero(self._has_reasons[rows])
         first, last = self._middle[rows[chosen_rows]], self._deps.offsets[rows[chosen_rows] + 1]
         pieces.add_sized(chosen_rows, last - first, _REASONS_PREFIX)
         pieces.add_each(chosen_rows, slices(self._reasons, first, last))
 
     def _add_values(self, pieces: Pieces, chosen: Columns, side: str, outer: bytes) -> None:
-        """Append the beginning of an IOInfo, up to and with its values."""
+        """Append the beginning of an IOInfo: its tag, its length and its values.
+
+        Values hardly repeat; shapes and types do and are appended by `_add_repeated`.
+        """
         columns = [column for column in IO_COLUMNS[side] if column in chosen]
         if not columns:
             return
@@ -287,23 +303,25 @@ class Encoder:
             pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
 
 
-def _count(deps: Dependencies, which: Mask) -> I64:
-    """Return how many of each node's dependencies are `which`, int64[n]."""
-    until = np.concatenate([[0], np.cumsum(which)])
-    return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
+def _count(deps: Dependencies, is_counted: Mask) -> I64:
+    """Return how many of each node's dependencies are in the mask `is_counted`, int64[n]."""
+    counted_before = np.concatenate([[0], np.cumsum(is_counted)])
+    return counted_before[deps.offsets[1:]] - counted_before[deps.offsets[:-1]]
 
 
 def _where_set(values: I64, head: bytes) -> NumberField:
-    """Return an encoded number; empty for 0, the protobuf default."""
+    """Return a number field that is absent for 0, as proto3 omits default values."""
     return NumberField(values.astype(np.uint64), values != 0, head)
 
 
 def _numbers(chosen: Columns, micros: I64) -> Iterator[NumberField]:
-    """Yield the attributes that most nodes have a value of their own of."""
+    """Yield the number attributes, whose values mostly differ from node to node."""
     for field in NUMBERS:
         values = chosen.get(field.column)
         if values is None:
             continue
+        # Chakra's times are whole microseconds. The attribute in ns is written only if they lose
+        # something: a remainder, or a duration that `whole_micros` rounded up to keep lane sums.
         if field.column == "duration_ns":
             written = (values % 1000 != 0) | (values // 1000 != micros)
         elif field.column == "start_ns":
@@ -323,7 +341,7 @@ def _word_attributes(field: Field) -> list[bytes]:
 
 @cache
 def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
-    """Return what makes the bytes before the text of an attribute, of the text's size."""
+    """Return a function from the size of an attribute's text to the bytes before that text."""
     inner = inner_of(attribute, variant)
 
     def prefix(size: int) -> bytes:
@@ -336,7 +354,7 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 _REASONS_PREFIX = _prefix("data_dep_reasons", "bytes_val")
 
 _REASONS = [_REASONS_PREFIX(1) + bytes((reason,)) if reason else b"" for reason in Reason]
-"""What a node says that waits for one other, by its reason; nothing for DATA."""
+"""`data_dep_reasons` of a node with one dependency, by its reason; absent for DATA."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]
 

@@ -1,10 +1,11 @@
 """Scan the protobuf wire format of many node messages at once.
 
-The scan requires fields in ascending order, each once, as every protobuf library writes them;
-`reader` parses other messages with protobuf. Attributes follow onerank's writing order: some that
-hardly differ between nodes, then numbers that mostly differ, then others that hardly differ. The
-scan reads the numbers. `decode_columns` parses each distinct run of attributes before and after
-them, and each distinct run of operand shapes and types.
+The scan requires fields in ascending order, each once. Protobuf libraries write them so, but the
+format allows any order (protobuf, "Encoding", "Field Order"); `reader` parses other messages with
+protobuf. Attributes must follow onerank's writing order: some that hardly differ between nodes,
+then numbers that mostly differ, then others that hardly differ. The scan reads the numbers.
+`decode_columns` parses each distinct run of attributes before and after them, and each distinct run
+of operand shapes and types.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of
 from onerank.ir.nodes import default_of, largest_of
 
 PADDING = 24
-"""Bytes that must follow the last one of a buffer, so that words can be read there."""
+"""Zero bytes after the last message of a buffer, so that reading words there stays inside it."""
 
+# Masks for a word of 8 varint bytes: continuation bits, digits, and the lowest bit of each byte.
 _ENDS = np.uint64(0x8080808080808080)
 
 _DIGITS = ~_ENDS
@@ -35,8 +37,8 @@ class Varints(NamedTuple):
     Attributes:
         value: uint64[n].
         length: bytes of each, int64[n].
-        short: whether it ends within 8 bytes; where not, value and length mean nothing.
-        minimal: whether it has no digit too many.
+        short: whether it ends within 8 bytes; otherwise value and length are undefined.
+        minimal: whether it has no superfluous digit, which would be a trailing zero.
     """
 
     value: U64
@@ -46,21 +48,24 @@ class Varints(NamedTuple):
 
 
 class Buffer:
-    """Bytes to read, followed by `PADDING` zeros."""
+    """Bytes of messages, followed by `PADDING` zeros."""
 
     def __init__(self, octets: bytes) -> None:
         self.octets = octets
         size = len(octets)
         self.bytes = np.frombuffer(octets, dtype=np.uint8)
+        # Overlapping words: a stride of 1 byte gives the 8 bytes from any position on.
         self._words = np.ndarray((size - 7,), "<u8", octets, 0, (1,))
 
     def words(self, places: I64) -> U64:
-        """Return the 8 bytes from each place on, the first lowest, uint64[n]."""
+        """Return the 8 bytes from each place on as little-endian words, uint64[n]."""
         return self._words[places]
 
     def varints(self, places: I64) -> Varints:
         """Return the varint at each place."""
         word = self._words[places]
+        # A clear continuation bit marks the last byte of a varint. `end_bit` is the lowest such
+        # bit, and `used_bits` all bits up to it. The product adds up one per used byte.
         end = ~word & _ENDS
         end_bit = end & (~end + _ONE)
         used_bits = end_bit ^ (end_bit - _ONE)
@@ -71,10 +76,10 @@ class Buffer:
 
 
 def _packed(digits: U64) -> U64:
-    """Close up the digits of 7 bits, one per byte."""
-    most = int(digits.max(initial=0))
-    for few, low, high, shift in _FOLDS:
-        if most > few:
+    """Return the number whose 7-bit digits lie one per byte: remove the gaps between them."""
+    largest = int(digits.max(initial=0))
+    for largest_done, low, high, shift in _FOLDS:
+        if largest > largest_done:
             digits = (digits & low) | ((digits & high) >> shift)
     return digits
 
@@ -87,7 +92,11 @@ _FOLDS = [
         (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
     )
 ]
-"""Per step of a divide and conquer: digits left unchanged, mask kept, mask moved, shift."""
+"""Steps that merge pairs of digits, then fours, then eights.
+
+Each is (largest value without a gap to close, mask of the bits that stay, mask of the bits that
+move, their shift). A step is skipped if no value needs it.
+"""
 
 
 def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:
@@ -104,14 +113,14 @@ _SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
 
 
 class Spans(NamedTuple):
-    """A part of each message: from the byte `first` up to `last`, int64[n]; equal where absent."""
+    """A part of each message: bytes `first` to `last` - 1, int64[n]; equal if it is absent."""
 
     first: I64
     last: I64
 
 
 class FoundFields(NamedTuple):
-    """Numbers of an attribute: the messages that have it, int64[m], and their values, int64[m]."""
+    """Values of a number attribute: the messages that have it and their values, both int64[m]."""
 
     row: I64
     value: I64
@@ -122,20 +131,20 @@ class Scan:
     """Fields of n node messages.
 
     Attributes:
-        plain: which messages could be read so, bool[n]; of the others nothing else holds.
-        exact: which hold no field that is empty, zero or longer than need be, bool[n].
+        plain: messages that could be scanned, bool[n]; other fields are undefined for the rest.
+        exact: messages without an empty, zero or overlong field, bool[n].
         id: uint64[n].
         type: int64[n].
         start_micros: uint64[n].
         duration_micros: uint64[n].
         control: packed varints.
         data: packed varints.
-        texts: by column, those of their own field: the name, and values of operands.
-        inputs: what follows the values in the IOInfo of the inputs.
-        front: likewise of the outputs, and behind it attributes before the numbers.
-        output_bytes: how much of `front` is the outputs', int64[n].
-        numbers: by column, those of `NUMBERS` that any message has, written as we do.
-        back: everything behind the numbers.
+        texts: column -> the name, or the values of an IOInfo.
+        inputs: bytes after the values in the IOInfo of the inputs.
+        front: likewise of the outputs, then the attributes before the numbers.
+        output_bytes: bytes of `front` that belong to the outputs, int64[n].
+        numbers: column of `NUMBERS` -> values encoded exactly as onerank writes them.
+        back: all bytes after the numbers.
     """
 
     plain: Mask
@@ -155,7 +164,7 @@ class Scan:
 
 
 class Cursor:
-    """A place in each message, that moves over one field after another."""
+    """A position in each message; each read moves it past one field."""
 
     def __init__(self, buffer: Buffer, first: I64, last: I64) -> None:
         self.buffer, self.at, self.last = buffer, first.copy(), last
@@ -163,7 +172,7 @@ class Cursor:
         self.exact = np.ones(len(first), dtype=bool)
 
     def number(self, tag: int) -> U64:
-        """Read a varint field, 0 where it is absent."""
+        """Read a varint field; 0 if it is absent."""
         is_present = self._begins(tag)
         if not is_present.any():
             return np.zeros(len(is_present), dtype=np.uint64)
@@ -175,11 +184,12 @@ class Cursor:
         return np.where(is_present, read.value, np.uint64(0))
 
     def span(self, tag: int) -> Spans:
-        """Read a field behind its length."""
+        """Read a length-delimited field; return the span of its content."""
         is_present = self._begins(tag)
         if not is_present.any():
             return Spans(self.at.copy(), self.at.copy())
         read = self.buffer.varints(self.at + 1)
+        # Clipped, so that a damaged length cannot overflow int64; `_stop` rejects it.
         size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
         self.plain &= ~is_present | read.short
         self.exact &= ~is_present | (read.minimal & (size > 0))
@@ -189,7 +199,10 @@ class Cursor:
         return Spans(np.minimum(first, self.at), self.at.copy())
 
     def skip(self, beginning: "_Beginning") -> None:
-        """Pass over an attribute whose first bytes look like a certain one's."""
+        """Skip an attribute with this beginning.
+
+        Only the first 8 bytes are compared; `decode_columns` checks the whole attribute.
+        """
         word = self.buffer.words(self.at)
         is_present = (word & beginning.mask) == beginning.word
         if not is_present.any():
@@ -199,7 +212,7 @@ class Cursor:
         self._stop()
 
     def attribute(self, field: Field) -> FoundFields:
-        """Read a number's attribute where it is as we write it."""
+        """Read a number attribute in the messages that have it exactly as onerank writes it."""
         beginning, head = _BEGINNINGS[field.column], _HEADS[field.column]
         word = self.buffer.words(self.at)
         row = np.flatnonzero(((word & beginning.mask) == beginning.word) & (self.at < self.last))
@@ -220,7 +233,7 @@ class Cursor:
         return FoundFields(row, read.value[is_valid].astype(np.int64))
 
     def _stop(self) -> None:
-        """Give up messages that end inside a field."""
+        """Mark messages that end inside a field as not plain."""
         is_past_end = self.at > self.last
         if is_past_end.any():
             self.plain &= ~is_past_end
@@ -232,7 +245,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """First 8 bytes of an attribute as a node holds it, of a size below 128, and which count."""
+    """First 8 bytes of an attribute field below 128 bytes, and a mask without its size byte."""
 
     word: np.uint64
     mask: np.uint64
@@ -252,7 +265,7 @@ _SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for nam
 
 
 def scan(buffer: Buffer, messages: Spans) -> Scan:
-    """Find the fields of the node messages that lie at `messages`."""
+    """Find the fields of the node messages at the spans `messages`."""
     cursor = Cursor(buffer, messages.first, messages.last)
     number, name = cursor.number(0x08), cursor.span(0x12)
     node_type = np.minimum(cursor.number(0x18), np.uint64(1 << 32)).astype(np.int64)
@@ -281,7 +294,7 @@ def scan(buffer: Buffer, messages: Spans) -> Scan:
 
 
 def _operands(cursor: Cursor, tag: int) -> tuple[Spans, Spans]:
-    """Find the values of an IOInfo, and what follows them in it."""
+    """Return the values of an IOInfo (field 1), and the bytes after them."""
     message = cursor.span(tag)
     cursor_inside = Cursor(cursor.buffer, message.first, message.last)
     values = cursor_inside.span(0x0A)

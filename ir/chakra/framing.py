@@ -1,7 +1,7 @@
 """The framing of a Chakra file: length-prefixed messages, read in chunks.
 
-A file is a sequence of varint32 lengths and messages; the metadata comes first. Errors of
-unreadable files:
+A file is a sequence of varint32 lengths and messages, as Chakra's `encodeMessage` writes them; the
+metadata comes first. Errors of unreadable files:
 
     ChakraError
     ├── EmptyFileError           no message at all
@@ -27,7 +27,7 @@ from onerank.ir.errors import ChakraError
 from onerank.ir.input_files import check_regular
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
-"""Exceptions of protobuf for bytes that are not the expected message."""
+"""Protobuf's exceptions for bytes that are not the expected message."""
 
 
 class EmptyFileError(ChakraError):
@@ -43,7 +43,7 @@ class MissingMetadataError(ChakraError):
 
 
 def frame(messages: Iterable[bytes]) -> bytes:
-    """Return the bytes of a file that holds `messages`, each behind its length."""
+    """Return the bytes of a file of `messages`: each after its length as a varint."""
     parts: list[bytes] = []
     for message in messages:
         length = len(message)
@@ -61,9 +61,10 @@ _BYTES = [bytes((value,)) for value in range(256)]
 class RawNode(Protocol):
     """A `Node` whose name, operands and attributes are left as bytes.
 
-    A nested message and a bytes field look the same in a file, so parsing this costs less, and
-    attributes that repeat need decoding once. `inputs` and `outputs` are repeated: the parts of
-    a message given in pieces are merged by joining them.
+    Nested messages, texts and bytes have the same wire type (2), so this class reads the same
+    files. Parsing costs less, and repeated attributes are decoded once. `inputs` and `outputs` are
+    declared repeated: protobuf merges a message field that occurs several times, and here the
+    parts stay separate until the reader merges them.
     """
 
     id: int
@@ -78,11 +79,12 @@ class RawNode(Protocol):
     attr: list[bytes]
 
     def SerializeToString(self) -> bytes:  # noqa: N802
-        """Return the bytes, those of the `Node` with the same content."""
+        """Return the same bytes as the `Node` with this content."""
         ...
 
 
 def _raw_node() -> Any:
+    """Return the message class of `RawNode`: Chakra's `Node` with other field types."""
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="onerank/raw_node.proto", syntax="proto3")
     message = file.message_type.add()
@@ -93,9 +95,11 @@ def _raw_node() -> Any:
             spec.type = field.TYPE_BYTES
         if spec.name in ("inputs", "outputs"):
             spec.label = field.LABEL_REPEATED
+        # The enum is not in this file's pool; int32 has the same encoding.
         if spec.name == "type":
             spec.type = field.TYPE_INT32
         spec.ClearField("type_name")
+    # A pool of its own keeps the second definition out of protobuf's default pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("RawNode"))
@@ -112,18 +116,18 @@ BLOCK = 4096
 
 
 class MessageSource(Protocol):
-    """Node messages to be decoded."""
+    """A source of node messages for `reader.decode`."""
 
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
-        """Yield all messages, some at a time."""
+        """Yield all messages in blocks."""
         ...
 
     def take(self, rows: I64) -> list[bytes]:
-        """Return some messages, by their places in ascending order."""
+        """Return the messages at some indices, which ascend."""
         ...
 
     def place(self, node: int) -> str:
-        """Name a message, to begin an error with."""
+        """Return where a message is, as the beginning of an error message."""
         ...
 
 
@@ -134,16 +138,16 @@ class Packed:
         self._messages, self._name = messages, name
 
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
-        """Yield all messages, some at a time."""
+        """Yield all messages in blocks."""
         for begin in range(0, len(self._messages), BLOCK):
             yield packed(self._messages[begin : begin + BLOCK])
 
     def take(self, rows: I64) -> list[bytes]:
-        """Return some of the messages."""
+        """Return the messages at some indices."""
         return [self._messages[row] for row in rows.tolist()]
 
     def place(self, node: int) -> str:
-        """Name a message, to begin an error with."""
+        """Return where a message is, as the beginning of an error message."""
         return f"{self._name}[{node}]"
 
 
@@ -153,23 +157,25 @@ _CHUNK = 2 << 20
 _JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
 
 _HEAD_BYTES = 1 << 10
+"""Bytes of a file that are inspected before the rest is read."""
 
-_ZEROS = 3  # empty metadata, and two nodes alike
+_ZEROS = 3
+"""Leading zero bytes that are refused: empty metadata, then two empty nodes with the same id."""
 
 _LARGEST_MESSAGE = (1 << 31) - 1
 """Protobuf's own limit, bytes."""
 
 
 class ChakraFile:
-    """An open file; its metadata is known to parse, its nodes are not.
+    """An open file. Its metadata has been parsed, its nodes have not.
 
     Attributes:
-        path: where it is.
-        metadata: its first message.
+        path: path of the file.
+        metadata: first message of the file.
 
     Raises:
-        ChakraError: the path is no regular file, or the file is empty, cut short, compressed, JSON,
-            or lacks its metadata.
+        ChakraError: the path is not a regular file, or the file is empty, cut short, compressed,
+            JSON, or lacks its metadata.
         OSError: the file cannot be read.
     """
 
@@ -196,7 +202,7 @@ class ChakraFile:
         self._file.close()
 
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
-        """Yield the node messages, some at a time.
+        """Yield the node messages in blocks.
 
         Raises:
             ChakraError: the file ends inside a message, or is damaged.
@@ -209,11 +215,13 @@ class ChakraFile:
             lengths = buffer.varints(begins)
             first = begins + lengths.length
             last = first + lengths.value.astype(np.int64)
+            # proto3 omits an id of 0, so one empty node is possible; two would share that id. This
+            # stops at a file of zeros before it fills the memory.
             is_empty = np.concatenate([[ends_empty], first == last])
             repeated_empty = np.flatnonzero(is_empty[1:] & is_empty[:-1])
             if len(repeated_empty):
-                at = int(repeated_empty[0])
-                raise _two_empty(self.path, number + at - 1, base + starts[at])
+                pair = int(repeated_empty[0])
+                raise _two_empty(self.path, number + pair - 1, base + starts[pair])
             number, ends_empty = number + len(starts), bool(is_empty[-1])
             self._starts.append(begins + base)
             self._first.append(first + base)
@@ -230,28 +238,29 @@ class ChakraFile:
             yield from cut(buffer, spans)
 
     def take(self, rows: I64) -> list[bytes]:
-        """Return some messages, by their places in ascending order; `blocks` was gone through."""
+        """Return the messages at some indices, which ascend. `blocks` must be exhausted before."""
         if not len(rows):
             return []
         first, last = np.concatenate(self._first)[rows], np.concatenate(self._last)[rows]
-        taken: list[bytes] = []
+        messages: list[bytes] = []
         begin = 0
         while begin < len(rows):
             offset = int(first[begin])
             end = max(int(np.searchsorted(last, offset + _CHUNK, side="right")), begin + 1)
             octets = self._read(offset, int(last[end - 1]) - offset)
             spans = zip(first[begin:end].tolist(), last[begin:end].tolist(), strict=True)
-            taken += [octets[a - offset : b - offset] for a, b in spans]
+            messages += [octets[a - offset : b - offset] for a, b in spans]
             begin = end
-        return taken
+        return messages
 
     def place(self, node: int) -> str:
-        """Name the file and the place of a node's message in it, to begin an error with."""
+        """Return the file and the position of a message, as the beginning of an error message."""
         starts = np.concatenate(self._starts)
         return f"{self.path}: node {node} (message {node + 1}, byte {starts[node]})"
 
     def _read(self, begin: int, size: int) -> bytes:
         self._file.seek(begin)
+        # An unbuffered read may return fewer bytes than it is asked for.
         parts = [self._file.read(size)]
         while len(parts[-1]) and sum(map(len, parts)) < size:
             parts.append(self._file.read(size - sum(map(len, parts))))
@@ -272,15 +281,15 @@ class ChakraFile:
         return message
 
     def _chunks(self, begin: int, number: int) -> Iterator[tuple[bytes, int, list[int]]]:
-        """Yield bytes, where they begin in the file, and where in them whole messages begin.
+        """Yield (bytes, their offset in the file, offsets of whole messages within the bytes).
 
-        Behind the last message `PADDING` bytes follow.
+        At least `PADDING` bytes follow the last message.
         """
-        wanted = self._chunk(begin)
+        read_bytes = self._chunk(begin)
         while begin < self._size:
-            octets = self._read(begin, wanted)
+            octets = self._read(begin, read_bytes)
             limit = len(octets) - PADDING
-            if begin + len(octets) >= self._size or len(octets) < wanted:
+            if begin + len(octets) >= self._size or len(octets) < read_bytes:
                 limit, octets = len(octets), octets + bytes(PADDING)
                 self._size = begin + limit
             position = 0
@@ -292,37 +301,39 @@ class ChakraFile:
                 number += len(starts)
                 position = end
             begin += position
-            wanted = self._chunk(begin)
-            # No whole message in this chunk: it is longer than a chunk, or damaged.
+            read_bytes = self._chunk(begin)
+            # The message at `begin` is longer than a chunk, or its length is damaged.
             if position == 0:
-                wanted = self._needed(octets[:limit], begin, number) + PADDING
+                read_bytes = self._needed(octets[:limit], begin, number) + PADDING
 
     def _chunk(self, begin: int) -> int:
-        """Return how many bytes to read: a chunk, and with it a rest that is no half of one."""
+        """Return how many bytes to read at `begin`."""
         remaining = self._size - begin
+        # Every block has a fixed cost, so a remainder below half a chunk joins the last chunk: a
+        # capture of 3 MB is one block instead of a second one of 152 nodes.
         return remaining if remaining < _CHUNK * 3 // 2 else _CHUNK
 
     def _needed(self, octets: bytes, begin: int, number: int) -> int:
-        """Return how many bytes the message at `begin` takes with its length."""
+        """Return the size of the message at `begin`, its length prefix included."""
         length, first = self._length(octets, 0, begin, number)
         remaining = self._size - begin - first
         if length > remaining:
             raise TruncatedError(
                 f"{self.path}: message {number} at byte {begin} declares {length} bytes,"
                 f" but the file has {remaining} left; it was cut short,"
-                " or is no Chakra trace",
+                " or is not a Chakra trace",
                 code="chakra-truncated",
             )
         return first + length
 
     def _length(self, octets: bytes, start: int, base: int, message: int) -> tuple[int, int]:
-        """Return the length of a message, and where it begins."""
+        """Return the length of the message at `start` of `octets`, and where its bytes begin."""
         length = 0
         for place, shift in enumerate(range(0, 35, 7), start):
             if place == len(octets):
                 raise TruncatedError(
                     f"{self.path}: the file ends at byte {base + place}, inside the length of"
-                    f" message {message} that starts at byte {base + start}; it was cut short,"
+                    f" message {message} that starts at byte {base + start}; it was cut short:"
                     " copy or write it again",
                     code="chakra-truncated",
                 )
@@ -334,14 +345,14 @@ class ChakraFile:
                 break
         raise ChakraError(
             f"{self.path}: the length of message {message} at byte {base + start} is over"
-            f" {_LARGEST_MESSAGE} bytes, protobuf's limit; the file is damaged, or is no Chakra"
+            f" {_LARGEST_MESSAGE} bytes, protobuf's limit; the file is damaged, or is not a Chakra"
             " trace",
             code="chakra-message-too-long",
         )
 
 
 def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], int]:
-    """Return where messages begin that end by `limit`, and where the last one ends."""
+    """Return where the messages begin that end at or before `limit`, and where the last ends."""
     starts: list[int] = []
     add = starts.append
     for _ in range(BLOCK):
@@ -352,6 +363,7 @@ def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], in
         else:
             second = octets[position + 1]
             if second < 0x80:
+                # 2 bytes of length; its low digit still has the continuation bit: 2 - 128 = -126.
                 end = position + size + (second << 7) - 126
             else:
                 end = _end_of_long(octets, position)
@@ -363,7 +375,7 @@ def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], in
 
 
 def _end_of_long(octets: bytes, position: int) -> int:
-    """Return where a message ends whose length has more than two digits; far off if damaged."""
+    """Return the end of a message whose length has over two digits; past any limit if damaged."""
     length = 0
     for place in range(5):
         byte = octets[position + place]
@@ -377,14 +389,14 @@ def _end_of_long(octets: bytes, position: int) -> int:
 
 def _two_empty(path: Path, message: int, byte: int) -> ChakraError:
     return ChakraError(
-        f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so that both "
-        "would be a node of id 0; the file is damaged, or is no Chakra trace",
+        f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so both would be "
+        "nodes with id 0; the file is damaged, or is not a Chakra trace",
         code="chakra-empty-messages",
     )
 
 
 def _refuse_early(path: Path, data: bytes) -> None:
-    """Refuse what the first bytes show to be no Chakra trace, before the rest is read."""
+    """Refuse a file whose first bytes are not a Chakra trace's, before the rest is read."""
     _refuse_other_formats(path, data)
     if data[:_ZEROS] == bytes(_ZEROS):
         raise _two_empty(path, 1, 2)
@@ -416,18 +428,20 @@ def _require_metadata(path: Path, message: bytes) -> None:
         if _is_node(message):
             raise _node_first(place) from error
         raise ChakraError(
-            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra "
+            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is not a Chakra "
             "trace",
             code="chakra-bad-metadata",
         ) from error
+    # Protobuf may parse a Node as GlobalMetadata: fields with other numbers or wire types become
+    # unknown fields.
     if len(UnknownFieldSet(metadata)) and _is_node(message):
         raise _node_first(place)
 
 
 def _node_first(place: str) -> MissingMetadataError:
     return MissingMetadataError(
-        f"{place} is a Node; expected a GlobalMetadata, which must come first: readers take the"
-        " first message for it whatever it is, and this node would be lost",
+        f"{place} is a Node; expected a GlobalMetadata, which must come first: readers interpret"
+        " the first message as metadata, and this node would be lost",
         code="chakra-no-metadata",
     )
 

@@ -13,10 +13,10 @@ from onerank.ir.job.measurement import Device, Measurement
 from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World
 
 VERSION = "1.0.0"
-"""What Chakra's own generator writes."""
+"""Version that Chakra's own generator writes."""
 
 SCHEMA = "onerank 1"
-"""Value of the attribute `schema` in our own files."""
+"""Value of the attribute `schema` in onerank's files."""
 
 SECTIONS: dict[str, tuple[str, Any]] = {
     "world": ("world", World),
@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {
 
 
 def encode_job(job: Job) -> bytes:
-    """Return the metadata message of a graph of ours.
+    """Return the metadata message for a job.
 
     Raises:
         ChakraError: a value of the job has no JSON form.
@@ -57,21 +57,21 @@ def decode_job(message: bytes, place: str) -> Job:
         ChakraError: an attribute of a onerank file has an unexpected value, or a newer onerank
             wrote the file. The message begins with `place`.
     """
-    attributes = {given.name: given for given in GlobalMetadata.FromString(message).attr}
+    attributes = {stored.name: stored for stored in GlobalMetadata.FromString(message).attr}
     schema = attributes.get("schema", AttributeProto()).string_val
     if schema.startswith("onerank ") and schema != SCHEMA:
         raise ChakraError(
             f"{place}: the file has schema {schema!r}, this onerank reads {SCHEMA!r};"
-            " use the onerank that wrote it",
+            " use the version of onerank that wrote it",
             code="chakra-newer-schema",
         )
-    found: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {}
     for name, (field, kind) in SECTIONS.items():
-        given = attributes.get(name)
-        if given is None:
+        stored = attributes.get(name)
+        if stored is None:
             continue
         try:
-            found[field] = _decode(given, kind)
+            job_fields[field] = _decode(stored, kind)
         except (TypeError, RecursionError, msgspec.MsgspecError) as error:
             if schema == SCHEMA:
                 raise ChakraError(
@@ -79,23 +79,24 @@ def decode_job(message: bytes, place: str) -> Job:
                     f" {error}; the file was edited, write it again",
                     code="chakra-edited-metadata",
                 ) from error
-    return Job(**found)
+    return Job(**job_fields)
 
 
 def amend_job(message: bytes, read: Job, job: Job) -> bytes:
-    """Return a metadata message with what differs between two jobs changed, all else as it was.
+    """Return a metadata message updated from one job to another; the rest stays unchanged.
 
     Args:
         message: the metadata as another tool wrote it.
-        read: the job it describes.
-        job: the job it is to describe.
+        read: the job that `message` describes.
+        job: the job that the result describes.
     """
     before, after = _sections(read), _sections(job)
     metadata = GlobalMetadata.FromString(message)
     for name in dict.fromkeys([*before, *after]):
         text = after.get(name, "null")
         if text != before.get(name):
-            last = next((given for given in reversed(metadata.attr) if given.name == name), None)
+            # Readers take the last of several attributes with one name.
+            last = next((entry for entry in reversed(metadata.attr) if entry.name == name), None)
             if last is not None and variant_of(last) == "string_val":
                 last.string_val = text
             else:
@@ -103,21 +104,21 @@ def amend_job(message: bytes, read: Job, job: Job) -> bytes:
     return metadata.SerializeToString()
 
 
-def is_own(message: bytes, job: Job) -> bool:
-    """Whether the message says nothing but what `encode_job` writes for the job."""
+def is_encoded_job(message: bytes, job: Job) -> bool:
+    """Return whether the message is exactly what `encode_job` writes for the job."""
     return message == encode_job(job)
 
 
-def says_own(message: bytes) -> bool:
-    """Whether the message says that onerank wrote the file."""
+def has_onerank_schema(message: bytes) -> bool:
+    """Return whether the metadata has onerank's `schema` attribute."""
     return encode_attribute("schema", "string_val", SCHEMA) in message
 
 
-def _decode(given: AttributeProto, kind: Any) -> Any:
-    variant = variant_of(given)
+def _decode(stored: AttributeProto, kind: Any) -> Any:
+    variant = variant_of(stored)
     if variant != "string_val":
         raise TypeError(f"its type is {variant or 'not set'}, not string_val")
-    return msgspec.json.decode(given.string_val, type=kind)
+    return msgspec.json.decode(stored.string_val, type=kind)
 
 
 def _sections(job: Job) -> dict[str, str]:

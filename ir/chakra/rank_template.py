@@ -1,8 +1,8 @@
 """Files of ranks that run the same step: find the differences, and patch a template for each rank.
 
-The nodes of such files are equal except for the attributes that name a group or a peer. If a
-template with the groups and peers of another rank equals that rank's file byte for byte, the file
-needs no parsing.
+The nodes of such files are equal except for the attributes that name a group or a peer. If the
+template, filled with another rank's groups and peers, equals that rank's file byte for byte, the
+file needs no parsing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from onerank.ir.chakra.records import Record, record_of
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """A file laid out for endings of some sizes.
+    """The bytes of a file for one combination of ending sizes.
 
     Attributes:
-        octets: its bytes.
-        places: of each slot, where each byte of each of its endings lies, int64[size, endings].
-        values: what each slot holds now.
+        octets: bytes of the file.
+        places: per slot, the position of each byte of each of its endings, int64[size, endings].
+        values: current value of each slot.
     """
 
     octets: U8
@@ -39,11 +39,11 @@ class _Laid:
 
 
 class Template:
-    """Messages, some of which end in bytes that are filled in for each rank.
+    """Messages of which some end in bytes that differ from rank to rank.
 
     Args:
-        messages: the metadata and the nodes, those with an ending without it.
-        slots: place of a message -> which of the values it ends in.
+        messages: the metadata and the nodes; messages with a slot come without their ending.
+        slots: index of a message -> index of the value that it ends in.
     """
 
     def __init__(self, messages: Sequence[bytes], slots: Mapping[int, int]) -> None:
@@ -58,7 +58,10 @@ class Template:
         self._laid: dict[tuple[int, ...], _Laid] = {}
 
     def fill(self, values: Sequence[bytes]) -> U8:
-        """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
+        """Return the file's bytes with `values[slot]` as endings.
+
+        The next call may overwrite the returned array.
+        """
         sizes = tuple(len(value) for value in values)
         if sizes not in self._laid:
             self._laid[sizes] = self._lay(sizes)
@@ -66,10 +69,9 @@ class Template:
         for slot, (value, positions) in enumerate(zip(values, laid.places, strict=True)):
             current = laid.values[slot]
             if positions.size and current != value:
+                # The ranks of consecutive files mostly differ in their last digit.
                 for place, octet in enumerate(value):
-                    if (
-                        not current or octet != current[place]
-                    ):  # of numbers in turn, mostly the last
+                    if not current or octet != current[place]:
                         laid.octets[positions[place]] = octet
                 laid.values[slot] = value
         return laid.octets
@@ -86,23 +88,27 @@ class Template:
             places[slot].append(length + len(head))
             parts += [head, bytes(sizes[slot]), following]
             length += len(head) + sizes[slot] + len(following)
+        # An array over a bytearray is writable, unlike one over bytes.
         octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
-        begins = [np.array(at, dtype=np.int64) for at in places]
-        spans = [np.arange(size)[:, None] + at for at, size in zip(begins, sizes, strict=True)]
+        begins = [np.array(begin_list, dtype=np.int64) for begin_list in places]
+        spans = [
+            np.arange(size)[:, None] + begin_list
+            for begin_list, size in zip(begins, sizes, strict=True)
+        ]
         return _Laid(octets, spans, [b""] * len(sizes))
 
 
 PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})
 """Attributes that name a group or a peer."""
 
-_TALKS = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
+_COMMUNICATION_TYPES = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
 
-_LONGEST = 5
-"""Digits of the longest length of a message."""
+_MOST_LENGTH_BYTES = 5
+"""Bytes of the longest length prefix: a varint32 has at most 5 digits of 7 bits."""
 
 
 class RankDiff:
-    """A file to which the files of other ranks are compared.
+    """A parsed file as a template, to which the files of other ranks are compared.
 
     Nodes with the same encoded groups and peers share a slot; slots are numbered in order of
     appearance.
@@ -122,7 +128,7 @@ class RankDiff:
         self._bodies: list[bytes] = []
         self._firsts: list[int] = []
         for place, message in enumerate(messages):
-            body, ending = _parted(message) if place else (message, b"")
+            body, ending = _split(message) if place else (message, b"")
             slot = None
             if ending:
                 slot = self._numbers.setdefault(ending, len(self._numbers))
@@ -136,12 +142,12 @@ class RankDiff:
         del self.slots[0]
 
     @property
-    def own(self) -> list[bytes]:
-        """What the slots of the file itself hold."""
+    def template_endings(self) -> list[bytes]:
+        """The endings of the template file itself, by slot."""
         return list(self._numbers)
 
     def endings(self, octets: bytes) -> list[bytes] | None:
-        """Return what the slots of another file hold; None where it differs in more than these."""
+        """Return the endings of another file, by slot; None if the files differ elsewhere too."""
         endings: list[bytes] = []
         for place in self._firsts:
             begin = self._begin(tuple(map(len, endings)))
@@ -154,7 +160,7 @@ class RankDiff:
         return endings if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
 
     def record(self, node: int, ending: bytes) -> Record | None:
-        """Return a node with the group and peers of another file; None for a bad `ending`.
+        """Return a node with the group and peers of another file; None for an invalid `ending`.
 
         A valid ending has the attributes of the template's ending, in the same order and types.
 
@@ -163,17 +169,17 @@ class RankDiff:
             ending: contents of its slot in the other file.
         """
         slot = self.slots[node]
-        assert slot is not None, "asked of a node that talks"
+        assert slot is not None, f"node {node} does not communicate"
         try:
             peers = _peers(ending)
-            if peers != _peers(self.own[slot]):
+            if peers != _peers(self.template_endings[slot]):
                 return None
             return record_of(node, self._bodies[node + 1] + ending)
         except UNREADABLE:
             return None
 
     def _begin(self, sizes: tuple[int, ...]) -> int:
-        """Return where the first node of the next slot begins, if endings have these sizes."""
+        """Return where the first node of the next slot begins if the endings have these sizes."""
         begin = self._begins.get(sizes)
         if begin is None:
             begin = 0
@@ -185,20 +191,22 @@ class RankDiff:
         return begin
 
 
-def _parted(message: bytes) -> tuple[bytes, bytes]:
-    """Part a node that talks before its first attribute that names a group or a peer.
+def _split(message: bytes) -> tuple[bytes, bytes]:
+    """Split a communication node before its first attribute that names a group or a peer.
 
-    Other nodes, and those whose attributes are not their last fields, are left whole.
+    The second part is empty for other nodes, and for nodes whose attributes are not their last
+    fields.
     """
     if not any(name.encode() in message for name in PEERS):
         return message, b""
     node = parse_raw_node(message)
     names = [AttributeProto.FromString(content).name for content in node.attr]
     first = next((place for place, name in enumerate(names) if name in PEERS), None)
-    if node.type not in _TALKS or first is None:
+    if node.type not in _COMMUNICATION_TYPES or first is None:
         return message, b""
     ending = b"".join(nested(content) for content in node.attr[first:])
     body = message.removesuffix(ending)
+    # Another tool may encode the attributes differently, or write other fields after them.
     try:
         is_whole = body != message and parse_raw_node(body).attr == node.attr[:first]
     except UNREADABLE:
@@ -207,7 +215,7 @@ def _parted(message: bytes) -> tuple[bytes, bytes]:
 
 
 def _peers(ending: bytes) -> bytes:
-    """Return an ending with its groups and peers taken out."""
+    """Return an ending whose group and peer attributes keep only their names and types."""
     node = parse_raw_node(ending)
     for place, content in enumerate(node.attr):
         attribute = AttributeProto.FromString(content)
@@ -217,9 +225,9 @@ def _peers(ending: bytes) -> bytes:
 
 
 def _length(octets: bytes, begin: int) -> tuple[int, int]:
-    """Return a message's length and where it begins; (0, `begin`) if there is no length."""
+    """Return a message's length and where its bytes begin; (0, `begin`) without a valid length."""
     length = 0
-    for place, octet in enumerate(octets[begin : begin + _LONGEST]):
+    for place, octet in enumerate(octets[begin : begin + _MOST_LENGTH_BYTES]):
         length |= (octet & 0x7F) << 7 * place
         if octet < 0x80:
             return length, begin + place + 1

@@ -23,7 +23,7 @@ from onerank.ir.chakra.dependencies import NONE, Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, MessageSource, parse_raw_node
-from onerank.ir.chakra.metadata import decode_job, is_own, says_own
+from onerank.ir.chakra.metadata import decode_job, has_onerank_schema, is_encoded_job
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError, GraphError
@@ -32,14 +32,13 @@ from onerank.ir.nodes import Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
-
-"""Distinct attributes kept decoded; those beyond (exact times, counts) hardly repeat."""
+"""Most distinct attributes that stay decoded; further ones (exact times, counts) hardly repeat."""
 
 
 def decode_each(
     messages: Iterable[bytes], strings: StringTable, place: Callable[[int], str]
 ) -> tuple[Nodes, Dependencies]:
-    """Return the columns that node messages hold, `foreign` not set.
+    """Parse node messages with protobuf; return their columns (`foreign` not set).
 
     An attribute whose type or value its column cannot hold leaves the column at its default.
     A time in microseconds over the range of int64 nanoseconds becomes the largest of these.
@@ -57,7 +56,7 @@ def decode_each(
 
 
 def not_a_node(place: str, error: Exception) -> ChakraError:
-    """Return the error for bytes that protobuf does not take for a Node."""
+    """Return the error for bytes that protobuf cannot parse as a Node."""
     reason = str(error)
     if isinstance(error, UnicodeDecodeError) or "UTF-8" in reason:
         reason = f"a text in it is not UTF-8 ({reason})"
@@ -68,7 +67,10 @@ def not_a_node(place: str, error: Exception) -> ChakraError:
 
 
 class _Collected:
-    """Contents of the messages parsed so far."""
+    """Column values of the messages parsed so far.
+
+    `_rows` maps column -> (node index -> value), because most nodes set few columns.
+    """
 
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings
@@ -122,6 +124,8 @@ class _Collected:
 
     def _add_io(self, index: int, side: str, parts: list[bytes]) -> None:
         info = IOInfo()
+        # A message field that occurs several times is merged (protobuf, "Encoding", "Last One
+        # Wins"), so each part may hold some of the fields.
         for part in parts:
             info.MergeFromString(part)
         texts = (info.values, info.shapes, info.types)
@@ -133,12 +137,12 @@ class _Collected:
         """Return (rows of the column it fills, value), or None when it fills none."""
         attribute = AttributeProto.FromString(message)
         entry = None
-        known = self._readers.get(attribute.name)
-        if known is not None:
+        column_reader = self._readers.get(attribute.name)
+        if column_reader is not None:
             variant = variant_of(attribute)
-            value = known[1](variant, getattr(attribute, variant)) if variant else None
+            value = column_reader[1](variant, getattr(attribute, variant)) if variant else None
             if value is not None:
-                entry = (self._rows[known[0]], value)
+                entry = (self._rows[column_reader[0]], value)
         if len(self._attributes) < _REMEMBERED:
             self._attributes[message] = entry
         return entry
@@ -183,6 +187,7 @@ class _Collected:
         kinds = np.tile(np.array([Reason.CONTROL, Reason.DATA], dtype=np.uint8), len(ctrl))
         reason = np.repeat(kinds, np.stack([ctrl, data], axis=1).ravel())
         for index, octets in self._rows["data_dep_reasons"].items():
+            # Another tool may add or remove dependencies without updating onerank's attribute.
             if len(octets) == data[index] and all(octet < Reason.CONTROL for octet in octets):
                 start = offsets[index] + ctrl[index]
                 reason[start : offsets[index + 1]] = list(octets)
@@ -190,23 +195,24 @@ class _Collected:
 
 
 def nanoseconds(micros: list[int] | U64) -> I64:
-    """Return microseconds as nanoseconds, at most the largest that fits."""
+    """Return microseconds as nanoseconds, clipped to the largest int64."""
     largest = np.uint64(np.iinfo(np.int64).max)
     counts = np.array(micros, dtype=np.uint64)
+    # Chakra's times are uint64 microseconds; above 2**63 / 1000 the product would wrap around.
     exact = np.minimum(counts, largest // np.uint64(1000)) * np.uint64(1000)
     return np.where(counts > largest // np.uint64(1000), largest, exact).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What node messages hold.
+    """Contents of node messages.
 
     Attributes:
         nodes: columns, `foreign` not set.
         dependencies: ids that each node waits for.
         duration_micros: the field of that name, uint64[n].
-        exact: messages that are what the columns are written as, if `duration_micros` is too,
-            bool[n]; of the others it is not known.
+        exact: messages that equal the encoded columns provided that `duration_micros` does,
+            bool[n]. The other messages may or may not be equal.
     """
 
     nodes: Nodes
@@ -216,7 +222,7 @@ class Decoded:
 
 
 def decode(messages: MessageSource, strings: StringTable) -> Decoded:
-    """Return the columns that node messages hold.
+    """Return the columns of node messages; protobuf parses only what `scan` cannot.
 
     An attribute whose type or value its column cannot hold leaves the column at its default.
     A time in microseconds over the range of int64 nanoseconds becomes the largest of these.
@@ -224,13 +230,13 @@ def decode(messages: MessageSource, strings: StringTable) -> Decoded:
     Raises:
         ChakraError: a message is not a Node; begins with its place.
     """
-    columns = ColumnDecoder(strings)
+    decoder = ColumnDecoder(strings)
     for buffer, spans in messages.blocks():
-        columns.add(buffer, spans)
-    columns.finish()
-    unparsed = np.flatnonzero(~columns.plain)
-    _read_times(columns)
-    columns.column("kind")[:] = _kinds(columns)
+        decoder.add(buffer, spans)
+    decoder.finish()
+    unparsed = np.flatnonzero(~decoder.plain)
+    _read_times(decoder)
+    decoder.column("kind")[:] = _kinds(decoder)
     parsed_dependencies = NONE
     if len(unparsed):
         unparsed_messages = messages.take(unparsed)
@@ -238,38 +244,38 @@ def decode(messages: MessageSource, strings: StringTable) -> Decoded:
             unparsed_messages, strings, lambda at: messages.place(int(unparsed[at]))
         )
         for spec in fields(Nodes):
-            columns.column(spec.name)[unparsed] = getattr(parsed, spec.name)
-    nodes = Nodes.of(len(columns.plain), **columns.made)
-    dependencies = columns.dependencies(unparsed, parsed_dependencies)
-    exact = columns.exact & _is_consistent(columns, nodes)
-    return Decoded(nodes, dependencies, columns.duration_micros, exact)
+            decoder.column(spec.name)[unparsed] = getattr(parsed, spec.name)
+    nodes = Nodes.of(len(decoder.plain), **decoder.columns)
+    dependencies = decoder.dependencies(unparsed, parsed_dependencies)
+    exact = decoder.exact & _is_consistent(decoder, nodes)
+    return Decoded(nodes, dependencies, decoder.duration_micros, exact)
 
 
-def _read_times(columns: ColumnDecoder) -> None:
+def _read_times(decoder: ColumnDecoder) -> None:
     """Fill in times that are given only in microseconds."""
     for name, micros in (
-        ("start_ns", columns.start_micros),
-        ("duration_ns", columns.duration_micros),
+        ("start_ns", decoder.start_micros),
+        ("duration_ns", decoder.duration_micros),
     ):
-        values, is_set = columns.column(name), columns.told[name]
+        values, is_set = decoder.column(name), decoder.has_ns[name]
         values[~is_set] = nanoseconds(micros[~is_set])
 
 
-def _kinds(columns: ColumnDecoder) -> U8:
+def _kinds(decoder: ColumnDecoder) -> U8:
     by_type = np.full(max(NODE_TYPES.values()) + 2, Kind.INVALID, dtype=np.uint8)
     for kind, node_type in NODE_TYPES.items():
         by_type[node_type] = kind
     by_type[COMP_NODE] = Kind.KERNEL
-    kinds = by_type[np.minimum(columns.type, len(by_type) - 1)]
-    computes = columns.type == COMP_NODE
+    kinds = by_type[np.minimum(decoder.type, len(by_type) - 1)]
+    computes = decoder.type == COMP_NODE
     for place, kind in enumerate(GPU_OPS.values()):
-        kinds[computes & (columns.gpu_op == place)] = kind
-    kinds[computes & (columns.flag == 1)] = Kind.HOST_OP
+        kinds[computes & (decoder.gpu_op == place)] = kind
+    kinds[computes & (decoder.flag == 1)] = Kind.HOST_OP
     return kinds
 
 
-def _is_consistent(columns: ColumnDecoder, nodes: Nodes) -> Mask:
-    """Whether what depends on several columns is as we write it, bool[n]."""
+def _is_consistent(decoder: ColumnDecoder, nodes: Nodes) -> Mask:
+    """Return which nodes have the fields that onerank derives from several columns, bool[n]."""
     types = np.array([NODE_TYPES[kind] for kind in Kind])
     flags = np.full(len(Kind), -1)
     flags[[*GPU_COMPUTE, *COMMUNICATION]] = 0
@@ -278,63 +284,63 @@ def _is_consistent(columns: ColumnDecoder, nodes: Nodes) -> Mask:
     for place, kind in enumerate(GPU_OPS.values()):
         gpu_ops[kind] = place
     start, duration = nodes.start_ns, nodes.duration_ns
-    start_micros = columns.start_micros.astype(np.int64)
-    duration_micros = columns.duration_micros.astype(np.int64)
+    start_micros = decoder.start_micros.astype(np.int64)
+    duration_micros = decoder.duration_micros.astype(np.int64)
     needs_attribute = (duration % 1000 != 0) | (duration // 1000 != duration_micros)
     return (
-        (types[nodes.kind] == columns.type)
-        & (flags[nodes.kind] == columns.flag)
-        & (gpu_ops[nodes.kind] == columns.gpu_op)
+        (types[nodes.kind] == decoder.type)
+        & (flags[nodes.kind] == decoder.flag)
+        & (gpu_ops[nodes.kind] == decoder.gpu_op)
         & (start // 1000 == start_micros)
-        & (columns.told["start_ns"] == (start % 1000 != 0))
-        & (columns.told["duration_ns"] == needs_attribute)
+        & (decoder.has_ns["start_ns"] == (start % 1000 != 0))
+        & (decoder.has_ns["duration_ns"] == needs_attribute)
     )
 
 
 def read(path: str | Path) -> Graph:
-    """Read a Chakra `.et` file; `write` of the graph gives back every message of it.
+    """Read a Chakra `.et` file; `write` of the graph reproduces every message.
 
-    A node whose message says more than its columns do, and every node of another tool's file,
-    keeps that message in the column `foreign`; the graph keeps such metadata in its `foreign`.
+    The column `foreign` keeps the message of every node of another tool's file, and of a node whose
+    message contains more than its columns. `Graph.foreign` keeps such metadata.
 
     Raises:
         ChakraError: the file is not a Chakra 1.0 trace, or is damaged.
-        GraphError: two nodes share an id, or an edge leads to no node; cycles are let pass.
+        GraphError: two nodes share an id, or a dependency is not in the file. Cycles are accepted.
         OSError: the file cannot be read.
     """
 
-    def resolve(nodes: Nodes, given: Dependencies, sources: I64) -> Edges:
-        _refuse_dangling(Path(path), nodes, given, sources)
-        return Edges(given.offsets, sources, given.reason)
+    def resolve(nodes: Nodes, deps: Dependencies, sources: I64) -> Edges:
+        _refuse_dangling(Path(path), nodes, deps, sources)
+        return Edges(deps.offsets, sources, deps.reason)
 
     return _read_with(path, resolve)
 
 
 _Resolve = Callable[[Nodes, Dependencies, I64], Edges]
-"""Make edges of dependencies and the index of each node waited for, -1 if it is not there."""
+"""(nodes, dependencies, index of each dependency's source or -1 if it is missing) -> edges."""
 
 
 def _read_with(path: str | Path, resolve: _Resolve) -> Graph:
-    """Read as `read` does; `resolve` decides about dependencies on nodes that are not there."""
+    """Read like `read`; `resolve` decides about dependencies on missing nodes."""
     strings = StringTable()
     with ChakraFile(path) as file:
         job = decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         decoded = decode(file, strings)
-        given = decoded.dependencies
-        edges = resolve(decoded.nodes, given, _sources(file.path, decoded.nodes, given))
+        deps = decoded.dependencies
+        edges = resolve(decoded.nodes, deps, _sources(file.path, decoded.nodes, deps))
         count = len(decoded.nodes)
         rows = np.arange(count)
         # Keeping a message is never wrong, so files of other tools need no comparison.
-        if says_own(file.metadata):
+        if has_onerank_schema(file.metadata):
             rows = _rows_that_say_more(file, decoded, edges, strings)
         foreign = np.full(count, None, dtype=object)
         foreign[rows] = file.take(rows)
-        foreign_metadata = None if is_own(file.metadata, job) else file.metadata
+        foreign_metadata = None if is_encoded_job(file.metadata, job) else file.metadata
     return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, foreign_metadata)
 
 
 def _sources(path: Path, nodes: Nodes, deps: Dependencies) -> I64:
-    """Return the index of each node waited for, int64[m]; -1 if it is not there."""
+    """Return the index of each dependency's source, int64[m]; -1 if the file has no such node."""
     order = np.argsort(nodes.id, kind="stable")
     by_id = nodes.id[order]
     repeated = np.flatnonzero(by_id[1:] == by_id[:-1])
@@ -342,7 +348,7 @@ def _sources(path: Path, nodes: Nodes, deps: Dependencies) -> I64:
         first, second = order[repeated[0]], order[repeated[0] + 1]
         raise GraphError(
             f"{path}: nodes {first} and {second} of the file both have id {by_id[repeated[0]]};"
-            " ids must be unique, number them again",
+            " ids must be unique; renumber the nodes",
             code="graph-repeated-id",
         )
     if not len(deps.ids):
@@ -367,26 +373,28 @@ def _refuse_dangling(path: Path, nodes: Nodes, deps: Dependencies, sources: I64)
 def _rows_that_say_more(
     messages: MessageSource, decoded: Decoded, edges: Edges, strings: StringTable
 ) -> I64:
-    """Return the nodes whose message is not what their columns are written as."""
+    """Return the nodes whose message differs from their encoded columns."""
     nodes = decoded.nodes
     is_same = decoded.exact & (whole_micros(nodes) == decoded.duration_micros.astype(np.int64))
+    # `exact` is a quick, sufficient test; the remaining nodes are encoded and compared. The encoder
+    # writes negative times as 0, so nodes with such times differ in any case.
     rows = np.flatnonzero(~is_same & (nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
     if len(rows):
         encoder = Encoder(nodes, dependencies(nodes, edges), strings)
         encoded = encoder.encode(rows).cut()
         stored = messages.take(rows)
-        is_same[rows] = [one == other for one, other in zip(encoded, stored, strict=True)]
+        is_same[rows] = [ours == theirs for ours, theirs in zip(encoded, stored, strict=True)]
     return np.flatnonzero(~is_same)
 
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """Dependencies that were dropped, by kind.
+    """Number of dropped dependencies, by kind.
 
     Attributes:
-        dangling: on a node that is not in the file.
-        self_dependencies: of a node on itself.
-        cyclic: that closed a cycle of two nodes or more.
+        dangling: dependencies on a node that is not in the file.
+        self_dependencies: dependencies of a node on itself.
+        cyclic: dependencies that closed a cycle of two nodes or more.
     """
 
     dangling: int = 0
@@ -409,24 +417,24 @@ class Repairs:
 
 
 def read_repaired(path: str | Path) -> tuple[Graph, Repairs]:
-    """Read a Chakra `.et` file without the dependencies that make it no acyclic graph.
+    """Read a Chakra `.et` file, and drop dangling and cyclic dependencies.
 
-    The graph's notes say what was dropped. An intact file gives the same graph as `read`.
+    The graph's notes count the dropped ones. An intact file gives the same graph as `read`.
 
     Raises:
         ChakraError: the file is not a Chakra 1.0 trace, or is damaged.
-        GraphError: two nodes share an id, so that a dependency on it is ambiguous.
+        GraphError: two nodes share an id, so a dependency on it is ambiguous.
         OSError: the file cannot be read.
     """
-    found: list[Repairs] = []
+    repairs_made: list[Repairs] = []
 
     def resolve(nodes: Nodes, dependencies: Dependencies, sources: I64) -> Edges:
         edges, repairs = _repaired(nodes, dependencies, sources)
-        found.append(repairs)
+        repairs_made.append(repairs)
         return edges
 
     graph = _read_with(path, resolve)
-    (repairs,) = found
+    (repairs,) = repairs_made
     if repairs.total:
         measurement = graph.job.measurement
         notes = (*measurement.notes, repairs.note)
@@ -436,37 +444,39 @@ def read_repaired(path: str | Path) -> tuple[Graph, Repairs]:
 
 
 def _repaired(nodes: Nodes, dependencies: Dependencies, sources: I64) -> tuple[Edges, Repairs]:
-    """Return the edges that are kept, and the number of dropped ones.
+    """Return the remaining edges, and the number of dropped ones.
 
     Args:
         nodes: columns of the n nodes.
         dependencies: ids that each node waits for, m in all.
-        sources: index of each of these nodes, int64[m]; -1 where the file has no such node.
+        sources: index of each dependency's source, int64[m]; -1 if the file has no such node.
     """
     targets: I64 = np.repeat(np.arange(len(nodes)), np.diff(dependencies.offsets))
     dangling, on_itself = sources < 0, sources == targets
-    kept = ~(dangling | on_itself)
-    edges = _edges(len(nodes), sources, targets, dependencies, kept)
+    is_kept = ~(dangling | on_itself)
+    edges = _edges(len(nodes), sources, targets, dependencies, is_kept)
     leftover = topological_order(edges)[1]
     cyclic = 0
     if len(leftover):
-        closes = np.zeros(len(kept), dtype=bool)
-        closes[np.flatnonzero(kept)] = _closing_edges(nodes, edges, leftover)
+        closes = np.zeros(len(is_kept), dtype=bool)
+        closes[np.flatnonzero(is_kept)] = _closing_edges(nodes, edges, leftover)
         cyclic = int(closes.sum())
-        kept &= ~closes
-        edges = _edges(len(nodes), sources, targets, dependencies, kept)
+        is_kept &= ~closes
+        edges = _edges(len(nodes), sources, targets, dependencies, is_kept)
     return edges, Repairs(int(dangling.sum()), int(on_itself.sum()), cyclic)
 
 
-def _edges(count: int, sources: I64, targets: I64, dependencies: Dependencies, kept: Mask) -> Edges:
-    return Edges.from_pairs(count, sources[kept], targets[kept], dependencies.reason[kept])
+def _edges(
+    count: int, sources: I64, targets: I64, dependencies: Dependencies, is_kept: Mask
+) -> Edges:
+    return Edges.from_pairs(count, sources[is_kept], targets[is_kept], dependencies.reason[is_kept])
 
 
 def _closing_edges(nodes: Nodes, edges: Edges, leftover: I64) -> Mask:
-    """Return which edges lead back to a node that the search is still within, bool[m].
+    """Return the back edges of a depth-first search, bool[m]: they close the cycles.
 
-    A depth-first search walks from each node to the nodes it waits for. The latest nodes go first:
-    an edge that closes a cycle is then one on which an earlier node waits for a later one.
+    The search walks from each node to the nodes it waits for. It starts at the latest nodes, so a
+    back edge is one on which an earlier node waits for a later one.
     """
     by_time = np.lexsort((leftover, nodes.start_ns[leftover]))
     unvisited, within, done = 0, 1, 2

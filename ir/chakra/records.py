@@ -75,17 +75,17 @@ def read_records(path: str | Path) -> Records:
         ChakraError: the file is not a Chakra 1.0 trace, or is damaged.
         OSError: the file cannot be read.
     """
-    seen: dict[bytes, tuple[str, Attribute]] = {}
+    parsed: dict[bytes, tuple[str, Attribute]] = {}
     nodes: list[Record] = []
     with ChakraFile(path) as file:
         metadata = GlobalMetadata.FromString(file.metadata)
         decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         for position, message in enumerate(file.nodes()):
             try:
-                nodes.append(record_of(position, message, seen))
+                nodes.append(record_of(position, message, parsed))
             except UNREADABLE as error:
                 raise not_a_node(file.place(position), error) from error
-    attributes = {given.name: _attribute(given) for given in metadata.attr}
+    attributes = {attribute.name: _attribute(attribute) for attribute in metadata.attr}
     return Records(file.path, metadata.version, attributes, nodes)
 
 
@@ -99,7 +99,9 @@ def write_records(records: Records) -> None:
     place = str(records.path)
     encoded: dict[tuple[str, str, object], AttributeProto] = {}
     metadata = GlobalMetadata(version=records.version)
-    metadata.attr.extend(_proto(name, given, place) for name, given in records.metadata.items())
+    metadata.attr.extend(
+        _proto(name, attribute, place) for name, attribute in records.metadata.items()
+    )
     messages = [metadata.SerializeToString()]
     for record in records.nodes:
         node = Node(
@@ -110,53 +112,55 @@ def write_records(records: Records) -> None:
             data_deps=record.data_deps,
             duration_micros=record.duration_micros,
         )
-        for name, given in record.attributes.items():
-            key = (name, given.variant, given.value)
+        for name, attribute in record.attributes.items():
+            key = (name, attribute.variant, attribute.value)
             if key not in encoded:
-                encoded[key] = _proto(name, given, f"{place}: node {record.id}")
+                encoded[key] = _proto(name, attribute, f"{place}: node {record.id}")
             node.attr.append(encoded[key])
         messages.append(node.SerializeToString())
     replace_file(records.path, frame(messages))
 
 
-def _proto(name: str, given: Attribute, place: str) -> AttributeProto:
+def _proto(name: str, attribute: Attribute, place: str) -> AttributeProto:
     proto = AttributeProto(name=name)
     try:
-        if given.variant.endswith("_list"):
-            getattr(proto, given.variant).values.extend(given.value)
-        elif given.variant:
-            setattr(proto, given.variant, given.value)
+        if attribute.variant.endswith("_list"):
+            getattr(proto, attribute.variant).values.extend(attribute.value)
+        elif attribute.variant:
+            setattr(proto, attribute.variant, attribute.value)
     except (AttributeError, TypeError, ValueError) as error:
         raise ChakraError(
-            f"{place}: attribute {name} cannot hold {given.value!r} as {given.variant}: {error}",
+            f"{place}: attribute {name} cannot hold {attribute.value!r} as {attribute.variant}:"
+            f" {error}",
             code="chakra-attribute-value",
         ) from error
     return proto
 
 
 def record_of(
-    position: int, message: bytes, seen: dict[bytes, tuple[str, Attribute]] | None = None
+    position: int, message: bytes, parsed: dict[bytes, tuple[str, Attribute]] | None = None
 ) -> Record:
     """Return a node's message as a record.
 
     Args:
         position: its place among the nodes.
         message: its bytes.
-        seen: attributes read before, by their bytes; grows.
+        parsed: attributes parsed before, by their bytes; the function adds to it.
 
     Raises:
         DecodeError, UnicodeDecodeError: the bytes are no Node.
     """
-    seen = {} if seen is None else seen
+    parsed = {} if parsed is None else parsed
     node = parse_raw_node(message)
+    # `parse_raw_node` leaves operands as bytes, so a malformed one fails only when it is parsed.
     for info in (*node.inputs, *node.outputs):
         IOInfo.FromString(info)
     attributes: dict[str, Attribute] = {}
     for content in node.attr:
-        entry = seen.get(content)
+        entry = parsed.get(content)
         if entry is None:
-            given = AttributeProto.FromString(content)
-            entry = seen[content] = (given.name, _attribute(given))
+            proto = AttributeProto.FromString(content)
+            entry = parsed[content] = (proto.name, _attribute(proto))
         attributes[entry[0]] = entry[1]
     return Record(
         position,
@@ -170,9 +174,9 @@ def record_of(
     )
 
 
-def _attribute(given: AttributeProto) -> Attribute:
-    variant = variant_of(given)
+def _attribute(proto: AttributeProto) -> Attribute:
+    variant = variant_of(proto)
     if not variant:
         return Attribute("", None)
-    value = getattr(given, variant)
+    value = getattr(proto, variant)
     return Attribute(variant, tuple(value.values) if variant.endswith("_list") else value)

@@ -1,4 +1,4 @@
-"""Work counts of nodes without times, from another tool, as ASTRA-sim's roofline reads them."""
+"""FLOPs and bytes that other tools' generators (STAGE) store for nodes without durations."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
 
 MOST = 1 << 58
-"""Operations or bytes of a node, so that no figure of it leaves 64 bits."""
+"""Largest number of operations or bytes of a node; no figure derived from it exceeds 64 bits."""
 NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
 _STAGE, _EINSUM = "symbolic_tensor_network", "M"
-"""What STAGE writes as a file's `schema`, and as `op_type` of a product."""
+"""STAGE's values of a file's `schema`, and of `op_type` for a matrix product."""
 
 
 def is_counted(graph: Graph) -> bool:
@@ -24,39 +24,41 @@ def is_counted(graph: Graph) -> bool:
 
 
 def counts_elements(graph: Graph) -> bool:
-    """Return whether the sizes of the graph's tensors and communication are numbers of elements.
+    """Return whether tensor and communication sizes of the graph count elements, not bytes.
 
-    STAGE's are (`Tensor.eval_size` of its tensor.py), whatever `--mixed_precision` says.
+    STAGE counts elements (`Tensor.eval_size` in its tensor.py), whatever its `--mixed_precision`.
     """
     if graph.foreign is None:
         return False
     attributes = GlobalMetadata.FromString(graph.foreign).attr
-    return any(given.name == "schema" and given.string_val == _STAGE for given in attributes)
+    return any(
+        attribute.name == "schema" and attribute.string_val == _STAGE for attribute in attributes
+    )
 
 
 def with_counted_work(graph: Graph) -> Graph:
-    """Return the graph with the FLOPs and bytes of compute nodes that have no duration.
+    """Return the graph with FLOPs and bytes set for compute nodes that have no duration.
 
-    Generators (STAGE) write no durations, but `num_ops` and `tensor_size`, of which ASTRA-sim's
-    roofline makes one (Workload.cc, `issue_comp`). All of `tensor_size` counts as read. STAGE
-    counts a multiplication and its addition as one (ops/einsum.py); these are two FLOPs.
+    STAGE writes `num_ops` and `tensor_size` instead of durations; ASTRA-sim's roofline derives a
+    duration from them (Workload.cc, `issue_comp`). All of `tensor_size` counts as read. STAGE
+    counts a multiplication and its addition as one operation (ops/einsum.py); these are two FLOPs.
 
     Raises:
         GraphError: a count is out of range.
     """
     nodes = graph.nodes
-    wanted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
+    is_uncounted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
     columns = {name: getattr(nodes, name).copy() for name in ("flops", "bytes_read")}
     columns["bytes_written"] = nodes.bytes_written.copy()
     any_counted, stage = False, counts_elements(graph)
-    for index in np.flatnonzero(wanted).tolist():
+    for index in np.flatnonzero(is_uncounted).tolist():
         message = nodes.foreign[index]
         if message is None:
             continue
         counts = {
-            given.name: getattr(given, given.WhichOneof("value") or "name")
-            for given in Node.FromString(message).attr
-            if given.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
+            attribute.name: getattr(attribute, attribute.WhichOneof("value") or "name")
+            for attribute in Node.FromString(message).attr
+            if attribute.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
         }
         flops, size = counts.get(NUM_OPS), counts.get(TENSOR_SIZE)
         if not isinstance(flops, int) or not isinstance(size, int) or min(flops, size) < 0:

@@ -1,6 +1,6 @@
 """Write a graph as a Chakra file.
 
-Messages of another tool's file keep everything that no column changed.
+Messages from another tool's file change only in the columns that changed since reading.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes
 
 Changes = dict[str, Mask]
-"""Column, or "dependencies" -> which nodes' value is not the one their message holds, bool[n]."""
+"""Column, or "dependencies" -> nodes whose value differs from the one in their message, bool[n]."""
 
 _IO_FIELDS = {
     column: (side, name)
@@ -50,7 +50,7 @@ _READERS = readers(lambda text: 0)
 
 
 def find_changes(nodes: Nodes, deps: Dependencies, read: Nodes, read_deps: Dependencies) -> Changes:
-    """Compare columns, rows `nodes` with what their messages hold (`read`)."""
+    """Return where columns and dependencies differ from those read from the messages (`read`)."""
     changes: Changes = {"dependencies": _differing_rows(deps, read_deps)}
     for spec in fields(Nodes):
         if spec.name != "foreign":
@@ -100,32 +100,33 @@ def amend(message: bytes, fresh: bytes, changed: Iterable[str]) -> bytes:
 
 
 def _take_over(node: Node, new: Node, name: str) -> None:
-    """Let the attribute read as `name` hold the value it has in `new`, or none as there."""
+    """Set attribute `name` of `node` to its value in `new`; delete it if `new` has none."""
     readable_places = [
-        i for i, given in enumerate(node.attr) if given.name == name and _is_read(given)
+        i for i, attribute in enumerate(node.attr) if attribute.name == name and _is_read(attribute)
     ]
-    wanted = next((given for given in new.attr if given.name == name), None)
-    if wanted is None:
+    replacement = next((attribute for attribute in new.attr if attribute.name == name), None)
+    if replacement is None:
         for index in reversed(readable_places):
             del node.attr[index]
     elif readable_places:
-        _set_value(node.attr[readable_places[-1]], wanted)
+        # Readers take the last of several attributes with one name.
+        _set_value(node.attr[readable_places[-1]], replacement)
     else:
-        node.attr.append(wanted)
+        node.attr.append(replacement)
 
 
 def _is_read(attribute: AttributeProto) -> bool:
-    """Whether reading takes a column's value from the attribute."""
+    """Return whether the attribute's type and value fit its column, so that it is read."""
     variant = variant_of(attribute)
     if not variant:
         return False
     return _READERS[attribute.name][1](variant, getattr(attribute, variant)) is not None
 
 
-def _set_value(attribute: AttributeProto, wanted: AttributeProto) -> None:
-    """Set the value, in the type the attribute has already when that can hold it."""
-    variant = variant_of(wanted)
-    value: Any = getattr(wanted, variant)
+def _set_value(attribute: AttributeProto, replacement: AttributeProto) -> None:
+    """Set the value, in the attribute's present type if that type can hold it."""
+    variant = variant_of(replacement)
+    value: Any = getattr(replacement, variant)
     try:
         setattr(attribute, variant_of(attribute), value)
     except (TypeError, ValueError):
@@ -133,14 +134,13 @@ def _set_value(attribute: AttributeProto, wanted: AttributeProto) -> None:
 
 
 _BLOCK = 16384
-"""Nodes encoded at a time: the memory of their messages is used again for the next."""
+"""Nodes encoded at a time. Blocks bound the memory: each block reuses that of the one before."""
 
 
 def write(graph: Graph, path: str | Path) -> None:
     """Write a Chakra `.et` file; it appears under its name only when complete.
 
-    A node read from another tool's file is written as it was there, but for the columns that
-    changed since.
+    A node read from another tool's file keeps its message, except for columns that changed since.
 
     Raises:
         ChakraError: a value does not fit Chakra's schema.
@@ -159,7 +159,7 @@ def _metadata(graph: Graph) -> bytes:
 
 
 def _nodes(graph: Graph) -> Iterator[bytes]:
-    """Yield the node messages, each behind its length."""
+    """Yield the node messages, each after its length."""
     nodes = graph.nodes
     if not (nodes.id[1:] > nodes.id[:-1]).all():
         _require_unique(nodes.id)
@@ -168,15 +168,15 @@ def _nodes(graph: Graph) -> Iterator[bytes]:
     is_kept = np.zeros(len(nodes), dtype=bool)
     if messages.count(None) < len(messages):
         is_kept[:] = [message is not None for message in messages]
-    kept = np.flatnonzero(is_kept)
-    if not len(kept):
+    kept_rows = np.flatnonzero(is_kept)
+    if not len(kept_rows):
         check_values(nodes, ~is_kept, ~is_kept)
         encoder = Encoder(nodes, deps, graph.strings)
         for begin in range(0, len(nodes), _BLOCK):
             rows = np.arange(begin, min(begin + _BLOCK, len(nodes)))
             yield encoder.encode(rows).join()
     else:
-        yield frame(_amended(graph, deps, is_kept, kept))
+        yield frame(_amended(graph, deps, is_kept, kept_rows))
 
 
 def _require_unique(ids: U64) -> None:
@@ -184,39 +184,43 @@ def _require_unique(ids: U64) -> None:
     if len(distinct) < len(ids):
         raise GraphError(
             f"{int(counts.max())} nodes have id {distinct[np.argmax(counts)]}; ids must be unique,"
-            " number the nodes again",
+            " renumber the nodes",
             code="graph-repeated-id",
         )
 
 
-def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept: I64) -> list[bytes]:
-    """Return the node messages of a graph that keeps some of another tool."""
+def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept_rows: I64) -> list[bytes]:
+    """Return the node messages of a graph that has messages of another tool."""
     nodes = graph.nodes
-    changes = _changes(graph, deps, kept)
+    changes = _changes(graph, deps, kept_rows)
+    # A time that is unchanged since reading stays as the other tool wrote it, even if negative.
     has_own_start, has_own_duration = ~is_kept, ~is_kept
-    has_own_start[kept] = changes["start_ns"]
-    has_own_duration[kept] = changes["duration_ns"]
+    has_own_start[kept_rows] = changes["start_ns"]
+    has_own_duration[kept_rows] = changes["duration_ns"]
     check_values(nodes, has_own_start, has_own_duration)
     any_change = np.any(list(changes.values()), axis=0)
-    rows: I64 = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept[any_change]]))
+    rows: I64 = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept_rows[any_change]]))
     messages: list[bytes] = nodes.foreign.tolist()
-    kept_messages: list[bytes] = [messages[row] for row in kept.tolist()]
+    kept_messages: list[bytes] = [messages[row] for row in kept_rows.tolist()]
     encoded = Encoder(nodes, deps, graph.strings).encode(rows).cut()
     for row, message in zip(rows.tolist(), encoded, strict=True):
         messages[row] = message
     for place in np.flatnonzero(any_change).tolist():
-        row = int(kept[place])
-        changed = [column for column, which in changes.items() if which[place]]
+        row = int(kept_rows[place])
+        changed = [column for column, is_changed in changes.items() if is_changed[place]]
         messages[row] = amend(kept_messages[place], messages[row], changed)
     return messages
 
 
-def _changes(graph: Graph, deps: Dependencies, kept: I64) -> Changes:
-    """Find what changed since reading in the nodes that keep their message."""
-    messages = graph.nodes.foreign[kept].tolist()
+def _changes(graph: Graph, deps: Dependencies, kept_rows: I64) -> Changes:
+    """Return what changed since reading in the nodes that have a message."""
+    messages = graph.nodes.foreign[kept_rows].tolist()
+    # A copy, because decoding adds texts and the graph's table is shared with other graphs.
     strings = graph.strings.copy()
     read = decode(Packed(messages, "graph.foreign"), strings)
-    return find_changes(graph.nodes.take(kept), _take(deps, kept), read.nodes, read.dependencies)
+    return find_changes(
+        graph.nodes.take(kept_rows), _take(deps, kept_rows), read.nodes, read.dependencies
+    )
 
 
 def _take(deps: Dependencies, rows: I64) -> Dependencies:

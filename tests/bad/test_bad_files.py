@@ -326,7 +326,7 @@ def test_the_largest_id_is_an_id(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (b'{"version": "1"}\n{"id": ', "line 2: not JSON"),
-        (b'{"version": "1"}\n{"id": -1}', "line 2: the node 0 is not what Chakra's schema has"),
+        (b'{"version": "1"}\n{"id": -1}', "line 2: the node 0 does not match Chakra's schema"),
         (b'{"version": "1"}\n{"id": 18446744073709551616}', "line 2"),
         (b'{"version": "1"}\n{"durationMicros": NaN}', "line 2"),
         (b'{"version": "1"}\n{"name": "\xff"}', "byte 27 is not UTF-8"),

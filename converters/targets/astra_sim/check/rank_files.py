@@ -113,7 +113,7 @@ class _Model:
         self._diff = RankDiff(path)
         place = {node.id: node.position for node in structure.records.nodes}
         own_slots = [self._diff.slots[place[node_id]] for node_id in structure.dag.ids]
-        count = len(self._diff.own)
+        count = len(self._diff.template_endings)
         ends: list[End] = [_NO_PEER] * count
         first_in_slot = self._diff.slots.index
         self._examples = [first_in_slot(slot) for slot in range(count)]
@@ -139,7 +139,8 @@ class _Model:
         self.comm = CommProgram(structure.dag, structure.schedule.order, calls, slots)
         self.program = Program(path.name, self.comm, ends + self._rest)
         self._verdicts = [
-            self._verdict(slot, ending, setting) for slot, ending in enumerate(self._diff.own)
+            self._verdict(slot, ending, setting)
+            for slot, ending in enumerate(self._diff.template_endings)
         ]
 
     def ends(self, octets: bytes, setting: Setting) -> list[End] | None:
