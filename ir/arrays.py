@@ -24,6 +24,7 @@ def membership_mask(codes: U8, chosen: Iterable[int]) -> Mask:
 
 def union_duration_ns(start_ns: I64, end_ns: I64) -> int:
     """Return the length of the union of the intervals; starts and ends are int64[k]."""
+    # `reach` is the latest end so far, so an interval inside an earlier one adds nothing.
     order = np.argsort(start_ns, kind="stable")
     start, reach = start_ns[order], np.maximum.accumulate(end_ns[order])
     before = np.concatenate([start[:1], reach[:-1]])

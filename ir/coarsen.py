@@ -19,6 +19,7 @@ Grain = Literal["layer", "submodule"]
 GRAINS: tuple[Grain, ...] = ("layer", "submodule")
 
 _NO_ROLE = ("layer", "other")
+"""Roles of modules that are not sub-modules of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,11 @@ def coarsen(graph: Graph, grain: Grain) -> Graph:
 
 
 class _Coarsening:
-    """Places the nodes, one after another, into groups."""
+    """Assigns the nodes to groups, one after another in topological order.
+
+    `_frontiers[node]` maps lane -> latest group of that lane that the node waits for, directly or
+    through contracted host operators.
+    """
 
     def __init__(self, graph: Graph, scope: I64) -> None:
         self._graph = graph
@@ -172,8 +177,8 @@ class _Coarsening:
         compute = graph.gpu_compute if on_gpu else graph.mask(Kind.HOST_OP)
         self._order = Reason.STREAM_ORDER if on_gpu else Reason.PROGRAM_ORDER
         self._compute: list[bool] = compute.tolist()
-        kept = ~graph.mask(Kind.HOST_OP) | compute
-        self._kept: list[bool] = kept.tolist()
+        is_kept = ~graph.mask(Kind.HOST_OP) | compute
+        self._kept: list[bool] = is_kept.tolist()
         self._lane: list[int] = (graph.nodes.stream if on_gpu else graph.nodes.thread).tolist()
         self._phase: list[int] = graph.nodes.phase.tolist()
         self._micro_batch: list[int] = graph.nodes.micro_batch.tolist()
@@ -197,13 +202,13 @@ class _Coarsening:
             self._frontiers[node] = frontier
             return
         lane = self._lane[node]
-        for other, group_index in frontier.items():
-            if other != lane:
+        for waiting_lane, group_index in frontier.items():
+            if waiting_lane != lane:
                 self._groups[group_index].sealed = True
         group_index = self._group_for(node, lane)
         group = self._groups[group_index]
-        for other, source in frontier.items():
-            if other != lane:
+        for waiting_lane, source in frontier.items():
+            if waiting_lane != lane:
                 group.awaited.setdefault(source, reasons.get(source, Reason.SYNC))
         self._group_of[node] = group_index
         self._frontiers[node] = {**frontier, lane: group_index}
@@ -237,6 +242,7 @@ class _Coarsening:
         next_group: dict[int, int] = {}
         threads = graph.nodes.thread.tolist()
         last = len(self._groups) - 1
+        # Backwards in time, so that `next_group` holds the group that the thread launches next.
         for node in np.argsort(graph.nodes.start_ns, kind="stable")[::-1].tolist():
             if self._kept[node]:
                 continue
@@ -293,22 +299,22 @@ class _Coarsening:
             columns[name] = int(getattr(nodes, name)[members].sum())
         for name in _SUMMED_WHERE_KNOWN:
             values = getattr(nodes, name)[members]
-            known = values != UNKNOWN
-            columns[name] = int(values[known].sum()) if known.any() else UNKNOWN
+            is_known = values != UNKNOWN
+            columns[name] = int(values[is_known].sum()) if is_known.any() else UNKNOWN
         return columns
 
     def _job(self, grain: Grain) -> Job:
         """Return the job with a note that counts the merged and contracted nodes."""
         graph = self._graph
-        compute, kept = np.array(self._compute), np.array(self._kept)
+        compute, is_kept = np.array(self._compute), np.array(self._kept)
         group_count = sum(group.key is not None for group in self._groups)
         note = (
             f"coarsened to one node per {grain}: "
             f"{int(compute.sum())} compute nodes became {group_count}"
         )
-        if not kept.all():
-            host_ns = int(graph.nodes.duration_ns[~kept].sum())
-            note += f"; {int((~kept).sum())} host operators ({host_ns} ns) were contracted"
+        if not is_kept.all():
+            host_ns = int(graph.nodes.duration_ns[~is_kept].sum())
+            note += f"; {int((~is_kept).sum())} host operators ({host_ns} ns) were contracted"
         unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
         if unknown:
             note += f"; {unknown} nodes with unknown FLOPs count as 0"

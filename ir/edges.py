@@ -47,9 +47,10 @@ class Edges:
 
 
 def topological_order(edges: Edges) -> tuple[I64, I64]:
-    """Return (order, leftover): a topological order, and the nodes on or behind a cycle.
+    """Return (order, leftover): a topological order, and the nodes on or after a cycle.
 
-    Among ready nodes the lowest index goes first. `leftover` is empty for an acyclic graph.
+    Of the ready nodes, the one with the lowest index comes first, so equal graphs have equal
+    orders. `leftover` is empty for an acyclic graph.
     """
     import heapq
 

@@ -120,11 +120,11 @@ class Graph:
 
     def _name_cycle(self, leftover: I64) -> str:
         inside = set(leftover.tolist())
-        node, seen = int(leftover[0]), list[int]()
-        while node not in seen:
-            seen.append(node)
+        node, path = int(leftover[0]), list[int]()
+        while node not in path:
+            path.append(node)
             node = next(source for source, _ in self.edges.of(node) if source in inside)
-        loop = [*seen[seen.index(node) :], node]
+        loop = [*path[path.index(node) :], node]
         return " waits for ".join(f"node {self.nodes.id[index]}" for index in loop)
 
     def coarsen(self, grain: Grain) -> Graph:

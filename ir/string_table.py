@@ -59,6 +59,7 @@ class StringTable:
         """Intern every value; return their codes, int32[n]."""
         codes = self._index()
         known = len(codes)
+        # A missing key then gets the next code in C, without a Python call per new string.
         codes.default_factory = count(known).__next__
         try:
             assigned = [codes[value] for value in values]

@@ -113,8 +113,8 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     for module in job.modules:
         layer = f" layer={_text(module.layer)}" if module.layer else ""
         scope = f" scope={_text(module.scope)}" if module.scope else ""
-        named = f"{_text(module.path)} type={_text(module.type)} role={module.role}"
-        yield f"module {named}{layer}{scope}"
+        description = f"{_text(module.path)} type={_text(module.type)} role={module.role}"
+        yield f"module {description}{layer}{scope}"
     for annotation in job.annotations:
         details = (
             f" details={json.dumps(annotation.details, default=str)}" if annotation.details else ""

@@ -19,10 +19,10 @@ from onerank.ir.input_files import load_json
 from onerank.ir.job.world import ProcessGroup, World
 
 NAMES = ("comm_groups.json", "comm_group.json")
-"""Names of the file: as ASTRA-sim's examples have it, and as STAGE writes it."""
+"""Names of the file: in ASTRA-sim's examples, and as written by STAGE."""
 
 WORLD = "world"
-"""The one axis of a world whose ranks no axes are known of."""
+"""The only axis of a world whose parallel axes are not known."""
 
 _DEFAULT = ("", "0")
 """Names of the group of all ranks (ASTRA-sim's Workload.cc)."""
@@ -41,16 +41,16 @@ class _RecordedGroup(msgspec.Struct):
 def with_groups(graph: Graph, path: Path) -> Graph:
     """Return the graph with groups, rank and world from outside its metadata.
 
-    A graph that has groups, or communicates only with all ranks, is unchanged; so is one without
-    such a file or node. The rank comes from the name PREFIX.RANK.et. The world has as many ranks as
-    traces with that prefix, or for a single trace as many as the groups name.
+    A graph that has groups, or communicates only with all ranks, is unchanged. So is a graph
+    without such a file or node. The rank comes from the name PREFIX.RANK.et. The world has as many
+    ranks as there are traces with that prefix; for a single trace, as many as the groups contain.
 
     Args:
         graph: as read from `path`.
-        path: its trace.
+        path: the trace.
 
     Raises:
-        FormatError: the file is malformed; a node names a group that is not in it or that does not
+        FormatError: the file is malformed; a node uses a group that the file lacks or that does not
             contain the rank; or a group contains a rank outside the world.
     """
     used = _first_of_each(graph)
@@ -103,14 +103,14 @@ def _groups_file(path: Path) -> Path | None:
     files = group_files(path.parent, path.name)
     if len(files) > 1:
         raise FormatError(
-            f"{files[0]} and {files[1].name} both hold groups of {path.name}; remove one",
+            f"{files[0]} and {files[1].name} both contain groups of {path.name}; remove one",
             code="groups-ambiguous",
         )
     return files[0] if files else None
 
 
 def group_files(directory: Path, trace: str) -> list[Path]:
-    """Return the files that hold the process groups of a trace, by the names that are searched.
+    """Return the files with the process groups of a trace, in the order of the names searched.
 
     If none of `NAMES` exists, PREFIX.json next to PREFIX.RANK.et is used, as STAGE's main.py names
     it.
@@ -124,7 +124,7 @@ def group_files(directory: Path, trace: str) -> list[Path]:
 
 
 def _recorded_groups(graph: Graph, path: Path) -> dict[str, list[int]]:
-    """Return group name -> ranks as METADATA nodes record them."""
+    """Return group name -> ranks from METADATA nodes."""
     groups: dict[str, list[int]] = {}
     for index in np.flatnonzero(graph.mask(Kind.METADATA)).tolist():
         node = graph.node(index)
@@ -132,8 +132,8 @@ def _recorded_groups(graph: Graph, path: Path) -> dict[str, list[int]]:
             continue
         place = f"{path}: node {node.id} ({node.name!r})"
         try:
-            # The value is `["[{...}]"]` with inner quotes that are not escaped, so no parser takes
-            # it whole: cut the outer brackets and quotes off.
+            # torch writes `["[{...}]"]` without escaping the inner quotes. That is not valid JSON,
+            # so the outer brackets and quotes are cut off.
             text = node.text("input_values")[2:-2]
             recorded = msgspec.json.decode(text.encode(), type=list[_RecordedGroup])
         except msgspec.MsgspecError as error:
@@ -149,26 +149,26 @@ def _recorded_groups(graph: Graph, path: Path) -> dict[str, list[int]]:
 
 
 def _check_distinct(place: str, ranks: list[int]) -> None:
-    seen: set[int] = set()
+    distinct: set[int] = set()
     for rank in ranks:
-        if rank < 0 or rank in seen:
-            what = "is no rank" if rank < 0 else "is named twice"
+        if rank < 0 or rank in distinct:
+            problem = "is not a rank" if rank < 0 else "occurs twice"
             raise FormatError(
-                f"{place}: {rank} {what}; expected distinct ranks from 0", code="groups-bad-rank"
+                f"{place}: {rank} {problem}; expected distinct ranks from 0", code="groups-bad-rank"
             )
-        seen.add(rank)
+        distinct.add(rank)
 
 
 def _rank_and_world(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
-    """Return the trace's rank, None if its name has none, and the number of ranks."""
-    named = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
+    """Return the trace's rank (None if its name has none) and the number of ranks."""
+    ranks_in_groups = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
     match = RANK_FILE.fullmatch(path.name)
     if match is None:
-        return None, named
-    others = (RANK_FILE.fullmatch(other.name) for other in path.parent.glob("*.et"))
-    ranks = [int(other[2]) for other in others if other and other[1] == match[1]]
-    # A trace on its own is one of a larger job; several are taken for the whole job.
-    return int(match[2]), max(ranks) + 1 if len(ranks) > 1 else named
+        return None, ranks_in_groups
+    matches = (RANK_FILE.fullmatch(trace.name) for trace in path.parent.glob("*.et"))
+    ranks = [int(trace[2]) for trace in matches if trace and trace[1] == match[1]]
+    # A single trace usually is an excerpt of a larger job. Several traces count as the whole job.
+    return int(match[2]), max(ranks) + 1 if len(ranks) > 1 else ranks_in_groups
 
 
 def _first_of_each(graph: Graph) -> dict[str, int]:
@@ -183,8 +183,8 @@ def _check_ranks(groups: Mapping[str, tuple[int, ...]], world: int, source: Path
     for name, ranks in groups.items():
         if max(ranks) >= world:
             raise FormatError(
-                f'{source}: group "{name}" holds rank {max(ranks)}, but the traces next to it '
-                f"are of ranks 0 to {world - 1}; add the other traces or correct the group",
+                f'{source}: group "{name}" contains rank {max(ranks)}, but the traces next to it '
+                f"are those of ranks 0 to {world - 1}; add the other traces or correct the group",
                 code="groups-missing-traces",
             )
 
@@ -199,19 +199,19 @@ def _check_used(
     for name, node in used.items():
         if name not in groups:
             raise FormatError(
-                f'{path}: node {node} is of group "{name}", which {source} does not hold '
+                f'{path}: node {node} uses group "{name}", which {source} does not contain '
                 f"(it has {', '.join(groups)}); add it there",
                 code="groups-unknown-group",
             )
         if rank is not None and rank not in groups[name]:
             raise FormatError(
-                f'{path}: node {node} is of group "{name}", whose ranks '
-                f"{shown_ranks(groups[name])} ({source}) do not hold the trace's own rank {rank}",
+                f'{path}: node {node} uses group "{name}", whose ranks '
+                f"{shown_ranks(groups[name])} ({source}) do not include the trace's rank {rank}",
                 code="groups-rank-not-member",
             )
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, of many the first and the last."""
-    named = [str(rank) for rank in ranks]
-    return ", ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-3:]])
+    """Return ranks as text; more than 8 are shortened to the first 4 and the last 3."""
+    names = [str(rank) for rank in ranks]
+    return ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])

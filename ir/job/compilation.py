@@ -7,7 +7,7 @@ COMPILED_GRAPH = "compiled graph "
 
 
 class GeneratedKernel(msgspec.Struct, frozen=True):
-    """A kernel call as the compiler wrote it.
+    """A kernel call, or the definition of a kernel, in the compiler's generated code.
 
     Attributes:
         graph: number of the compiled graph, in the order of compilation.
@@ -72,7 +72,7 @@ class Compilation(msgspec.Struct, frozen=True):
     Attributes:
         mode: mode of torch.compile; "the script's own" if the script compiles by itself.
         graphs: compiled graphs that ran in the step.
-        eager_step_ns: median pure step; None if not measured.
+        eager_step_ns: median step without a profiler; None if not measured.
         compiled_step_ns: the same.
         fusions: generated kernels, longest total time first.
         modules: longest eager time first.

@@ -45,7 +45,7 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The distributed job that a graph shows one rank of.
+    """The distributed job, of which a graph shows one rank.
 
     Attributes:
         world: sizes of the parallel axes.

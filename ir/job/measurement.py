@@ -8,7 +8,7 @@ from onerank.ir.allocations import MemoryLog
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A sensor's values over the pure steps."""
+    """A sensor's values over the steps without a profiler."""
 
     median: int
     low: int
@@ -39,11 +39,12 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     """Device a graph was measured on or annotated for.
 
     Attributes:
-        type: "cuda"; "cpu"; "model" (a model's operators, never run); "" (not known).
-        name: as the driver names it, or the name of the GPU description.
-        memory_bytes: device memory, 0 when not known.
-        sm_count: streaming multiprocessors, 0 when not known.
-        sensors: clocks, power and temperature of the pure steps; None when not sampled.
+        type: "cuda"; "cpu"; "model" (operators of a model that was not run); "" (not known).
+        name: the driver's name, or the name of the GPU description.
+        memory_bytes: device memory, 0 if not known.
+        sm_count: streaming multiprocessors, 0 if not known.
+        sensors: clocks, power and temperature of the steps without a profiler; None if not
+            sampled.
     """
 
     type: str = ""
@@ -59,15 +60,15 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ScopeTime(msgspec.Struct, frozen=True):
-    """Time of a module between events on its stream, without a profiler, idle time included.
+    """Time of a module between CUDA events on its stream: no profiler runs, idle time counts.
 
     Attributes:
         path: qualified name of the module; "optimizer" for all optimizer steps.
         phase: "forward", "backward" or "optimizer". A checkpoint's recomputation is backward.
         calls: calls per step.
-        duration_ns: time per step, all calls together; the median of the steps.
-        spread_ns: the longest step's minus the shortest's.
-        samples: steps.
+        duration_ns: time of all calls of a step; the median over the steps.
+        spread_ns: longest minus shortest such time.
+        samples: number of steps.
     """
 
     path: str
@@ -79,15 +80,15 @@ class ScopeTime(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A figure measured at several depths, and the straight line through it.
+    """A quantity measured at several depths, and the line fitted through the values.
 
     Attributes:
-        values: the figure at each depth captured.
-        intercept: of the line, at no layer.
-        slope: of the line, per layer.
-        residual: largest distance of a value from the line, as a share of the value; None when
-            two depths leave no residual.
-        at_depth: the line at the model's own depth.
+        values: the quantity at each captured depth.
+        intercept: value of the line at zero layers.
+        slope: increase per layer.
+        residual: largest distance of a value from the line, as a share of the value; None for two
+            depths, which the line fits exactly.
+        at_depth: value of the line at the model's own depth.
     """
 
     values: tuple[int, ...]
@@ -98,21 +99,21 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class LayerExtrapolation(msgspec.Struct, frozen=True):
-    """How a graph was put together from captures of a model built with fewer layers.
+    """How a graph was composed from captures of the model with fewer layers.
 
     Attributes:
         layers: layers of each capture, ascending.
-        depth: layers of the model itself, and of the graph.
+        depth: layers of the full model, and of the graph.
         module: path of the layers ("model.layers").
-        first: layers before the repeated ones, which differ from them.
-        period: layers after which the kernels repeat.
-        copied: layers of the graph that are copies.
+        first: number of leading layers that differ from the repeated ones.
+        period: number of layers after which the kernels repeat.
+        copied: number of layers of the graph that are copies.
         compute_ns: summed durations of the compute nodes.
         step_ns: median step without a profiler.
         peak_memory_bytes: allocator's peak.
         comm_bytes: summed per-rank input of the communication calls.
         composed_compute_ns: summed durations of the graph's compute nodes, by repeating layers.
-        replayed_peak_bytes: peak of the graph's own allocations, in order.
+        replayed_peak_bytes: peak of the graph's allocations, replayed in order.
         layer_mismatch: error of the shallowest capture's layers plus copies of the deepest
             capture's median layer against the layers of the deepest capture, as a share of its
             compute; None if the deepest capture has no layer between others.
@@ -136,8 +137,8 @@ class LayerExtrapolation(msgspec.Struct, frozen=True):
 class HostOverhead(msgspec.Struct, frozen=True):
     """How a steady-state step without a profiler differs from the profiled step.
 
-    A profiler slows the host, and lets the GPU rest before the step: its host has no lead then, and
-    its clocks are higher than where it works all the time.
+    A profiler slows the host and lets the GPU idle before the step. The host then has no lead over
+    the GPU, and the GPU's clocks are higher than under continuous load.
 
     Attributes:
         host_factor: host time without the profiler over host time that the profiler recorded.
@@ -153,41 +154,41 @@ class HostOverhead(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the graph's figures were obtained.
+    """Measurements of the captured steps, and how they were obtained.
 
     Attributes:
-        step_ns: duration of each pure step (no profiler), in order.
-        profiled_step_ns: duration of the profiled step, 0 when not measured; of several, of the
-            one whose order the graph has.
-        peak_memory_bytes: allocator's peak over the profiled step, 0 when not known.
-        start_memory_bytes: allocated when the profiled step began.
+        step_ns: duration of each step without a profiler, in order.
+        profiled_step_ns: duration of the profiled step, 0 if not measured. Of several profiled
+            steps, the one whose node order the graph has.
+        peak_memory_bytes: allocator's peak over the profiled step, 0 if not known.
+        start_memory_bytes: allocated bytes when the profiled step began.
         versions: software name -> version.
-        notes: sentences a reader should know, one each.
+        notes: statements on the quality of the trace, one sentence each.
         input_spread: root mean square, over the script's steps, of ln(elements of the model inputs
             / elements in the graph's step); 0 if all steps have the same shapes. A prediction's
             interval is wider by it.
-        gpu_busy_ns: part of the profiled step during which the GPU ran anything, on any stream
-            (of several, the median); 0 when not measured.
+        gpu_busy_ns: part of the profiled step during which the GPU ran anything on any stream (the
+            median of several steps); 0 if not measured.
         timed_step_ns: duration of each step whose modules were timed by events, in order.
         scopes: time of each module in these steps.
-        activation_bytes: bytes that each micro-batch of the profiled step added and held until
+        activation_bytes: bytes that each micro-batch of the profiled step allocated and kept until
             its backward began.
-        depths: how the graph was extrapolated, None for a graph captured at its own depth; its
-            steps were then not taken, and `step_ns` is empty.
+        depths: how the graph was extrapolated; None for a graph captured at its own depth. No step
+            of an extrapolated graph was run, so its `step_ns` is empty.
         resident_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes
             of the tensor storages that were allocated when the profiled step began. "workspace" ->
             sizes of blocks that belong to no Python tensor, if the allocator recorded them. Empty
             if not known.
         resident_pools: the same classes -> the pool of each storage (`Blocks.pool`); empty if all
             are in the default stream's pool, or if pools are not known.
-        memory: the step's allocations and frees; None when not known, or no longer those of this
+        memory: the step's allocations and frees; None if not known, or no longer valid for this
             graph.
-        profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
-            keeps; a graph keeps that of its own step.
-        host_step_ns: how long the host took for each of several steps without a profiler that
-            began with an idle GPU, in order.
-        profiled_host_ns: likewise for each profiled step; a graph keeps that of its own.
-        host_overhead: of a steady-state step; None when it was not measured.
+        profiled_steps_ns: duration of each of several profiled steps, in order. A capture has all
+            of them, a graph only that of its own step.
+        host_step_ns: host time of each of several steps without a profiler that began with an idle
+            GPU, in order.
+        profiled_host_ns: host time of each profiled step; a graph has only that of its own step.
+        host_overhead: host overhead of a steady-state step; None if not measured.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -213,13 +214,16 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def median_step_ns(self) -> int | None:
-        """Median pure step, or None when none was measured."""
+        """Median step without a profiler; None if none was measured."""
         import statistics
 
         return round(statistics.median(self.step_ns)) if self.step_ns else None
 
     def untimed(self, *notes: str) -> Self:
-        """Return that of a graph with other durations: no step or module was timed with these."""
+        """Return the measurement without the times of steps and modules, with added notes.
+
+        A graph whose durations were changed was never timed as a whole.
+        """
         return msgspec.structs.replace(
             self,
             step_ns=(),

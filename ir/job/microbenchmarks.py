@@ -13,11 +13,11 @@ class SustainedCall:
     """A call that ran without a pause for two seconds.
 
     Attributes:
-        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
-        sizes: m, n and k of a product.
-        flops: of one call; without products its vector operations.
-        nbytes: operands and result of one call, each once.
-        median_ns: of one call.
+        unit: arithmetic of a GEMM: "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for other calls.
+        sizes: m, n and k of a GEMM.
+        flops: FLOPs of one call; for other calls than GEMMs, its vector operations.
+        nbytes: bytes of the operands and the result of one call, each counted once.
+        median_ns: median time of one call.
         power_w: board power; None if not measured.
         sm_clock_mhz: median over the second half; None if not measured.
     """
@@ -34,7 +34,7 @@ class SustainedCall:
 _SIZES = 4096, 8192, 16384
 
 LARGE = tuple(product(_SIZES, _SIZES, _SIZES))
-"""What they reach is the matrix units', under the power limit."""
+"""m, n and k of GEMMs whose rate is that of the matrix units under the power limit."""
 
 SKINNY = tuple(product((16, 64), (8192, 16384), (8192, 16384)))
-"""What they reach is the memory's: their weights are in no cache."""
+"""m, n and k of GEMMs whose rate is that of the memory: their weights exceed every cache."""

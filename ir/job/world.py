@@ -52,7 +52,7 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise JobError(f"--{axis} {size}: expected 1 or more", code="world-size-below-one")
         if cp * dp % ep:
             raise JobError(
-                f"--ep {ep} must divide cp * dp, whose ranks share out the experts "
+                f"--ep {ep} must divide cp * dp, whose ranks share the experts "
                 f"({cp} * {dp} = {ep} x {cp * dp // ep} + {cp * dp % ep})",
                 code="world-ep-indivisible",
             )
@@ -94,8 +94,10 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
             first = place - place % self.ep
             return plane[first : first + self.ep]
         free = axis.split("+")
-        own = self.point(rank)
-        spans = [range(n) if a in free else (own[a],) for a, n in reversed(self.sizes.items())]
+        coordinates = self.point(rank)
+        spans = [
+            range(n) if a in free else (coordinates[a],) for a, n in reversed(self.sizes.items())
+        ]
         names = [*reversed(self.sizes)]
         return tuple(self.at(dict(zip(names, point, strict=True))) for point in product(*spans))
 
@@ -105,17 +107,17 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
             return self.place(self._plane, rank) % self.ep
         if axis == "edp":
             return self.place(self._plane, rank) // self.ep
-        free, own, place = axis.split("+"), self.point(rank), 0
+        free, coordinates, place = axis.split("+"), self.point(rank), 0
         for name, size in reversed(self.sizes.items()):
             if name in free:
-                place = place * size + own[name]
+                place = place * size + coordinates[name]
         return place
 
     def first(self, where: Mapping[str, int]) -> int:
-        """Return the lowest rank that is at these places.
+        """Return the lowest rank at these positions.
 
         Args:
-            where: axis, or "ep" -> place in its line; axes it leaves out are 0.
+            where: axis, or "ep" -> position in its line; absent axes are at 0.
         """
         point, place = {**where}, where.get("ep", 0)
         for axis in self._plane.split("+") if "ep" in where else ():
@@ -132,36 +134,40 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def axis_of(ranks: Sequence[int], world: World, rank: int, name: str = "") -> str:
-    """Return the axis of `world` whose line through `rank` has just these ranks.
+    """Return the axis of `world` whose line through `rank` has exactly these ranks.
 
     Args:
         ranks: global ranks of a group, in any order.
         world: the world they belong to.
-        rank: one of them.
-        name: what the group is called; an axis of that name comes before others with its ranks.
+        rank: a member of the group.
+        name: name of the group; an axis of that name takes precedence over others that fit.
 
     Returns:
         "tp", "cp", "dp", "pp", several of them joined ("cp+dp"), "ep" or "edp"; "world" for all
-        ranks of several axes; "" where no line fits, and for a group of one.
+        ranks of several axes; "" if no line fits, and for a group of one rank.
     """
+    # Lines can coincide, as those of ep and dp do if ep equals dp. So the group's name decides
+    # first, then the shortest combination of axes.
     members = tuple(sorted(ranks))
     if len(members) == 1:
         return ""
     axes = [*world.sizes]
-    known = ["+".join(some) for n in range(1, len(axes)) for some in combinations(axes, n)]
-    known += ["ep", "edp"] if world.ep > 1 else []
-    if name in known and world.line(name, rank) == members:
+    axis_names = [
+        "+".join(combined) for n in range(1, len(axes)) for combined in combinations(axes, n)
+    ]
+    axis_names += ["ep", "edp"] if world.ep > 1 else []
+    if name in axis_names and world.line(name, rank) == members:
         return name
     if members == tuple(range(world.size)):
         return axes[0] if len(axes) == 1 else "world"
-    return next((axis for axis in known if world.line(axis, rank) == members), "")
+    return next((axis for axis in axis_names if world.line(axis, rank) == members), "")
 
 
 class Pipeline(msgspec.Struct, frozen=True):
-    """The pipeline stage a graph is of.
+    """The pipeline stage that a graph belongs to.
 
     Attributes:
-        stage: place of the stage, 0 for the first.
+        stage: index of the stage, from 0.
         layers: layers of each stage of the pipeline.
     """
 
@@ -170,21 +176,20 @@ class Pipeline(msgspec.Struct, frozen=True):
 
 
 class RankClass(msgspec.Struct, frozen=True):
-    """Ranks that do the same work, so that the graph of one stands for all.
+    """Ranks that do the same work, so that one graph represents them all.
 
     Attributes:
         representative: the rank to capture.
-        where: axis, or "ep" -> places of the class in its line; what it leaves out does not
-            matter.
+        where: axis, or "ep" -> positions of the class in its line; absent axes do not matter.
     """
 
     representative: int
     where: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict[str, tuple[int, ...]])
 
     def holds(self, rank: int, world: World) -> bool:
-        """Return whether a rank of `world` is of this class."""
+        """Return whether a rank of `world` belongs to this class."""
         return all(world.place(axis, rank) in places for axis, places in self.where.items())
 
     def members(self, world: World) -> tuple[int, ...]:
-        """Return the ranks of `world` that are of this class, ascending."""
+        """Return the ranks of `world` that belong to this class, ascending."""
         return tuple(rank for rank in range(world.size) if self.holds(rank, world))

@@ -78,9 +78,10 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
 
 
 def _untimed_host_communication(graph: Graph) -> Mask:
-    """Return the communication calls that a host thread executes and no peer took part in, bool[n].
+    """Return the communication calls on a host thread that have no duration, bool[n].
 
-    A network model times such a call; the next operation of the thread waits for its end.
+    No peer took part in them; a network model times them. The next operation of the thread waits
+    for the end of the call.
     """
     nodes = graph.nodes
     on_thread = (nodes.stream == UNKNOWN) & (nodes.thread != UNKNOWN)
@@ -88,9 +89,9 @@ def _untimed_host_communication(graph: Graph) -> Mask:
 
 
 def launches(graph: Graph) -> Mask:
-    """Return the edges along which an operation of a stream is launched, bool[m].
+    """Return the edges from a launching operator to an operation of a stream, bool[m].
 
-    The source is the launching operator, or an operator that it had called before.
+    The source is the operator itself, or an operator that it had called before.
     """
     edges, is_host = graph.edges, graph.nodes.kind == Kind.HOST_OP
     on_stream = ~is_host[edges.target] & (graph.nodes.stream != UNKNOWN)[edges.target]
@@ -126,11 +127,12 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     """
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
-    known = evidence[edges.source] == Evidence.MEASURED
-    known |= is_host[edges.source] & (graph.job.host_factor != 0)  # its ends are the measured ones
+    is_end_known = evidence[edges.source] == Evidence.MEASURED
+    # `edge_delays` restores the measured ends of host operators, except for a factor of 0.
+    is_end_known |= is_host[edges.source] & (graph.job.host_factor != 0)
     next_start = _next_starts(graph, Reason.STREAM_ORDER, begun)
     released = np.where(queued, next_start[edges.source], begun[edges.target])
-    released = np.where(known, ended[edges.source], released)
+    released = np.where(is_end_known, ended[edges.source], released)
     released = np.minimum(released, begun[edges.target])
     last_release = _latest(graph, woken, released)[edges.target]
     recorded = graph.nodes.blocked_ns[edges.target]
@@ -277,7 +279,9 @@ class ReplayedRank:
         self._earliest = earliest_starts(graph)
 
     def with_gpu_durations(self, gpu_ns: I64) -> Self:
-        """Return a copy with other durations of all nodes but host operators; delays stay.
+        """Return a copy with other durations for all nodes except host operators.
+
+        Delays stay as they were measured.
 
         Args:
             gpu_ns: int64[n]; the entries of host operators are ignored.
@@ -290,6 +294,7 @@ class ReplayedRank:
     def schedule(self, floor: I64 | None = None) -> Schedule:
         """Return the start and end of each node; none starts before `floor`, int64[n]."""
         graph = self._graph
+        # Lists, because the loop reads single elements, which is slow on numpy arrays.
         offsets: list[int] = graph.edges.offsets.tolist()
         sources: list[int] = graph.edges.source.tolist()
         duration: list[int] = graph.nodes.duration_ns.tolist()
@@ -306,6 +311,7 @@ class ReplayedRank:
                 source = sources[edge]
                 if delay[edge] == NO_DELAY:
                     continue
+
                 time = (start if from_start[edge] else end)[source] + delay[edge]
                 # A negative delay lets a node overlap its predecessor, never precede its start.
                 time = max(time, start[source])

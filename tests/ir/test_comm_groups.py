@@ -121,9 +121,9 @@ def test_all_commands_take_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "code", "named"),
     [
-        ({"1": [0, 1]}, "groups-unknown-group", ('node 2 is of group "3"',)),
+        ({"1": [0, 1]}, "groups-unknown-group", ('node 2 uses group "3"',)),
         ({**GROUPS, "5": [3, 4]}, "groups-missing-traces", ('group "5"', "rank 4", "0 to 3")),
-        ({**GROUPS, "3": [1, 2]}, "groups-rank-not-member", ('node 2 is of group "3"', "1, 2")),
+        ({**GROUPS, "3": [1, 2]}, "groups-rank-not-member", ('node 2 uses group "3"', "1, 2")),
         ({**GROUPS, "3": [0, 2, 0]}, "groups-bad-rank", ('group "3": 0 ',)),
         ({**GROUPS, "3": [0, -2]}, "groups-bad-rank", ('group "3": -2 ',)),
         ({**GROUPS, "3": ["0"]}, "json-malformed", ("`$[...][0]`",)),
