@@ -334,7 +334,7 @@ def test_options_that_go_without_ranks(tmp_path, more):
     script.write_text(LLAMA)
     done = told("capture", "run", script, "--tp", 2, "--ranks", "0,1", *more,
                 "-o", tmp_path / "t.et", status=2)  # fmt: skip
-    assert f"goes without {more[0]}" in done.stderr
+    assert f"leave out {more[0]}" in done.stderr
 
 
 def test_ranks_are_numbers_with_commas_between(tmp_path):

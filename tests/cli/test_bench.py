@@ -75,7 +75,7 @@ def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> Non
     convert_directory(TRACES / "cpu-llama-2l-tp4")[0].write(trace)
     done = run(trace, "-o", output)
     assert done.exit_code == 2
-    assert "cpu.et: holds no GPU operation" in done.output
+    assert "error[bench-no-operators]" in done.output
     assert run(trace, "-o", trace).exit_code == 2
     assert onerank.read(trace)
 
@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     ("stop", "code", "told"),
     [
         (KeyboardInterrupt(), 0, "untried   1 call: interrupted"),
-        (CaptureError("broken"), 2, "broken; what was measured until then, 1 rows, is in"),
+        (CaptureError("broken"), 2, "broken; the 1 rows measured until then are in"),
     ],
 )
 def test_what_was_measured_until_the_end_is_kept(

@@ -22,7 +22,7 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
     assert "optimizer      1.925 GB  29.8%" in shown
     args = ("--target", "T4", "--non-allocator-gb", 9)
     shown = invoke(onerank, "memory", traces / "gpu.et", *args).stdout
-    assert "15.630 GB: does not fit once that is counted; by itself it would" in shown
+    assert "15.630 GB: fits only without" in shown
     assert "What would make it fit T4" in shown
 
 
@@ -46,7 +46,7 @@ def test_energy_and_cost_of_a_captured_step(traces):
     assert (told["gpus"], told["tokens"]) == (4, 4096)
     assert told["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
     shown = invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
-    assert "Reckoning: own" in shown
+    assert "Calculation: own" in shown
     assert re.search(r"rent +4\.000 +0\.0001401 +0\.03421\s", shown)  # 4 x 4 / 3600 x 0.031527 s
 
 

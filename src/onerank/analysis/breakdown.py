@@ -16,15 +16,15 @@ I64 = npt.NDArray[np.int64]
 
 
 class Share(msgspec.Struct, frozen=True):
-    """Part of a step's compute.
+    """A part of a step's compute.
 
     Attributes:
         name: class, phase, module or kernel.
-        count: nodes.
-        time_ns: their summed durations.
-        flops: their summed FLOPs, those that are known.
-        bytes: bytes read and written, those that are known.
-        without_flops: nodes whose FLOPs no formula gives.
+        count: number of nodes.
+        time_ns: summed durations.
+        flops: summed FLOPs of the nodes for which they are known.
+        bytes: summed bytes read and written, where known.
+        without_flops: number of nodes whose FLOPs are not known.
     """
 
     name: str
@@ -36,8 +36,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 NOTHING = Share("", 0, 0, 0, 0, 0)
-
-"""What a name without any compute has."""
+"""The share of a name without any compute."""
 
 
 def share_of_all(graph: Graph) -> Share:
@@ -83,12 +82,12 @@ def shares_by_phase(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by phase, in the order of a step."""
     compute = np.flatnonzero(compute_mask(graph))
     names = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
-    found = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
-    return sorted(found, key=lambda share: (not share.name, names.index(share.name)))
+    shares = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
+    return sorted(shares, key=lambda share: (not share.name, names.index(share.name)))
 
 
 def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[Share]:
-    """Sum the nodes at `index` by code; codes that no node has are left out."""
+    """Sum the nodes at `index` by code; codes without nodes are omitted."""
     nodes = graph.nodes
 
     def total(values: I64) -> list[int]:
@@ -96,14 +95,14 @@ def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[
         np.add.at(sums, codes, values)
         return sums.tolist()
 
-    known = [np.where(getattr(nodes, c)[index] == UNKNOWN, 0, getattr(nodes, c)[index])
+    counted = [np.where(getattr(nodes, c)[index] == UNKNOWN, 0, getattr(nodes, c)[index])
              for c in ("flops", "bytes_read", "bytes_written")]  # fmt: skip
     columns = zip(
         names,
         total(np.ones(len(index), dtype=np.int64)),
         total(nodes.duration_ns[index]),
-        total(known[0]),
-        total(known[1] + known[2]),
+        total(counted[0]),
+        total(counted[1] + counted[2]),
         total((nodes.flops[index] == UNKNOWN).astype(np.int64)),
         strict=True,
     )
@@ -116,27 +115,28 @@ GRAINS: tuple[Grain, ...] = get_args(Grain)
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one layer, sub-module or kernel takes of a step; all its calls together.
+    """Time, work and memory of one layer, sub-module or kernel in a step, all calls summed.
+
+    With the grain "submodule", the role "layer" stands for a layer's operators outside its
+    sub-modules.
 
     Attributes:
-        name: path of the module; "" for what is no module's own; name of the kernel.
+        name: path of the module, "" for nodes outside all modules; or name of the kernel.
         role: role of the sub-module; "layer"; "" for a kernel.
-        instances: modules that are summed, 1 but where siblings are merged.
-        nodes: compute nodes: GPU operations, on a CPU operators.
-        forward_ns: their summed durations in forward.
-        backward_ns: in backward.
-        other_ns: in the optimizer's phase and in none.
-        spread_ns: summed spreads over the profiled steps, an upper bound of that of the time.
+        instances: number of summed modules; 1 unless siblings are merged.
+        nodes: number of compute nodes (GPU operations; on a CPU, operators).
+        forward_ns: summed durations of the nodes in forward.
+        backward_ns: the same in backward.
+        other_ns: the same in the optimizer and outside all phases.
+        spread_ns: summed spreads over the profiled steps, an upper bound of the sum's spread.
         flops: known FLOPs.
         bytes: known bytes read and written.
-        without_flops: nodes whose FLOPs no formula gives.
-        allocated_bytes: bytes allocated meanwhile, host operators included.
-        freed_bytes: bytes freed meanwhile.
-        timed_forward_ns: forward between events, idle time included, without a profiler; None
-            where it was not timed.
-        timed_backward_ns: backward likewise.
-
-    At the grain of sub-modules the role "layer" is a layer's own operators, outside of those.
+        without_flops: number of nodes whose FLOPs are not known.
+        allocated_bytes: bytes allocated by these nodes and their host operators.
+        freed_bytes: bytes freed by them.
+        timed_forward_ns: forward between events (on a CPU: clock readings), idle time included;
+            None if not timed.
+        timed_backward_ns: the same for backward.
     """
 
     name: str
@@ -170,22 +170,23 @@ def parts(graph: Graph, grain: Grain) -> list[Part]:
     """
     graph = characterise(graph)
     if grain == "kernel":
-        names, of = np.unique(graph.nodes.name, return_inverse=True)
+        names, scope_index = np.unique(graph.nodes.name, return_inverse=True)
         scopes = [Scope(graph.strings[code], "") for code in names.tolist()]
     else:
         scoping = scopes_of(graph, grain)
-        scopes, of = scoping.scopes, scoping.of
-    found = _sums(graph, scopes, of.astype(np.int64))
+        scopes, scope_index = scoping.scopes, scoping.of
+    summed = _sums(graph, scopes, scope_index.astype(np.int64))
     timed = {(time.path, time.phase): time.duration_ns for time in graph.job.measurement.scopes}
     return [
         part
-        if grain == "submodule" and part.role == "layer"  # the times are of the whole layer
+        # Events time whole layers, while this part has only the operators outside sub-modules.
+        if grain == "submodule" and part.role == "layer"
         else msgspec.structs.replace(
             part,
             timed_forward_ns=timed.get((part.name, "forward")),
             timed_backward_ns=timed.get((part.name, "backward")),
         )
-        for part in found
+        for part in summed
     ]
 
 
@@ -201,19 +202,19 @@ def merged(parts: Sequence[Part]) -> list[Part]:
 def _sum(name: str, role: str, members: list[Part]) -> Part:
     summed: dict[str, Any] = {"name": name, "role": role}
     for field in Part.__struct_fields__[2:]:
-        known = [value for part in members if (value := getattr(part, field)) is not None]
-        summed[field] = sum(known) if known else None
+        values = [value for part in members if (value := getattr(part, field)) is not None]
+        summed[field] = sum(values) if values else None
     return Part(**summed)
 
 
-def _sums(graph: Graph, scopes: Sequence[Scope], of: I64) -> list[Part]:
+def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[Part]:
     nodes = graph.nodes
     compute = compute_mask(graph)
     forward, backward = (nodes.phase == phase for phase in (Phase.FORWARD, Phase.BACKWARD))
 
     def total(values: I64, mask: npt.NDArray[np.bool_]) -> list[int]:
         sums = np.zeros(len(scopes), dtype=np.int64)
-        np.add.at(sums, of[mask], values[mask])
+        np.add.at(sums, scope_index[mask], values[mask])
         return sums.tolist()
 
     everything, ones = np.ones(len(graph), dtype=bool), np.ones(len(graph), dtype=np.int64)
@@ -232,5 +233,5 @@ def _sums(graph: Graph, scopes: Sequence[Scope], of: I64) -> list[Part]:
         total(nodes.bytes_freed, everything),
         strict=True,
     )
-    found = [Part(scope.path, scope.role, 1, *row) for scope, *row in columns]
-    return [part for part in found if part.nodes or part.allocated_bytes or part.freed_bytes]
+    summed = [Part(scope.path, scope.role, 1, *row) for scope, *row in columns]
+    return [part for part in summed if part.nodes or part.allocated_bytes or part.freed_bytes]

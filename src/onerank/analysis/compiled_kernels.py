@@ -21,13 +21,14 @@ from onerank.ir import (
     Reason,
 )
 
-_GRAPH_PREFIX = re.compile(r"^graph_\d+_(?=cpp_)")  # of a kernel in C++, in a profile
+# In a profile, inductor's C++ kernels have the number of their graph before their name.
+_GRAPH_PREFIX = re.compile(r"^graph_\d+_(?=cpp_)")
 _IN_LAYER = re.compile(r"^(.+?\.)\d+(\.[^.]+)?")
 
 
 @dataclass(frozen=True)
 class _Match:
-    """The kernel calls that a node may be; of several it is one, which one is not known."""
+    """The kernel calls that a node may be. If there are several, it is not known which one."""
 
     node: int
     calls: list[GeneratedKernel]
@@ -45,10 +46,10 @@ def fuse(
     Args:
         eager: the same rank's step without a compiler.
         compiled: a step whose compiled operations have "compiled graph N" as module.
-        kernels: what the compiler generated, in the order of its code.
+        kernels: generated kernels and calls, in the order of the compiler's code.
         mode: as in `Compilation`.
-        roots: classes of the script's outermost modules: of a single one, operators outside any
-            inner module are taken to be its own (a loss).
+        roots: classes of the script's outermost modules. If there is a single one, operators
+            outside every inner module (a loss) are attributed to it.
     """
     root = roots[0] if len(roots) == 1 else ""
     matches = [
@@ -56,17 +57,17 @@ def fuse(
         for number, nodes in _by_graph(compiled).items()
         for match in _match(compiled, nodes, [k for k in kernels if k.graph == number])
     ]
-    known = {match.node: match for match in matches if match.calls}
+    matched = {match.node: match for match in matches if match.calls}
     modules = compiled.text("module")
     counts = _Modules()
     counts.add_eager(eager)
     for node in np.flatnonzero(compute_mask(compiled)).tolist():
         weights = Counter[str]()
-        if node in known:
-            named = [module for call in known[node].calls for module in call.modules]
-            named = [module for module in named if module] or [root] * bool(root)
-            weights = Counter(sub_module(module) for module in named)
-            modules[node] = _most(named)
+        if node in matched:
+            call_modules = [module for call in matched[node].calls for module in call.modules]
+            call_modules = [module for module in call_modules if module] or [root] * bool(root)
+            weights = Counter(sub_module(module) for module in call_modules)
+            modules[node] = _most(call_modules)
         counts.add_compiled(compiled, node, weights)
     _launchers_follow(compiled, modules)
     _communication_follows(compiled, kernels, modules, root)
@@ -75,7 +76,7 @@ def fuse(
         graphs=len(_by_graph(compiled)),
         eager_step_ns=eager.job.measurement.median_step_ns,
         compiled_step_ns=compiled.job.measurement.median_step_ns,
-        fusions=_fusions(compiled, list(known.values())),
+        fusions=_fusions(compiled, list(matched.values())),
         modules=counts.rows(),
         shared_ops=sum(len(match.calls) > 1 for match in matches),
         unknown_ops=sum(not match.calls for match in matches),
@@ -85,29 +86,29 @@ def fuse(
 
 
 def sub_module(module: str) -> str:
-    """Return the part of a model that a module belongs to, layers summed: `model.layers.*.mlp`."""
-    found = _IN_LAYER.match(module)
-    if found is None:
+    """Return the sub-module that a module belongs to, layers merged: `model.layers.*.mlp`."""
+    match = _IN_LAYER.match(module)
+    if match is None:
         return module
-    return f"{found[1]}*{found[2] or ''}"
+    return f"{match[1]}*{match[2] or ''}"
 
 
 def _by_graph(graph: Graph) -> dict[int, list[int]]:
     """Return the compute nodes of each compiled graph, in order."""
     modules = graph.text("module")
-    found: dict[int, list[int]] = {}
+    nodes_of: dict[int, list[int]] = {}
     for node in np.flatnonzero(compute_mask(graph)).tolist():
         if modules[node].startswith(COMPILED_GRAPH):
             number = int(modules[node].removeprefix(COMPILED_GRAPH))
-            found.setdefault(number, []).append(node)
-    return found
+            nodes_of.setdefault(number, []).append(node)
+    return nodes_of
 
 
 def _match(graph: Graph, nodes: list[int], kernels: list[GeneratedKernel]) -> list[_Match]:
     """Match nodes, in their order, with kernel calls, in the order of the code.
 
-    A generated kernel is known by its name; library calls are those between two of these. The
-    code runs once or several times.
+    The name identifies a generated kernel. Library calls are matched between two generated
+    kernels. The code may run several times in a step.
     """
     code = [kernel for kernel in kernels if kernel.called]
     defined = {kernel.name: kernel for kernel in kernels if kernel.name.isidentifier()}
@@ -138,17 +139,21 @@ def _find(code: list[GeneratedKernel], name: str, start: int) -> int | None:
 
 
 def _match_calls(graph: Graph, nodes: list[int], code: list[GeneratedKernel]) -> list[_Match]:
-    """Match nodes with the library calls in a stretch of code."""
-    calls = [one for one in code if not one.name.isidentifier() and not _communicates(one)]
+    """Match nodes with the library calls in a section of the code."""
+    calls = [
+        kernel for kernel in code if not kernel.name.isidentifier() and not _communicates(kernel)
+    ]
     groups = _by_launcher(graph, nodes)
-    ours = [graph.node(group[0]).text("op") for group in groups]
-    theirs = [_operator_of(call.name) for call in calls]
+    launched = [graph.node(group[0]).text("op") for group in groups]
+    called = [_operator_of(call.name) for call in calls]
     matches: list[_Match] = []
-    aligned = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    aligned = SequenceMatcher(None, launched, called, autojunk=False).get_opcodes()
     for _, first, last, start, stop in aligned:
-        alike = last - first == stop - start
+        same_length = last - first == stop - start
         for offset, group in enumerate(groups[first:last]):
-            candidates = calls[start + offset : start + offset + 1] if alike else calls[start:stop]
+            candidates = (
+                calls[start + offset : start + offset + 1] if same_length else calls[start:stop]
+            )
             matches += [_Match(node, candidates) for node in group]
     return matches
 
@@ -160,9 +165,9 @@ def _communicates(kernel: GeneratedKernel) -> bool:
 def _communication_follows(
     graph: Graph, kernels: Sequence[GeneratedKernel], modules: list[str], root: str
 ) -> None:
-    """Give each communication call of a compiled graph the module that its place in the code has.
+    """Set the module of each communication call of a compiled graph by its position in the code.
 
-    Where the numbers of calls do not agree it stays the outermost module's.
+    If the numbers of calls differ, the calls belong to the outermost module.
     """
     code: dict[int, list[GeneratedKernel]] = {}
     for kernel in kernels:
@@ -183,7 +188,10 @@ def _communication_follows(
 
 
 def _by_launcher(graph: Graph, nodes: list[int]) -> list[list[int]]:
-    """Group neighbours that one operator launched; what a CUDA graph replays stays single."""
+    """Group consecutive nodes with the same launching operator.
+
+    A CUDA graph launches all its kernels at once, so each of them is a group.
+    """
     groups: list[list[int]] = []
     last = -1
     for node in nodes:
@@ -202,7 +210,7 @@ def _launcher(graph: Graph, node: int) -> int:
 
 
 def _operator_of(call: str) -> str:
-    """Return the operator that a library call runs: "aten::mm" of "extern_kernels.mm"."""
+    """Return the operator that a library call runs: "aten::mm" for "extern_kernels.mm"."""
     parts = call.split(".")
     if parts[:2] == ["torch", "ops"] and len(parts) >= 4:
         return f"{parts[2]}::{parts[3]}"
@@ -222,7 +230,7 @@ def _most(names: Sequence[str]) -> str:
 
 
 def _fusions(graph: Graph, matches: list[_Match]) -> tuple[Fusion, ...]:
-    found: dict[tuple[str, int, str], Fusion] = {}
+    fusions: dict[tuple[str, int, str], Fusion] = {}
     for match in matches:
         node, call = graph.node(match.node), match.calls[0]
         if not call.name.isidentifier():
@@ -230,15 +238,15 @@ def _fusions(graph: Graph, matches: list[_Match]) -> tuple[Fusion, ...]:
         phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
         key = (call.name, call.graph, phase)
         inner = [sub_module(module) for module in call.modules if module]
-        old = found.get(key, Fusion(*key, {}, (), 0, 0))
-        found[key] = Fusion(
+        previous = fusions.get(key, Fusion(*key, {}, (), 0, 0))
+        fusions[key] = Fusion(
             *key,
-            operators=dict(Counter(old.operators) + Counter(call.operators)),
-            modules=tuple(dict.fromkeys([*old.modules, *inner])),
-            launches=old.launches + 1,
-            time_ns=old.time_ns + node.duration_ns,
+            operators=dict(Counter(previous.operators) + Counter(call.operators)),
+            modules=tuple(dict.fromkeys([*previous.modules, *inner])),
+            launches=previous.launches + 1,
+            time_ns=previous.time_ns + node.duration_ns,
         )
-    return tuple(sorted(found.values(), key=lambda one: (-one.time_ns, one.kernel)))
+    return tuple(sorted(fusions.values(), key=lambda fusion: (-fusion.time_ns, fusion.kernel)))
 
 
 class _Modules:
@@ -254,22 +262,22 @@ class _Modules:
             self._add(0, graph, node, Counter())
 
     def add_compiled(self, graph: Graph, node: int, weights: Counter[str]) -> None:
-        """Add a node of a compiled step, shared out by `weights` where there are any."""
+        """Add a node of a compiled step, divided among modules by `weights` if not empty."""
         self._add(1, graph, node, weights)
 
     def _add(self, side: int, graph: Graph, node: int, weights: Counter[str]) -> None:
         viewed = graph.node(node)
         if not weights:
             optimizer = viewed.phase is Phase.OPTIMIZER
-            own = "optimizer" if optimizer else sub_module(viewed.text("module"))
-            weights = Counter([own])
-        left, total = viewed.duration_ns, weights.total()
+            module_name = "optimizer" if optimizer else sub_module(viewed.text("module"))
+            weights = Counter([module_name])
+        remaining_ns, total = viewed.duration_ns, weights.total()
         for module, weight in weights.items():
             share = viewed.duration_ns * weight // total
             self._ops[side][module] += 1
             self._time[side][module] += share
-            left -= share
-        self._time[side][next(iter(weights))] += left  # what rounding left
+            remaining_ns -= share
+        self._time[side][next(iter(weights))] += remaining_ns  # integer division leaves a remainder
 
     def rows(self) -> tuple[ModuleTime, ...]:
         """Return one row per sub-module, most eager time first."""

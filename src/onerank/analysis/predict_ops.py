@@ -340,12 +340,12 @@ _BOUNDS = {
 
 def _bound(root: Term) -> str:
     """Return which of a modelled time's parts takes longest."""
-    named = list(root.named())
-    tiles = [term for term in named if term.name in ("by tiles", "by rows")]
-    whole = (tiles or [term for term in named if term.name == "datasheet"] or [root])[-1]
+    named_terms = list(root.named())
+    tiles = [term for term in named_terms if term.name in ("by tiles", "by rows")]
+    timed = (tiles or [term for term in named_terms if term.name == "datasheet"] or [root])[-1]
     parts = [
         term
-        for term in whole.named()
+        for term in timed.named()
         if term.name in _BOUNDS and term.operation is Operation.QUANTITY
     ]
     if not parts:  # several GEMMs in turn

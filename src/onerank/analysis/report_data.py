@@ -22,7 +22,7 @@ COMMUNICATION = "communication"
 IDLE = "idle"
 
 UNATTRIBUTED = "(none)"
-"""Work of no module, such as the optimizer's."""
+"""Label of work outside all modules, such as the optimizer's."""
 
 
 class StepPart(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class ModuleTime(msgspec.Struct, frozen=True):
 
     Attributes:
         path: dotted name; "" for the whole step.
-        parent: path of the module above; "" for the whole step, whose parent it is too.
+        parent: path of the enclosing module; "" for the whole step and for top-level modules.
         time_ns: summed durations, those of submodules included.
         nodes: number of compute nodes.
     """
@@ -110,10 +110,10 @@ class MemoryTimeline(msgspec.Struct, frozen=True):
 
 
 def step_parts(shares: Sequence[Share], replayed: Replay) -> list[StepPart]:
-    """Return the parts of the steady-state step, or of the replayed step where that is not known.
+    """Return the parts of the steady-state step, or of the replayed step if that is not known.
 
-    They add up to the step within a nanosecond each. Kernels of several streams overlap, so the
-    classes divide the time in which the device computes in proportion to their durations.
+    Their sum equals the step within a nanosecond per part. Kernels of several streams overlap, so
+    the compute time is divided among the classes in proportion to their summed durations.
 
     Args:
         shares: compute by class.
@@ -128,7 +128,7 @@ def step_parts(shares: Sequence[Share], replayed: Replay) -> list[StepPart]:
 
 
 def timeline(graph: Graph, times: Schedule) -> list[Lane]:
-    """Return the spans of each stream; of a CPU capture those of each thread."""
+    """Return the spans of each stream; for a CPU capture, of each thread."""
     nodes = graph.nodes
     shown = np.flatnonzero(graph.gpu_compute | graph.communication)
     lane_of, title = nodes.stream, "stream"
@@ -153,7 +153,7 @@ def timeline(graph: Graph, times: Schedule) -> list[Lane]:
 
 
 def module_tree(graph: Graph) -> list[ModuleTime]:
-    """Return the compute time of every module and of the modules above it, the step first."""
+    """Return the compute time of every module with its sub-modules; the whole step comes first."""
     compute = np.flatnonzero(compute_mask(graph))
     codes, inverse = np.unique(graph.nodes.module[compute], return_inverse=True)
     time = np.zeros(len(codes), dtype=np.int64)
@@ -176,24 +176,24 @@ def module_tree(graph: Graph) -> list[ModuleTime]:
 def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
     """Return the kernels whose FLOPs and bytes are known, and the data type of the products.
 
-    Equal calls are one point. The data type is the torch type in which the matrix products do most
-    FLOPs; "" without products.
+    Equal calls are one point. The data type is the torch type with the most FLOPs in matrix
+    products; "" without products.
     """
     costs = op_costs_of(graph)
     duration = graph.nodes.duration_ns[costs.index]
     moved = np.maximum(costs.bytes_read, 0) + np.maximum(costs.bytes_written, 0)
-    known = graph.gpu_compute[costs.index] & (costs.flops > 0) & (moved > 0) & (duration > 0)
+    is_known = graph.gpu_compute[costs.index] & (costs.flops > 0) & (moved > 0) & (duration > 0)
     names = graph.nodes.name[costs.index].astype(np.int64)
     points: list[RooflinePoints] = []
-    codes: list[int] = costs.op_class[known].tolist()
+    codes: list[int] = costs.op_class[is_known].tolist()
     for code in dict.fromkeys(codes):
-        rows = np.flatnonzero(known & (costs.op_class == code))
+        rows = np.flatnonzero(is_known & (costs.op_class == code))
         work = np.stack([names[rows], costs.flops[rows], moved[rows]])
-        _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
-        which = which.reshape(-1)
+        _, first, point = np.unique(work, axis=1, return_index=True, return_inverse=True)
+        point = point.reshape(-1)
         time = np.zeros(len(first), dtype=np.int64)
-        np.add.at(time, which, duration[rows])
-        calls = np.bincount(which)
+        np.add.at(time, point, duration[rows])
+        calls = np.bincount(point)
         flops = costs.flops[rows][first].astype(np.float64)
         points.append(
             RooflinePoints(
@@ -219,7 +219,8 @@ def memory_timeline(graph: Graph) -> MemoryTimeline | None:
         return None
     resident, _ = held_blocks(graph, log)
     levels = levels_of(log, resident)
-    levels[MemoryClass.WORKSPACE] += levels[-1]  # the workspace of the optimizer's step
+    # The last row of `levels_of` is the workspace of the optimizer's step.
+    levels[MemoryClass.WORKSPACE] += levels[-1]
     classes = [kind for kind in MemoryClass if levels[kind].any()]
     phases: dict[str, int] = {}
     for event, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):

@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class PathShare(msgspec.Struct, frozen=True):
-    """A module's part of the critical path.
+    """A module's share of the critical path.
 
     Attributes:
         name: module, numbered siblings kept; "" for none.
@@ -82,38 +82,39 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
-    """Run the graph and say where the time goes.
+    """Replay the graph and return the parts of its step time.
 
     Args:
         graph: one rank's step.
-        bandwidth_gb_per_s: bus bandwidth to time communication with; None leaves it as given.
+        bandwidth_gb_per_s: bus bandwidth that determines the time of communication; None keeps the
+            graph's durations.
 
     Raises:
         GraphError: the graph has a cycle, takes no time, or has communication without bytes or
-            group to time.
+            without a known group.
     """
     if bandwidth_gb_per_s is not None:
         graph = with_communication(graph, bandwidth_gb_per_s)
     times = schedule(graph)
     busy = compute_mask(graph) | graph.communication
-    both = _union(times, busy)
+    busy_ns = _union(times, busy)
     waited = unrecorded_waits(graph)
     without_gaps = replace(times, start_ns=times.start_ns - waited)
     begun_ns = int(times.start_ns.min())
-    whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
+    step = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
     return Replay(
-        step_time_ns=whole.step_ns,
+        step_time_ns=step.step_ns,
         measured_ns=None if bandwidth_gb_per_s else _measured_ns(graph),
         steady_state=_steady_state(graph),
         steady_state_measured_ns=(
             None if bandwidth_gb_per_s else graph.job.measurement.median_step_ns
         ),
-        compute_ns=whole.compute_ns,
-        exposed_communication_ns=whole.exposed_communication_ns,
-        idle_ns=whole.idle_ns,
-        host_bound_ns=whole.host_bound_ns,
-        data_loading_ns=_union(times, busy | graph.data_loading) - both,
-        unexplained_ns=_union(without_gaps, busy) - both,
+        compute_ns=step.compute_ns,
+        exposed_communication_ns=step.exposed_communication_ns,
+        idle_ns=step.idle_ns,
+        host_bound_ns=step.host_bound_ns,
+        data_loading_ns=_union(times, busy | graph.data_loading) - busy_ns,
+        unexplained_ns=_union(without_gaps, busy) - busy_ns,
         critical_path=_critical_path(graph, times),
     )
 
@@ -127,16 +128,16 @@ def _steady_state(graph: Graph) -> Parts | None:
 
 
 def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
-    """Return where the time of a step goes, in which the device could work from `begun_ns` on."""
-    compute = _union(times, compute_mask(graph))
-    both = _union(times, compute_mask(graph) | graph.communication)
-    idle = step_ns - both
-    host_bound = min(_host_bound(graph, times, begun_ns), idle)
-    return Parts(step_ns, compute, both - compute, idle, host_bound)
+    """Return the parts of a step in which the device is available from `begun_ns` on."""
+    compute_ns = _union(times, compute_mask(graph))
+    busy_ns = _union(times, compute_mask(graph) | graph.communication)
+    idle_ns = step_ns - busy_ns
+    host_bound_ns = min(_host_bound(graph, times, begun_ns), idle_ns)
+    return Parts(step_ns, compute_ns, busy_ns - compute_ns, idle_ns, host_bound_ns)
 
 
 def _measured_ns(graph: Graph) -> int | None:
-    """Return how long the profiled step took, None where the graph no longer holds all of it."""
+    """Return the duration of the profiled step; None if the graph no longer has all of it."""
     on_gpu, has_host = graph.mask(Kind.KERNEL).any(), graph.mask(Kind.HOST_OP).any()
     return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
 
@@ -154,9 +155,9 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
         group = graph.job.group(name)
         ranks = len(group.ranks) if group else graph.job.world.size if name == "" else 0
         if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
-            what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
+            missing = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
             raise GraphError(
-                f"node {node.id} ({node.name!r}) communicates, and {what} are unknown",
+                f"node {node.id} ({node.name!r}) communicates, and {missing} are unknown",
                 code="replay-unknown-communication",
             )
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
@@ -186,23 +187,25 @@ def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     begun_ns = np.where(times.blocked_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
-    until = int(times.end_ns[node])
+    end_ns = int(times.end_ns[node])
     while node != UNKNOWN:
         view = graph.node(node)
         kind = "host" if view.kind is Kind.HOST_OP else "compute"
         key = (view.text("module"), "communication" if view.kind.is_communication else kind)
-        holder = int(times.blocked_by[node])
-        begun = int(begun_ns[node])
-        time[key] += until - begun
+        blocker = int(times.blocked_by[node])
+        start_ns = int(begun_ns[node])
+        time[key] += end_ns - start_ns
         count[key] += 1
-        if times.by_launch[node]:  # its operator ran on; the path leaves it where it launched
+        # The launching operator ran on after the launch, so the path counts only the time from its
+        # start to the launch, and continues with what the operator waited for.
+        if times.by_launch[node]:
             launch = (view.text("module"), "launch")
-            time[launch] += begun - int(begun_ns[holder])
+            time[launch] += start_ns - int(begun_ns[blocker])
             count[launch] += 1
-            begun = int(begun_ns[holder])
-            node, until = int(times.blocked_by[holder]), begun
+            start_ns = int(begun_ns[blocker])
+            node, end_ns = int(times.blocked_by[blocker]), start_ns
             continue
-        node, until = holder, begun
+        node, end_ns = blocker, start_ns
     shares = [PathShare(name, kind, ns, count[name, kind]) for (name, kind), ns in time.items()]
     return sorted(shares, key=lambda share: (-share.time_ns, share.name, share.kind))
 
@@ -242,8 +245,10 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     Raises:
         GraphError: one has a cycle.
     """
-    was, now = (_replayed(graph) for graph in (before, after))
-    in_steady_state = bool(was and was.steady_state) and bool(now and now.steady_state)
+    replay_before, replay_after = (_replayed(graph) for graph in (before, after))
+    in_steady_state = bool(replay_before and replay_before.steady_state) and bool(
+        replay_after and replay_after.steady_state
+    )
     compute = compute_mask(after)
     total = int(after.nodes.duration_ns[compute].sum())
     ends = [
@@ -253,11 +258,11 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     ]
     return StepChange(
         source="steady_state" if in_steady_state else "replay",
-        before=_replayed_parts(was, in_steady_state=in_steady_state),
-        after=_replayed_parts(now, in_steady_state=in_steady_state),
+        before=_replayed_parts(replay_before, in_steady_state=in_steady_state),
+        after=_replayed_parts(replay_after, in_steady_state=in_steady_state),
         p10_ns=ends[0] if ends else None,
         p90_ns=ends[1] if ends else None,
-        measured_ns=was.steady_state_measured_ns if was else None,
+        measured_ns=replay_before.steady_state_measured_ns if replay_before else None,
         untimed=int((after.communication & (after.nodes.duration_ns == 0)).sum()),
     )
 
@@ -266,20 +271,20 @@ def _replayed(graph: Graph) -> Replay | None:
     return replay(graph) if graph.nodes.duration_ns.any() else None
 
 
-def _replayed_parts(ran: Replay | None, *, in_steady_state: bool) -> Parts | None:
-    if ran is None or in_steady_state:
-        return ran and ran.steady_state
+def _replayed_parts(replayed: Replay | None, *, in_steady_state: bool) -> Parts | None:
+    if replayed is None or in_steady_state:
+        return replayed and replayed.steady_state
     return Parts(
-        ran.step_time_ns,
-        ran.compute_ns,
-        ran.exposed_communication_ns,
-        ran.idle_ns,
-        ran.host_bound_ns,
+        replayed.step_time_ns,
+        replayed.compute_ns,
+        replayed.exposed_communication_ns,
+        replayed.idle_ns,
+        replayed.host_bound_ns,
     )
 
 
 def _with_compute(graph: Graph, factor: float, *, in_steady_state: bool) -> int:
-    """Return how long the step takes where all compute takes `factor` times as long."""
+    """Return the step time in ns if all compute takes `factor` times as long."""
     duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
     if in_steady_state and (step := steady_state_step(graph, duration)):

@@ -48,13 +48,13 @@ class CollectiveUse(msgspec.Struct, frozen=True):
 
 
 class StageSummary(msgspec.Struct, frozen=True):
-    """The pipeline stage a trace is of.
+    """The pipeline stage that a trace belongs to.
 
     Attributes:
-        stage: its place.
-        layers: layers of each stage.
-        activation_bytes: what a micro-batch holds from its forward to its backward.
-        peaks: peak memory under each schedule that has one stage per rank.
+        stage: index of the stage, from 0.
+        layers: number of layers of each stage.
+        activation_bytes: bytes that a micro-batch keeps from its forward to its backward.
+        peaks: peak memory under each schedule with one stage per rank.
     """
 
     stage: int
@@ -85,11 +85,11 @@ class Summary(msgspec.Struct, frozen=True):
             GPU.
         profiled_host_ns: host time of the profiled step; 0 if not measured.
         profiled_step_ns: the step under the profiler, 0 if not measured.
-        data_loading_ns: time in which the script waits for its next batch, without operators in it.
-        gpu_busy_ns: part of it during which the GPU ran anything, 0 if not measured.
-        gap_ns: measured step minus GPU busy time: the GPU idles; None if either is not measured.
+        data_loading_ns: time in which the script waits for its next batch, operators excluded.
+        gpu_busy_ns: part of the profiled step in which the GPU ran anything, 0 if not measured.
+        gap_ns: idle time of the GPU: measured step minus busy time; None if either is not measured.
         profiler_overhead: profiled step over measured step, minus 1; None likewise.
-        samples: number of steps behind each compute node's median duration: the fewest of any node.
+        samples: number of steps behind a compute node's median duration; the minimum of all nodes.
         spread_ns: summed spreads of the compute nodes over these steps.
         sensors: clocks, power and temperature of the measured steps; None if not sampled.
         device: the device that the durations are valid for.
@@ -153,7 +153,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarise(graph: Graph) -> Summary:
-    """Return what `graph` holds; FLOPs and bytes it lacks are derived from shapes.
+    """Return the summary of a graph; missing FLOPs and bytes are derived from shapes.
 
     Raises:
         AnnotateError: the operands of a node cannot be read.
@@ -220,8 +220,8 @@ def summarise(graph: Graph) -> Summary:
 def _stage(job: Job) -> StageSummary | None:
     if job.pipeline is None:
         return None
-    held = max(job.measurement.activation_bytes, default=0)
-    return StageSummary(job.pipeline.stage, job.pipeline.layers, held, peaks(job))
+    activation_bytes = max(job.measurement.activation_bytes, default=0)
+    return StageSummary(job.pipeline.stage, job.pipeline.layers, activation_bytes, peaks(job))
 
 
 def _by_time(shares: list[Share]) -> list[Share]:
@@ -234,8 +234,8 @@ def _collectives(graph: Graph) -> list[CollectiveUse]:
         node = graph.node(index)
         kind = node.kind.name.lower()
         if node.kind is Kind.COLLECTIVE:
-            known = node.collective is not Collective.NONE
-            kind = node.collective.name.lower() if known else "unknown"
+            is_defined = node.collective is not Collective.NONE
+            kind = node.collective.name.lower() if is_defined else "unknown"
         phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
         key = (kind, node.value("comm_bytes"), node.text("group"), phase)
         counts[key] = counts.get(key, 0) + 1

@@ -15,7 +15,7 @@ from onerank.ir import Graph
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One name on both sides; a side without it counts 0."""
+    """Count and time of one name in both traces; 0 in a trace without it."""
 
     name: str
     count_before: int
@@ -45,7 +45,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def compare(before: Graph, after: Graph) -> Difference:
-    """Compare two graphs by name, never by node id.
+    """Compare two graphs by names; node ids of two captures do not correspond.
 
     Raises:
         AnnotateError: the operands of a node cannot be read.
@@ -70,7 +70,7 @@ def compare(before: Graph, after: Graph) -> Difference:
 
 
 def _changes(before: list[Share], after: list[Share]) -> list[Change]:
-    """Pair the shares by name, the largest change of time first."""
+    """Pair the shares by name; the largest change of time comes first."""
     first = {share.name: share for share in before}
     second = {share.name: share for share in after}
     changes = [

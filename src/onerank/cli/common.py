@@ -1,4 +1,4 @@
-"""Shared by all commands: types of arguments, and errors with exit code 2."""
+"""Argument types of all commands, and errors with exit code 2."""
 
 import atexit
 import contextlib
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class _Input(click.Path):
-    """A file, or a directory, to read. A pipe is refused: opening one can block for ever."""
+    """A file or a directory to read. A pipe is refused, because opening it can block forever."""
 
     def __init__(self, *, dir_okay: bool = False) -> None:
         super().__init__(exists=True, dir_okay=dir_okay, path_type=Path)
@@ -53,17 +53,17 @@ class _OutputFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         parent = path.parent
         if path.exists() and not path.is_file():
-            return path  # a pipe or a device: nothing is put beside it
+            return path  # a pipe or a device is written directly, without a temporary file
         if not self.dir_okay and not parent.exists() and parent.parent.is_dir():
-            parent = parent.parent  # the output's directory is made with it
+            parent = parent.parent  # `atomic_write.replacing` creates one missing directory
         if not parent.is_dir():
-            self.fail(f"'{path}': there is no directory '{parent}'; make it first.", param, ctx)
-        try:  # os.access says yes to root, of /proc and of read-only mounts too
+            self.fail(f"'{path}': there is no directory '{parent}'; create it first.", param, ctx)
+        try:  # for root, os.access reports /proc and read-only mounts as writable
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:
             why = error.strerror or error
-            self.fail(f"'{path}': nothing can be written to '{parent}': {why}.", param, ctx)
+            self.fail(f"'{path}': '{parent}' is not writable: {why}.", param, ctx)
         return path
 
 
@@ -73,23 +73,27 @@ class _TraceFile(_OutputFile):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
         if path.suffix != ".et" and (path.is_file() or not path.exists()):
-            named = path.with_suffix(".et")
-            self.fail(f"'{path}': a Chakra trace is named .et: '{named}', say.", param, ctx)
+            suggestion = path.with_suffix(".et")
+            self.fail(
+                f"'{path}': the name of a Chakra trace ends in .et, such as '{suggestion}'.",
+                param,
+                ctx,
+            )
         return path
 
 
 class _Number(click.FloatRange):
-    """A range of numbers that `nan` is not in."""
+    """A range of finite numbers; click's own range accepts `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"'{value}' is no number of a known size.", param, ctx)
+            self.fail(f"'{value}' is not a finite number.", param, ctx)
         return number
 
 
 GB_PER_S = _Number(min=1e-3, max=1e6)
-"""A bandwidth in GB/s, from 1 MB/s on: at less than that times have no place in 64 bits."""
+"""A bandwidth in GB/s, at least 1 MB/s: below that, times in ns would exceed 64 bits."""
 
 LATENCY_NS = _Number(min=0, max=1e12)
 
@@ -110,12 +114,12 @@ OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
-# EFBIG: `ulimit -f` and file systems with a size limit report it where a disk would be full.
+# `ulimit -f` and file systems with a size limit report EFBIG instead of ENOSPC.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors a user can mend into a message and exit code 2."""
+    """Turn errors that a user can correct into a message and exit code 2."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -127,23 +131,24 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
-    """Print an error that a user can mend, and exit with code 2.
+    """Print an error that a user can correct, and exit with code 2.
 
     Args:
-        arguments: of the command, whose files the message of a MemoryError names.
+        arguments: the command's arguments; the message of a MemoryError lists their files.
     """
     try:
         yield
     except Exception as error:
+        # Imported only here, because `onerank.ir` imports numpy, which delays every command.
         from onerank.ir.errors import (
             OneRankError,
-            ScriptError,  # late: numpy comes with it
+            ScriptError,
         )
 
         if isinstance(error, ScriptError) and error.script_traceback:
             say(error.script_traceback.rstrip(), err=True)
         if isinstance(error, BrokenPipeError):
-            raise  # whoever read the output has enough; click ends in silence
+            raise  # the reader closed the pipe; click then exits without a message
         if isinstance(error, OSError):
             place = f"{os.fsdecode(error.filename)}: " if error.filename else ""
             code = "disk-full" if error.errno in _DISK_FULL else "file-access"
@@ -151,12 +156,12 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         elif isinstance(error, OneRankError):
             say(f"error[{error.code}]: {error}", err=True)
         elif isinstance(error, MemoryError):
-            given = ", ".join(str(value) for value in _inputs(arguments))
-            say(f"error: this machine's memory is too small for {given}", err=True)
+            inputs = ", ".join(str(value) for value in _inputs(arguments))
+            say(f"error: this machine has too little memory for {inputs}", err=True)
         else:
             raise
         if isinstance(error, OSError) and not error.filename:
-            discard_stdout()  # it may be what cannot be written
+            discard_stdout()  # stdout may be the stream that cannot be written
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted: nothing was written", err=True)
@@ -164,16 +169,16 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
 
 
 def _inputs(arguments: Mapping[str, Any]) -> list[Path]:
-    """Return the files among a command's arguments that are there, and so are no output."""
+    """Return the existing files among a command's arguments: its inputs, not its output."""
     files: list[Path] = []
     for value in arguments.values():
         values = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
-        files += [each for each in values if isinstance(each, Path) and each.is_file()]
+        files += [item for item in values if isinstance(item, Path) and item.is_file()]
     return files
 
 
 class ReportingMain(click.Command):
-    """A command that reports errors of its arguments too: they arise before the command runs."""
+    """A command that also reports errors in its arguments, which occur before it runs."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run as click does; print every error with hidden characters escaped."""
@@ -183,8 +188,10 @@ class ReportingMain(click.Command):
         with exit_on_errors({}):
             try:
                 code = super().main(*args, standalone_mode=False, **extra)
-                if sys.stdout is not None:  # None where it was closed before we started
-                    sys.stdout.flush()  # the interpreter would report a full disk as code 120
+                if sys.stdout is not None:  # None if it was closed before the process started
+                    # Otherwise the interpreter flushes at exit, and reports a full disk as code
+                    # 120.
+                    sys.stdout.flush()
             except click.exceptions.Abort as abort:
                 raise KeyboardInterrupt from abort
             except click.ClickException as error:
@@ -196,7 +203,7 @@ class ReportingMain(click.Command):
 
 
 def keep_inputs(output: Path, *inputs: Path | None) -> None:
-    """Refuse to write over what is read.
+    """Refuse to overwrite an input.
 
     Raises:
         UsageError: `output` is one of `inputs`.
@@ -232,10 +239,10 @@ def repeat_notes(graph: "Graph", *, seen: set[str] | None = None) -> None:
 
 
 def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:
-    """End at once where the command leaves daemon threads of a script behind.
+    """Exit without interpreter shutdown if a script's daemon threads still run.
 
-    The interpreter stops such a thread wherever it is as it shuts down; inside torch's C++ that
-    aborts the process, after the trace is written.
+    At shutdown the interpreter stops such a thread at any point. Inside torch's C++ code that
+    aborts the process, although the trace has been written.
     """
 
     @functools.wraps(command)
@@ -253,8 +260,8 @@ def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _exit_despite(before: set[threading.Thread], code: Any) -> None:
-    left = [thread for thread in threading.enumerate() if thread.daemon and thread not in before]
-    if left and isinstance(code, int):
+    running = [thread for thread in threading.enumerate() if thread.daemon and thread not in before]
+    if running and isinstance(code, int):
         exits: Any = atexit
         exits._run_exitfuncs()
         flush_streams()

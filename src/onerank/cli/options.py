@@ -77,10 +77,10 @@ class OptionSpec:
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "OptionSpec":
         """Return the specification in a field's metadata; keys of no attribute are settings."""
-        own = {field.name for field in dataclasses.fields(cls)} - {"settings"}
-        known = {name: value for name, value in metadata.items() if name in own}
-        settings = {name: value for name, value in metadata.items() if name not in own}
-        return cls(**known, settings=settings)
+        attribute_names = {field.name for field in dataclasses.fields(cls)} - {"settings"}
+        attributes = {name: value for name, value in metadata.items() if name in attribute_names}
+        settings = {name: value for name, value in metadata.items() if name not in attribute_names}
+        return cls(**attributes, settings=settings)
 
     def click_type(self, annotation: Any) -> Any:
         """Return click's type for a field of type `annotation`."""
@@ -262,10 +262,10 @@ def _write_lists(
     sections: Sections,
     records: Mapping[Any, tuple[str, str] | None],
 ) -> None:
-    named = {name for names in sections.values() for name in names}
+    listed = {name for names in sections.values() for name in names}
     last = list(sections)[-1]
     for heading, names in sections.items():
-        unlisted = [name for name in records if name not in named] if heading == last else []
+        unlisted = [name for name in records if name not in listed] if heading == last else []
         rows = [record for name in (*names, *unlisted) if (record := records.get(name))]
         if rows:
             with formatter.section(heading):

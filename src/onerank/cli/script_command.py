@@ -20,33 +20,33 @@ def script_of(module: str) -> tuple[Path, str]:
     Raises:
         UsageError: no such module in the working directory or among installed packages.
     """
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+    directory = str(Path.cwd())
+    sys.path.insert(0, directory)
     try:
         places = _places(module)
     finally:
-        sys.path.remove(here)
+        sys.path.remove(directory)
     for place in places:
         if place.with_suffix(".py").is_file():
             return place.with_suffix(".py"), module
         if (place / "__main__.py").is_file():
             return place / "__main__.py", f"{module}.__main__"
     raise click.UsageError(
-        f"-m {module}: no such module, or package with a __main__.py, in {here} or installed; "
+        f"-m {module}: no such module, or package with a __main__.py, in {directory} or installed; "
         "expected a name with dots, as in python -m package.train"
     )
 
 
 def _places(module: str) -> list[Path]:
     """Return where a module could lie, without a suffix."""
-    first, *rest = module.split(".")
+    first, *submodules = module.split(".")
     specs = (finder.find_spec(first, None) for finder in sys.meta_path)
     spec = next((spec for spec in specs if spec is not None), None)
     if spec is None:
         return []
     if spec.submodule_search_locations is None:  # a file
-        return [Path(spec.origin).with_suffix("")] if spec.origin and not rest else []
-    return [Path(place, *rest) for place in spec.submodule_search_locations]
+        return [Path(spec.origin).with_suffix("")] if spec.origin and not submodules else []
+    return [Path(place, *submodules) for place in spec.submodule_search_locations]
 
 
 class ScriptCommand(SectionedCommand):

@@ -75,7 +75,7 @@ def _path_text(value: Any) -> str:
 
 
 def console(*, err: bool = False) -> Any:
-    """Return a rich console that reads no markup; on a pipe it is wide enough for every table."""
+    """Return a rich console that interprets no markup; on a pipe it has 120 columns."""
     from rich.console import Console
 
     plain: dict[str, Any] = {"stderr": err, "highlight": False, "markup": False, "emoji": False}
@@ -84,10 +84,10 @@ def console(*, err: bool = False) -> Any:
 
 
 @contextlib.contextmanager
-def advancing(total: int, what: str) -> Generator[Callable[[], Any]]:
-    """Show a bar; yield the function that advances it."""
+def advancing(total: int, label: str) -> Generator[Callable[[], Any]]:
+    """Show a progress bar; yield the function that advances it."""
     with _bars() as bars:
-        task = bars.add_task(visible_line(what), total=total)
+        task = bars.add_task(visible_line(label), total=total)
         yield lambda: bars.advance(task)
 
 
@@ -127,28 +127,28 @@ def _bars() -> "Progress":
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Generator[None]:
-    """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
+    """Redirect the output of the script and its subprocesses to stderr; stdout carries the JSON."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         flush_streams()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 @contextlib.contextmanager
 def streams_restored() -> Generator[None]:
-    """Give stdout and stderr back after a script that may have closed or replaced them."""
+    """Restore the standard streams after a script that may have closed or replaced them."""
     streams = sys.stdin, sys.stdout, sys.stderr
-    kept = [os.dup(number) for number in range(3)]
+    saved = [os.dup(number) for number in range(3)]
     try:
         yield
     finally:
         flush_streams()
-        for number, copy in enumerate(kept):
+        for number, copy in enumerate(saved):
             os.dup2(copy, number)
             os.close(copy)
         sys.stdin, sys.stdout, sys.stderr = streams
@@ -163,16 +163,16 @@ def _reopened(stream: TextIO, number: int) -> TextIO:
 
 
 def flush_streams() -> None:
-    """Flush stdout and stderr; a stream that is closed or cannot be written is passed over."""
+    """Flush stdout and stderr; skip a stream that is closed or cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
 def reserve_standard_streams() -> None:
-    """Open the null device in the place of each of file descriptors 0 to 2 that is closed.
+    """Open the null device for each of the file descriptors 0 to 2 that is closed.
 
-    Otherwise the next file gets such a number, and what a library prints is written into it.
+    Otherwise the next opened file gets that descriptor, and a library's messages end up in it.
     """
     for number in range(3):
         try:

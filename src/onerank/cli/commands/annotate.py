@@ -189,12 +189,12 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
 def _check_explains(options: AnnotateOptions, *, as_captured: bool) -> None:
     """Refuse options that change or write what --explain only shows."""
     if options.output is not None or options.host_scale != 1:
-        other = "--host-scale" if options.output is None else "--output"
-        raise click.UsageError(f"--explain writes nothing; leave out {other}")
+        refused = "--host-scale" if options.output is None else "--output"
+        raise click.UsageError(f"--explain writes nothing; leave out {refused}")
     if not as_captured:
         raise click.UsageError(
-            "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
-            "--fuse, --overlap and --nvlink-active out"
+            "--explain shows the step as captured: leave out --dtype, --kernel, --seq, "
+            "--micro-batch, --fuse, --overlap and --nvlink-active"
         )
 
 
@@ -218,7 +218,7 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
 
 
 def default_output(trace: Path, target: str, name: str) -> Path:
-    """Return `trace.H100.et` for `trace.et` and `H100`; of a description file its GPU's name."""
+    """Return `trace.H100.et` for `trace.et` and `H100`; a description file's GPU gives the name."""
     word = name if Path(target).suffix == ".toml" or "/" in target else target
     word = re.sub(r"[^\w.-]+", "-", word)
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")

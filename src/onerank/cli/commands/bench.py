@@ -134,10 +134,11 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
 
 
 _WRITTEN_EACH_S = 30
+"""Seconds between writes of the database, so that an aborted run loses little."""
 
 
 class _MeasuresByDefault(SectionedGroup):
-    """What is no subcommand is an argument of `measure`."""
+    """A group whose default subcommand is `measure`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -175,10 +176,10 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
-    wanted, dropped = _calls_to_measure(traces, options.grid)
-    known = read_database(update) if update else table_of([])
+    requests, dropped = _calls_to_measure(traces, options.grid)
+    stored = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
-    account = Account(requested=len(wanted))
+    account = Account(requested=len(requests))
     notes: list[str] = []
     with on_device(options.gpu) as device:
         board = Board()
@@ -186,31 +187,33 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
         if board.missing:
             notes.append(board.missing)
         if update:
-            before = len(wanted)
-            wanted = lacking(wanted, known, device.name, software)
-            notes.append(f"{before - len(wanted)} calls are in {update}, {len(known)} rows")
-            account.requested = len(wanted)
+            requested = len(requests)
+            requests = lacking(requests, stored, device.name, software)
+            notes.append(f"{requested - len(requests)} calls are in {update}, {len(stored)} rows")
+            account.requested = len(requests)
         seconds = 60 * options.minutes if options.minutes else float("inf")
-        with advancing(len(wanted), "measuring") as advance:
+        with advancing(len(requests), "measuring") as advance:
             child = child_on(device.torch)
-            found = measure_isolated(wanted, account, child, seconds=seconds, advance=advance)
+            measurements = measure_isolated(
+                requests, account, child, seconds=seconds, advance=advance
+            )
             written = time.monotonic()
             try:
-                with contextlib.closing(found):
-                    for one in found:
-                        rows.append(_row(one, device.name, software))
+                with contextlib.closing(measurements):
+                    for measurement in measurements:
+                        rows.append(_row(measurement, device.name, software))
                         if time.monotonic() > written + _WRITTEN_EACH_S:
-                            write_database(merge([known, table_of(rows)]).table, output)
+                            write_database(merge([stored, table_of(rows)]).table, output)
                             written = time.monotonic()
             except KeyboardInterrupt:
-                notes.append("interrupted: what was measured until then was written")
+                notes.append("interrupted: the rows measured until then were written")
             except CaptureError as error:
                 if not rows:
                     raise
-                write_database(merge([known, table_of(rows)]).table, output)
-                kept = f"what was measured until then, {len(rows)} rows, is in {output}"
-                raise CaptureError(f"{error}; {kept}", code=error.code) from error
-    table = merge([known, table_of(rows)]).table
+                write_database(merge([stored, table_of(rows)]).table, output)
+                saved = f"the {len(rows)} rows measured until then are in {output}"
+                raise CaptureError(f"{error}; {saved}", code=error.code) from error
+    table = merge([stored, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
         output=str(output),
@@ -232,85 +235,90 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
 def _calls_to_measure(
     traces: Sequence[Path], grid: str | None
 ) -> "tuple[list[BenchRequest], dict[str, int]]":
-    """Return what to measure, each call once, and what of the traces cannot be."""
+    """Return the distinct calls to measure, and reason -> kernels of the traces without a call."""
     import onerank
     from onerank.capture.bench.requests import power_grid, trace_requests, training_grid
     from onerank.ir.errors import CaptureError
 
-    wanted: dict[Any, BenchRequest] = {}
+    requests: dict[Any, BenchRequest] = {}
     dropped: dict[str, int] = {}
     for path in traces:
         plan = trace_requests(onerank.read(path))
         if not plan.requests:
             raise CaptureError(
-                f"{path}: holds no GPU operation with an operator's arguments; expected a trace "
-                "captured on a GPU",
+                f"{path}: no GPU operation has an operator with recorded arguments; expected a "
+                "trace captured on a GPU",
                 code="bench-no-operators",
             )
-        for one in plan.requests:
-            before = wanted.get(one.layouts)
-            kernels = one.kernels | before.kernels if before else one.kernels
-            wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
+        for request in plan.requests:
+            earlier = requests.get(request.layouts)
+            kernels = request.kernels | earlier.kernels if earlier else request.kernels
+            requests[request.layouts] = dataclasses.replace(request, kernels=kernels)
         for why, count in plan.dropped.items():
             dropped[why] = dropped.get(why, 0) + count
     if grid is not None:
-        for one in training_grid() if grid == "training" else power_grid():
-            wanted.setdefault(one.layouts, one)
-    return list(wanted.values()), dropped
+        for request in training_grid() if grid == "training" else power_grid():
+            requests.setdefault(request.layouts, request)
+    return list(requests.values()), dropped
 
 
 def lacking(
-    wanted: "list[BenchRequest]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
+    requests: "list[BenchRequest]", database: "polars.DataFrame", gpu: str, versions: dict[str, str]
 ) -> "list[BenchRequest]":
-    """Return what is not in a database for this GPU and these versions."""
+    """Return the requests without a row in the database for this GPU and these versions."""
     import polars
 
     from onerank.annotate.kernel_db.call_keys import call_key, canonical
     from onerank.annotate.kernel_db.database import rows_of
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
-    known: dict[tuple[Any, ...], set[str]] = {}
+    measured_kernels: dict[tuple[Any, ...], set[str]] = {}
     for row in rows_of(database.filter(same)):
         key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
-        known.setdefault(key, set()).update(row.kernels)
+        measured_kernels.setdefault(key, set()).update(row.kernels)
 
-    def is_known(one: "BenchRequest") -> bool:
-        found = (
-            known.get((*(call_key(call.op, *call.texts()) or ()), canonical(call.layout())))
-            for call in one.layouts
+    def is_known(request: "BenchRequest") -> bool:
+        kernel_sets = (
+            measured_kernels.get(
+                (*(call_key(call.op, *call.texts()) or ()), canonical(call.layout()))
+            )
+            for call in request.layouts
         )
-        return any(kernels and (not one.kernels or one.kernels & kernels) for kernels in found)
+        return any(
+            kernels and (not request.kernels or request.kernels & kernels)
+            for kernels in kernel_sets
+        )
 
-    return [one for one in wanted if not is_known(one)]
+    return [request for request in requests if not is_known(request)]
 
 
-def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
+def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
     from onerank.annotate.kernel_db.call_keys import call_key, canonical
     from onerank.annotate.kernel_db.database import KernelRow as Row
 
-    key = call_key(one.call.op, *one.call.texts())
-    assert key is not None, f"{one.call.op} has no key"
-    median = one.timing.median_ns
+    key = call_key(measurement.call.op, *measurement.call.texts())
+    assert key is not None, f"{measurement.call.op} has no key"
+    median = measurement.timing.median_ns
     return Row(
         gpu=gpu,
         operator=key.operator,
         shapes=key.shapes,
         dtypes=key.dtypes,
         attributes=key.attributes,
-        layout=canonical(one.call.layout()),
-        kernels=one.launched.names,
-        kernel_ns=one.launched.times_ns,
+        layout=canonical(measurement.call.layout()),
+        kernels=measurement.launched.names,
+        kernel_ns=measurement.launched.times_ns,
         median_ns=median,
-        p10_ns=one.timing.p10_ns,
-        p90_ns=one.timing.p90_ns,
-        samples=one.timing.samples,
-        l2=one.l2,
-        sm_clock_mhz=one.sm_clock_mhz,
-        power_w=one.power_w,
-        temperature_c=one.temperature_c,
-        energy_mj=one.power_w * median * 1e-6 if one.power_w else None,
+        p10_ns=measurement.timing.p10_ns,
+        p90_ns=measurement.timing.p90_ns,
+        samples=measurement.timing.samples,
+        l2=measurement.l2,
+        sm_clock_mhz=measurement.sm_clock_mhz,
+        power_w=measurement.power_w,
+        temperature_c=measurement.temperature_c,
+        energy_mj=measurement.power_w * median * 1e-6 if measurement.power_w else None,
         **versions,
-        date=one.date,
+        date=measurement.date,
     )
 
 
@@ -344,5 +352,5 @@ def show(database: Path, as_json: bool) -> None:
     from onerank.annotate.kernel_db.database import contents, read_database
     from onerank.cli.render.bench_table import render_contents
 
-    found = contents(read_database(database)).to_dicts()
-    print_json(found) if as_json else render_contents(found, str(database))
+    summaries = contents(read_database(database)).to_dicts()
+    print_json(summaries) if as_json else render_contents(summaries, str(database))

@@ -189,10 +189,10 @@ def _plan_file(job: Options) -> Path | None:
 
 
 def _check_exclusive(job: Options, how: CaptureOptions) -> None:
-    """Refuse options that each capture several times, or once, in ways that do not combine."""
+    """Refuse combinations of options that each capture several times."""
     if how.compile is not None and job.record_real_job:
         raise click.UsageError(
-            "--compile captures twice in turn, and the ranks of --record-real-job start once"
+            "--compile captures twice, but the ranks of --record-real-job start only once"
         )
     if how.compile is not None and how.capture_layers is not None:
         raise click.UsageError(
@@ -201,14 +201,14 @@ def _check_exclusive(job: Options, how: CaptureOptions) -> None:
     if how.ranks is None:
         return
     source = click.get_current_context().get_parameter_source("rank")
-    others = {
+    conflicts = {
         "--rank": source is click.core.ParameterSource.COMMANDLINE,
         "--record-real-job": job.record_real_job,
         "--compile": how.compile is not None,
     }
-    for other, given in others.items():
-        if given:
-            raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
+    for conflict, is_set in conflicts.items():
+        if is_set:
+            raise click.UsageError(f"--ranks captures ranks in turn: leave out {conflict}")
 
 
 def _launched_rank() -> int:
@@ -234,11 +234,11 @@ def capture_side_by_side(
     from onerank.analysis.compiled_kernels import fuse
     from onerank.capture.compile_compare import capture_compiled
 
-    both = capture_compiled(script, args, options, mode, progress)
-    mode_name = "the script's own" if both.by_script else str(mode)
-    graph = fuse(both.eager.graph, both.compiled.graph, both.kernels, mode_name, both.roots)
-    both.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
-    return dataclasses.replace(both.compiled, graph=graph)
+    pair = capture_compiled(script, args, options, mode, progress)
+    mode_name = "the script's own" if pair.by_script else str(mode)
+    graph = fuse(pair.eager.graph, pair.compiled.graph, pair.kernels, mode_name, pair.roots)
+    pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
+    return dataclasses.replace(pair.compiled, graph=graph)
 
 
 _TITLES = {

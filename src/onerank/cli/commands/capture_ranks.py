@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from onerank.capture import CapturedRanks as RanksOfJob
     from onerank.ir import Graph
 
-_SPANS = 6  # a table's; --json has all
+_SPANS = 6
+"""Runs of ranks in a table cell; --json has all."""
 
 
 class CapturedRank(msgspec.Struct, frozen=True):
-    """A captured rank of several.
+    """One of several captured ranks.
 
     Attributes:
         rank: the rank that ran.
-        represents: the ranks that do the same work, itself among them.
+        represents: all ranks that do the same work, this one included.
         trace: file that was written.
-        step_ns: median step without a profiler; of an extrapolated one, the line at its depth.
-        summary: what the trace holds.
+        step_ns: median step without a profiler; for an extrapolated trace, the fitted line's value
+            at its depth.
+        summary: summary of the trace.
     """
 
     rank: int
@@ -50,16 +52,16 @@ class CapturedRanks(msgspec.Struct, frozen=True):
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as runs: `0-3, 8-11`; of many runs the first, and how many ranks."""
+    """Return ascending ranks as runs: `0-3, 8-11`; many runs are cut, and the ranks counted."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    named = ["-".join(map(str, run)) for run in runs[:_SPANS]]
+    texts = ["-".join(map(str, run)) for run in runs[:_SPANS]]
     more = f", ... ({counted(len(ranks), 'rank')})" if len(runs) > _SPANS else ""
-    return ", ".join(named) + more
+    return ", ".join(texts) + more
 
 
 def _render(captured: Sequence[CapturedRank], missing: tuple[int, ...], world: str) -> None:
@@ -99,7 +101,7 @@ def _captured_rank(
 
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
-    """Write each graph to its file; none appears before all are written."""
+    """Write each graph to its file; no file appears before all are written."""
     parent = next(iter(graphs)).absolute().parent
     with scratch_directory(parent) as scratch:
         for path, graph in graphs.items():
@@ -112,9 +114,9 @@ def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool
     """Write `NAME.RANK.et` next to `output` for each captured rank, and show a table of them.
 
     Args:
-        done: what was captured.
-        world: sizes of its axes, as text.
-        output: path that the traces' names are made from.
+        done: the captures by rank.
+        world: sizes of the world's axes, as text.
+        output: path from which the names of the traces are derived.
         as_json: whether to print JSON.
     """
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}

@@ -231,7 +231,7 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
 
 
 def _check_output(output: Path, *inputs: Path | None) -> None:
-    """Refuse a name that no trace can have, or that an input has."""
+    """Refuse a directory, a name that does not end in .et, and the path of an input."""
     if output.is_dir():
         raise click.UsageError(f"--output {output} is a directory; name the trace to write")
     keep_inputs(output, *inputs)

@@ -105,25 +105,25 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     from onerank.analysis.predict_ops import OPS, calls_of, predict_calls
     from onerank.cli.render.annotation_table import render_predictions
 
-    given = {
+    sizes = {
         name: value
         for name, value in asdict(options).items()
         if name not in _NOT_SIZES and value is not None
     }
     path = None if what in OPS else Path(what)
-    if path is not None and len(given) > 1:  # --no-causal has a value in any case
+    if path is not None and len(sizes) > 1:  # --no-causal has a value in any case
         raise click.UsageError("FILE has the sizes: give --target, --database and --output alone")
-    rows: list[dict[str, Any]] = [{"op": what, **given}] if path is None else _read(path)
+    rows: list[dict[str, Any]] = [{"op": what, **sizes}] if path is None else _read(path)
     if options.output is not None:
         keep_inputs(options.output, path, *options.database)
     predictions = predict_calls(calls_of(rows), options.target, databases=options.database)
     if options.output is not None:
         columns = ("duration_ns", "p10_ns", "p90_ns", "bound", "evidence")
-        made = [
+        predicted_rows = [
             {**row, **{name: getattr(prediction, name) for name in columns}}
             for row, prediction in zip(rows, predictions, strict=True)
         ]
-        _write(options.output, made)
+        _write(options.output, predicted_rows)
     if as_json:
         print_json(predictions)
     else:

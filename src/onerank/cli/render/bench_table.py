@@ -17,8 +17,8 @@ class Benched(msgspec.Struct, frozen=True):
 
     Attributes:
         output: the database.
-        gpu: name as CUDA reports it.
-        versions: of the libraries.
+        gpu: CUDA's name of the GPU.
+        versions: library -> version.
         rows: rows written.
         requested: number of calls to measure.
         measured: calls measured.
@@ -45,16 +45,18 @@ class Benched(msgspec.Struct, frozen=True):
 
 
 def render_benched(done: Benched) -> None:
-    """Print what was measured, and what was not and why."""
-    software = ", ".join(f"{name} {one}" for name, one in done.versions.items() if one)
+    """Print the number of measured calls, and the other calls with their reasons."""
+    software = ", ".join(f"{name} {version}" for name, version in done.versions.items() if version)
     rows: list[tuple[str, str]] = [
         ("gpu", f"{done.gpu}; {software}"),
         ("measured", f"{done.measured} of {counted(done.requested, 'call')}, {done.rows} rows"),
     ]
     rows += [("untried", f"{counted(n, 'call')}: {why}") for why, n in done.untried.items()]
     if done.other_kernels:
-        which = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
-        rows.append(("differ", f"launched other kernels on this GPU than in the trace: {which}"))
+        operators = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
+        rows.append(
+            ("differ", f"launched other kernels on this GPU than in the trace: {operators}")
+        )
     rows += [("failed", f"{count} x {why}") for why, count in done.failed.items()]
     rows += [("dropped", f"{counted(n, 'kernel')}: {why}") for why, n in done.dropped.items()]
     rows += [("inner", f"{counted(count, 'call')}: {name}") for name, count in done.inner.items()]
@@ -63,40 +65,42 @@ def render_benched(done: Benched) -> None:
 
 
 def render_merged(read: Mapping[str, int], rows: int, replaced: int, output: str) -> None:
-    """Print what was merged."""
+    """Print the databases that were read, and the rows that were written."""
     files = [("read", f"{path}: {counted(count, 'row')}") for path, count in read.items()]
     lines([*files, ("written", f"{counted(rows, 'row')}; {replaced} were replaced by later ones")],
           output)  # fmt: skip
 
 
-def render_contents(found: Sequence[Mapping[str, Any]], title: str) -> None:
+def render_contents(summaries: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print a table of operators."""
     columns = ("gpu", "operator", "dtype", "calls", "rows", "shortest", "longest", "torch")
     rows = [
-        (one["gpu"], one["operator"], one["dtype"], one["calls"], one["rows"],
-         time(one["shortest_ns"]), time(one["longest_ns"]), one["torch"])
-        for one in found
+        (summary["gpu"], summary["operator"], summary["dtype"], summary["calls"], summary["rows"],
+         time(summary["shortest_ns"]), time(summary["longest_ns"]), summary["torch"])
+        for summary in summaries
     ]  # fmt: skip
     table(title, columns, rows, texts=(0, 1, 2, 7))
 
 
-def render_described(made: "Gpu", known: "Gpu", found: "Microbenchmarks", output: str) -> None:
+def render_described(
+    description: "Gpu", base: "Gpu", limits: "Microbenchmarks", output: str
+) -> None:
     """Print the measured figures next to those of the base description."""
     rows = [
-        (name, f"{figure.value:g}", _before(known, name))
-        for name, figure in made.figures.items()
+        (name, f"{figure.value:g}", _before(base, name))
+        for name, figure in description.figures.items()
         if figure.source == "bench"
     ]
-    table(f"{output}: {made.name}", ("figure", "measured", known.name), rows)
-    held = [
-        (one.unit or "memory", " x ".join(map(str, one.sizes)), time(one.median_ns),
-         f"{one.flops / one.median_ns / 1e3:.0f}", f"{one.nbytes / one.median_ns:.0f}",
-         f"{one.power_w:.0f}" if one.power_w else "-", one.sm_clock_mhz or "-")
-        for one in found.sustained
+    table(f"{output}: {description.name}", ("figure", "measured", base.name), rows)
+    sustained = [
+        (call.unit or "memory", " x ".join(map(str, call.sizes)), time(call.median_ns),
+         f"{call.flops / call.median_ns / 1e3:.0f}", f"{call.nbytes / call.median_ns:.0f}",
+         f"{call.power_w:.0f}" if call.power_w else "-", call.sm_clock_mhz or "-")
+        for call in limits.sustained
     ]  # fmt: skip
-    columns = ("held", "m x n x k", "time", "TFLOPS", "GB/s", "W", "MHz")
-    table("calls that were held", columns, held, texts=(0, 1))
-    lines([(f"no {unit}", why) for unit, why in found.refused.items()])
+    columns = ("unit", "m x n x k", "time", "TFLOPS", "GB/s", "W", "MHz")
+    table("sustained calls", columns, sustained, texts=(0, 1))
+    lines([(f"no {unit}", why) for unit, why in limits.refused.items()])
 
 
 def _before(gpu: "Gpu", name: str) -> str:

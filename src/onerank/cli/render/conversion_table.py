@@ -1,4 +1,4 @@
-"""Table of what a conversion linked and dropped."""
+"""Tables of a conversion: linked and dropped records, and the operators of an ONNX model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from onerank.converters.sources.onnx import OnnxConversion
 
 
 def render_model(report: OnnxConversion) -> None:
-    """Print what an ONNX model became."""
+    """Print the result of converting an ONNX model."""
     pairs = [
         ("nodes", f"{report.nodes}: {report.launching} compute, {report.launching_nothing} do not"),
         ("weights", f"{report.weights} elements, {size(report.weight_bytes)}"),
@@ -31,9 +31,9 @@ def render_conversion(
 ) -> None:
     """Print what a conversion linked and dropped."""
     pairs: list[tuple[str, str]] = []
-    for model, one in sliced:
-        counts = ", ".join(f"{count} {style}" for style, count in one.modules.items())
-        change = f"{model}: {one.elements_before} to {one.elements_after} parameters"
+    for model, slicing in sliced:
+        counts = ", ".join(f"{count} {style}" for style, count in slicing.modules.items())
+        change = f"{model}: {slicing.elements_before} to {slicing.elements_after} parameters"
         pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
     count, ns = report.gpu_ops_dropped

@@ -13,9 +13,9 @@ _GROUPS = 16
 
 def render_export(done: AstraSimExport) -> None:
     """Print what an export wrote."""
-    named = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
-    more = [f"and {len(named) - _GROUPS} more"] if len(named) > _GROUPS else []
-    groups = "; ".join([*named[:_GROUPS], *more])
+    group_texts = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
+    more = [f"and {len(group_texts) - _GROUPS} more"] if len(group_texts) > _GROUPS else []
+    groups = "; ".join([*group_texts[:_GROUPS], *more])
     pairs = [
         ("ranks", str(done.ranks)),
         ("nodes per rank", str(done.nodes)),
@@ -26,7 +26,7 @@ def render_export(done: AstraSimExport) -> None:
         (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
         for stages, peak in done.peak_memory_bytes
     ]
-    pairs += [("dropped", f"{count}: {what}") for what, count in done.dropped.items()]
+    pairs += [("dropped", f"{count}: {kind}") for kind, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("checked", "no findings"))
     pairs.append(
@@ -39,7 +39,7 @@ def render_export(done: AstraSimExport) -> None:
 
 
 def render_simai(done: SimaiExport) -> None:
-    """Print what a SimAI workload holds and what it does not."""
+    """Print the contents of a SimAI workload, and what the format cannot express."""
     batches = f"{done.micro_batches} micro-batch{'' if done.micro_batches == 1 else 'es'}"
     pairs = [
         ("ranks", f"{done.all_gpus}; all replay the step of rank {done.rank}"),
@@ -55,7 +55,7 @@ def render_simai(done: SimaiExport) -> None:
 
 
 def render_goal(done: GoalExport) -> None:
-    """Print what a GOAL schedule holds."""
+    """Print the contents of a GOAL schedule."""
     name = done.path.stem
     pairs = [
         ("ranks", str(done.ranks)),
@@ -63,8 +63,10 @@ def render_goal(done: GoalExport) -> None:
         ("GPU time per rank", time(done.gpu_time_ns)),
         ("cpus", str(done.cpus)),
     ]
-    pairs += [("communication", f"{count}: {what}") for what, count in done.algorithms.items()]
-    pairs += [("dropped", f"{count}: {what}") for what, count in done.dropped.items()]
+    pairs += [
+        ("communication", f"{count}: {algorithm}") for algorithm, count in done.algorithms.items()
+    ]
+    pairs += [("dropped", f"{count}: {algorithm}") for algorithm, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
     pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
@@ -72,10 +74,16 @@ def render_goal(done: GoalExport) -> None:
 
 
 def render_findings(findings: Sequence[Finding], path: str, *, is_file: bool) -> None:
-    """Print the findings of a check; `alone`: a single file was checked, only for its structure."""
+    """Print the findings of a check.
+
+    Args:
+        findings: the findings.
+        path: file or directory that was checked.
+        is_file: whether it is a single file, of which only the structure is checked.
+    """
     if not findings:
-        rest = " in its structure; give the directory to check a workload" if is_file else ""
-        lines([("checked", f"no findings{rest}")], path)
+        scope = " in its structure; give the directory to check a workload" if is_file else ""
+        lines([("checked", f"no findings{scope}")], path)
         return
     rows = [
         (

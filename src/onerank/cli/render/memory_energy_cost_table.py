@@ -31,7 +31,8 @@ def render_energy(report: EnergyReport, title: str) -> None:
         ("idle", f"{joules(report.idle_uj)} in {time(report.idle_ns)}"),
     ]
     if report.measured_power_mw is not None:
-        pairs.append(("sensor", f"{report.measured_power_mw / 1e3:.0f} W over the pure steps"))
+        watts = f"{report.measured_power_mw / 1e3:.0f} W"
+        pairs.append(("sensor", f"{watts} over the steps without a profiler"))
     formula = (
         f"{c.base:g} + {c.active:g} u_active + {c.tensor:g} u_tensor + {c.memory:g} u_memory + "
         f"{c.vector:g} u_vector of the limit, which holds the mean"
@@ -52,7 +53,7 @@ def render_energy(report: EnergyReport, title: str) -> None:
 
 
 def render_cost(report: CostReport, title: str) -> None:
-    """Print what a step costs, and the reckoning of each way to pay."""
+    """Print the cost of a step, and the calculation for each way to pay."""
     tokens = "not known" if report.tokens is None else f"{report.tokens}: {report.tokens_source}"
     lines(
         [
@@ -77,7 +78,7 @@ def render_cost(report: CostReport, title: str) -> None:
     )
     for bill in report.bills:
         table(
-            f"Reckoning: {bill.way}",
+            f"Calculation: {bill.way}",
             ("figure", "value", "unit", "source"),
             [(line.name, amount(line.value), line.unit, line.source) for line in bill.lines],
             texts=(0, 2, 3),
@@ -85,7 +86,7 @@ def render_cost(report: CostReport, title: str) -> None:
 
 
 def render_memory(report: MemoryReport, title: str, rows: int) -> None:
-    """Print the peak by class, its largest parts, and what would make the step fit."""
+    """Print the peak by class, its largest parts, and changes that would make the step fit."""
     lines(_figures(report), title)
     peak = report.peak_bytes
     if report.classes:
@@ -94,7 +95,7 @@ def render_memory(report: MemoryReport, title: str, rows: int) -> None:
             ("class", "bytes", "share"),
             [
                 (name, size(bytes_held), f"{bytes_held / peak:.1%}" if peak else "-")
-                for name, bytes_held in sorted(report.classes.items(), key=lambda one: -one[1])
+                for name, bytes_held in sorted(report.classes.items(), key=lambda item: -item[1])
             ],
         )
         table(
@@ -152,12 +153,12 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
     pairs.append(("classes", report.source))
-    other = sum(one.bytes for one in report.non_allocator)
+    outside_bytes = sum(buffer.bytes for buffer in report.non_allocator)
     sources = "; ".join(
-        f"{one.what} {size(one.bytes)} ({one.source})" for one in report.non_allocator
+        f"{buffer.what} {size(buffer.bytes)} ({buffer.source})" for buffer in report.non_allocator
     )
     if report.non_allocator:
-        pairs.append(("outside the allocator", f"{size(other)}: {sources}"))
+        pairs.append(("outside the allocator", f"{size(outside_bytes)}: {sources}"))
     if report.capacity_bytes:
         pairs.append(
             (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")
@@ -169,7 +170,7 @@ def _verdict(report: MemoryReport) -> str:
     if report.fits:
         return "fits"
     if report.fits_without_overhead:
-        return "does not fit once that is counted; by itself it would"
+        return "fits only without the memory outside the allocator"
     return "does not fit"
 
 

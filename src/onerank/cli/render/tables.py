@@ -9,9 +9,9 @@ from onerank.cli.terminal import console, visible, visible_line
 
 MODULE_ROWS = 14
 RANKS = 12
-"""Ranks that a line names; --json has all."""
+"""Ranks listed on one line; --json has all."""
 KERNEL_NAME = 120
-"""Characters of a kernel's name that a table shows; --json has all."""
+"""Characters of a kernel name in a table; --json has all."""
 _NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::|c10::")
 
 

@@ -24,7 +24,8 @@ from onerank.ir import Compilation, LayerExtrapolation, Line, Sensors
 
 FUSION_ROWS = 12
 
-_OPERATORS = 8  # a table's; --json has all
+_OPERATORS = 8
+"""Operators that a table cell names; --json has all."""
 
 
 def render_compilation(done: Compilation, device: str) -> None:
@@ -41,7 +42,7 @@ def render_compilation(done: Compilation, device: str) -> None:
         text = f"{done.shared_ops} operations are one of several library calls; which is not known"
         pairs.append(("shared", text))
     if done.unknown_ops:
-        text = f"{done.unknown_ops} operations in compiled graphs are no kernel of the compiler's"
+        text = f"{done.unknown_ops} operations in compiled graphs match no generated kernel"
         pairs.append(("unknown", text))
     lines(pairs)
     rows = [
@@ -57,7 +58,7 @@ def render_compilation(done: Compilation, device: str) -> None:
     ]
     columns = ("", "ops, eager", "compiled", "time, eager", "compiled", "speed-up")
     table(f"Compute by sub-module, eager and compiled, on {device or 'this device'}", columns, rows)
-    made = [
+    fusion_rows = [
         (
             fusion.kernel,
             fusion.phase or "-",
@@ -69,15 +70,15 @@ def render_compilation(done: Compilation, device: str) -> None:
         for fusion in done.fusions[:FUSION_ROWS]
     ]
     columns = ("kernel", "phase", "launches", "time", "replaces", "of")
-    table("Generated kernels", columns, made, texts=(0, 1, 4, 5))
+    table("Generated kernels", columns, fusion_rows, texts=(0, 1, 4, 5))
     if len(done.fusions) > FUSION_ROWS:
         lines([("", f"and {len(done.fusions) - FUSION_ROWS} more (--json has all)")])
 
 
 def _operators(counts: dict[str, int]) -> str:
-    named = [f"{n} {name.removeprefix('aten.')}" for name, n in counts.items()]
-    more = f", {len(named) - _OPERATORS} more" if len(named) > _OPERATORS else ""
-    return ", ".join(named[:_OPERATORS]) + more
+    texts = [f"{n} {name.removeprefix('aten.')}" for name, n in counts.items()]
+    more = f", {len(texts) - _OPERATORS} more" if len(texts) > _OPERATORS else ""
+    return ", ".join(texts[:_OPERATORS]) + more
 
 
 def _gain(before: int | None, after: int | None) -> str:
@@ -122,10 +123,9 @@ def render_summary(summary: Summary, title: str) -> None:
     _shares("Compute by phase", summary.by_phase, summary.compute_time_ns)
     _shares("Compute by module", summary.by_module[:MODULE_ROWS], summary.compute_time_ns)
     if len(summary.by_module) > MODULE_ROWS:
-        rest = summary.by_module[MODULE_ROWS:]
-        lines(
-            [("", f"and {len(rest)} more, {time(sum(s.time_ns for s in rest))} (--json has all)")]
-        )
+        further = summary.by_module[MODULE_ROWS:]
+        further_ns = sum(share.time_ns for share in further)
+        lines([("", f"and {len(further)} more, {time(further_ns)} (--json has all)")])
     render_communication(summary)
     if summary.pipeline:
         _render_pipeline(summary.pipeline)
@@ -134,7 +134,7 @@ def render_summary(summary: Summary, title: str) -> None:
 
 
 def _classes(summary: Summary) -> list[tuple[str, str]]:
-    """Return the ranks that need traces of their own, if one trace does not represent all."""
+    """Return the representatives of the rank classes, if there is more than one class."""
     if len(summary.classes) < 2:
         return []
     first = [str(rank_class.representative) for rank_class in summary.classes]
@@ -143,7 +143,7 @@ def _classes(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _render_pipeline(stage: StageSummary) -> None:
-    """Print what memory the stage needs under each schedule."""
+    """Print the stage's peak memory under each schedule."""
     layers = "+".join(map(str, stage.layers))
     lines(
         [
@@ -173,7 +173,7 @@ def _step(summary: Summary) -> str:
 
 
 def _measured(summary: Summary) -> list[tuple[str, str]]:
-    """Return the lines on how the step was measured, those that there are."""
+    """Return the lines on how the step was measured; measurements that are missing have none."""
     pairs: list[tuple[str, str]] = []
     if summary.gap_ns is not None and not summary.annotations:
         pairs.append(
@@ -209,7 +209,7 @@ def _measured(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _sensors(sensors: Sensors) -> str:
-    given = (
+    readings = (
         ("SM ", sensors.sm_clock_mhz, 1, "MHz"),
         ("memory ", sensors.memory_clock_mhz, 1, "MHz"),
         ("", sensors.power_mw, 1000, "W"),
@@ -218,7 +218,7 @@ def _sensors(sensors: Sensors) -> str:
     texts = [
         f"{name}{reading.median / scale:.0f} {unit} "
         f"({reading.low / scale:.0f} to {reading.high / scale:.0f})"
-        for name, reading, scale, unit in given
+        for name, reading, scale, unit in readings
         if reading is not None
     ]
     texts += [
@@ -244,7 +244,7 @@ def _shares(title: str, shares: list[Share], total_ns: int) -> None:
 
 
 def render_depths(depths: LayerExtrapolation) -> None:
-    """Print the captures at several depths, the lines through them and what bears them out."""
+    """Print the captures at several depths, the lines fitted through them, and their residuals."""
     figures: list[tuple[Line, Callable[[float], str]]] = [
         (depths.compute_ns, time),
         (depths.step_ns, time),
@@ -318,26 +318,26 @@ def render_parts(parts: Sequence[Part], grain: Grain, title: str) -> None:
         lines([("", "by events: CUDA events (a clock on a CPU), no profiler, gaps included")])
     _table("Work and memory", grain, rows, _work(rows))
     if left_out:
-        rest = sum(part.time_ns for part in left_out)
-        lines([("", f"and {len(left_out)} more, {time(rest)} (--json has all)")])
+        further_ns = sum(part.time_ns for part in left_out)
+        lines([("", f"and {len(left_out)} more, {time(further_ns)} (--json has all)")])
 
 
 _Columns = dict[str, list[str]]
 
-"""Heading -> cells."""
+"""Column heading -> cells."""
 
 
 def _table(title: str, grain: Grain, parts: Sequence[Part], figures: _Columns) -> None:
     """Print figures next to names and, for modules, their roles and counts."""
-    whole: _Columns = {"": [part.name or "(none)" for part in parts]}
+    columns: _Columns = {"": [part.name or "(none)" for part in parts]}
     if grain == "kernel":
-        whole[""] = [short_kernel(name) for name in whole[""]]
+        columns[""] = [short_kernel(name) for name in columns[""]]
     else:
-        whole["role"] = [part.role for part in parts]
-        whole["modules"] = [str(part.instances) for part in parts]
-    whole |= figures
+        columns["role"] = [part.role for part in parts]
+        columns["modules"] = [str(part.instances) for part in parts]
+    columns |= figures
     texts = (0,) if grain == "kernel" else (0, 1)
-    table(title, [*whole], [*zip(*whole.values(), strict=True)], texts=texts)
+    table(title, [*columns], [*zip(*columns.values(), strict=True)], texts=texts)
 
 
 def _times(parts: Sequence[Part], total_ns: int) -> _Columns:
@@ -431,10 +431,15 @@ def render_replay(done: Replay, title: str) -> None:
             ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
         )
     if done.steady_state is not None:
-        row, what = done.steady_state, "measured" if done.steady_state_measured_ns else "predicted"
-        text = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
-        idle = f"{part(row.idle_ns, row.step_ns)} of it idle"
-        text += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"
+        steady, origin = (
+            done.steady_state,
+            "measured" if done.steady_state_measured_ns else "predicted",
+        )
+        text = (
+            f"{time(steady.step_ns)}, {origin}: without the profiler, the host ahead of the GPU; "
+        )
+        idle = f"{part(steady.idle_ns, steady.step_ns)} of it idle"
+        text += f"{idle}, {time(steady.host_bound_ns)} waiting for a launch"
         pairs.append(("steady-state step", text))
     pairs += [
         ("compute", part(done.compute_ns)),
