@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from onerank.capture.capture_depths import capture_at_depths
+    from onerank.capture.one_rank import Capture, capture
     from onerank.capture.options import Options
     from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
     from onerank.capture.profiling.window_plan import WindowPlan
-    from onerank.capture.run import Capture, capture
     from onerank.capture.several_ranks import CapturedRanks, capture_ranks
 
 __all__ = [
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Capture": "run",
+    "Capture": "one_rank",
     "CapturedRanks": "several_ranks",
     "Options": "options",
     "ShardingPlan": "parallelize.tensor.plan_file",
     "WindowPlan": "profiling.window_plan",
-    "capture": "run",
+    "capture": "one_rank",
     "capture_at_depths": "capture_depths",
     "capture_ranks": "several_ranks",
     "read_plan": "parallelize.tensor.plan_file",

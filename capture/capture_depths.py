@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
+from onerank.capture.one_rank import Capture, capture
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.capture.profiling.raw_traces import check_raw_dir, keep
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run import Capture, capture
 from onerank.capture.validate import check_layers
 from onerank.converters.expand.layers import extrapolate
 from onerank.ir.scratch import scratch_directory

@@ -24,12 +24,12 @@ from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from onerank.capture.isolation import named_progress, run_isolated
+from onerank.capture.one_rank import Capture, capture
 from onerank.capture.options import Options
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.module_roles import WRAPPED
 from onerank.capture.profiling.module_scopes import SCOPE, profiler_on
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run import Capture, capture
 from onerank.ir import COMPILED_GRAPH, GeneratedKernel
 from onerank.ir.errors import CaptureError
 

@@ -9,11 +9,11 @@ import msgspec
 from onerank.capture.capture_depths import capture_at_depths
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
+from onerank.capture.one_rank import Capture, capture
 from onerank.capture.options import Options
 from onerank.capture.parallelize.rank_classes import classes_along
 from onerank.capture.profiling.raw_traces import keep
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run import Capture, capture
 from onerank.capture.validate import check_ranks, uses_torch_distributed, validate_early
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError

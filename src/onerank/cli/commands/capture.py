@@ -138,7 +138,7 @@ def run(
     with loading_capture():
         from onerank.capture.capture_depths import capture_at_depths
         from onerank.capture.isolation import forked_processes, sigterm_interrupts
-        from onerank.capture.run import capture as capture_script
+        from onerank.capture.one_rank import capture as capture_script
         from onerank.capture.several_ranks import capture_ranks
 
     if how.ranks is not None:
