@@ -33,6 +33,7 @@ import msgspec
 
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.display import Displayed
 from onerank.ir.errors import AnnotateError, FormatError
 from onerank.ir.input_files import load_toml
 
@@ -153,7 +154,7 @@ class Bill(msgspec.Struct, frozen=True):
     lines: tuple[CostLine, ...]
 
 
-class CostReport(msgspec.Struct, frozen=True):
+class CostReport(Displayed, msgspec.Struct, frozen=True):
     """Money for one step.
 
     Attributes:

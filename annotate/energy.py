@@ -18,6 +18,7 @@ from onerank.annotate.models.power import (
 )
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
+from onerank.display import Displayed
 from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
@@ -113,7 +114,7 @@ class ClassEnergy(msgspec.Struct, frozen=True):
     power_mw: int
 
 
-class EnergyReport(msgspec.Struct, frozen=True):
+class EnergyReport(Displayed, msgspec.Struct, frozen=True):
     """Energy of one step on one GPU; 80 % intervals.
 
     Attributes:

@@ -23,10 +23,10 @@ import numpy as np
 from paired_traces import by_class
 
 import onerank
+from onerank.analysis.step_energy import power_timeline_of
 from onerank.analysis.step_time import replay
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
 from onerank.annotate.energy import report_energy
-from onerank.cli.commands.memory_energy_cost import power_timeline_of
 from onerank.ir import Graph
 
 AVERAGED_NS = 1_000_000_000

@@ -1,5 +1,8 @@
 """Run a script as one rank of a job and measure it.
 
+`run` captures in a process of its own. `capture`, `capture_at_depths` and `capture_ranks` run the
+script in this process, or in forks of it.
+
 The names below are imported on first use. The command line imports `onerank.capture.options` and
 `onerank.capture.validate` to check its options, and must not import torch for that.
 """
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from onerank.capture.capture_depths import capture_at_depths
+    from onerank.capture.isolated_capture import run
     from onerank.capture.one_rank import Capture, capture
     from onerank.capture.options import Options
     from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
@@ -25,6 +29,7 @@ __all__ = [
     "capture_at_depths",
     "capture_ranks",
     "read_plan",
+    "run",
 ]
 
 _MODULES = {
@@ -37,6 +42,7 @@ _MODULES = {
     "capture_at_depths": "capture_depths",
     "capture_ranks": "several_ranks",
     "read_plan": "parallelize.tensor.plan_file",
+    "run": "isolated_capture",
 }
 
 

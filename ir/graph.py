@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.display import Displayed
 from onerank.ir.arrays import I64, Mask, membership_mask
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase, Reason
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from onerank.ir.coarsen import Grain
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+@dataclass(frozen=True, slots=True, repr=False)
+class Graph(Displayed):
     """One rank's step as a directed acyclic graph.
 
     Attributes:
@@ -45,6 +46,21 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def displayed_fields(self) -> dict[str, Any]:
+        """Return what the graph prints: its size, and what was measured of its step."""
+        measured = self.job.measurement
+        annotations = self.job.annotations
+        return {
+            "device": self.job.device.name or None,
+            "predicted_for": annotations[-1].target if annotations else None,
+            "world": " ".join(f"{axis} {n}" for axis, n in self.job.world.sizes.items() if n > 1),
+            "rank": self.job.rank,
+            "nodes": len(self),
+            "edges": len(self.edges),
+            "step_ns": measured.median_step_ns,
+            "peak_memory_bytes": measured.peak_memory_bytes or None,
+        }
 
     def __iter__(self) -> Iterator[Node]:
         return (Node(self.nodes, self.strings, index) for index in range(len(self)))

@@ -1,16 +1,34 @@
 """The public names, and the library as a user would call it."""
 
+import gzip
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import networkx as nx
 import pytest
+from raised import raises_code
 
 import onerank
 from onerank.converters.sources.kineto import convert_directory
+from onerank.display import Displayed, Records
+from onerank.ir.errors import CaptureError, ExportError, FormatError, ScriptError
 
-RAW = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
+TRACES = Path(__file__).parents[1] / "traces"
+
+RAW = TRACES / "h200-llama-8b-4l-tp4"
+
+SCRIPT = """
+import sys
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+while True:
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +38,21 @@ def trace(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def slice_trace(tmp_path_factory) -> Path:
+    """Rank 0 of TP=2 of four Llama-8B layers, captured on one H200."""
+    path = tmp_path_factory.mktemp("slice") / "slice.et"
+    kept = TRACES / "h200-llama-8b-4l-tp2-real" / "slice.0.et.gz"
+    path.write_bytes(gzip.decompress(kept.read_bytes()))
+    return path
+
+
 def test_public_names():
-    assert sorted(onerank.__all__) == ["Graph", "predict", "read", "recost"]
     for name in onerank.__all__:
         assert getattr(onerank, name).__doc__
+    for name in onerank.export.__all__:
+        assert getattr(onerank.export, name).__doc__
+    assert onerank.capture.run.__doc__
 
 
 def test_importing_it_is_light():
@@ -32,6 +61,53 @@ def test_importing_it_is_light():
     code = f"import sys, onerank, onerank.cli; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_capture_loads_no_torch_in_the_calling_process(tmp_path):
+    """Numbers of the script's own are those of the command line."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code = (
+        "import sys, onerank\n"
+        "graph = onerank.capture.run('train.py', ['0.5'], dp=2, warm_up=1, pure=1)\n"
+        "calls = int(graph.communication.sum())\n"
+        "print(calls, graph.job.world.size, {'torch', 'click'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.strip() == "1 2 set()"  # DDP has one bucket
+    assert "· " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"tp": 0}, "option-out-of-range"),
+        ({"tp": "two"}, "option-out-of-range"),
+        ({"tp_style": "other"}, "option-not-a-choice"),
+        ({"collective_kernels": "maybe"}, "option-not-a-choice"),
+        ({"warm_up": 0}, "option-out-of-range"),
+        ({"sharding_plan": "absent.toml"}, "file-unreadable"),
+    ],
+)
+def test_a_wrong_option_of_a_capture_is_an_error_before_the_script_runs(tmp_path, options, code):
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    with raises_code(code, CaptureError):
+        onerank.capture.run(tmp_path / "train.py", **options)
+
+
+def test_an_error_of_the_script_keeps_its_code_and_traceback(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('no data')\n")
+    messages: list[str] = []
+    with raises_code("script-raised", ScriptError) as error:
+        onerank.capture.run(tmp_path / "train.py", torchrun=False, progress=messages.append)
+    assert "no data" in error.value.script_traceback
+    assert messages
+
+
+def test_an_unknown_option_of_a_capture_is_named(tmp_path):
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        onerank.capture.run(tmp_path / "train.py", tensor_parallel=2)
 
 
 def test_read_recost_write(trace, tmp_path):
@@ -44,6 +120,97 @@ def test_read_recost_write(trace, tmp_path):
     gpu = again.gpu_compute
     before, after = graph.nodes.duration_ns[gpu].sum(), again.nodes.duration_ns[gpu].sum()
     assert 1.0 < after / before < 4800 / 3350  # slower memory, equal tensor cores
+
+
+def test_memory_and_replay_of_a_kept_capture(slice_trace):
+    graph = onerank.read(slice_trace)
+    report = onerank.memory(graph, "A40")
+    assert report.peak_bytes / 1e9 == pytest.approx(11.662, abs=5e-4)
+    assert report.fits
+    steady = onerank.replay(slice_trace).steady_state
+    assert steady is not None
+    assert steady.step_ns / 1e6 == pytest.approx(56.351, abs=5e-4)
+    assert onerank.replay(graph, busbw_gb_s=1.0).exposed_communication_ns > (
+        10 * onerank.replay(graph).exposed_communication_ns
+    )
+
+
+def test_what_ifs_of_a_prediction_are_those_of_the_command(slice_trace):
+    """The README shows the 57.982 ms."""
+    h100 = onerank.recost(slice_trace, "H100", nvlink_active=True)
+    compute_ns = h100.nodes.duration_ns[h100.gpu_compute].sum()
+    assert compute_ns / 1e6 == pytest.approx(57.982, abs=5e-4)
+    slow = onerank.recost(slice_trace, "H100", override={"memory_bandwidth_gb_per_s": 1000})
+    assert slow.nodes.duration_ns[slow.gpu_compute].sum() > 1.5 * compute_ns
+
+
+def test_energy_and_cost(slice_trace):
+    graph = onerank.read(slice_trace)
+    energy = onerank.energy(graph)
+    assert energy.step_uj / 1e6 == pytest.approx(energy.mean_power_mw / 1e3 * 0.056351, rel=1e-2)
+    prices = TRACES.parent / "examples" / "prices.toml"
+    one, eight = (onerank.cost(graph, prices, gpus=gpus).bills[0] for gpus in (1, 8))
+    assert eight.per_step == pytest.approx(8 * one.per_step)
+
+
+def test_diff_of_a_trace_with_itself(slice_trace):
+    difference = onerank.diff(slice_trace, slice_trace)
+    assert difference.same_kernels
+    assert difference.total.time_before_ns == difference.total.time_after_ns > 0
+
+
+def test_convert_is_read_after_the_command(trace):
+    graph = onerank.convert(RAW)
+    assert len(graph) == len(onerank.read(trace)) == len(onerank.convert(trace))
+    with raises_code("convert-not-a-capture", FormatError):
+        onerank.convert(TRACES)
+
+
+def test_exports(slice_trace, tmp_path):
+    graph = onerank.read(slice_trace)
+    workload = onerank.export.astra_sim(graph, tmp_path / "workload")
+    assert workload.ranks == 2
+    assert onerank.check(workload.directory) == []
+    (tmp_path / "workload" / "comm_groups.json").unlink()
+    findings = onerank.check(workload.directory)
+    assert findings
+    assert onerank.export.goal(slice_trace, tmp_path / "step.goal").ranks == 2
+    assert onerank.export.simai([graph], tmp_path / "step.txt").all_gpus == 2
+    slices = onerank.export.perfetto(graph, tmp_path / "step.json")
+    assert slices >= int((graph.nodes.duration_ns > 0).sum())
+    with raises_code("export-no-traces", ExportError):
+        onerank.export.simai(TRACES, tmp_path / "none.txt")
+
+
+def test_every_result_prints_as_tables(slice_trace):
+    graph = onerank.read(slice_trace)
+    report = onerank.memory(graph)
+    assert re.search(r"peak_bytes +11\.662 GB", repr(report))
+    assert re.search(r"activations +3\.896 GB", repr(report))
+    assert re.search(r"step_ns +56\.351 ms", str(graph))
+    page = report._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 5
+    assert '<td style="text-align: left">11.662 GB</td>' in page
+
+
+def test_names_in_a_table_are_escaped():
+    class Row(Displayed, msgspec.Struct):
+        name: str
+        time_ns: int
+
+    rows = Records([Row("<b>\x1b[2J\nkernel", 1500)])
+    assert repr(rows) == "  name                time_ns\n  <b>\\x1b[2J\\nkernel  1.500 us"
+    assert "<b>" not in rows._repr_html_()
+    assert "&lt;b&gt;\\x1b[2J\\nkernel" in rows._repr_html_()
+
+
+def test_gpus_show_as_one_table():
+    gpus = onerank.gpus()
+    assert {gpu.name for gpu in gpus} >= {"H100-SXM", "H200", "A40"}
+    assert (
+        '<td style="text-align: left">H200</td>'
+        in Records(gpu for gpu in gpus if gpu.name == "H200")._repr_html_()
+    )
 
 
 def test_frames(trace):

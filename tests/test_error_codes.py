@@ -12,7 +12,7 @@ from onerank.ir.chakra import framing
 from onerank.ir.errors import CaptureError, OneRankError
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ir", "capture", "converters", "annotate", "src/onerank/analysis", "src/onerank/cli")
+PACKAGES = ("ir", "capture", "converters", "annotate", "src/onerank")
 
 CLASSES = {
     name

@@ -12,6 +12,7 @@ achievable fraction.
 """
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from onerank.annotate.gpus.spec_schema import (
     VECTOR,
     Figure,
 )
+from onerank.display import Displayed
 
 _UNIT_OF_DTYPE = {
     "bfloat16": "bf16",
@@ -37,7 +39,7 @@ _UNIT_OF_DTYPE = {
 }
 
 
-class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU. `figures` holds the description as written; the properties convert units.
 
     `compute_capability` is CUDA's, such as "8.6"; "" if there is none or it is not known. `before`
@@ -52,6 +54,19 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[str, ...] = ()
     compute_capability: str = ""
     before: "Gpu | msgspec.UnsetType" = msgspec.UNSET  # so that JSON has nothing of it
+
+    def displayed_fields(self) -> dict[str, Any]:
+        """Return what a row of a table of GPUs shows; `figures` has the rest."""
+        flops_per_s = self.peak_tensor_flops_per_s("bfloat16")
+        return {
+            "name": self.name,
+            "architecture": self.architecture,
+            "sm_count": self.sm_count,
+            "memory_bytes": self.memory_bytes,
+            "bandwidth_gb_per_s": self.peak_bandwidth_bytes_per_s / 1e9,
+            "bf16_tflop_per_s": None if flops_per_s is None else flops_per_s / 1e12,
+            "aliases": self.aliases,
+        }
 
     @property
     def as_described(self) -> "Gpu":

@@ -1,7 +1,7 @@
 """Memory report of a step: timeline, peak by class, and mitigations."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from onerank.annotate.memory.peak import (
 )
 from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.annotate.token_count import micro_batch_of
+from onerank.display import Displayed
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
 
@@ -41,7 +42,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     live_bytes: int
 
 
-class MemoryReport(msgspec.Struct, frozen=True):
+class MemoryReport(Displayed, msgspec.Struct, frozen=True):
     """Device memory of a step.
 
     Attributes:
@@ -68,6 +69,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
             not.
         notes: statements on the quality of the result.
     """
+
+    units: ClassVar[Mapping[str, str]] = {"classes": "bytes"}
 
     peak_bytes: int
     measured_peak_bytes: int

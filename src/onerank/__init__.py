@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from onerank import capture, export
     from onerank.analysis.predict_ops import OpPrediction
+    from onerank.analysis.step_time import Replay
+    from onerank.analysis.trace_diff import Difference
+    from onerank.annotate import Gpu
+    from onerank.annotate.cost import CostReport
+    from onerank.annotate.energy import EnergyReport
+    from onerank.annotate.memory.memory_report import MemoryReport
+    from onerank.converters.targets.astra_sim.check import Finding
+    from onerank.display import Records
     from onerank.ir import Graph
 
-__all__ = ["Graph", "predict", "read", "recost"]
+    Trace = Graph | str | Path
+
+__all__ = [
+    "Graph",
+    "capture",
+    "check",
+    "convert",
+    "cost",
+    "diff",
+    "energy",
+    "export",
+    "gpus",
+    "memory",
+    "predict",
+    "read",
+    "recost",
+    "replay",
+]
 __version__ = "0.1.0"
 
 
@@ -27,29 +55,266 @@ def read(path: str | Path) -> Graph:
         GraphError: two nodes share an id, or one waits for a node that is not there.
         OSError: the file cannot be read.
     """
+    return _read(Path(path), Path(path), repair=False)
+
+
+def convert(
+    source: str | Path,
+    *,
+    et: str | Path | None = None,
+    profiles: Sequence[str | Path] = (),
+    step: str = "all",
+    operators: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    train: bool = False,
+    repair: bool = False,
+) -> Graph:
+    """Lower one rank's recorded traces, or a model, to a graph.
+
+    Args:
+        source: a Kineto trace; a directory of `capture run --raw-dir`; an `.onnx` model; or
+            Chakra's `.json` or `.et`.
+        et: execution trace of the same window as the Kineto trace; None: GPU operations only.
+        profiles: Kineto traces of steps with the same work, for their times.
+        step: of a Kineto trace with steps: a number, "median" or "all".
+        operators: keep the operators of a Kineto trace without `et`, without shapes.
+        sizes: of a model, its symbolic sizes by name.
+        batch: of a model, size of the inputs' first axis.
+        seq: of a model, sequence length.
+        train: of a model, add backward and an AdamW step.
+        repair: of a Chakra trace, drop dependencies that break the graph.
+
+    Raises:
+        FormatError: the source is not what its name promises, or holds several ranks.
+        TraceError: the traces cannot be read or linked.
+        OnnxError: the model cannot be read, or leaves sizes open.
+    """
+    from onerank.ir.errors import FormatError
+
+    path = Path(source)
+    if path.is_dir():
+        from onerank.converters.sources.kineto import convert_directory, is_capture
+
+        if not is_capture(path):
+            raise FormatError(
+                f"{path} is no directory of one capture; `onerank convert {path} -o DIRECTORY` "
+                "converts the traces of several ranks",
+                code="convert-not-a-capture",
+            )
+        return convert_directory(path)[0]
+    if path.suffix == ".onnx":
+        from onerank.annotate import characterise
+        from onerank.converters.sources.onnx import convert_onnx
+
+        return characterise(convert_onnx(path, sizes=sizes, batch=batch, seq=seq, train=train)[0])
+    if path.suffix == ".et":
+        return _read(path, path, repair=repair)
+    from onerank.converters.sources.kineto import Sources
+    from onerank.converters.sources.kineto import convert as convert_traces
+    from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
+
+    if path.suffix == ".json" and kind_of(beginning(path)) is None:
+        from onerank.ir.chakra import from_json
+
+        with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+            trace = Path(directory) / "trace.et"
+            from_json(path, trace)
+            return _read(trace, path, repair=repair)
+    execution_trace = None if et is None else Path(et)
+    profiled = tuple(map(Path, profiles))
+    sources = Sources(path, execution_trace, profiled, operators=operators)
+    return convert_traces(sources, step=step)[0]
+
+
+def _read(trace: Path, source: Path, *, repair: bool) -> Graph:
+    """Read a Chakra trace; the groups of its job may stand next to `source`."""
     from onerank.ir.chakra import read as read_chakra
+    from onerank.ir.chakra import read_repaired
     from onerank.ir.chakra.workload_counts import with_counted_work
     from onerank.ir.job.comm_groups import with_groups
 
-    return with_counted_work(with_groups(read_chakra(path), Path(path)))
+    graph = read_repaired(trace)[0] if repair else read_chakra(trace)
+    return with_counted_work(with_groups(graph, source))
 
 
-def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:
-    """Return `graph` with the duration of every compute node predicted for another GPU.
+def recost(
+    trace: Trace,
+    target: str,
+    *,
+    model: str = "auto",
+    source: str | None = None,
+    databases: Sequence[str | Path] = (),
+    override: Mapping[str, float] | None = None,
+    seq: int | str | None = None,
+    micro_batch: int | str | None = None,
+    dtype: Literal["fp8", "bf16", "fp16", "tf32"] | None = None,
+    attention: str = "usual",
+    fuse: Literal["elementwise", "norm"] | None = None,
+    overlap: Literal["as-captured", "on", "off"] = "as-captured",
+    nvlink_active: bool = False,
+    host_scale: float = 1.0,
+) -> Graph:
+    """Return a graph with the duration of every compute node predicted for another GPU.
 
     Args:
-        graph: a captured or converted graph.
+        trace: a captured or converted graph, or the file of one.
         target: name of a GPU description, or the path of one.
         model: cost model, "ratio", "roofline", "residual", "learned" or "auto".
         source: GPU the graph was measured on, as `target`; None: as its device record names it.
+        databases: kernel databases of the target, in addition to the shipped ones.
+        override: figures of the target to replace: `{"memory_bandwidth_gb_per_s": 6000}`.
+        seq: what if sequences were this long; "4096=8192" names the captured length.
+        micro_batch: what if a micro-batch had so many sequences.
+        dtype: what if matrix products in a wider type ran in this one.
+        attention: kernel of attention, such as "flash3"; "usual": what the target's libraries run.
+        fuse: what if neighbouring kernels that pass data on were one.
+        overlap: whether communication overlaps compute.
+        nvlink_active: links to peers draw power as in the job.
+        host_scale: host operators take this many times as long as measured.
 
     Raises:
         TargetError: the target is unknown or its description malformed.
         AnnotateError: the graph cannot be re-costed, or its device is not known.
     """
+    from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate import recost as annotate_recost
+    from onerank.annotate.passes.host_scaling import scale_host
+    from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
 
-    return annotate_recost(graph, target, model=model, source=source)
+    passes = PassOptions(
+        dtype,
+        parse_kernels((f"attention={attention}",)),
+        parse_sizes(_text(seq), _text(micro_batch)),
+        fuse,
+        overlap,
+        nvlink_active,
+    )
+    gpu = with_figures(load_gpu(target), override or {})
+    after = annotate_recost(
+        _graph(trace), gpu, model=model, source=source, passes=passes, databases=databases
+    )
+    return scale_host(after, host_scale)
+
+
+def _text(value: float | str | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def replay(trace: Trace, *, busbw_gb_s: float | None = None) -> Replay:
+    """Schedule a graph with its own durations and edges, and return the parts of the step.
+
+    Args:
+        trace: a graph, or the file of one.
+        busbw_gb_s: bus bandwidth that times communication; None: the times in the trace.
+
+    Raises:
+        GraphError: the graph has a cycle, takes no time, or has communication that cannot be timed.
+    """
+    from onerank.analysis.step_time import replay as replay_graph
+
+    return replay_graph(_graph(trace), bandwidth_gb_per_s=busbw_gb_s)
+
+
+def memory(
+    trace: Trace, target: str | None = None, *, non_allocator_gb: float | None = None
+) -> MemoryReport:
+    """Return the peak memory of a step by class, what the allocator reserves, and whether it fits.
+
+    Args:
+        trace: a graph, or the file of one.
+        target: GPU that it should fit; None: the device of the trace.
+        non_allocator_gb: GB that the CUDA context and NCCL take outside the allocator; None: by
+            public reports.
+
+    Raises:
+        AnnotateError: the graph has no memory information.
+        TargetError: the target is unknown or its description malformed.
+    """
+    from onerank.annotate import load_gpu
+    from onerank.annotate.memory.memory_report import report_memory
+
+    gpu = None if target is None else load_gpu(target)
+    other_bytes = None if non_allocator_gb is None else round(non_allocator_gb * 1e9)
+    return report_memory(_graph(trace), gpu, non_allocator_bytes=other_bytes)
+
+
+def energy(
+    trace: Trace, target: str | None = None, *, override: Mapping[str, float] | None = None
+) -> EnergyReport:
+    """Return the energy of a step by class of work, idle gaps included, between bounds.
+
+    Args:
+        trace: a graph, or the file of one.
+        target: GPU to re-cost for first; None: the GPU that the durations hold for.
+        override: figures of the GPU to replace: `{"tdp_w": 500}`.
+
+    Raises:
+        TargetError: the GPU has no description.
+        AnnotateError: the graph cannot be re-costed.
+    """
+    from onerank.analysis.step_energy import step_energy
+
+    return step_energy(_graph(trace), target, override or {})
+
+
+def cost(
+    trace: Trace,
+    prices: str | Path,
+    target: str | None = None,
+    *,
+    override: Mapping[str, float] | None = None,
+    gpus: int | None = None,
+    tokens: int | None = None,
+) -> CostReport:
+    """Return what a step and a million trained tokens cost, rented and owned.
+
+    Args:
+        trace: a graph, or the file of one.
+        prices: price list, a TOML file; `examples/prices.toml` shows its form.
+        target: as for `energy`.
+        override: as for `energy`.
+        gpus: GPUs to pay for; None: the ranks of the trace's world.
+        tokens: tokens that a step trains; None: as many as the embedding looks up.
+
+    Raises:
+        OneRankError: as for `energy`, or the price list is malformed or lacks the GPU.
+    """
+    from onerank.analysis.step_energy import step_cost
+
+    return step_cost(_graph(trace), Path(prices), target, override or {}, gpus=gpus, tokens=tokens)
+
+
+def diff(before: Trace, after: Trace) -> Difference:
+    """Compare two graphs, or the files of two, by class, module and kernel name."""
+    from onerank.analysis.trace_diff import compare
+
+    return compare(_graph(before), _graph(after))
+
+
+def check(path: str | Path) -> Records[Finding]:
+    """Return the findings on an ASTRA-sim workload, or on the structure of one `.et` file.
+
+    Raises:
+        OSError: the path cannot be read.
+    """
+    from onerank.converters.targets.astra_sim.check import check as check_path
+    from onerank.display import Records
+
+    return Records(check_path(Path(path)))
+
+
+def gpus() -> Records[Gpu]:
+    """Return the GPU descriptions that ship with onerank."""
+    from onerank.annotate import gpu_names, load_gpu
+    from onerank.display import Records
+
+    return Records(load_gpu(name) for name in gpu_names())
+
+
+def _graph(trace: Trace) -> Graph:
+    return read(trace) if isinstance(trace, (str, Path)) else trace
 
 
 @overload
@@ -92,7 +357,9 @@ def predict(
 
 
 def __getattr__(name: str) -> object:
-    """Import `Graph` when it is asked for, so that `import onerank` stays light."""
+    """Import names on first use, so that `import onerank` stays light."""
+    if name in ("capture", "export"):
+        return importlib.import_module(f"onerank.{name}")
     if name == "Graph":
         from onerank.ir import Graph
 

@@ -40,6 +40,7 @@ from onerank.converters.targets.lower import (
     timed_compute,
 )
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
+from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.atomic_write import replace_file
@@ -194,8 +195,8 @@ class _Target:
 # Export ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AstraSimExport:
+@dataclass(frozen=True, slots=True, repr=False)
+class AstraSimExport(Displayed):
     """Contents and limitations of an exported workload.
 
     Attributes:

@@ -27,6 +27,7 @@ from onerank.converters.targets.goal.emit_rank import (
 )
 from onerank.converters.targets.lower import NO_IDLE_TIME, check_peers
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
+from onerank.display import Displayed
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replacing
 from onerank.ir.errors import ExportError
@@ -34,8 +35,8 @@ from onerank.ir.errors import ExportError
 GPUS_PER_NODE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class GoalExport:
+@dataclass(frozen=True, slots=True, repr=False)
+class GoalExport(Displayed):
     """Contents and limitations of an exported schedule.
 
     Attributes:

@@ -16,6 +16,7 @@ import numpy as np
 from onerank.converters.expand.pipeline import AXIS, Schedule
 from onerank.converters.targets.simai.layer_times import EMBEDDING, LayerTimes, layer_times
 from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, all_rows
+from onerank.display import Displayed
 from onerank.ir import Graph, Job, Kind
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.coarsen import Grain
@@ -136,8 +137,8 @@ def notes_on(stages: Sequence[LayerTimes], rows: Sequence[WorkloadRow]) -> Itera
 POLICY = "HYBRID_TRANSFORMER_FWD_IN_BCKWD"
 
 
-@dataclass(frozen=True, slots=True)
-class SimaiExport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SimaiExport(Displayed):
     """Contents and limitations of an exported workload.
 
     Attributes:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from onerank.annotate import compute_mask
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import GraphError
@@ -48,7 +49,7 @@ class Parts(msgspec.Struct, frozen=True):
     host_bound_ns: int
 
 
-class Replay(msgspec.Struct, frozen=True):
+class Replay(Displayed, msgspec.Struct, frozen=True):
     """The parts of a replayed step; times in ns.
 
     Attributes:

@@ -11,6 +11,7 @@ from onerank.analysis.breakdown import (
 )
 from onerank.analysis.summary import summarise
 from onerank.annotate import characterise
+from onerank.display import Displayed
 from onerank.ir import Graph
 
 
@@ -24,7 +25,7 @@ class Change(msgspec.Struct, frozen=True):
     time_after_ns: int
 
 
-class Difference(msgspec.Struct, frozen=True):
+class Difference(Displayed, msgspec.Struct, frozen=True):
     """How trace `after` differs from `before`; each list holds every name, the changed ones first.
 
     Attributes:

@@ -11,7 +11,7 @@ from onerank import __version__
 from onerank.cli.commands.annotate import annotate, gpus
 from onerank.cli.commands.bench import bench
 from onerank.cli.commands.capture import capture
-from onerank.cli.commands.coarsen import Granularity, coarsen, show_parts
+from onerank.cli.commands.coarsen import coarsen, show_parts
 from onerank.cli.commands.convert import convert
 from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
 from onerank.cli.commands.export_simulators import astra_sim, goal, simai
@@ -23,6 +23,7 @@ from onerank.cli.commands.storage import storage
 from onerank.cli.common import INPUT_OR_DIRECTORY, TRACE, as_json, reports_errors
 from onerank.cli.options import SectionedGroup, option, with_options
 from onerank.cli.terminal import counting_files, print_json, say
+from onerank.export import Granularity
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
@@ -153,10 +154,9 @@ def _read_even_broken(trace: Path) -> "Graph":
 def diff(before: Path, after: Path, as_json: bool) -> None:
     """Compare two traces by class, module and kernel name."""
     import onerank as package
-    from onerank.analysis.trace_diff import compare
     from onerank.cli.render.trace_tables import render_difference
 
-    difference = compare(package.read(before), package.read(after))
+    difference = package.diff(before, after)
     if as_json:
         print_json(difference)
     else:

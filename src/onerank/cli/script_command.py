@@ -1,9 +1,7 @@
 """The script of `capture run` and `capture verify`: its argument, and its options after `--`."""
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,26 +115,3 @@ def job_options(*, without: Collection[str] = ()) -> Callable[[Command], Command
         return click.argument("script", type=script)(command)
 
     return decorate
-
-
-@contextlib.contextmanager
-def loading_capture() -> Generator[None]:
-    """Import `onerank.capture` in this context, with torch's log lines off.
-
-    Raises:
-        CaptureError: torch, or a library that the capture extra installs, is missing.
-    """
-    # torch reads these on import; the profiler's own log lines would be among the script's output
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors"):
-            raise
-        from onerank.ir.errors import CaptureError
-
-        raise CaptureError(
-            f"capturing needs {error.name}: pip install 'onerank[capture]'",
-            code="capture-not-installed",
-        ) from error

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -16,32 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from onerank.display import HIDDEN, visible, visible_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-# C0 and C1 controls except tab and newline; zero-width and bidirectional controls, which hide or
-# reorder text; tag characters; lone surrogates, which stand for bytes of a path that are not UTF-8.
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
-)
-
-
-def visible(text: str) -> str:
-    r"""Return text with control characters escaped, such as `\x1b`; tabs and newlines stay."""
-    return _HIDDEN.sub(_escape, text)
-
-
-def visible_line(text: str) -> str:
-    r"""Return text as `visible` does, with newlines as `\n`: a name cannot begin a line."""
-    return visible(text).replace("\n", r"\n")
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if 0xDC80 <= code <= 0xDCFF:  # Python's stand-in for the byte 0x80 to 0xff of a path
-        return f"\\x{code - 0xDC00:02x}"
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def say(text: str, *, err: bool = False, newline: bool = True) -> None:
@@ -66,7 +43,7 @@ def print_json(data: Any) -> None:
         octets = json.dumps(msgspec.to_builtins(data, enc_hook=_path_text)).encode()
     text = msgspec.json.format(octets).decode()
     # These characters occur in JSON only within strings.
-    click.echo(_HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text))
+    click.echo(HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text))
 
 
 def _path_text(value: Any) -> str:

@@ -23,7 +23,6 @@ from onerank.cli.script_command import (
     ScriptCommand,
     ScriptOptions,
     job_options,
-    loading_capture,
 )
 from onerank.cli.script_streams import script_streams
 from onerank.cli.terminal import print_json, say
@@ -118,6 +117,7 @@ def run(
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
+    from onerank.capture.isolated_capture import loading_capture
     from onerank.capture.validate import validate_early
 
     script, module = named.located(script)
@@ -270,6 +270,7 @@ def verify(
 
     Exit code 1: something differs by more than the tolerance.
     """
+    from onerank.capture.isolated_capture import loading_capture
     from onerank.capture.validate import validate_early
 
     script, module = named.located(script)

@@ -8,8 +8,9 @@ import msgspec
 
 from onerank.analysis.summary import Summary, summarise
 from onerank.cli.render.conversion_table import render_conversion
-from onerank.cli.render.tables import counted, lines, size, table, time
+from onerank.cli.render.tables import counted, lines, table
 from onerank.cli.terminal import print_json
+from onerank.display import size, time
 from onerank.ir.scratch import scratch_directory
 
 if TYPE_CHECKING:

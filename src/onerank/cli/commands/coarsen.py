@@ -1,4 +1,4 @@
-"""`onerank coarsen`: one node per layer or sub-module; also the shared `--granularity`."""
+"""`onerank coarsen`: one node per layer or sub-module."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,10 @@ import click
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, reports_errors
 from onerank.cli.options import option, with_options
 from onerank.cli.terminal import print_json
+from onerank.export import Granularity
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
-
-Granularity = Literal["layer", "submodule", "kernel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,7 @@ def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
     import onerank as package
     from onerank.analysis.summary import summarise
     from onerank.cli.render.trace_tables import render_summary
+    from onerank.export import at_granularity
 
     keep_inputs(options.output, trace)
     coarse = at_granularity(package.read(trace), options.granularity)
@@ -46,15 +46,6 @@ def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
         print_json(summary)
     else:
         render_summary(summary, title=str(options.output))
-
-
-def at_granularity(graph: "Graph", granularity: Granularity) -> "Graph":
-    """Return `graph` itself for "kernel", else coarsened; its FLOPs are kept."""
-    from onerank.annotate import characterise
-
-    if granularity == "kernel":
-        return graph
-    return characterise(graph).coarsen(granularity)
 
 
 def show_parts(graph: "Graph", granularity: Granularity, title: str, *, as_json: bool) -> None:

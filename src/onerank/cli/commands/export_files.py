@@ -7,7 +7,7 @@ import click
 
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, read_trace, reports_errors
 from onerank.cli.options import option, with_options
-from onerank.cli.terminal import say, visible_line
+from onerank.cli.terminal import say
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
@@ -35,12 +35,11 @@ def perfetto(trace: Path, options: FileOptions) -> None:
 
     The file is JSON, with gzip if its name ends in .gz.
     """
-    from onerank.converters.targets.perfetto import timeline, write_timeline
+    from onerank import export
 
     keep_inputs(options.output, trace)
-    events = timeline(read_trace(trace), title=visible_line(trace.name))
-    write_timeline(events, options.output)
-    say(f"{options.output}: {sum(event['ph'] == 'X' for event in events)} slices")
+    slices = export.perfetto(read_trace(trace), options.output, title=trace.name)
+    say(f"{options.output}: {slices} slices")
 
 
 @click.command()

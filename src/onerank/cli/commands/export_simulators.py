@@ -1,14 +1,12 @@
 """`onerank export astra-sim|simai|goal`: workloads for network simulators."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.commands.coarsen import Granularity, at_granularity
 from onerank.cli.common import (
     GB_PER_S,
     INPUT_OR_DIRECTORY,
@@ -21,11 +19,11 @@ from onerank.cli.common import (
 )
 from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json
+from onerank.export import Granularity
 
 if TYPE_CHECKING:
-    from onerank.annotate import Gpu
-    from onerank.converters.expand.pipeline import RankGraph
-    from onerank.converters.nccl import Interconnect
+    from collections.abc import Iterator, Sequence
+
     from onerank.ir import Graph
 
 TRACES = click.argument("traces", nargs=-1, required=True, type=INPUT_OR_DIRECTORY)
@@ -162,31 +160,10 @@ class GoalOptions(RankOptions):
     )
 
 
-def trace_files(paths: tuple[Path, ...]) -> list[Path]:
-    """Return the traces, those of a directory in its place."""
-    files: list[Path] = []
-    for path in paths:
-        found = sorted(path.glob("*.et")) if path.is_dir() else [path]
-        if not found:
-            raise click.UsageError(f"{path} holds no .et file")
-        files += found
-    return files
-
-
-def _keep_inputs_in(directory: Path, files: Sequence[Path]) -> None:
-    """Refuse an input trace in the output directory, where the export might replace it.
-
-    Raises:
-        ExportError: a trace is in the directory.
-    """
-    from onerank.ir.errors import ExportError
-
-    for file in files:
-        if file.resolve().parent == directory.resolve():
-            raise ExportError(
-                f"the trace {file} is in {directory}, the directory to export to; name another",
-                code="export-input-in-output",
-            )
+def _graphs(files: "Sequence[Path]") -> "Iterator[Graph]":
+    """Read the traces one at a time; a note that several have is printed once."""
+    seen: set[str] = set()
+    return (read_trace(file, seen=seen) for file in files)
 
 
 @click.command("astra-sim", cls=SectionedCommand, sections=headings(AstraSimOptions))
@@ -201,45 +178,17 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
     of them, as `capture run --ranks distinct` writes them; with --schedule those of a pipeline's
     stages.
     """
+    from onerank import export
     from onerank.cli.render.export_table import render_export
-    from onerank.converters.targets.astra_sim import export as export_workload
-    from onerank.converters.targets.astra_sim import export_ranks
 
-    files = trace_files(traces)
-    _keep_inputs_in(options.output, files)
-    job = _job_of(files, options, options.granularity)
-    if options.bandwidth_gb_s is not None and options.busbw_gb_s is not None:
-        raise click.UsageError("give --bandwidth-gb-s or --busbw-gb-s, not both")
-    network = {**_links_of(job.graphs[0]), "latency_ns": options.latency_ns}
-    if options.busbw_gb_s is not None:
-        network |= {"bandwidth_gb_per_s": options.busbw_gb_s, "memory_gb_per_s": None}
-    elif options.bandwidth_gb_s is not None:
-        network["bandwidth_gb_per_s"] = options.bandwidth_gb_s
-    ranks, notes = ranks_of(job, options, one_at_a_time=True)
-    if ranks is None:
-        export = export_workload(
-            job.graphs[0],
-            options.output,
-            name=options.name,
-            ranks=options.ranks,
-            host_time=options.include_host_delays,
-            notes=notes,
-            overwrite=options.overwrite,
-            **network,
-        )
-    else:
-        export = export_ranks(
-            ranks,
-            options.output,
-            name=options.name,
-            notes=notes,
-            overwrite=options.overwrite,
-            **network,
-        )
+    files = export.trace_files(traces)
+    for file in files:
+        export.refuse_input_in(options.output, file)
+    done = export.astra_sim(_graphs(files), **vars(options))
     if as_json:
-        print_json(export)
+        print_json(done)
     else:
-        render_export(export)
+        render_export(done)
 
 
 @click.command(cls=SectionedCommand, sections=headings(SimaiOptions))
@@ -253,21 +202,12 @@ def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> Non
     TRACES: one trace that represents all ranks; with --schedule those of a pipeline's stages, one
     per class of equal stages, or a directory of them.
     """
+    from onerank import export
     from onerank.cli.render.export_table import render_simai
-    from onerank.converters.expand.pipeline import Schedule
-    from onerank.converters.targets.simai import export
 
-    files = trace_files(traces)
+    files = export.trace_files(traces)
     keep_inputs(options.output, *files)
-    job = _job_of(files, options, "kernel")
-    done = export(
-        job.graphs,
-        options.output,
-        schedule=Schedule.parse(options.schedule) if options.schedule else None,
-        micro_batches=options.micro_batches,
-        grain=options.granularity,
-        notes=job.notes,
-    )
+    done = export.simai(_graphs(files), **vars(options))
     if as_json:
         print_json(done)
     else:
@@ -285,134 +225,13 @@ def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
     TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
     of them; with --schedule those of a pipeline's stages.
     """
+    from onerank import export
     from onerank.cli.render.export_table import render_goal
-    from onerank.converters.targets.goal import export as export_schedule
-    from onerank.converters.targets.goal import export_ranks
 
-    files = trace_files(traces)
+    files = export.trace_files(traces)
     keep_inputs(options.output, *files)
-    job = _job_of(files, options, options.granularity)
-    interconnect, assumptions = _interconnect(job.graphs[0], options.compute_capability)
-    network: dict[str, Any] = {
-        "gpus_per_node": options.gpus_per_node,
-        "interconnect": interconnect,
-    }
-    ranks, notes = ranks_of(job, options, one_at_a_time=False)
-    notes = [*notes, *assumptions]
-    if ranks is None:
-        export = export_schedule(
-            job.graphs[0],
-            options.output,
-            ranks=options.ranks,
-            host_time=options.include_host_delays,
-            notes=notes,
-            **network,
-        )
-    else:
-        export = export_ranks(ranks, options.output, notes=notes, **network)
+    done = export.goal(_graphs(files), **vars(options))
     if as_json:
-        print_json(export)
+        print_json(done)
     else:
-        render_goal(export)
-
-
-@dataclass(frozen=True)
-class CapturedJob:
-    """The graphs to export, with the requested replicas, and notes on them."""
-
-    graphs: "list[Graph]"
-    notes: list[str]
-
-
-def _job_of(
-    files: Sequence[Path], options: PipelineOptions, granularity: Granularity
-) -> CapturedJob:
-    """Read the traces at a granularity, and give their job `--dp` replicas."""
-    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
-
-    seen: set[str] = set()
-    graphs = [at_granularity(read_trace(file, seen=seen), granularity) for file in files]
-    if options.dp is None:
-        return CapturedJob(graphs, [])
-    notes = replica_notes(graphs, options.dp)
-    return CapturedJob([with_replicas(graph, options.dp) for graph in graphs], notes)
-
-
-def ranks_of(
-    job: CapturedJob, options: RankOptions, *, one_at_a_time: bool
-) -> "tuple[list[RankGraph] | None, list[str]]":
-    """Return the graphs of all ranks and notes; None if one graph represents all.
-
-    Host delays are inserted into these graphs. The export of a single graph inserts its own.
-
-    Args:
-        job: the graphs to expand.
-        options: what the command line gave.
-        one_at_a_time: whether the simulator runs one node of a rank at a time.
-
-    Raises:
-        UsageError: options do not go together.
-        ExportError: the graphs are not of one job.
-    """
-    from onerank.converters.expand.host_delays import insert_host_delays_by_rank
-    from onerank.converters.expand.pipeline import Schedule, expand
-    from onerank.converters.expand.ranks import expand_ranks
-
-    graphs, notes = job.graphs, job.notes
-    if options.include_host_delays and (options.schedule is not None or len(graphs) > 1):
-        graphs, delay_notes = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
-        notes = [*notes, *delay_notes]
-    if options.schedule is not None:
-        if options.micro_batches is None or options.ranks is not None:
-            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
-        schedule = Schedule.parse(options.schedule)
-        return expand(graphs, schedule, options.micro_batches), notes
-    if options.micro_batches is not None:
-        raise click.UsageError("--micro-batches needs --schedule")
-    if len(graphs) == 1:
-        return None, notes
-    if options.ranks is not None:
-        raise click.UsageError("--ranks is for a single trace; several record their world")
-    return expand_ranks(graphs), notes
-
-
-def _links_of(graph: "Graph") -> dict[str, Any]:
-    """Return the link and memory rates of the graph's GPU."""
-    gpu = _described(graph)
-    if gpu is None:
-        return {}
-    rates = {"memory_gb_per_s": gpu.peak_bandwidth_bytes_per_s / 1e9}
-    if link := gpu.figures.get("link_bandwidth_gb_per_s"):
-        rates["bandwidth_gb_per_s"] = link.value
-    return rates
-
-
-def _interconnect(graph: "Graph", requested: int | None) -> "tuple[Interconnect, list[str]]":
-    """Return the interconnect that NCCL sees, and a note if the capability is an assumption.
-
-    Args:
-        graph: its device names the GPU.
-        requested: compute capability that the user gave; it must not contradict the GPU's.
-    """
-    from onerank.converters.nccl import H100, interconnect_of
-
-    gpu = _described(graph)
-    known = None if gpu is None else gpu.capability
-    capability = known if requested is None else requested
-    name = graph.job.device.name
-    if capability is not None:
-        return interconnect_of(capability, name if known in (None, capability) else ""), []
-    interconnect = interconnect_of(H100.capability, name)
-    device = name or "the trace's GPU"
-    return interconnect, [
-        f"the compute capability of {device} is not known: NCCL's algorithms are chosen as for an "
-        f"H100{'' if interconnect.nvlink else ' on PCIe'}; give --compute-capability"
-    ]
-
-
-def _described(graph: "Graph") -> "Gpu | None":
-    """Return the description of the graph's GPU, of its board where figures of it were changed."""
-    from onerank.annotate import find_gpu
-
-    name = graph.job.device.name
-    return find_gpu(name) or find_gpu(name.split(" (", 1)[0])
+        render_goal(done)

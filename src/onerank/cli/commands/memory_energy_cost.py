@@ -2,18 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from onerank.cli.common import GIGABYTES, TRACE, as_json, read_trace, reports_errors
 from onerank.cli.options import SIZE, option, with_options
 from onerank.cli.terminal import print_json
-
-if TYPE_CHECKING:
-    from onerank.annotate import Gpu
-    from onerank.annotate.energy import PowerTimeline
-    from onerank.ir import Graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +61,6 @@ class MemoryOptions:
     )
 
 
-_POWER = ("tdp_w", "idle_w", "power_")
-"""Prefixes of GPU figures that no duration depends on."""
-
-
 @click.command()
 @click.argument("trace", type=TRACE)
 @with_options(TargetOptions)
@@ -78,58 +68,16 @@ _POWER = ("tdp_w", "idle_w", "power_")
 @reports_errors
 def energy(trace: Path, options: TargetOptions, as_json: bool) -> None:
     """Show the energy of TRACE by class of work, idle gaps included, between bounds."""
-    from onerank.annotate.energy import report_energy
+    import onerank
+    from onerank.cli.commands.annotate import figures_of
     from onerank.cli.render.memory_energy_cost_table import render_energy
 
-    graph, gpu, power_timeline = on_gpu(trace, options)
-    report = report_energy(graph, gpu, power_timeline)
+    override = figures_of(options.override)
+    report = onerank.energy(read_trace(trace), options.target, override=override)
     if as_json:
         print_json(report)
     else:
         render_energy(report, title=str(trace))
-
-
-def on_gpu(trace: Path, options: TargetOptions) -> tuple["Graph", "Gpu", "PowerTimeline"]:
-    """Return a trace, re-costed if a target is given, its GPU, and the timeline of its step."""
-    from onerank.annotate import find_gpu, load_gpu, recost, with_figures
-    from onerank.cli.commands.annotate import figures_of
-    from onerank.ir.errors import TargetError
-
-    graph = read_trace(trace)
-    figures = figures_of(options.override)
-    if options.target is not None:
-        described = load_gpu(options.target)
-        gpu = with_figures(described, figures)
-        timed = {name: value for name, value in figures.items() if not name.startswith(_POWER)}
-        graph = recost(graph, with_figures(described, timed))
-        return graph, gpu, power_timeline_of(graph)
-    annotations = graph.job.annotations
-    device = annotations[-1].target if annotations else graph.job.device.name
-    gpu = find_gpu(device)
-    if gpu is None:
-        raise TargetError(
-            f'the durations of {trace} hold for "{device}", which has no description; give '
-            "`--target` (a name, or the path of a description)",
-            code="device-no-description",
-        )
-    return graph, with_figures(gpu, figures), power_timeline_of(graph)
-
-
-def power_timeline_of(graph: "Graph") -> "PowerTimeline":
-    """Return how long the step takes: as measured without a profiler, else by replay."""
-    from onerank.analysis.step_time import replay
-    from onerank.annotate.energy import PowerTimeline
-
-    replayed = replay(graph)
-    busy = replayed.compute_ns + replayed.exposed_communication_ns
-    step = graph.job.measurement.median_step_ns
-    if step is not None:
-        return PowerTimeline(max(step, busy), busy, "median step without a profiler")
-    if replayed.steady_state is not None:
-        source = "steady-state replay, host overhead as without a profiler"
-        return PowerTimeline(max(replayed.steady_state.step_ns, busy), busy, source)
-    source = "replay of the graph, host and gaps as in its edges"
-    return PowerTimeline(replayed.step_time_ns, busy, source)
 
 
 @click.command()
@@ -139,18 +87,17 @@ def power_timeline_of(graph: "Graph") -> "PowerTimeline":
 @reports_errors
 def cost(trace: Path, options: CostOptions, as_json: bool) -> None:
     """Show what a step of TRACE and a million trained tokens cost, rented and owned."""
-    from onerank.annotate.cost import Job, load_prices, report_cost
-    from onerank.annotate.energy import report_energy
-    from onerank.annotate.token_count import tokens_of
+    import onerank
+    from onerank.cli.commands.annotate import figures_of
     from onerank.cli.render.memory_energy_cost_table import render_cost
 
-    prices = load_prices(options.prices)
-    graph, gpu, power_timeline = on_gpu(trace, options)
-    tokens, source = tokens_of(graph) if options.tokens is None else (options.tokens, "given")
-    gpus = options.gpus or max(graph.job.world.size, 1)
-    job = Job(gpus, power_timeline.step_ns, power_timeline.source, tokens, source)
-    report = report_cost(
-        gpu, job, prices, options.prices, lambda: report_energy(graph, gpu, power_timeline)
+    report = onerank.cost(
+        read_trace(trace),
+        options.prices,
+        options.target,
+        override=figures_of(options.override),
+        gpus=options.gpus,
+        tokens=options.tokens,
     )
     if as_json:
         print_json(report)
@@ -165,14 +112,11 @@ def cost(trace: Path, options: CostOptions, as_json: bool) -> None:
 @reports_errors
 def memory(trace: Path, options: MemoryOptions, as_json: bool) -> None:
     """Show the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
-    from onerank.annotate import load_gpu
-    from onerank.annotate.memory.memory_report import report_memory
+    import onerank
     from onerank.cli.render.memory_energy_cost_table import render_memory
 
-    gpu = None if options.target is None else load_gpu(options.target)
-    gigabytes = options.non_allocator_gb
-    non_allocator_bytes = None if gigabytes is None else round(gigabytes * 1e9)
-    report = report_memory(read_trace(trace), gpu, non_allocator_bytes=non_allocator_bytes)
+    other_gb = options.non_allocator_gb
+    report = onerank.memory(read_trace(trace), options.target, non_allocator_gb=other_gb)
     if as_json:
         print_json(report)
     else:

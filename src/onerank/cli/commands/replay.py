@@ -44,7 +44,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     Prints step time, compute, exposed communication, idle and host-bound time, and the critical
     path. A replay that differs from the measured step shows that edges are wrong.
     """
-    from onerank.analysis.step_time import replay as run
+    import onerank as package
     from onerank.analysis.step_time import with_communication
     from onerank.cli.render.trace_tables import render_replay
     from onerank.ir.replay.scheduler import schedule
@@ -53,7 +53,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
         keep_inputs(options.perfetto, trace)
     graph = read_trace(trace)
     bandwidth = options.busbw_gb_s
-    done = run(graph, bandwidth_gb_per_s=bandwidth)
+    done = package.replay(graph, busbw_gb_s=bandwidth)
     if options.perfetto is not None:
         from onerank.converters.targets.perfetto import timeline, write_timeline
 

@@ -118,7 +118,7 @@ def _analysed(graph: "Graph") -> "tuple[Summary, Replay | None]":
 
 def _cards(name: str, summary: "Summary", replayed: "Replay | None") -> str:
     """Return the key figures of a trace."""
-    from onerank.cli.render.tables import size, time
+    from onerank.display import size, time
 
     world = " ".join(f"{axis} {length}" for axis, length in summary.world.items()) or "1"
     figures = {

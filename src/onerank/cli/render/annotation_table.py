@@ -5,17 +5,8 @@ from collections.abc import Sequence
 from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Parts, StepChange
 from onerank.annotate import Explanation, Gpu, Recosting
-from onerank.cli.render.tables import (
-    counted,
-    counts_of_evidence,
-    evidence,
-    flops,
-    lines,
-    parts,
-    size,
-    table,
-    time,
-)
+from onerank.cli.render.tables import counted, counts_of_evidence, evidence, lines, parts, table
+from onerank.display import flops, size, time
 
 _MOST_NAMES = 12
 """Names of unknown kernels that are listed."""

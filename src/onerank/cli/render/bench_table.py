@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from onerank.cli.render.tables import counted, lines, table, time
+from onerank.cli.render.tables import counted, lines, table
+from onerank.display import time
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu

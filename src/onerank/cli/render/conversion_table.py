@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from onerank.cli.render.tables import lines, size, time
+from onerank.cli.render.tables import lines
 from onerank.converters.sources.kineto import Conversion
 from onerank.converters.sources.onnx import OnnxConversion
+from onerank.display import size, time
 
 
 def render_model(report: OnnxConversion) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from onerank.cli.render.tables import counted, lines, rank_list, size, table, time
+from onerank.cli.render.tables import counted, lines, rank_list, table
 from onerank.converters.targets.astra_sim import AstraSimExport
 from onerank.converters.targets.astra_sim.check import Finding
 from onerank.converters.targets.goal import GoalExport
 from onerank.converters.targets.simai import SimaiExport
+from onerank.display import size, time
 
 _GROUPS = 16
 

@@ -5,15 +5,8 @@ from collections.abc import Sequence
 from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.memory.memory_report import MemoryReport
-from onerank.cli.render.tables import amount, lines, size, table, time
-
-
-def joules(micro: float) -> str:
-    """Format energy."""
-    for unit, scale in (("J", 1e6), ("mJ", 1e3)):
-        if abs(micro) >= scale / 10:
-            return f"{micro / scale:.3f} {unit}"
-    return f"{micro:.3f} uJ" if micro else "0 J"
+from onerank.cli.render.tables import amount, lines, table
+from onerank.display import joules, size, time
 
 
 def render_energy(report: EnergyReport, title: str) -> None:

@@ -15,26 +15,6 @@ KERNEL_NAME = 120
 _NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::|c10::")
 
 
-def time(ns: float | None) -> str:
-    """Format a duration."""
-    if ns is None:
-        return "-"
-    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if abs(ns) >= scale:
-            return f"{ns / scale:.3f} {unit}"
-    return f"{ns:.0f} ns"
-
-
-def size(count: float) -> str:
-    """Format bytes, in powers of 1000."""
-    return _scaled(count, "B")
-
-
-def flops(count: float) -> str:
-    """Format a number of floating-point operations."""
-    return _scaled(count, "FLOP")
-
-
 def amount(value: float) -> str:
     """Format a sum of money, or what it is reckoned from: four digits that count, cents of more."""
     if abs(value) >= 100:
@@ -42,13 +22,6 @@ def amount(value: float) -> str:
     if value == 0 or abs(value) < 1e-6:
         return f"{value:.3e}" if value else "0"
     return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
-
-
-def _scaled(value: float, unit: str) -> str:
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.3f} {prefix}{unit}"
-    return f"{value:.0f} {unit}"
 
 
 def table(

@@ -12,14 +12,12 @@ from onerank.cli.render.tables import (
     RANKS,
     counted,
     counts_of_evidence,
-    flops,
     lines,
     rank_list,
     short_kernel,
-    size,
     table,
-    time,
 )
+from onerank.display import flops, size, time
 from onerank.ir import Compilation, LayerExtrapolation, Line, Sensors
 
 FUSION_ROWS = 12

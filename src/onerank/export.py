@@ -1,0 +1,368 @@
+"""Workloads for network simulators, and a timeline: the functions behind `onerank export`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from onerank.annotate import Gpu
+    from onerank.converters.expand.pipeline import RankGraph
+    from onerank.converters.nccl import Interconnect
+    from onerank.converters.targets.astra_sim import AstraSimExport
+    from onerank.converters.targets.goal import GoalExport
+    from onerank.converters.targets.simai import SimaiExport
+    from onerank.ir import Graph
+
+    Trace = Graph | str | Path
+    Traces = Trace | Iterable[Trace]
+
+__all__ = ["astra_sim", "goal", "perfetto", "simai"]
+
+Granularity = Literal["layer", "submodule", "kernel"]
+
+
+def astra_sim(
+    traces: Traces,
+    output: str | Path,
+    *,
+    dp: int | None = None,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    ranks: int | None = None,
+    include_host_delays: bool = False,
+    bandwidth_gb_s: float | None = None,
+    busbw_gb_s: float | None = None,
+    latency_ns: float = 500.0,
+    name: str = "workload",
+    granularity: Granularity = "kernel",
+    overwrite: bool = False,
+) -> AstraSimExport:
+    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
+
+    Args:
+        traces: a graph or file that represents all ranks, or one of each class of equal ranks; a
+            directory stands for the `.et` files in it.
+        output: directory to write; the files of an earlier export there are replaced.
+        dp: replicas, in place of those captured.
+        schedule: of a pipeline: "gpipe", "1f1b", "interleaved:V" or "zbv".
+        micro_batches: of a pipelined step.
+        ranks: number of ranks, for a trace that does not record its world.
+        include_host_delays: let the GPU wait for its host as it did.
+        bandwidth_gb_s: GB/s of each rank in each direction; None: the trace's GPU's, else 450.
+        busbw_gb_s: in its place, the bus bandwidth that large collectives reach as measured.
+        latency_ns: from one rank to another.
+        name: prefix of the traces.
+        granularity: "kernel", or one node per layer or sub-module between communications.
+        overwrite: write into a directory that holds other files too; they stay.
+
+    Raises:
+        ExportError: arguments exclude each other, or the simulator does not support the job.
+    """
+    from onerank.converters.targets.astra_sim import export, export_ranks
+    from onerank.ir.errors import ExportError
+
+    output = Path(output)
+    job = _job_of(_refused_in(output, traces), dp, granularity)
+    if bandwidth_gb_s is not None and busbw_gb_s is not None:
+        raise ExportError(
+            "give --bandwidth-gb-s or --busbw-gb-s, not both", code="export-two-bandwidths"
+        )
+    network = {**_links_of(job.graphs[0]), "latency_ns": latency_ns}
+    if busbw_gb_s is not None:
+        network |= {"bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
+    elif bandwidth_gb_s is not None:
+        network["bandwidth_gb_per_s"] = bandwidth_gb_s
+    expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
+    rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
+    common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
+    if rank_graphs is not None:
+        return export_ranks(rank_graphs, output, **common)
+    return export(job.graphs[0], output, ranks=ranks, host_time=include_host_delays, **common)
+
+
+def simai(
+    traces: Traces,
+    output: str | Path,
+    *,
+    dp: int | None = None,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    granularity: Literal["layer", "submodule"] = "submodule",
+) -> SimaiExport:
+    """Write a SimAI workload, and report what the format cannot hold.
+
+    Args:
+        traces: a graph or file that represents all ranks; with `schedule` those of a pipeline's
+            stages, one per class of equal stages, or a directory of them.
+        output: text file to write.
+        dp: replicas, in place of those captured.
+        schedule: as for `astra_sim`.
+        micro_batches: of a step.
+        granularity: scope of a row.
+
+    Raises:
+        ExportError: the format does not support the job.
+    """
+    from onerank.converters.expand.pipeline import Schedule
+    from onerank.converters.targets.simai import export
+
+    job = _job_of(traces, dp, "kernel")
+    return export(
+        job.graphs,
+        Path(output),
+        schedule=Schedule.parse(schedule) if schedule else None,
+        micro_batches=micro_batches,
+        grain=granularity,
+        notes=job.notes,
+    )
+
+
+def goal(
+    traces: Traces,
+    output: str | Path,
+    *,
+    dp: int | None = None,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    ranks: int | None = None,
+    include_host_delays: bool = False,
+    gpus_per_node: int = 8,
+    compute_capability: int | None = None,
+    granularity: Granularity = "kernel",
+) -> GoalExport:
+    """Write a GOAL schedule: every rank's operations, collectives as messages.
+
+    Args:
+        traces: as for `astra_sim`.
+        output: text file to write.
+        dp: as for `astra_sim`.
+        schedule: as for `astra_sim`.
+        micro_batches: as for `astra_sim`.
+        ranks: as for `astra_sim`.
+        include_host_delays: as for `astra_sim`.
+        gpus_per_node: consecutive ranks that share a node.
+        compute_capability: of the GPUs, as NCCL counts it: 86 for 8.6. None: the trace's GPU's,
+            else 90.
+        granularity: as for `astra_sim`.
+
+    Raises:
+        ExportError: arguments exclude each other, or the format does not support the job.
+    """
+    from onerank.converters.targets.goal import export, export_ranks
+
+    job = _job_of(traces, dp, granularity)
+    interconnect, assumptions = _interconnect(job.graphs[0], compute_capability)
+    expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
+    rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=False)
+    common: dict[str, Any] = {
+        "notes": [*notes, *assumptions],
+        "gpus_per_node": gpus_per_node,
+        "interconnect": interconnect,
+    }
+    if rank_graphs is not None:
+        return export_ranks(rank_graphs, Path(output), **common)
+    return export(job.graphs[0], Path(output), ranks=ranks, host_time=include_host_delays, **common)
+
+
+def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> int:
+    """Write a timeline for ui.perfetto.dev; return the number of slices.
+
+    Args:
+        trace: a graph or the file of one.
+        output: JSON file to write, with gzip if its name ends in .gz.
+        title: name of the timeline; None: the name of the file, or "step".
+    """
+    from onerank.converters.targets.perfetto import timeline, write_timeline
+    from onerank.display import visible_line
+
+    named = title or (Path(trace).name if isinstance(trace, (str, Path)) else "step")
+    events = timeline(graph_of(trace), title=visible_line(named))
+    write_timeline(events, Path(output))
+    return sum(event["ph"] == "X" for event in events)
+
+
+def graph_of(trace: Trace) -> Graph:
+    """Return a graph as it is, and read that of a file."""
+    import onerank
+
+    return onerank.read(trace) if isinstance(trace, (str, Path)) else trace
+
+
+def trace_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files, those of a directory in its place.
+
+    Raises:
+        ExportError: a directory has no `.et` file.
+    """
+    from onerank.ir.errors import ExportError
+
+    files: list[Path] = []
+    for path in map(Path, paths):
+        in_path = sorted(path.glob("*.et")) if path.is_dir() else [path]
+        if not in_path:
+            raise ExportError(f"{path} holds no .et file", code="export-no-traces")
+        files += in_path
+    return files
+
+
+def _each(traces: Traces) -> Iterator[Trace]:
+    from onerank.ir import Graph
+
+    for trace in [traces] if isinstance(traces, (str, Path, Graph)) else traces:
+        if isinstance(trace, (str, Path)):
+            yield from trace_files([trace])
+        else:
+            yield trace
+
+
+def _refused_in(directory: Path, traces: Traces) -> Iterator[Trace]:
+    """Yield the traces; refuse a file in the output directory, where the export might replace it.
+
+    Raises:
+        ExportError: a trace is in the directory.
+    """
+    for trace in _each(traces):
+        if isinstance(trace, (str, Path)):
+            refuse_input_in(directory, Path(trace))
+        yield trace
+
+
+def refuse_input_in(directory: Path, trace: Path) -> None:
+    """Refuse a trace in the output directory, where the export might replace it.
+
+    Raises:
+        ExportError: the trace is in the directory.
+    """
+    from onerank.ir.errors import ExportError
+
+    if trace.resolve().parent == directory.resolve():
+        raise ExportError(
+            f"the trace {trace} is in {directory}, the directory to export to; name another",
+            code="export-input-in-output",
+        )
+
+
+def at_granularity(graph: Graph, granularity: Granularity) -> Graph:
+    """Return `graph` itself for "kernel", else coarsened; its FLOPs are kept."""
+    from onerank.annotate import characterise
+
+    if granularity == "kernel":
+        return graph
+    return characterise(graph).coarsen(granularity)
+
+
+@dataclass(frozen=True)
+class _CapturedJob:
+    """The graphs to export, with the requested replicas, and notes on them."""
+
+    graphs: list[Graph]
+    notes: list[str]
+
+
+def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _CapturedJob:
+    """Read the traces at a granularity, and give their job `dp` replicas."""
+    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
+
+    graphs = [at_granularity(graph_of(trace), granularity) for trace in _each(traces)]
+    if dp is None:
+        return _CapturedJob(graphs, [])
+    notes = replica_notes(graphs, dp)
+    return _CapturedJob([with_replicas(graph, dp) for graph in graphs], notes)
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """How a job grows from captured ranks to all; the fields are arguments of `astra_sim`."""
+
+    schedule: str | None
+    micro_batches: int | None
+    ranks: int | None
+    include_host_delays: bool
+
+    def ranks_of(
+        self, job: _CapturedJob, *, one_at_a_time: bool
+    ) -> tuple[list[RankGraph] | None, list[str]]:
+        """Return the graphs of all ranks and notes; None if one graph represents all.
+
+        Host delays are inserted into these graphs. The export of a single graph inserts its own.
+
+        Args:
+            job: the graphs to expand.
+            one_at_a_time: whether the simulator runs one node of a rank at a time.
+
+        Raises:
+            ExportError: options do not go together, or the graphs are not of one job.
+        """
+        from onerank.converters.expand.host_delays import insert_host_delays_by_rank
+        from onerank.converters.expand.pipeline import Schedule, expand
+        from onerank.converters.expand.ranks import expand_ranks
+        from onerank.ir.errors import ExportError
+
+        graphs, notes = job.graphs, job.notes
+        if self.include_host_delays and (self.schedule is not None or len(graphs) > 1):
+            graphs, delay_notes = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
+            notes = [*notes, *delay_notes]
+        if self.schedule is not None:
+            if self.micro_batches is None or self.ranks is not None:
+                raise ExportError(
+                    "--schedule needs --micro-batches, and no --ranks",
+                    code="export-schedule-micro-batches",
+                )
+            return expand(graphs, Schedule.parse(self.schedule), self.micro_batches), notes
+        if self.micro_batches is not None:
+            raise ExportError(
+                "--micro-batches needs --schedule", code="export-micro-batches-schedule"
+            )
+        if len(graphs) == 1:
+            return None, notes
+        if self.ranks is not None:
+            raise ExportError(
+                "--ranks is for a single trace; several record their world",
+                code="export-ranks-several-traces",
+            )
+        return expand_ranks(graphs), notes
+
+
+def _links_of(graph: Graph) -> dict[str, Any]:
+    """Return the link and memory rates of the graph's GPU."""
+    gpu = _described(graph)
+    if gpu is None:
+        return {}
+    rates = {"memory_gb_per_s": gpu.peak_bandwidth_bytes_per_s / 1e9}
+    if link := gpu.figures.get("link_bandwidth_gb_per_s"):
+        rates["bandwidth_gb_per_s"] = link.value
+    return rates
+
+
+def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[str]]:
+    """Return the interconnect that NCCL sees, and a note if the capability is an assumption.
+
+    Args:
+        graph: its device names the GPU.
+        requested: compute capability that the user gave; it must not contradict the GPU's.
+    """
+    from onerank.converters.nccl import H100, interconnect_of
+
+    gpu = _described(graph)
+    known = None if gpu is None else gpu.capability
+    capability = known if requested is None else requested
+    name = graph.job.device.name
+    if capability is not None:
+        return interconnect_of(capability, name if known in (None, capability) else ""), []
+    interconnect = interconnect_of(H100.capability, name)
+    device = name or "the trace's GPU"
+    return interconnect, [
+        f"the compute capability of {device} is not known: NCCL's algorithms are chosen as for an "
+        f"H100{'' if interconnect.nvlink else ' on PCIe'}; give --compute-capability"
+    ]
+
+
+def _described(graph: Graph) -> Gpu | None:
+    """Return the description of the graph's GPU, of its board where figures of it were changed."""
+    from onerank.annotate import find_gpu
+
+    name = graph.job.device.name
+    return find_gpu(name) or find_gpu(name.split(" (", 1)[0])
