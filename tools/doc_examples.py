@@ -4,7 +4,7 @@
 `--update` writes the actual output into the pages instead. The rules for authors:
 
 - A fence marked `console` holds commands after `$ ` and, below each, its output. `...` in the
-  output stands for any text. Without output only the exit code counts.
+  output stands for any text or lines. Without output only the exit code counts.
 - A fence marked `python` runs; the blocks of a page share their names.
 - Any other fence (`sh`, `text`, `toml`) does not run. Use `sh` for what needs a GPU or a simulator.
 - `<!-- setup: COMMAND -->` runs before the page's first block. `<!-- exit: 2 -->` before a fence
@@ -188,7 +188,7 @@ def run_page(path: Path, directory: Path, *, update: bool = False) -> int:
 
 
 def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]:
-    """Run a command in a shell; return the lines that it prints to stdout and stderr."""
+    """Run a command in a shell; return the lines of its stdout. Progress and notes go to stderr."""
     environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
@@ -196,15 +196,14 @@ def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]
         cwd=directory,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
         check=False,
     )
     if done.returncode != exit_code:
         codes = f"exit code {done.returncode}, expected {exit_code}"
-        raise ExampleError(f"{where}: {codes}\n$ {command}\n{done.stdout}")
+        raise ExampleError(f"{where}: {codes}\n$ {command}\n{done.stdout}{done.stderr}")
     return [line.rstrip() for line in done.stdout.rstrip("\n").splitlines()]
 
 
@@ -221,15 +220,22 @@ def _exec(source: str, names: dict[str, object], directory: Path, where: str) ->
 
 
 def _matches(expected: tuple[str, ...], actual: list[str]) -> bool:
-    """Return whether the output is what the page shows; `...` stands for any text.
+    """Return whether the output is what the page shows.
 
-    Any run of spaces equals any other, since the width of a column follows the measured times.
-    Empty lines at the start and the end do not count.
+    `...` on a line by itself stands for any lines, also none; within a line for any text. Any run
+    of spaces equals any other, since the width of a column follows the measured times. Empty lines
+    do not count.
     """
-    pattern = "\n".join(" ".join(line.split()) for line in expected).strip("\n")
-    printed = "\n".join(" ".join(line.split()) for line in actual).strip("\n")
-    parts = [re.escape(part) for part in pattern.split("...")]
-    return re.fullmatch(".*".join(parts), printed, re.DOTALL) is not None
+    pattern = ""
+    for line in expected:
+        words = " ".join(line.split())
+        if words == "...":
+            pattern += r"(?:[^\n]*\n)*?"
+        elif words:
+            pattern += "[^\n]*".join(map(re.escape, words.split("..."))) + r"\n"
+    lines = (" ".join(line.split()) for line in actual)
+    printed = "".join(f"{line}\n" for line in lines if line)
+    return re.fullmatch(pattern, printed) is not None
 
 
 def _difference(where: str, command: Command, actual: list[str]) -> str:

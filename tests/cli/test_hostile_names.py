@@ -14,6 +14,7 @@ from invoke_cli import ROOT, invoke
 
 import onerank as package
 from onerank.cli import annotate, onerank
+from onerank.cli.render.charts import plotly_js
 from onerank.cli.terminal import visible, visible_line
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"
@@ -72,7 +73,8 @@ def test_names_of_two_traces_and_in_a_page(evil, traces, tmp_path):
     result = invoke(annotate, evil, "--target", "A100", "-o", out)
     assert _SEEN.findall(result.output) == []
     invoke(onerank, "report", evil, "-o", page)
-    assert _SEEN.findall(page.read_text()) == []
+    # Plotly's own code, which the page holds, has control characters in its patterns.
+    assert _SEEN.findall(page.read_text().replace(plotly_js(), "")) == []
 
 
 def test_a_gpu_whose_name_is_markup(traces, tmp_path):
