@@ -64,12 +64,12 @@ def sensor_notes(graph: Graph) -> tuple[str, ...]:
 
 
 def work_notes(links_w: float, unknown: int) -> tuple[str, ...]:
-    """Return what awake links draw, and of how many nodes the work is not known."""
+    """Return notes on the power of active NVLinks and on nodes whose work is unknown."""
     notes: tuple[str, ...] = ()
     if links_w:
-        notes += (f"links to peers are awake and draw {links_w:g} W all the time",)
+        notes += (f"NVLinks to peers are active and draw {links_w:g} W all the time",)
     if unknown:
-        notes += (f"nodes that draw the base power, their FLOPs and bytes unknown: {unknown}",)
+        notes += (f"{unknown} nodes have unknown FLOPs and bytes and draw the base power",)
     return notes
 
 
@@ -195,7 +195,7 @@ def report_energy(
     """
     tdp, idle = _limits(gpu)
     model = model or power_model()
-    links = _links_awake_w(graph)
+    links = _nvlink_active_w(graph)
     found = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, found)
     timed = kernels.duration_ns > 0
@@ -284,10 +284,10 @@ def _held_back(
     return _Busy(own + above_uj, used, wanted)
 
 
-def _links_awake_w(graph: Graph) -> float:
-    """Return what links to peers draw, where a what-if has them awake (`NvlinkActive`)."""
+def _nvlink_active_w(graph: Graph) -> float:
+    """Return the power of NVLinks that `NvlinkActive` made active; 0 otherwise."""
     last = graph.job.annotations[-1].details if graph.job.annotations else {}
-    return float(last.get("link_awake_w", 0))
+    return float(last.get("nvlink_active_w", 0))
 
 
 def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:

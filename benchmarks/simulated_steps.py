@@ -243,12 +243,12 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
     alone = not schedule and len(graphs[0].job.classes) <= 1
     if alone:
         made["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
-    for column, (simulate, host_time, awake) in SIMULATED.items():
+    for column, (simulate, host_time, active) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:
             continue
         some = graphs
-        if awake:
-            some = [one for graph in graphs if (one := compared.with_links_awake(graph))]
+        if active:
+            some = [one for graph in graphs if (one := compared.with_nvlink_active(graph))]
             if len(some) < len(graphs):
                 continue
         jobs = [
@@ -303,11 +303,11 @@ def loggopsim(job: Job, *, host_time: bool) -> int | None:
 SIMULATED = {
     "ASTRA, GPU time": (astra_sim, False, False),
     "ASTRA, host time": (astra_sim, True, False),
-    "ASTRA, links awake": (astra_sim, True, True),
+    "ASTRA, NVLink active": (astra_sim, True, True),
     "LogGOPSim, host time": (loggopsim, True, False),
 }
 
-"""Column -> simulator, whether the GPU waits for its host, whether the slices' links are awake."""
+"""Column -> simulator, whether the GPU waits for its host, whether the NVLinks of the slices are active."""
 
 
 def _said(command: Sequence[str]) -> str:

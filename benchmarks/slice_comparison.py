@@ -27,7 +27,7 @@ def sensors(label: str, graph: Graph) -> None:
 
 
 def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -> None:
-    """Print the table. The last column has the slices with links as awake as the job's.
+    """Print the table. The last column has the slices with NVLinks as active as the job's.
 
     Args:
         sliced: the slice of `rank`, made alone.
@@ -39,22 +39,22 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
     alike = [real[r] for r in same]
     mine, theirs = kernels(sliced), kernels(real[rank])
-    awake = {r: made for r in same if (made := with_links_awake(at_once[r])) is not None}
+    active = {r: made for r in same if (made := with_nvlink_active(at_once[r])) is not None}
     print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
-          f"{'slice - median':>16}{'at once - same GPU':>20}{'links awake':>13}")  # fmt: skip
+          f"{'slice - median':>16}{'at once - same GPU':>20}{'NVLink active':>15}")  # fmt: skip
 
     def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
-        """Print one figure of the slice beside those of the real ranks that do the same."""
+        """Print one figure of the slice next to those of the real ranks that do the same."""
         own, peers = figure(sliced), [figure(graph) for graph in alike]
         median = statistics.median(peers)
         spread = f"{min(peers):{form}} - {max(peers):{form}}"
         gap = f"{own / median - 1:+.2%}" if median else "-"
         pairs = [
             _median([figure(made[r]) / figure(real[r]) - 1 for r in made if figure(real[r])])
-            for made in ({r: at_once[r] for r in same}, awake)
+            for made in ({r: at_once[r] for r in same}, active)
         ]
         print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
-              f"{pairs[0]:>20}{pairs[1]:>13}")  # fmt: skip
+              f"{pairs[0]:>20}{pairs[1]:>15}")  # fmt: skip
 
     row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
     for name in sorted({*mine, *theirs}):
@@ -79,12 +79,12 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     row("communication, ms", comm_ms)
 
 
-def with_links_awake(graph: Graph) -> Graph | None:
-    """Return the slice with links as awake as its job's; None where that cannot be told."""
+def with_nvlink_active(graph: Graph) -> Graph | None:
+    """Return the slice with NVLinks as active as its job's; None where that is not known."""
     try:
         return recost(graph, graph.job.device.name, passes=PassOptions(nvlink_active=True))
     except OneRankError as error:
-        print(f"links awake: {error}")
+        print(f"NVLink active: {error}")
         return None
 
 

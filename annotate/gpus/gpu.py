@@ -177,9 +177,9 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._scaled("idle_w", 1)
 
     @property
-    def link_awake_w(self) -> float | None:
-        """Power of active links to peers, above idle power."""
-        return self._scaled("link_awake_w", 1)
+    def nvlink_active_w(self) -> float | None:
+        """Power of active NVLinks to peers, above idle power; None if not described."""
+        return self._scaled("nvlink_active_w", 1)
 
     @property
     def power_coefficients(self) -> tuple[float, ...] | None:

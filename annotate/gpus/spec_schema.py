@@ -127,7 +127,7 @@ RANGES: Mapping[str, Range] = {
     "link_bandwidth_gb_per_s": Range(
         0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GB_PER_S}"
     ),
-    "link_awake_w": Range(0, 1000, "what links to peers draw while they are awake, in watts"),
+    "nvlink_active_w": Range(0, 1000, "what active NVLinks to peers draw, in watts"),
     "link_latency_ns": Range(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
 }
 

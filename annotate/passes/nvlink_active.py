@@ -54,7 +54,7 @@ class NvlinkActive:
         compute, index, factor = _slowed_nodes(graph, target)
         added_ns = _added_ns(graph, index, factor)
         note = (
-            f"NVLink active: links draw {target.link_awake_w:g} W of the {target.tdp_w:g} W limit, "
+            f"NVLink active: links draw {target.nvlink_active_w:g} W of the {target.tdp_w:g} W limit, "
             f"so {len(index)} kernels at the limit take up to "
             f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all."
         )
@@ -132,7 +132,7 @@ def _check(graph: Graph, target: Gpu) -> None:
             code="nvlink-already-active",
         )
     lacking = [
-        name for name in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, name) is None
+        name for name in ("nvlink_active_w", "tdp_w", "idle_w") if getattr(target, name) is None
     ]
     if lacking:
         settings = " ".join(f"--override {name}=WATTS" for name in lacking)
@@ -142,11 +142,11 @@ def _check(graph: Graph, target: Gpu) -> None:
             code="nvlink-gpu-incomplete",
         )
     tdp, idle, links = (
-        value or 0.0 for value in (target.tdp_w, target.idle_w, target.link_awake_w)
+        value or 0.0 for value in (target.tdp_w, target.idle_w, target.nvlink_active_w)
     )
     if links >= tdp - idle:
         raise AnnotateError(
-            f"link_awake_w is {links:g} W, but {target.name} has only {tdp - idle:g} W above idle "
+            f"nvlink_active_w is {links:g} W, but {target.name} has only {tdp - idle:g} W above idle "
             f"({tdp:g} W limit - {idle:g} W idle)",
             code="nvlink-power-above-limit",
         )
@@ -154,7 +154,7 @@ def _check(graph: Graph, target: Gpu) -> None:
 
 def _watts(gpu: Gpu) -> tuple[float, float, float]:
     """Return the power limit, the idle power and the power of active links, in W."""
-    return gpu.tdp_w or 0.0, gpu.idle_w or 0.0, gpu.link_awake_w or 0.0
+    return gpu.tdp_w or 0.0, gpu.idle_w or 0.0, gpu.nvlink_active_w or 0.0
 
 
 def _call_names(graph: Graph) -> list[int]:
@@ -192,7 +192,7 @@ def _with_annotation(graph: Graph, index: I64, added_ns: int, gpu: Gpu) -> Graph
         ends = [round(before_ns + share * added_ns) for share in (_EXCESS_P10, _EXCESS_P90)]
     details = {**annotation.details, "evidence": by_evidence(graph, index)}
     details |= {"interval": ends} if ends else {}
-    details["link_awake_w"] = gpu.link_awake_w
+    details["nvlink_active_w"] = gpu.nvlink_active_w
     annotation = msgspec.structs.replace(annotation, details=details)
     return replace(
         graph, job=msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))

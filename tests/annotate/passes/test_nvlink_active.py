@@ -1,4 +1,4 @@
-"""Links that are awake in the job: what its kernels then take, beside a real job's rank."""
+"""Re-costing with active NVLinks, compared with a rank of a real job."""
 
 import gzip
 from collections import Counter
@@ -27,7 +27,7 @@ from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 
-AWAKE = PassOptions(nvlink_active=True)
+ACTIVE = PassOptions(nvlink_active=True)
 TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"
 
 
@@ -59,17 +59,17 @@ def test_the_slice_is_the_real_rank(ranks):
 
 
 def test_products_then_take_what_they_do_in_the_real_job(ranks):
-    real, slept = ranks["real"], ranks["slice"]
-    awake = recost(slept, "H200", passes=AWAKE)
-    rows = {row.op_class: row for row in summarise(slept, awake).classes}
+    real, idle = ranks["real"], ranks["slice"]
+    active = recost(idle, "H200", passes=ACTIVE)
+    rows = {row.op_class: row for row in summarise(idle, active).classes}
     products, rest = rows[OpClass.GEMM], rows[OpClass.OPTIMIZER]
     assert products.before_ns / time_ns(real, OpClass.GEMM) - 1 == pytest.approx(-0.0262, abs=1e-3)
     assert products.after_ns / time_ns(real, OpClass.GEMM) - 1 == pytest.approx(-0.006, abs=1e-3)
     assert rest.after_ns == rest.before_ns  # the memory's clock is no part of it
-    slower = awake.nodes.duration_ns > slept.nodes.duration_ns
-    assert set(awake.nodes.evidence[slower]) == {Evidence.EXTRAPOLATED}
-    assert not slower[~compute_mask(slept)].any()
-    step = step_change(slept, awake, summarise(slept, awake).interval)
+    slower = active.nodes.duration_ns > idle.nodes.duration_ns
+    assert set(active.nodes.evidence[slower]) == {Evidence.EXTRAPOLATED}
+    assert not slower[~compute_mask(idle)].any()
+    step = step_change(idle, active, summarise(idle, active).interval)
     measured = real.job.measurement.median_step_ns
     assert step.after is not None
     assert step.after.step_ns / measured - 1 == pytest.approx(0.0048, abs=1e-3)
@@ -112,7 +112,7 @@ def test_operators_of_a_capture_on_a_cpu():
     graph = convert_directory(TRACES.parent / "cpu-llama-2l-tp4")[0]
     big = PassOptions(sizes=parse_sizes("64=65536", None))
     plain, made = (
-        recost(graph, "H100", passes=replace(big, nvlink_active=awake)) for awake in (False, True)
+        recost(graph, "H100", passes=replace(big, nvlink_active=active)) for active in (False, True)
     )
     factor = made.nodes.duration_ns[made.gpu_compute] / plain.nodes.duration_ns[made.gpu_compute]
     assert (factor >= 1).all()
@@ -121,7 +121,7 @@ def test_operators_of_a_capture_on_a_cpu():
 
 def test_intervals_of_a_prediction_move_with_it(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
-    plain, made = (recost(graph, "H100", passes=one) for one in (PassOptions(), AWAKE))
+    plain, made = (recost(graph, "H100", passes=one) for one in (PassOptions(), ACTIVE))
     (product,) = np.flatnonzero(compute_mask(graph))
     factors = [
         getattr(made.nodes, name)[product] / getattr(plain.nodes, name)[product]
@@ -134,24 +134,24 @@ def test_intervals_of_a_prediction_move_with_it(trace, mm):
 
 def test_links_that_draw_nothing_change_nothing(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
-    gpu = with_figures(load_gpu("H200"), {"link_awake_w": 0})
-    made = recost(graph, gpu, passes=AWAKE)
+    gpu = with_figures(load_gpu("H200"), {"nvlink_active_w": 0})
+    made = recost(graph, gpu, passes=ACTIVE)
     assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
 
 
 def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
     graph = trace(add(1 << 28, ns=400_000), call())
-    made = recost(graph, "H200", passes=AWAKE)
+    made = recost(graph, "H200", passes=ACTIVE)
     assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
     assert made.job.measurement.step_ns == graph.job.measurement.step_ns
-    assert made.job.annotations[-1].details["link_awake_w"] == 23
+    assert made.job.annotations[-1].details["nvlink_active_w"] == 23
     assert "0 kernels at the limit" in made.job.measurement.notes[-1]
 
 
 def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
-    gpu = with_figures(load_gpu("H200"), {"link_awake_w": 576})
+    gpu = with_figures(load_gpu("H200"), {"nvlink_active_w": 576})
     with raises_code("nvlink-power-above-limit"):
-        recost(trace(mm(64, 64, 64), call()), gpu, passes=AWAKE)
+        recost(trace(mm(64, 64, 64), call()), gpu, passes=ACTIVE)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
 def test_what_cannot_be_told(trace, mm, tmp_path, *, operators, target, code):
     graph = trace(mm(4096, 4096, 4096, ns=250_000), *operators)
     with raises_code(code):
-        recost(graph, target, passes=AWAKE)
+        recost(graph, target, passes=ACTIVE)
     path = tmp_path / "t.et"
     graph.write(path)
     refused = CliRunner().invoke(annotate, ["--target", target, "--nvlink-active", str(path)])
