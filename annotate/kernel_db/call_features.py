@@ -27,17 +27,18 @@ _STREAMING = (
     OpClass.RANDOM,
 )
 _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
-_FEW = 8  # operands whose forms are told apart; more are the lists of an optimizer
+# Most operands whose forms distinguish calls; more operands are the lists of an optimizer.
+_FEW = 8
 
 
 class Point(NamedTuple):
     """A call as a point among comparable calls.
 
     Attributes:
-        group: what it shares with the calls it is compared with.
-        sizes: ln of the sizes that differ.
-        work: of its operands. A key does not contain results, so the largest operand's bytes are
-            used.
+        group: properties that comparable calls share.
+        sizes: ln of the sizes in which they differ.
+        work: work of the call. A key does not contain results, so a streaming operator is assumed
+            to write as many bytes as its largest operand has.
     """
 
     group: tuple[object, ...]
@@ -46,28 +47,31 @@ class Point(NamedTuple):
 
 
 def point_of(key: CallKey) -> Point | None:
-    """Return where a call is; None for one whose time does not go by its sizes.
+    """Return the point of a call; None if its sizes do not determine its time.
 
-    Products are placed by batch, m, n and k; attention by batch, heads, key heads and lengths; what
-    streams memory by its bytes, and where it works by rows by their length too.
+    The sizes of GEMMs are batch, m, n and k; of attention batch, heads, key heads and lengths; of
+    streaming operators the bytes and, if they work by rows, the length of a row.
     """
     call = call_of(key)
     if call is None:
         return None
-    sort, dtypes = op_class(key.operator), tuple(dict.fromkeys(key.dtypes))
-    if sort in _STREAMING:
-        return _streaming(key, call, sort, dtypes)
+    operator_class, dtypes = op_class(key.operator), tuple(dict.fromkeys(key.dtypes))
+    if operator_class in _STREAMING:
+        return _streaming(key, call, operator_class, dtypes)
     work = work_of_call(key.operator, call)
     if work.gemm and all(work.gemm):
         return Point((key.operator, dtypes), _logs(*work.gemm[:4]), work)
-    packed = "int32" in key.dtypes  # lengths of sequences
+    # Packed sequences pass their lengths as int32 tensors, whose values a key does not contain.
+    packed = "int32" in key.dtypes
     if work.attention and all(work.attention[:7]) and not packed:
         group = (key.operator, dtypes, *work.attention[5:])
         return Point(group, _logs(*work.attention[:5]), work)
     return None
 
 
-def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...]) -> Point | None:
+def _streaming(
+    key: CallKey, call: Call, operator_class: OpClass, dtypes: tuple[str, ...]
+) -> Point | None:
     tensors = [operand[0] for operand in call.inputs if operand]
     largest = max(tensors, key=lambda tensor: tensor.numel)
     if not largest.numel:
@@ -76,20 +80,20 @@ def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...])
         flops=0,
         bytes_read=call.input_bytes,
         bytes_written=largest.nbytes,
-        floor_share=floor_share_of(sort),
+        floor_share=floor_share_of(operator_class),
     )
-    sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
+    sizes = [call.input_bytes, *(largest.shape[-1:] if operator_class in _BY_ROW else ())]
     forms = tuple(_form(tensor, largest) for tensor in tensors) if len(tensors) <= _FEW else ()
     return Point((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
 
 
-def _form(one: Tensor, largest: Tensor) -> str:
-    """Return how an operand is spread over the largest; the kernel depends on it."""
-    if one.shape == largest.shape:
+def _form(operand: Tensor, largest: Tensor) -> str:
+    """Return how an operand broadcasts to the largest one; PyTorch picks the kernel by it."""
+    if operand.shape == largest.shape:
         return "whole"
-    if one.numel == 1:
+    if operand.numel == 1:
         return "one"
-    return "row" if one.shape[-1:] == largest.shape[-1:] else "column"
+    return "row" if operand.shape[-1:] == largest.shape[-1:] else "column"
 
 
 def _logs(*sizes: int) -> tuple[float, ...]:
@@ -97,7 +101,7 @@ def _logs(*sizes: int) -> tuple[float, ...]:
 
 
 def call_of(key: CallKey) -> Call | None:
-    """Return the call of a key, without results; None where a data type is in no table."""
+    """Return the call of a key, without results; None if a dtype is unknown."""
     if any(dtype not in ITEM_BYTES for dtype in key.dtypes):
         return None
     operands = zip(key.shapes, key.dtypes, strict=True)
@@ -109,5 +113,5 @@ def call_of(key: CallKey) -> Call | None:
 
 
 def modelled_ns(works: Sequence[Work], gpu: Gpu, from_description: PredictFromDescription) -> F64:
-    """Return a model's prediction for calls that were not measured, in ns, float64[d]."""
+    """Return a model's prediction for unmeasured calls in ns, float64[d]."""
     return from_description(kernels_of(works, np.zeros(len(works))), gpu)[0]

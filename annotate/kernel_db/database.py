@@ -100,7 +100,7 @@ SCHEMA = pl.Schema(
         "date": pl.String(),
     }
 )
-"""Columns of the file, in order; those of `Row`."""
+"""Columns of the file, in order: the fields of `KernelRow`."""
 
 CALL = ("operator", "shapes", "dtypes", "attributes")
 """Columns of a call's key."""
@@ -108,20 +108,20 @@ CALL = ("operator", "shapes", "dtypes", "attributes")
 VERSIONS = ("torch", "cuda", "cudnn", "driver", "triton")
 
 IDENTITY = ("gpu", *CALL, "layout", "l2", *VERSIONS)
-"""Columns that no two rows of a database share all of."""
+"""Columns that identify a row: no two rows of a database agree in all of them."""
 
 _OPTIONAL = ("sm_clock_mhz", "power_w", "temperature_c", "energy_mj")
 
 
 class Merged(NamedTuple):
-    """A database made of several, and how many rows gave way to later ones."""
+    """A merged database, and the number of rows that later ones replaced."""
 
     table: pl.DataFrame
     replaced: int
 
 
 def table_of(rows: Iterable[KernelRow]) -> pl.DataFrame:
-    """Return rows as a table; of rows of one identity the latest stays."""
+    """Return rows as a table, with the latest row of each identity."""
     records = [msgspec.structs.asdict(row) for row in rows]
     return _latest(pl.DataFrame(records, schema=SCHEMA, orient="row"))
 
@@ -144,7 +144,7 @@ def read_database(path: Path) -> pl.DataFrame:
     """Read a database.
 
     Raises:
-        DatabaseError: the file is no parquet, lacks a column, or holds what cannot be.
+        DatabaseError: the file is not parquet, lacks a column, or has an invalid value.
         OSError: the file cannot be read.
     """
     data = path.read_bytes()
@@ -163,7 +163,7 @@ def read_database(path: Path) -> pl.DataFrame:
 
 
 def merge(tables: Sequence[pl.DataFrame]) -> Merged:
-    """Return one database of several; of rows of one identity the latest stays."""
+    """Merge databases, with the latest row of each identity."""
     joined = pl.concat([*tables, pl.DataFrame(schema=SCHEMA)])
     table = _latest(joined)
     return Merged(table, len(joined) - len(table))
@@ -190,7 +190,7 @@ def contents(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _latest(table: pl.DataFrame) -> pl.DataFrame:
-    """Return the latest row of each identity, in an order that compresses well."""
+    """Return the latest row of each identity, sorted so that the columns compress well."""
     first = table.sort("date", maintain_order=True).reverse()
     kept = first.unique(subset=IDENTITY, keep="first", maintain_order=True)
     ordered = kept.with_columns(size=pl.col("shapes").list.eval(pl.element().list.len()).list.sum())
@@ -199,22 +199,22 @@ def _latest(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _checked(table: pl.DataFrame) -> pl.DataFrame:
-    """Return the table in the order of `SCHEMA`.
+    """Validate a table; return it with its columns in the order of `SCHEMA`.
 
     Raises:
-        DatabaseError: it is not what the columns promise.
+        DatabaseError: a column is missing, unknown or of another type, or a row is invalid.
     """
-    lacking = [name for name in SCHEMA if name not in table.columns]
-    if lacking:
+    missing = [name for name in SCHEMA if name not in table.columns]
+    if missing:
         raise DatabaseError(
-            f"lacks the column{'s' * (len(lacking) > 1)} {', '.join(lacking)}; a kernel database "
+            f"lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; a kernel database "
             f"has {', '.join(SCHEMA)}",
             code="database-missing-column",
         )
-    foreign = [name for name in table.columns if name not in SCHEMA]
-    if foreign:
+    unknown = [name for name in table.columns if name not in SCHEMA]
+    if unknown:
         raise DatabaseError(
-            f"has a column {foreign[0]} that a kernel database does not know",
+            f"has the unknown column {unknown[0]}; a kernel database has {', '.join(SCHEMA)}",
             code="database-unknown-column",
         )
     for name, kind in SCHEMA.items():
@@ -224,18 +224,18 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
                 code="database-column-type",
             )
     _refuse(table, pl.any_horizontal(pl.col(*_required()).is_null()), "a required value is missing")
-    _refuse(table, _holes("shapes", "dtypes", "kernels", "kernel_ns"), "a list has an empty place")
+    _refuse(table, _holes("shapes", "dtypes", "kernels", "kernel_ns"), "a list has a null element")
     _refuse(table, ~pl.col("l2").is_in([COLD, WARM]), f'l2 is neither "{COLD}" nor "{WARM}"')
     _refuse(
         table,
         pl.col("shapes").list.len() != pl.col("dtypes").list.len(),
-        "shapes and dtypes are not as many",
+        "shapes and dtypes differ in length",
     )
     _refuse(
         table,
         (pl.col("kernels").list.len() != pl.col("kernel_ns").list.len())
         | (pl.col("kernels").list.len() == 0),
-        "kernels and kernel_ns are not as many, or none",
+        "kernels and kernel_ns differ in length, or are empty",
     )
     ordered = (pl.col("p10_ns") <= pl.col("median_ns")) & (pl.col("median_ns") <= pl.col("p90_ns"))
     _refuse(
@@ -249,10 +249,10 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
         pl.any_horizontal(pl.col(*_OPTIONAL) <= 0),
         f"{', '.join(_OPTIONAL)} must be above 0, or absent",
     )
-    double = table.height - table.n_unique(subset=list(IDENTITY)) if table.height else 0
-    if double:
+    repeated = table.height - table.n_unique(subset=list(IDENTITY)) if table.height else 0
+    if repeated:
         raise DatabaseError(
-            f"{double} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
+            f"{repeated} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
             "the latest of each",
             code="database-repeated-rows",
         )
@@ -269,10 +269,10 @@ def _holes(*lists: str) -> pl.Expr:
     )
 
 
-def _refuse(table: pl.DataFrame, wrong: pl.Expr, why: str) -> None:
-    found: Any = table.select(wrong.fill_null(value=False).arg_true()).to_series()
-    if len(found):
-        operator = table["operator"][int(found[0])]
+def _refuse(table: pl.DataFrame, invalid: pl.Expr, reason: str) -> None:
+    rows: Any = table.select(invalid.fill_null(value=False).arg_true()).to_series()
+    if len(rows):
+        operator = table["operator"][int(rows[0])]
         raise DatabaseError(
-            f"row {found[0]} ({operator}): {why}; {len(found)} such rows", code="database-bad-row"
+            f"row {rows[0]} ({operator}): {reason}; {len(rows)} such rows", code="database-bad-row"
         )

@@ -29,16 +29,16 @@ _MOVES = ("Memset", "Memcpy")
 
 
 class Match(NamedTuple):
-    """What the database knows of one kernel of a call on the target.
+    """The database rows for one kernel of a call on the target.
 
     Attributes:
-        kernel_ns: of the kernel of this name; nan where the target runs others.
-        rest_ns: of the operator's own kernels that the trace has none of, for its others to share.
-        whole_ns: of all that the call launches.
-        source_ns: of the kernel on the GPU that measured the graph; nan where no row has it.
-        spread: standard deviation in ln of the samples, and of layouts that may be meant.
-        rows: what it is the geometric mean of.
-        source: what `source_ns` is the geometric mean of.
+        kernel_ns: time of the kernel of this name; nan if the target runs other kernels.
+        rest_ns: time of the call's kernels whose names the trace lacks, without copies and fills.
+        whole_ns: time of all kernels of the call.
+        source_ns: time of the kernel on the GPU that measured the graph; nan without a row.
+        spread: standard deviation in ln, of the samples and of the possible layouts.
+        rows: rows of the target; each time is a geometric mean over them.
+        source: rows of the source, for `source_ns`.
     """
 
     kernel_ns: float
@@ -66,45 +66,48 @@ class Library:
 
     @property
     def operators(self) -> frozenset[str]:
-        """Operators that the target has rows of."""
+        """Operators of the target's rows."""
         return frozenset(key.operator for key in self.target)
 
     def match(self, key: CallKey, kernel: str = "", ran: Collection[str] = ()) -> Match | None:
-        """Return what is known of a call, None where no row is of it.
+        """Return the match of a call; None without a row.
 
         Several rows of one call differ in layout, cache state and versions. The layout is that of
-        the rows with the kernel's name, on the source, else on the target; where no row has it,
-        any. Of one layout and state the graph's versions come first, then the latest. A step's
-        operands are partly in the cache: of a cold and a warm row it is the geometric mean (with
-        operands of 1.6 to 25 MB, cold rows are 3 to 41% above captured steps on an H200, warm ones
-        1 to 13% below: `benchmarks/kernel_db_accuracy.py --step`).
+        rows with the kernel's name, first on the source, then on the target; without such rows all
+        layouts count. Among rows of one layout and state the graph's versions take precedence, then
+        the latest date. A step's operands are partly in the cache, so the result is the geometric
+        mean of a cold and a warm row: with operands of 1.6 to 25 MB, cold rows are 3 to 41% above
+        captured steps on an H200, warm ones 1 to 13% below
+        (`benchmarks/kernel_db_accuracy.py --step`).
 
         Args:
             key: the call.
-            kernel: name of a kernel that the call launched as the graph was measured; "" where
-                none did.
-            ran: names of all kernels that it launched then.
+            kernel: name of a kernel that the call launched in the graph; "" if not known.
+            ran: names of all kernels that it launched in the graph.
         """
         rows = self.target.get(key)
         if not rows:
             return None
-        here = self._best([row for row in self.source.get(key, ()) if kernel in row.kernels])
-        layouts = {row.layout for row in here}
+        source_rows = self._best([row for row in self.source.get(key, ()) if kernel in row.kernels])
+        layouts = {row.layout for row in source_rows}
         likely = [row for row in rows if row.layout in layouts]
         chosen = self._best(likely or [row for row in rows if kernel in row.kernels] or rows)
-        every = dict.fromkeys(row.layout for row in chosen)
-        each = [
-            _middle([sum(row.kernel_ns) for row in chosen if row.layout == one]) for one in every
+        chosen_layouts = dict.fromkeys(row.layout for row in chosen)
+        layout_ns = [
+            _middle([sum(row.kernel_ns) for row in chosen if row.layout == layout])
+            for layout in chosen_layouts
         ]
         samples = max(np.log(row.p90_ns / row.p10_ns) for row in chosen)
         return Match(
             kernel_ns=_middle([_each_ns(row, kernel) for row in chosen]),
             rest_ns=_middle([_rest_ns(row, ran) for row in chosen]),
             whole_ns=_middle([sum(row.kernel_ns) for row in chosen]),
-            source_ns=_middle([_each_ns(row, kernel) for row in here]),
-            spread=float(np.hypot(samples, np.log(max(each) / min(each))) / 2 / HALF_WIDTH),
+            source_ns=_middle([_each_ns(row, kernel) for row in source_rows]),
+            spread=float(
+                np.hypot(samples, np.log(max(layout_ns) / min(layout_ns))) / 2 / HALF_WIDTH
+            ),
             rows=chosen,
-            source=here,
+            source=source_rows,
         )
 
     def _best(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
@@ -126,19 +129,22 @@ def _each_ns(row: KernelRow, kernel: str) -> float:
 
 
 def _rest_ns(row: KernelRow, ran: Collection[str]) -> float:
-    """Return the time of a row's kernels with other names, without copies and fills; or nan."""
+    """Return the time of a row's kernels that are not in `ran`; nan if there is none.
+
+    Copies and fills count only in a row that has nothing else.
+    """
     pairs = list(zip(row.kernels, row.kernel_ns, strict=True))
-    own = [pair for pair in pairs if not pair[0].startswith(_MOVES)] or pairs
-    return sum(time for name, time in own if name not in ran) or np.nan
+    compute = [pair for pair in pairs if not pair[0].startswith(_MOVES)] or pairs
+    return sum(time for name, time in compute if name not in ran) or np.nan
 
 
 def _middle(times: Sequence[float]) -> float:
-    """Return the geometric mean; nan of none, and where one is."""
+    """Return the geometric mean; nan without times, or if a time is nan."""
     return np.nan if not times else float(np.exp(np.mean(np.log(times))))
 
 
 def release(version: str) -> str:
-    """Return `2.11.0` of `2.11.0+cu130`."""
+    """Return a version without its build: "2.11.0" for "2.11.0+cu130"."""
     return version.split("+", 1)[0]
 
 
@@ -148,9 +154,9 @@ def library_for(
     gpus: tuple[Gpu | None, Gpu],
     graph: Graph,
 ) -> Library | None:
-    """Return the kernel databases' rows of source and target; None where a model needs none.
+    """Return the kernel databases' rows of source and target; None if the model needs none.
 
-    Of a target with figures that are set they are those of the target as described.
+    Overridden figures of the target do not matter: rows are those of the target as described.
 
     Raises:
         AnnotateError: databases are given that the model does not look up in, or of other GPUs.
@@ -159,7 +165,8 @@ def library_for(
     """
     if databases and not model.looks_up:
         raise AnnotateError(
-            f"the {model.name} model looks nothing up: leave the kernel database out, or the model",
+            f"the {model.name} model does not use kernel databases\n  leave out the database, or "
+            "use the auto model",
             code="database-model-ignores",
         )
     source, target = gpus[0], gpus[1].as_described
@@ -175,22 +182,23 @@ def open_library(
     source: Gpu | None,
     versions: Mapping[str, str] | None = None,
 ) -> Library | None:
-    """Return the rows of both GPUs in the shipped databases and the user's; None: there are none.
+    """Return the rows of both GPUs in the shipped and the given databases; None without rows.
 
     Raises:
         DatabaseError: a file is no kernel database.
-        AnnotateError: a file given has rows of neither GPU, or none has any of the target.
+        AnnotateError: a given file has rows of neither GPU, or no file has rows of the target.
         OSError: a file cannot be read.
     """
     gpus = [target] if source is None else [target, source]
     tables = [read_database(path) for path in _shipped(target) if _has(path, gpus)]
     for path in given:
         table = read_database(path)
-        held = table["gpu"].unique().sort().to_list()
-        if not any(is_called(gpu, name) for gpu in gpus for name in held):
-            whose = f"measured on {', '.join(held)}" if held else "empty"
+        measured_gpus = table["gpu"].unique().sort().to_list()
+        if not any(is_called(gpu, name) for gpu in gpus for name in measured_gpus):
+            contents = f"measured on {', '.join(measured_gpus)}" if measured_gpus else "empty"
             raise AnnotateError(
-                f"{path}: a kernel database {whose}, and the target is {target.name}; leave it out",
+                f"{path}: a kernel database {contents}, but the target is {target.name}\n"
+                "  leave out the database",
                 code="database-other-gpu",
             )
         tables.append(table)
@@ -201,21 +209,21 @@ def open_library(
     if not library.target:
         paths = ", ".join(str(path) for path in given)
         raise AnnotateError(
-            f"{paths}: measured on {gpus[-1].name} alone, which serves only beside rows of the "
-            f"target {target.name}; give a database of it too, or leave it out",
+            f"{paths}: measured only on {gpus[-1].name}; rows of the source need rows of the "
+            f"target {target.name}\n  add a database of the target, or leave out this one",
             code="database-source-only",
         )
     return library
 
 
 def _shipped(target: Gpu) -> list[Path]:
-    """Return the shipped databases, if one of them holds the target."""
-    every = sorted(SHIPPED.glob("*.parquet"))
-    return every if any(_has(path, [target]) for path in every) else []
+    """Return all shipped databases if one has rows of the target, else none."""
+    paths = sorted(SHIPPED.glob("*.parquet"))
+    return paths if any(_has(path, [target]) for path in paths) else []
 
 
 def _has(path: Path, gpus: Sequence[Gpu]) -> bool:
-    """Return whether a database has rows of a GPU; reads one column."""
+    """Return whether a database has rows of one of the GPUs; reads one column."""
     names = pl.read_parquet(path, columns=["gpu"])["gpu"].unique()
     return any(is_called(gpu, name) for gpu in gpus for name in names)
 
@@ -223,8 +231,8 @@ def _has(path: Path, gpus: Sequence[Gpu]) -> bool:
 def _by_call(table: pl.DataFrame, gpu: Gpu | None) -> dict[CallKey, list[KernelRow]]:
     """Return the rows of a GPU by call."""
     names = [name for name in table["gpu"].unique() if gpu is not None and is_called(gpu, name)]
-    found: dict[CallKey, list[KernelRow]] = {}
+    by_call: dict[CallKey, list[KernelRow]] = {}
     for row in rows_of(table.filter(pl.col("gpu").is_in(names))):
         key = CallKey(row.operator, row.shapes, row.dtypes, row.attributes)
-        found.setdefault(key, []).append(row)
-    return found
+        by_call.setdefault(key, []).append(row)
+    return by_call

@@ -49,23 +49,31 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 FEWEST = 5
-"""Points there must be; with so few the bound is the largest of their errors."""
+"""Least number of points; with five, the bound is the largest of their errors."""
 
 _NEIGHBOURS = 8
 
-_BLUNT = 0.1  # sizes nearer than 10% tell the same
+# Distance in ln below which points have about equal weights: sizes within 10%.
+_BLUNT = 0.1
 
+# Largest distance in ln to the nearest measured point: a factor of 7 in one size.
 _FARTHEST = 2.0
 
 _RADII = (0.0, 0.1, 0.2, 0.35, 0.5, 0.69, 1.0, 1.38)
-"""A distance counts as the next of these below it; two sizes, one double the other, are 0.69."""
+"""Distances for which errors are estimated; a point uses the largest one below its distance.
 
-_LEFT_OUT = 300  # points left out, one at a time: so many at least, up to half as many more
+A size doubled is at a distance of ln 2 = 0.69.
+"""
 
-_LEVEL = 0.8
+# Leave-one-out errors per estimate: at least 300, or all points if there are fewer. Each costs a
+# pass over all points.
+_LEFT_OUT = 300
 
-_ROOM = 1e-9
+_LEVEL = 0.8  # an 80% interval
 
+_TOLERANCE = 1e-9  # rounding of the logarithms at the ends of the measured range
+
+# Requested points per block, which bounds the matrix of distances to all measured points.
 _CHUNK = 128
 
 
@@ -124,7 +132,7 @@ class Interpolated(NamedTuple):
 
     Attributes:
         off: expected ln(measured / modelled), float64[q]; nan outside the range of interpolation.
-        bound: four of five errors of `off` at left-out points are within it, float64[q].
+        bound: 80% of the errors of `off` at left-out points are within it, float64[q].
         near: nearest measured points, int64[q, k].
         weight: their weights, float64[q, k].
     """
@@ -145,25 +153,25 @@ def interpolate(sizes: F64, off: F64, at: F64) -> Interpolated:
     """
     distance, near = _nearest(sizes, at)
     weight = _weights(distance)
-    made = (weight * off[near]).sum(axis=1)
+    estimate = (weight * off[near]).sum(axis=1)
     inside = _inside(sizes, at)
     step: I64 = np.searchsorted(np.array(_RADII), distance[:, 0], side="right") - 1
     bounds = np.full(len(_RADII), np.nan)
-    for one in np.unique(step[inside]):
-        bounds[one] = bound_beyond(sizes, off, _RADII[int(one)])
+    for index in np.unique(step[inside]):
+        bounds[index] = bound_beyond(sizes, off, _RADII[int(index)])
     bound = bounds[step]
     usable = inside & (distance[:, 0] <= _FARTHEST) & np.isfinite(bound)
     return Interpolated(
-        np.where(usable, made, np.nan), np.where(usable, bound, np.nan), near, weight
+        np.where(usable, estimate, np.nan), np.where(usable, bound, np.nan), near, weight
     )
 
 
 def bound_beyond(sizes: F64, off: F64, radius: float) -> float:
-    """Return the bound of four of five errors, for points predicted from those beyond a radius.
+    """Return the bound of 80% of the errors of points predicted from others beyond a radius.
 
-    Points at the rim, not surrounded by others, are ignored if there are others: nothing is
-    interpolated there. nan if fewer than `FEWEST` points can be predicted. Of n errors the bound is
-    the one of rank 0.8 * (n + 1), or the largest, which is cautious for few points.
+    Points on the rim of the measured range are ignored if enough others remain, since nothing is
+    interpolated there. nan if fewer than `FEWEST` points can be predicted. The bound is the error
+    of rank 0.8 * (n + 1) among n, or the largest, which is conservative for few points.
     """
     if len(sizes) < FEWEST:
         return np.nan
@@ -173,14 +181,14 @@ def bound_beyond(sizes: F64, off: F64, radius: float) -> float:
         distance = np.sqrt(((sizes - sizes[row]) ** 2).sum(axis=1))
         others = distance >= radius
         others[row] = False
-        rest, apart = np.flatnonzero(others), distance[others]
-        if len(rest) < FEWEST - 1 or apart.min() > 2 * max(radius, 1):
+        rest, distances = np.flatnonzero(others), distance[others]
+        if len(rest) < FEWEST - 1 or distances.min() > 2 * max(radius, 1):
             continue
-        nearest = np.argsort(apart, kind="stable")[:_NEIGHBOURS]
-        told = (_weights(apart[nearest][None]) * off[rest[nearest]]).sum()
-        errors.append(abs(float(off[row] - told)))
+        nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
+        estimate = (_weights(distances[nearest][None]) * off[rest[nearest]]).sum()
+        errors.append(abs(float(off[row] - estimate)))
         surrounded.append(bool(_inside(sizes[rest], sizes[row][None])[0]))
-    inner = [error for error, one in zip(errors, surrounded, strict=True) if one]
+    inner = [error for error, is_inner in zip(errors, surrounded, strict=True) if is_inner]
     counted = np.sort(inner if len(inner) >= FEWEST else errors)
     if len(counted) < FEWEST:
         return np.nan
@@ -190,7 +198,7 @@ def bound_beyond(sizes: F64, off: F64, radius: float) -> float:
 
 def _inside(sizes: F64, at: F64) -> Mask:
     """Return which points are within the range of others in every size, bool[q]."""
-    above, below = at >= sizes.min(axis=0) - _ROOM, at <= sizes.max(axis=0) + _ROOM
+    above, below = at >= sizes.min(axis=0) - _TOLERANCE, at <= sizes.max(axis=0) + _TOLERANCE
     return (above & below).all(axis=1)
 
 
@@ -201,31 +209,31 @@ def _weights(distance: F64) -> F64:
 
 
 def _nearest(sizes: F64, at: F64) -> tuple[F64, I64]:
-    """Return (distances, points) of the nearest measured points, the nearest first."""
+    """Return (distances, points) of the nearest measured points, ascending, [q, k] each."""
     count = min(_NEIGHBOURS, len(sizes))
     distance, near = np.empty((len(at), count)), np.empty((len(at), count), dtype=np.int64)
     for start in range(0, len(at), _CHUNK):
         part = slice(start, start + _CHUNK)
         pairs = zip(at[part].T, sizes.T, strict=True)
         squares = np.zeros((len(at[part]), len(sizes)))
-        for one, other in pairs:
-            squares += (one[:, None] - other) ** 2
+        for requested, measured in pairs:
+            squares += (requested[:, None] - measured) ** 2
         chosen = np.argpartition(squares, count - 1, axis=1)[:, :count]
-        found = np.take_along_axis(squares, chosen, axis=1)
-        order = np.argsort(found, axis=1, kind="stable")
+        chosen_squares = np.take_along_axis(squares, chosen, axis=1)
+        order = np.argsort(chosen_squares, axis=1, kind="stable")
         near[part] = np.take_along_axis(chosen, order, axis=1)
-        distance[part] = np.sqrt(np.take_along_axis(found, order, axis=1))
+        distance[part] = np.sqrt(np.take_along_axis(chosen_squares, order, axis=1))
     return distance, near
 
 
 class Neighbour(NamedTuple):
-    """A measured call around another one.
+    """A measured call near an unmeasured one.
 
     Attributes:
         key: the call.
-        time_ns: measured.
+        time_ns: measured time.
         off: ln(measured / modelled).
-        weight: of it among the neighbours.
+        weight: its weight among the neighbours.
     """
 
     key: CallKey
@@ -238,10 +246,10 @@ class Between(NamedTuple):
     """A call that was not measured, predicted from its neighbours.
 
     Attributes:
-        time_ns: of the operator's own kernels together.
-        modelled_ns: the model's prediction without a measurement.
-        bound: four of five ln(measured / predicted) of left-out rows are within it of 0.
-        neighbours: largest weight first.
+        time_ns: time of all kernels of the operator, without copies and fills.
+        modelled_ns: the model's prediction from the shape.
+        bound: bound of |ln(measured / predicted)| for 80% of left-out rows.
+        neighbours: the measured calls, largest weight first.
     """
 
     time_ns: float
@@ -252,8 +260,8 @@ class Between(NamedTuple):
     def term(self, part: float) -> Term:
         """Return the time of a kernel that takes `part` of the operator's time as a term."""
         off = float(np.log(self.time_ns / self.modelled_ns))
-        note = f"four of five rows left out are within e^+-{self.bound:.3f}"
-        modelled = quantity("modelled alone", self.modelled_ns, note="the model by the shape alone")
+        note = f"80% of the rows left out are within e^+-{self.bound:.3f}"
+        modelled = quantity("modelled", self.modelled_ns, note="the model's time by the shape")
         deviation = factor(off, "off", "ln(measured / modelled) of the rows around the call")
         between = product(
             modelled, exponential(deviation), name="between", value=self.time_ns, note=note
@@ -268,8 +276,8 @@ def between(
 ) -> list[Between | None]:
     """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
-    Only rows of the same operator, dtype and form are compared (see `points`); several rows of a
-    call are averaged geometrically. See `near` for the range of interpolation.
+    Only rows of the same group are compared (see `call_features.point_of`). The module's docstring
+    gives the range of interpolation.
     """
     predictions: list[Between | None] = [None] * len(keys)
     unmeasured: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
@@ -299,24 +307,28 @@ def _interpolate_group(
 ) -> list[Between | None]:
     """Return predictions for unmeasured points of one group, from its measured rows."""
     matches = [library.match(key) for key, _ in rows]
-    times = np.array([match.rest_ns if match else np.nan for match in matches])
-    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, from_description))
-    modelled = modelled_ns([point.work for point in unmeasured], gpu, from_description)
+    times_ns = np.array([match.rest_ns if match else np.nan for match in matches])
+    off = np.log(times_ns / modelled_ns([point.work for _, point in rows], gpu, from_description))
+    predicted_ns = modelled_ns([point.work for point in unmeasured], gpu, from_description)
     row_sizes = np.array([point.sizes for _, point in rows])
     sizes = np.array([point.sizes for point in unmeasured])
-    found = interpolate(row_sizes, off, sizes)
+    interpolated = interpolate(row_sizes, off, sizes)
     predictions = list[Between | None]()
     for index in range(len(unmeasured)):
-        if not np.isfinite(found.off[index]):
+        if not np.isfinite(interpolated.off[index]):
             predictions.append(None)
             continue
         neighbours = tuple(
-            Neighbour(rows[row][0], float(times[row]), float(off[row]), float(weight))
-            for row, weight in zip(found.near[index].tolist(), found.weight[index], strict=True)
+            Neighbour(rows[row][0], float(times_ns[row]), float(off[row]), float(weight))
+            for row, weight in zip(
+                interpolated.near[index].tolist(), interpolated.weight[index], strict=True
+            )
         )
-        time = float(modelled[index] * np.exp(found.off[index]))
+        time_ns = float(predicted_ns[index] * np.exp(interpolated.off[index]))
         predictions.append(
-            Between(time, float(modelled[index]), float(found.bound[index]), neighbours)
+            Between(
+                time_ns, float(predicted_ns[index]), float(interpolated.bound[index]), neighbours
+            )
         )
     return predictions
 
@@ -355,12 +367,12 @@ class Basis(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """What the database says of n nodes.
+    """The database's durations of n nodes.
 
     Attributes:
-        time_ns: nan where it says nothing, float64[n].
-        rules: `LOOKED_UP`, `LOOKED_UP_ON_BOTH` or `BETWEEN` where it says something, uint8[n].
-        doubt: of what it says.
+        time_ns: durations; nan if the database has none, float64[n].
+        rules: `LOOKED_UP`, `LOOKED_UP_ON_BOTH` or `BETWEEN` where there is a duration, uint8[n].
+        doubt: uncertainty of the durations.
     """
 
     time_ns: F64
@@ -369,22 +381,22 @@ class Lookups(NamedTuple):
 
     @classmethod
     def nothing(cls, count: int) -> Self:
-        """Return what a database says that is empty."""
+        """Return the look-ups of an empty database."""
         return cls(np.full(count, np.nan), np.zeros(count, dtype=np.uint8), Uncertainty.none(count))
 
-    def put(self, rows: I64, told: Self) -> None:
-        """Take over the results of `told` for the nodes at `rows`."""
-        known = np.isfinite(told.time_ns)
+    def put(self, rows: I64, other: Self) -> None:
+        """Take over the results of `other` for the nodes at `rows`."""
+        known = np.isfinite(other.time_ns)
         rows = rows[known]
-        self.time_ns[rows], self.rules[rows] = told.time_ns[known], told.rules[known]
-        for mine, theirs in zip(self.doubt, told.doubt, strict=True):
-            mine[rows] = theirs[known]
+        self.time_ns[rows], self.rules[rows] = other.time_ns[known], other.rules[known]
+        for column, new in zip(self.doubt, other.doubt, strict=True):
+            column[rows] = new[known]
 
 
 def look_up(
-    graph: Graph, found: OpCosts, where: Mask, basis: Basis, record: TermRecord | None = None
+    graph: Graph, costs: OpCosts, where: Mask, basis: Basis, record: TermRecord | None = None
 ) -> Lookups:
-    """Return the database's durations for the nodes of `found` selected by `where`.
+    """Return the database's durations for the nodes of `costs` selected by `where`.
 
     A kernel takes the time of the kernel with its name in the row of its call. If the target runs
     other kernels, the operator's kernels share their time in proportion to their measured
@@ -392,21 +404,23 @@ def look_up(
     that row carries over. A call without a row may be interpolated (see `between`). `record` takes
     the durations as terms, and the rows as facts.
     """
-    made = Lookups.nothing(len(where))
-    sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
+    lookups = Lookups.nothing(len(where))
+    # Rows are of dense GEMMs; a sparse one has the same shapes and dtypes, and unknown FLOPs.
+    sparse = costs.is_class(OpClass.GEMM) & (costs.flops == UNKNOWN)
     rows = np.flatnonzero(where & ~sparse)
-    keyed = keys_of(graph, found.index[rows], basis.library.operators)
+    keyed = keys_of(graph, costs.index[rows], basis.library.operators)
     rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)
     if len(rows):
-        nodes = _Nodes.of(graph, found, rows)
-        loosely = found.is_class(*_BY_DATA)
+        nodes = _Nodes.of(graph, costs, rows)
+        loosely = costs.is_class(*_BY_DATA)
         scratch = None if record is None else record.within(rows)
-        made.put(rows, _exact(graph, nodes, keyed, basis, scratch))
-        made.put(rows, _between(nodes, keyed, basis, scratch))
+        lookups.put(rows, _exact(graph, nodes, keyed, basis, scratch))
+        # A key has rows or is interpolated, never both, so the order of the two does not matter.
+        lookups.put(rows, _between(nodes, keyed, basis, scratch))
         if record is not None and scratch is not None:
             record.take(rows, scratch)
-        made.doubt.loosely[rows] = loosely[rows]
-    return made
+        lookups.doubt.loosely[rows] = loosely[rows]
+    return lookups
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,9 +428,9 @@ class _Nodes:
     """Nodes to look up.
 
     Attributes:
-        whole: whether a node represents everything its operator launches, as in a CPU capture.
+        whole: whether a node represents all kernels of its operator, as in a CPU capture.
         name: codes of their names, int32[n].
-        duration_ns: measured, float64[n].
+        duration_ns: measured durations, float64[n].
         operator_ns: measured time of the operator instance's own kernels; nan if not measured, and
             for copies and fills, float64[n].
     """
@@ -427,33 +441,34 @@ class _Nodes:
     operator_ns: F64
 
     @classmethod
-    def of(cls, graph: Graph, found: OpCosts, rows: I64) -> Self:
-        index, operator = found.index[rows], found.operator_ns[rows]
-        own = ~found.auxiliary[rows] & (operator > 0)
+    def of(cls, graph: Graph, costs: OpCosts, rows: I64) -> Self:
+        index, operator = costs.index[rows], costs.operator_ns[rows]
+        has_time = ~costs.auxiliary[rows] & (operator > 0)
         return cls(
             graph.job.device.runs_operators,
             graph.nodes.name[index],
             graph.nodes.duration_ns[index].astype(np.float64),
-            np.where(own, operator, np.nan),
+            np.where(has_time, operator, np.nan),
         )
 
 
 def _exact(
     graph: Graph, nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | None
 ) -> Lookups:
-    """Return what rows of the calls themselves say."""
+    """Return durations from rows of the calls themselves."""
     library = basis.library
     first, pair = combine([keyed.key, nodes.name])
-    of = [int(key) for key in keyed.key[first]]
+    key_of_pair = [int(key) for key in keyed.key[first]]
     names = graph.strings.decode(nodes.name[first])
     ran: list[set[str]] = [set() for _ in keyed.keys]
-    for key, name in zip(of, names, strict=True):
+    for key, name in zip(key_of_pair, names, strict=True):
         ran[key].add(name)
     matches = [
-        library.match(keyed.keys[key], name, ran[key]) for key, name in zip(of, names, strict=True)
+        library.match(keyed.keys[key], name, ran[key])
+        for key, name in zip(key_of_pair, names, strict=True)
     ]
     figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
-    kernel, rest, whole, source, spread = (figures[:, column] for column in range(5))
+    kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
     doubt = Uncertainty.none(len(pair))._replace(own=spread, otherwise=~same)
@@ -467,58 +482,65 @@ def _exact(
             record.update(
                 slice(0, len(pair)),
                 lambda i, _: (
-                    quantity("looked up", whole[i], note=note) if np.isfinite(whole[i]) else None
+                    quantity("looked up", whole_ns[i], note=note)
+                    if np.isfinite(whole_ns[i])
+                    else None
                 ),
             )
-        return Lookups(whole, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
-    both: Mask = np.isfinite(source) & (nodes.duration_ns > 0)
-    deviation = np.divide(nodes.duration_ns, source, out=np.ones(len(pair)), where=both)
-    nameless: Mask = np.isnan(kernel)
+        return Lookups(whole_ns, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
+    on_both: Mask = np.isfinite(source_ns) & (nodes.duration_ns > 0)
+    deviation = np.divide(nodes.duration_ns, source_ns, out=np.ones(len(pair)), where=on_both)
+    nameless: Mask = np.isnan(kernel_ns)
     part = _part(nodes, keyed.key, nameless)
-    named: F64 = np.where(nameless, part * rest, kernel)
-    time = named * deviation**SOURCE_SHARE
+    named: F64 = np.where(nameless, part * rest_ns, kernel_ns)
+    time_ns = named * deviation**SOURCE_SHARE
 
     def term(i: int, _: Term | None) -> Term | None:
-        if not np.isfinite(time[i]):
+        if not np.isfinite(time_ns[i]):
             return None
         match = matches[int(pair[i])]
         count = len(match.rows) if match else 0
         mean = f", geometric mean of {count} rows" if count > 1 else ""
         if nameless[i]:
-            note = f"the call's kernels that the trace has none of{mean}"
+            note = f"kernels of the call that the trace does not have{mean}"
             looked_up = product(
-                quantity("looked up", rest[i], note=note),
+                quantity("looked up", rest_ns[i], note=note),
                 factor(part[i], "part", "of the operator's time"),
             )
         else:
-            looked_up = quantity("looked up", kernel[i], note=f"the kernel of this name{mean}")
-        if not both[i]:
+            looked_up = quantity("looked up", kernel_ns[i], note=f"the kernel of this name{mean}")
+        if not on_both[i]:
             return looked_up
         here = "" if basis.source is None else f"on {basis.source.name}"
         measured = quantity("measured", nodes.duration_ns[i], note=here)
-        row = quantity("source row", source[i], note=f"the kernel's row {here}")
+        row = quantity("source row", source_ns[i], note=f"the kernel's row {here}")
         return product(looked_up, power(quotient(measured, row), factor(SOURCE_SHARE)), name="both")
 
     if record is not None:
         record.update(slice(0, len(pair)), term)
-    rules = np.where(both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
-    return Lookups(time, rules, doubt)
+    rules = np.where(on_both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
+    return Lookups(time_ns, rules, doubt)
 
 
 def _figures(match: Match | None) -> tuple[float, ...]:
-    """Return the kernel's time, the others', all, the kernel's on the source, and the spread."""
+    """Return the first five fields of a match; nan without one."""
     return (np.nan,) * 5 if match is None else match[:5]
 
 
 def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:
-    """Return each node's part of its operator's kernels that the target has none of by name.
+    """Return each node's share of its operator's time in kernels that the target's row lacks.
 
-    What part of an operator's time those have is taken to be the same for all of a call.
+    The share of these kernels in an operator's time is assumed equal for all instances of a call.
+
+    Args:
+        nodes: the nodes.
+        key: their call keys, int64[n].
+        nameless: nodes whose kernel name is not in the target's row, bool[n].
     """
-    own = np.isfinite(nodes.operator_ns)
-    times = np.where(own, nodes.duration_ns, 0.0)
-    every, some = (np.bincount(key, weights=w) for w in (times, times * nameless))
-    share = np.divide(some, every, out=np.ones_like(some), where=some > 0)
+    has_time = np.isfinite(nodes.operator_ns)
+    times = np.where(has_time, nodes.duration_ns, 0.0)
+    all_ns, nameless_ns = (np.bincount(key, weights=w) for w in (times, times * nameless))
+    share = np.divide(nameless_ns, all_ns, out=np.ones_like(nameless_ns), where=nameless_ns > 0)
     return nodes.duration_ns / (nodes.operator_ns * share[key])
 
 
@@ -529,13 +551,13 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
     otherwise = np.zeros(len(keys), dtype=bool)
     missing = [position for position, key in enumerate(keys) if key not in library.target]
     predictions = between(
-        library, [keys[at] for at in missing], basis.target, basis.from_description
+        library, [keys[position] for position in missing], basis.target, basis.from_description
     )
-    for at, prediction in zip(missing, predictions, strict=True):
+    for position, prediction in zip(missing, predictions, strict=True):
         if prediction is not None:
-            time[at], bound[at] = prediction.time_ns, prediction.bound
+            time[position], bound[position] = prediction.time_ns, prediction.bound
             rows = [row for near in prediction.neighbours for row in library.target[near.key]]
-            otherwise[at] = not all(library.ran_with(row) for row in rows)
+            otherwise[position] = not all(library.ran_with(row) for row in rows)
     part = np.ones(len(keyed.key)) if nodes.whole else nodes.duration_ns / nodes.operator_ns
     if record is not None:
         by_key = dict(zip(missing, predictions, strict=True))

@@ -100,11 +100,11 @@ def test_contents_tell_operators_and_their_range() -> None:
         (pl.lit(0, pl.Int32).alias("samples"), "samples > 0"),
         (pl.lit(-1.0).alias("power_w"), "above 0"),
         (pl.lit(None, pl.String).alias("gpu"), "a required value is missing"),
-        (pl.lit([1], pl.List(pl.Int64)).alias("kernel_ns").list.head(0), "not as many"),
-        (pl.lit([None], pl.List(pl.String)).alias("kernels"), "an empty place"),
-        (pl.col("dtypes").list.head(1), "shapes and dtypes are not as many"),
+        (pl.lit([1], pl.List(pl.Int64)).alias("kernel_ns").list.head(0), "differ in length"),
+        (pl.lit([None], pl.List(pl.String)).alias("kernels"), "a null element"),
+        (pl.col("dtypes").list.head(1), "shapes and dtypes differ in length"),
         (pl.col("median_ns").cast(pl.Float64), "median_ns holds Float64, expected Int64"),
-        (pl.lit(1).alias("speed"), "a column speed"),
+        (pl.lit(1).alias("speed"), "unknown column speed"),
     ],
 )
 def test_a_database_that_cannot_be_is_refused(
