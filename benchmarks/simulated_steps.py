@@ -307,7 +307,8 @@ SIMULATED = {
     "LogGOPSim, host time": (loggopsim, True, False),
 }
 
-"""Column -> simulator, whether the GPU waits for its host, whether the NVLinks of the slices are active."""
+"""Column -> simulator, whether the GPU waits for its host, whether the slices' NVLinks are active.
+"""
 
 
 def _said(command: Sequence[str]) -> str:

@@ -30,8 +30,10 @@ from onerank.annotate.models.terms import Term, TermRecord, norm, quantity, tota
 
 _TILE = 128
 _FITTED_TO = 128 + 128  # head sizes of query and value
-_EXPONENTIALS = 16  # of an SM in a cycle: NVIDIA's since Volta, a compute unit of AMD's
-_VECTOR_FLOPS = 16  # for each exponential, of cores that are few and wide; measured on none
+# Exponentials per cycle of an NVIDIA SM since Volta, and of an AMD compute unit.
+_EXPONENTIALS = 16
+# Vector FLOPs per exponential, for accelerators with few wide cores; an assumption, not measured.
+_VECTOR_FLOPS = 16
 _BACKWARD = 1.35
 """Time per FLOP of the backward pass's products over the forward's.
 
@@ -72,7 +74,7 @@ class AttentionTerms:
             norm(
                 self.overlap,
                 quantity("compute", self.compute_ns[i], note=f"products and exponentials {on}"),
-                quantity("memory", self.memory_ns[i], note=f"what misses the cache {on}"),
+                quantity("memory", self.memory_ns[i], note=f"bytes that miss the cache {on}"),
             ),
         ]
         if self.helper_ns[i]:
@@ -136,7 +138,7 @@ def attention_terms(
     compute = np.maximum(
         tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
     )
-    tensors = np.where(backward, 2.0, 1.0) * 2  # each is read or written twice as often
+    tensors = np.where(backward, 2.0, 1.0) * 2  # the backward also reads and writes gradients
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
     shared = heads > key_heads
     sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)

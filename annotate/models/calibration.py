@@ -1,8 +1,10 @@
-"""A GPU whose rates reproduce the GEMMs that were measured on it.
+"""Calibrate a GPU's rates so that the tile model reproduces two microbenchmarks measured on it.
 
-A description's figures are off by some percent, and so are coefficients fitted to other GPUs. Where
-two microbenchmarks were measured, the matrix-unit rate and the memory bandwidth are set so that the
-tile model gives their mean times, whatever the description says.
+A description's figures are off by some percent, and so are coefficients fitted to other GPUs. Two
+microbenchmarks, of large and of skinny GEMMs, determine the matrix-unit rate and the memory
+bandwidth with which the tile model gives their mean rates. Known by these two alone, with its die
+family left out of the fit, a GPU's bf16 GEMMs over 10 us are predicted from their shapes within
+7.9% on average (benchmarks/results/2026-11-23-gemm-calibration-size.txt).
 """
 
 from collections.abc import Sequence
@@ -18,21 +20,28 @@ from onerank.annotate.models.error_model import same_die
 from onerank.annotate.models.gemm_tiles import F64, Rates, gemm_ns
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
-_ROUNDS = 8  # each of the two rates changes the time of the other's products a little
+# The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,
+# so both are adjusted together, several times.
+_ROUNDS = 8
 _ITEM_BYTES = 2
 
 
 class Calibration(NamedTuple):
-    """A GPU whose bandwidth is that of its products, and a factor on its sustained rates."""
+    """A calibrated GPU.
+
+    Attributes:
+        gpu: the GPU with its calibrated memory bandwidth.
+        compute: factor on its sustained matrix rates.
+    """
 
     gpu: Gpu
     compute: float
 
 
 def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
-    """Return the GPU as its measured products have it; as described where none were measured.
+    """Return the GPU calibrated to its microbenchmarks; unchanged if it has none.
 
-    A what-if changes the described figures, and what was measured by as much.
+    An overridden figure scales the measured figures by the same factor.
     """
     names = "measured_gemm_tflops", "measured_skinny_gb_per_s"
     described = without_overrides(gpu)
@@ -42,27 +51,29 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     tflops, gb_per_s = (described.figures[name].value for name in names)
     large, skinny = shapes_of(LARGE), shapes_of(SKINNY)
     compute = memory = 1.0
-    most = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
+    limits = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
+    # The limits apply in every round: clipped only at the end, a measurement above what the model
+    # has at the peak would multiply the factor eight times.
     for _ in range(_ROUNDS):
-        tried = _with_memory(described, memory)
-        rates = Rates(*(np.array([one]) for one in (rate * compute, peak)))
-        compute *= tflops * 1e12 / mean_rates(tried, rates, large, c).flops
-        memory *= gb_per_s * 1e9 / mean_rates(tried, rates, skinny, c).bytes
-        compute, memory = min(compute, most[0]), min(memory, most[1])
+        trial = _with_memory(described, memory)
+        rates = Rates(*(np.array([rate_per_s]) for rate_per_s in (rate * compute, peak)))
+        compute *= tflops * 1e12 / mean_rates(trial, rates, large, c).flops
+        memory *= gb_per_s * 1e9 / mean_rates(trial, rates, skinny, c).bytes
+        compute, memory = min(compute, limits[0]), min(memory, limits[1])
     return Calibration(_with_memory(gpu, memory), compute)
 
 
 def calibrated_source(source: Gpu, target: Gpu, c: GemmCoefficients) -> Calibration:
-    """Return the source of a prediction as measured products have it: its own, or the target's.
+    """Return the source of a prediction, calibrated to its own microbenchmarks or the target's.
 
-    Where the target is of the same die and reads memory faster than the model has it, so does the
-    source.
+    If only the target has them and is of the same die, its factor on the memory bandwidth also
+    applies to the source.
     """
     name = "measured_skinny_gb_per_s"
     if not same_die(source, target) or name in source.figures or name not in target.figures:
         return calibrated(source, c)
-    there = calibrated(target, c).gpu
-    factor = there.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
+    calibrated_target = calibrated(target, c).gpu
+    factor = calibrated_target.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
     return Calibration(_with_memory(source, factor), 1.0)
 
 
@@ -74,25 +85,32 @@ class MeanRates(NamedTuple):
 
 
 def mean_rates(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> MeanRates:
-    """Return what the model has products reach that run at one rate, float64[1] of `rates`."""
-    every = Rates(*(np.repeat(rate, len(shapes)) for rate in rates))
-    return rates_in(shapes, gemm_ns(gpu, every, shapes, c))
+    """Return the mean rates that the tile model predicts for GEMMs.
+
+    Args:
+        gpu: where they run.
+        rates: rates of all of them, float64[1] each.
+        shapes: as for `gemm_tiles.gemm_ns`.
+        c: fitted coefficients.
+    """
+    repeated = Rates(*(np.repeat(rate, len(shapes)) for rate in rates))
+    return rates_in(shapes, gemm_ns(gpu, repeated, shapes, c))
 
 
 def rates_in(shapes: F64, times_ns: F64) -> MeanRates:
-    """Return what products reached that took `times_ns`, float64[d]."""
+    """Return the mean rates of GEMMs that took `times_ns`, float64[d]."""
     _, m, n, k, item, result = shapes.T
     flops, moved = 2 * m * n * k, item * (m * k + k * n) + result * m * n
     return MeanRates(*(float(np.exp(np.log(x / times_ns * 1e9).mean())) for x in (flops, moved)))
 
 
 def shapes_of(sizes: Sequence[tuple[int, int, int]]) -> F64:
-    """Return products in 16 bits as `tiles.gemm_ns` takes them, float64[d, 6]."""
+    """Return the shapes of 16-bit GEMMs (m, n, k) in the form of `gemm_tiles.gemm_ns`."""
     return np.array([(1, *size, _ITEM_BYTES, _ITEM_BYTES) for size in sizes], dtype=np.float64)
 
 
 def _rates(gpu: Gpu) -> tuple[float, float]:
-    """Return the sustained and the peak rate of products in 16 bits, 0 where there are no units."""
+    """Return the sustained and the peak FLOP/s of 16-bit GEMMs; 0 without matrix units."""
     for dtype in ("bfloat16", "float16"):
         rate, peak = gpu.tensor_flops_per_s(dtype), gpu.peak_tensor_flops_per_s(dtype)
         if rate and peak:
@@ -101,7 +119,10 @@ def _rates(gpu: Gpu) -> tuple[float, float]:
 
 
 def without_overrides(gpu: Gpu) -> Gpu:
-    """Return the GPU without what-ifs, but with what was measured or set to have been."""
+    """Return the GPU as described, but with its present measured figures.
+
+    Overridden measurements count as measured; those of an overridden peak are scaled back.
+    """
     described = gpu.as_described
     if described is gpu:
         return gpu
@@ -115,7 +136,7 @@ def without_overrides(gpu: Gpu) -> Gpu:
 
 
 def _with_memory(gpu: Gpu, factor: float) -> Gpu:
-    """Return the GPU with so many times the bandwidth in reach, at most the datasheet's."""
+    """Return the GPU with `factor` times its achievable bandwidth, at most the datasheet's."""
     value = min(gpu.bandwidth_bytes_per_s * factor, gpu.peak_bandwidth_bytes_per_s) / 1e9
     copied = Figure(value, gpu.figures["memory_bandwidth_gb_per_s"].source, "measured")
     return msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gb_per_s": copied})

@@ -17,10 +17,10 @@ _SHIPPED = Path(__file__).with_name("coefficients.toml")
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the SMs of a generation, and the libraries for it, work through the tiles of a product.
+    """How the SMs of a generation, and the libraries for it, process the tiles of a GEMM.
 
     Attributes:
-        tail: what an SM's idle part of the last wave costs: 0 is nothing, 1 the whole wave.
+        tail: cost of the idle part of the last wave: 0 is none, 1 the whole wave.
         issue: rate of tiles over the geometric mean of sustained and peak rate.
     """
 
@@ -39,7 +39,7 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_cycles: latency of 64 elements along the inner size of a single tile.
         epilogue_cycles: cycles to store the last tile of 128 x 128 results.
         overlap: exponent of how compute and loading overlap: 1 is no overlap.
-        write_overlap: the same of both and writing results.
+        write_overlap: exponent of how both overlap writing results.
         l2_bytes_per_cycle: bytes per cycle from the last-level cache to an SM.
         split_ns: cost of dividing the inner size among SMs.
         burst: position of short kernels between sustained and peak rate, in ln.
@@ -91,6 +91,7 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         count: number of predictions.
     """
 
+    # Symmetric, since few GPUs do not show whether the next one is slower or faster than predicted.
     low: float
     high: float
     shared: float
@@ -105,15 +106,16 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         provenance: date, versions, data and its licence, GPUs.
         gemm: GEMMs.
         attention: fused attention.
-        same_die: share of the source's deviation from its tiles that carries over to a GPU of the
-            same die.
+        same_die: share of a GEMM's deviation from its tiles on the source that carries over to a
+            GPU of the same die.
         product_carried: the same for a GPU of another die.
-        eight_bit_carried: the same of GEMMs in 8 bits, whose libraries the fit has not seen.
-        attention_carried: the same of forward attention.
+        eight_bit_carried: the same for 8-bit GEMMs. No coefficient is fitted to them, and they
+            deviate alike on all GPUs (correlation 0.8 to 0.9), so most of it carries over.
+        attention_carried: the same for forward attention.
         hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
         errors: kind of prediction -> its errors.
-        datasheet_errors: the same where the target's description has datasheet figures alone (see
-            `Gpu.by_datasheet`); kinds without an entry have those of `errors`.
+        datasheet_errors: the same for a target whose description has only datasheet figures (see
+            `Gpu.by_datasheet`); kinds without an entry use `errors`.
     """
 
     provenance: dict[str, str]
@@ -138,7 +140,7 @@ def load(path: Path = _SHIPPED) -> Coefficients:
     """Read a file of coefficients.
 
     Raises:
-        ValidationError: of msgspec; the file is not what `fit` writes.
+        ValidationError: of msgspec; the file does not have the form that `tools.fit` writes.
     """
     return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Coefficients)
 

@@ -12,25 +12,28 @@ from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
 from onerank.ir.arrays import membership_mask
 
+# Additional distance of an architecture without a fitted `Pipeline`, which gets a mean of the two.
 _UNKNOWN_ARCHITECTURE = 0.7
 
-_VALIDATED_DISTANCE = 1.0  # as far outside as the families that were left out
+# About as far outside the others as the die families that the fit leaves out (up to 1.3).
+_VALIDATED_DISTANCE = 1.0
 
 _FULL_WEIGHT_DISTANCES = 1.3, 3.3
-"""Distance from the fitted NVIDIA GPUs up to which this model keeps its full weight.
+"""Distances from the fitted NVIDIA GPUs between which the tile model's weight stays constant.
 
-An L40S, 1.3 outside if its family is left out, is predicted best by three parts of this model and
-one of the other. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs are 1.17 and 1.19 times off
-in DeepBench, and 1.14 and 1.21 from each other's measurement. If the weight kept falling, they
-would be 1.25 and 1.18, 1.23 and 1.28 off (benchmarks/deepbench.py).
+An L40S, 1.3 outside if its family is left out, is predicted best by three parts of the tile model
+and one of the residual model. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs in DeepBench are
+1.17 and 1.19 times off from their shapes, and 1.14 and 1.21 times from each other's measurement. If
+the weight kept falling, they would be 1.25 and 1.18, and 1.23 and 1.28 times off
+(benchmarks/deepbench.py).
 """
 
 
 def same_die(gpu: Gpu, other: Gpu) -> bool:
     """Return whether two GPUs are cuts of one die.
 
-    They have one architecture, and FLOPs per SM and cycle within 10%. Overridden figures do not
-    count.
+    They have the same architecture, and FLOPs per SM and cycle within 10%. Overridden figures do
+    not count: a what-if must not switch to the rules of another die.
     """
     # Two descriptions of unlisted architectures need not have the same one.
     if gpu.architecture == OTHER_ARCHITECTURE:
@@ -41,7 +44,7 @@ def same_die(gpu: Gpu, other: Gpu) -> bool:
 
 
 def outside(gpu: Gpu, c: Coefficients) -> float:
-    """Return how far a GPU is outside the range of those fitted to, in ln, summed; 0: inside."""
+    """Return a GPU's distance from the range of the fitted GPUs: the sum over properties, in ln."""
     distance = 0.0
     for name, value in properties(gpu).items():
         least, most = c.hull[name]
@@ -55,7 +58,8 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
 
     A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
     """
-    # Without overrides: a changed figure should show its effect, not that of another mixture.
+    # Without overrides: a changed figure should show its own effect. With them, --override of more
+    # FLOPs or a larger cache changed the mixture and made GEMMs up to 16% slower.
     distance, (least, most) = outside(gpu.as_described, c), _FULL_WEIGHT_DISTANCES
     if gpu.is_nvidia:
         distance -= min(max(0.0, distance - least), most - least)
@@ -65,8 +69,8 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
 def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
     """Return the weight of the tile model for calls composed of several GEMMs.
 
-    1 for NVIDIA GPUs as near as a T4: there the tiles alone predict convolutions. The other model
-    sees one GEMM, which takes half their time on a V100 and a T4.
+    1 for NVIDIA GPUs as near as a T4, where the tiles predict convolutions. The residual model sees
+    a single GEMM, which takes half the convolution's time on a V100 and a T4.
     """
     near = _FULL_WEIGHT_DISTANCES[1] if gpu.is_nvidia else _VALIDATED_DISTANCE
     return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
@@ -75,7 +79,7 @@ def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
 def properties(gpu: Gpu) -> dict[str, float]:
     """Return the properties of a GPU that define its distance from others."""
     types = ("bfloat16", "float16", "float32")
-    peak = next((rate for t in types if (rate := gpu.peak_tensor_flops_per_s(t))), 0.0)
+    peak = next((rate for dtype in types if (rate := gpu.peak_tensor_flops_per_s(dtype))), 0.0)
     return {
         "sm_count": float(gpu.sm_count),
         "clock_hz": gpu.clock_hz,
@@ -123,26 +127,27 @@ widened.
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 
 _UNFITTED = ("retyped",)
-"""Kinds of prediction of products by rules that hold no coefficient."""
+"""Kinds of GEMM predictions by rules without fitted coefficients."""
 
 _OTHER_VENDORS = {"memory": 2.1, "memory_alone": 1.8, "composed": 1.8}
 
 _FARTHER = 2.0
 """Widening of errors on GPUs of other vendors, to which nothing was fitted.
 
-A factor on errors by bandwidth and by kind, and the additional distance from the fitted GPUs for
-GEMMs. Wide enough to hold 80% of the times of five models on an MI300X, predicted from an H100
-(public Kineto traces, AMD-AGI/TraceLens: 134 shapes by bandwidth, 26 GEMMs). Of the three attention
-shapes, which took 1.5 to 2.2 times as long as predicted, one is inside.
+`_OTHER_VENDORS` has factors on the errors of memory-bound kinds; `_FARTHER` is an additional
+distance from the fitted GPUs for GEMMs. With both, 80% intervals contain 80% of the times of five
+models on an MI300X, predicted from an H100 (public Kineto traces, AMD-AGI/TraceLens: 134
+memory-bound shapes, 26 GEMMs). Of three attention shapes, which took 1.5 to 2.2 times as long as
+predicted, one is inside.
 """
 
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
 
 SHORT_NS = 10_000
-"""Products of less have errors of their own: the launch decides them."""
+"""Shorter GEMMs have separate errors, because the launch determines their time."""
 
 TINY_NS = 3000
-"""Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
+"""Look-ups of kernels up to this time have separate errors: cache and launch determine it."""
 
 
 class Uncertainty(NamedTuple):
@@ -150,7 +155,7 @@ class Uncertainty(NamedTuple):
 
     Attributes:
         own: standard deviation in ln of each, in addition to that of its kind, float64[n].
-        otherwise: whether the row was measured with other versions than the trace, bool[n].
+        otherwise: whether the row was measured with other library versions than the trace, bool[n].
         loosely: whether the time depends on more than the key records, bool[n].
     """
 
@@ -193,32 +198,32 @@ def kinds_of(
     doubt: Uncertainty | None = None,
 ) -> U8:
     """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
-    moved, rules = predicted
+    predicted_ns, rules = predicted
     die = source is not None and same_die(source, target)
     by_tiles = membership_mask(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
-    gemm = "gemm" if target.calibrated else "gemm_uncalibrated"
-    product = np.where(moved < SHORT_NS, _AT[f"{gemm}_short"], _AT[gemm])
+    gemm_kind = "gemm" if target.calibrated else "gemm_uncalibrated"
+    product = np.where(predicted_ns < SHORT_NS, _AT[f"{gemm_kind}_short"], _AT[gemm_kind])
     eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
     product = np.where(eight_bit, _AT["gemm_8bit"], product)
     if die:
         product = np.where(eight_bit, product, _AT["gemm_same_die"])
-    soft = _AT["attention_same_die" if die else "attention"]
+    attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
-        soft = _AT["attention_alone"]
+        attention_kind = _AT["attention_alone"]
     memory = "memory_alone" if source is None else "memory"
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
     other = np.where(multiplied, _AT["product"], _AT[memory])
     if not die:
         product = np.where(rules == Rule.MISALIGNED, _AT["memory_alone"], product)
-    kind = np.where(by_tiles, np.where(attention, soft, product), other)
+    kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
     kind = np.where(rules == Rule.RETYPED, _AT["retyped"], kind)
     looked_up = membership_mask(rules, BY_DATABASE)
     if doubt is not None and looked_up.any():
-        loose = doubt.loosely | (moved <= TINY_NS)
+        loose = doubt.loosely | (predicted_ns <= TINY_NS)
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
         database = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
         kind = np.where(looked_up, database, kind)
@@ -231,7 +236,7 @@ def kinds_of(
 def less_known_gpu(source: Gpu | None, target: Gpu) -> Gpu:
     """Return the GPU whose distance from the fitted ones widens the error.
 
-    It is the target, or the source if another vendor's GPU measured and NVIDIA's is the target.
+    This is the target, or the source if the source is another vendor's and the target NVIDIA's.
 
     Args:
         source: GPU that measured; None: not measured.
@@ -246,11 +251,11 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
     With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
-    `outside`). None was more than 1.3 outside, so errors grow faster beyond. The rules for
-    `_UNFITTED` kinds do not know one GPU better than another. Look-ups on the GPU itself, and
-    changes of size by bytes, are not widened. Nor is anything memory-bound on GPUs of the measured
-    vendor: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us
-    and more are as close to their roofline as on an A100.
+    `outside`). None was more than 1.3 outside, so errors grow faster beyond. `_UNFITTED` kinds are
+    widened only beyond a distance of 1, since no fit favours a GPU. Look-ups on the GPU itself, and
+    changes of size by bytes, are not widened. Nor are memory-bound kernels on NVIDIA GPUs: on a
+    V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us and more are
+    as close to their roofline as on an A100.
     """
     if kind in _WITHOUT_MODEL:
         return 1.0

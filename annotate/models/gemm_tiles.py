@@ -1,12 +1,13 @@
-"""The time of a matrix product from its shape: tiles, waves, caches, memory, alignment.
+"""The time of a GEMM from its shape: tiles, waves, caches, memory, alignment.
 
-A product [m, k] x [k, n] is cut into tiles of its result, one SM per tile; the inner loop of a tile
-may be split among SMs. For each of some sixty tilings:
+The result of [m, k] x [k, n] is cut into tiles, one SM per tile; the inner loop of a tile may be
+split among SMs (split-K). For each of sixty tilings:
 
-    waves   = tiles / SMs * (whole waves / that)^tail, at least 1
+    filled  = tiles / SMs, at least 1
+    waves   = filled * (ceil(filled) / filled)^tail
     chain   = steps of 64 along the inner size * latency of one + epilogue
-    tiles   = waves * tile products / SM rate + prologues + chain
-    compute = (tiles^6 + (products / rate under the power cap)^6)^(1/6)
+    tiles   = waves * FLOPs of a tile / SM rate + prologues + chain
+    compute = (tiles^6 + (FLOPs / rate under the power cap)^6)^(1/6)
     cache   = operands of all tiles / bandwidth between the last-level cache and the SMs
     read    = operands that miss the cache / memory bandwidth, and a ramp
     write   = results that miss the cache / memory bandwidth
@@ -14,19 +15,19 @@ may be split among SMs. For each of some sixty tilings:
     time    = launch floor + (body^q + write^q)^(1/q)
 
 Other tiles hide the latency of a tile (its chain of steps and its stores), but nothing hides that
-of the last one. Operands load while earlier products run; results are written when a tile is done,
-so writing hides less and q is smaller than p. The power cap limits all products together, not the
-SMs that wait for a last wave: so single tiles run between the sustained and the peak rate, and all
-together at the sustained rate. Short kernels finish before the cap takes effect.
+of the last one, so the chain counts once. Operands load during earlier multiplications, while
+results are written only when a tile is done: writing overlaps less, and q is smaller than p. The
+power cap limits the work of all SMs together, not SMs that wait for a last wave. Single tiles
+therefore run between the sustained and the peak rate, and the whole GEMM at the sustained rate.
+Short kernels finish before the cap takes effect.
 
 Libraries choose a good tiling, not always the best: the time is the mean over tilings, weighted by
-exp(-ln(time / best) / choice). That mean can grow when a worse tiling gets faster. So the effect of
-a changed figure is computed with the power mean of exponent -1 / choice, which cannot. Operands
-come from memory, unless the cache holds six products' worth of them; results may stay in the cache.
+exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' operands fit into the
+cache, as in the fitted campaign; results may stay in the cache.
 
-Misaligned products are slower. With a vocabulary of 50257 in 16 bits, rows of logits start at any
-even byte, and kernels of the GPU's own generation need 16-byte alignment. Libraries then run a
-kernel of an older generation at a fraction of the rate, whatever the size.
+Misaligned GEMMs are slower. With a vocabulary of 50257 in 16 bits, rows of logits start at any even
+byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then run a kernel of an
+older generation at a fraction of the rate, whatever the size.
 """
 
 from typing import NamedTuple
@@ -53,27 +54,28 @@ Mask = npt.NDArray[np.bool_]
 
 _BOUNDARY_BYTES = 16
 
+# Only 16-bit GEMMs were measured with misaligned rows.
 _ITEM_BYTES = 2
 
 _OF_OPERANDS, _OF_RESULTS = 380.0, 290.0
-"""FLOPs of an SM and cycle where an operand's rows are so, and where the result's are.
+"""FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result.
 
-By bf16 products of H100s and H200s, geometric means: of GPT-2's vocabulary 362 forward, 535 and
-565 for the two gradients (2026-11-23); in public traces (AMD-AGI/TraceLens, H100) of BERT's, 30522,
-408, of eager attention over 3137 and 5185 patches 195 and 244 for scores, 255 and 273 for what they
-weigh. There products of 25,089 and 5185 rows, whose rows begin well, run at 2050 and more.
+Geometric means over bf16 GEMMs on H100 and H200. GPT-2's vocabulary: 362 forward, 535 and 565 for
+the two gradients (2026-11-23). Public traces (AMD-AGI/TraceLens, H100): 408 for BERT's vocabulary
+of 30522; eager attention over 3137 and 5185 patches, 195 and 244 for the scores, 255 and 273 for
+the weighted sums. Aligned GEMMs there, of 25,089 and 5185 rows, run at 2050 and more.
 """
 
 
 def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
-    Rows of the result are n long; those of an operand k if it is not transposed. For a weight
-    gradient an operand's rows are m long. The shape does not distinguish m from a number of tokens;
-    the step does, because a layer's width is n in some other GEMM.
+    Rows of the result have n elements, and rows of an operand that is not transposed k. For a
+    weight gradient an operand's rows have m elements. The shape does not distinguish m from a
+    number of tokens; the step does, because a layer's width is n in another of its GEMMs.
 
     Args:
-        gemm: all GEMMs of a step as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
+        gemm: shapes of all GEMMs of a step, as for `gemm_ns`, or zeros, float64[d, 6].
 
     Returns:
         Two masks, bool[d].
@@ -87,9 +89,9 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
 
 
 def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
-    """Return the time that such products take at least on a GPU, in ns; 0 of others, float64[d].
+    """Return the least time of misaligned GEMMs in ns; 0 for all others, float64[d].
 
-    Of GPUs of other vendors than NVIDIA nothing is known of them.
+    0 on GPUs of other vendors, whose misaligned GEMMs were not measured.
     """
     least = np.zeros(len(gemm))
     if not gpu.is_nvidia:
@@ -107,36 +109,39 @@ _EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (6
 
 _SPLITS = (1, 2, 4, 8, 16)
 
-_WAYS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
+_TILINGS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
 
+# GEMMs per block of the arithmetic, which bounds its temporaries to [512, 60] elements.
 _CHUNK = 512
 
-_STEP = 64  # of the inner size, loaded at once
+# Constants of the model's form: `tools.fit` keeps them fixed while it fits the coefficients.
 
-_COLD_COPIES = 6  # an operand is read again only after about so many others
+_STEP = 64  # elements of the inner size that a tile loads at once
 
-_MISSES = 8  # how sharply misses set in where what is used fills the cache
+_COLD_COPIES = 6  # operands are reread after about six other GEMMs, so six must fit into the cache
 
-_CAP = 6  # how well tiles that wait hide behind the power cap
+_MISSES = 8  # exponent: how sharply misses set in as the working set fills the cache
 
-_BURST_NS = 1.2e6  # kernels longer than this feel the power cap
+_CAP = 6  # exponent: how well idle SMs of a last wave hide behind the power cap
 
-_REREAD = 1.5  # operands read from memory more than once, over a square of tiles in flight
+_BURST_NS = 1.2e6  # the power cap takes effect in kernels longer than this
 
-_RAMP_BYTES = 8e6  # with so many, memory gets to its full bandwidth
+_REREAD = 1.5  # rereads of operands from memory, over those of a square block of tiles in flight
 
-_FILL = 0.2  # of the SMs must be at work to ask for all of the memory's bandwidth
+_RAMP_BYTES = 8e6  # traffic with which memory reaches its full bandwidth
+
+_FILL = 0.2  # share of the SMs whose requests saturate the memory bandwidth
 
 
 class Rates(NamedTuple):
-    """FLOPs per second of products: what long ones sustain and the datasheet's peak, float64[d]."""
+    """FLOP/s of GEMMs: sustained by long kernels, and the datasheet's peak, float64[d] each."""
 
     sustained: F64
     peak: F64
 
 
 def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
-    """Return the coefficients of a GPU's generation; of an unknown one the geometric mean."""
+    """Return the coefficients of a GPU's generation; the geometric mean for an unknown one."""
     both = coefficients.synchronous, coefficients.asynchronous
     if gpu.architecture in SYNCHRONOUS:
         return both[0]
@@ -149,13 +154,13 @@ def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
 
 
 class Run(NamedTuple):
-    """Where products run, and the rates of each one's data type there."""
+    """The GPU on which GEMMs run, and its rates for the dtype of each."""
 
     gpu: Gpu
     rates: Rates
 
     def part(self, where: slice) -> "Run":
-        """Return it for some of the products."""
+        """Return the run of the GEMMs at `where`."""
         return Run(self.gpu, Rates(self.rates.sustained[where], self.rates.peak[where]))
 
 
@@ -168,49 +173,51 @@ def gemm_ns(
     *,
     record: TermRecord | None = None,
 ) -> F64:
-    """Return the time of products in ns, float64[d].
+    """Return the time of GEMMs in ns, float64[d].
 
     Args:
         gpu: where they run.
-        rates: of each product's data type.
-        shapes: batch, m, n, k, bytes of an operand's and of a result's element and, where there is
-            a seventh, how many elements of [m, k] are one in memory, float64[d, 6 or 7].
-        coefficients: as fitted.
-        described: the GPU before a what-if changed its figures; None: they are as described.
-        record: takes the terms of products, as positions among the d.
+        rates: rates of each GEMM's dtype.
+        shapes: batch, m, n, k, bytes of an operand's and of a result's element and, as an optional
+            seventh column, elements of [m, k] per element in memory, float64[d, 6 or 7].
+        coefficients: fitted coefficients.
+        described: the GPU without overrides of its figures; None: no overrides.
+        record: takes the terms of GEMMs, as positions among the d.
     """
-    made, run = np.empty(len(shapes)), Run(gpu, rates)
+    predicted_ns, run = np.empty(len(shapes)), Run(gpu, rates)
     floor_ns = coefficients.floor * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        tilings = _tiling_times(run.part(part), shapes[part], coefficients)
+        chunk = slice(start, start + _CHUNK)
+        tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients)
         if described is None:
             body = _picked(tilings.body, coefficients)
         else:
-            before = _tiling_times(described.part(part), shapes[part], coefficients).body
+            # The weighted mean can grow when a worse tiling gets faster: with a larger L2 single
+            # GEMMs got up to 2.7% slower. The power mean cannot, so overrides go through its ratio.
+            before = _tiling_times(described.part(chunk), shapes[chunk], coefficients).body
             body = _picked(before, coefficients)
             body *= _power_mean(tilings.body, coefficients) / _power_mean(before, coefficients)
-        made[part] = floor_ns + body
+        predicted_ns[chunk] = floor_ns + body
         if record is not None:
             terms = _GemmTerms(gpu.name, floor_ns, tilings, body, coefficients)
-            record.update(part, terms.term)
-    return made
+            record.update(chunk, terms.term)
+    return predicted_ns
 
 
-def _picked(ways: F64, c: GemmCoefficients) -> F64:
-    """Return the mean time of the ways that a library picks, float64[d] of [d, ways]."""
-    weight = np.exp(-np.log(ways / ways.min(axis=1, keepdims=True)) / c.choice)
-    return (weight * ways).sum(axis=1) / weight.sum(axis=1)
+def _picked(tiling_ns: F64, c: GemmCoefficients) -> F64:
+    """Return the mean over the tilings that a library picks, float64[d] from [d, tilings]."""
+    weight = np.exp(-np.log(tiling_ns / tiling_ns.min(axis=1, keepdims=True)) / c.choice)
+    return (weight * tiling_ns).sum(axis=1) / weight.sum(axis=1)
 
 
-def _power_mean(ways: F64, c: GemmCoefficients) -> F64:
-    """Return a mean near the best of the ways that no way makes longer by being shorter."""
-    best = ways.min(axis=1)
-    return best * ((ways / best[:, None]) ** (-1 / c.choice)).mean(axis=1) ** -c.choice
+def _power_mean(tiling_ns: F64, c: GemmCoefficients) -> F64:
+    """Return a mean near the best tiling that grows with each of them, float64[d]."""
+    best = tiling_ns.min(axis=1)
+    return best * ((tiling_ns / best[:, None]) ** (-1 / c.choice)).mean(axis=1) ** -c.choice
 
 
 class _TilingTimes(NamedTuple):
-    """Times of each tiling of each of d products, in ns, float64[d, tilings].
+    """Times of each tiling of each of d GEMMs, in ns, float64[d, tilings].
 
     Attributes:
         body: above the launch floor.
@@ -230,7 +237,7 @@ class _TilingTimes(NamedTuple):
 
 
 class _GemmTerms(NamedTuple):
-    """Times of d products on the GPU of this name.
+    """Times of d GEMMs on one GPU.
 
     Attributes:
         gpu: its name.
@@ -247,7 +254,7 @@ class _GemmTerms(NamedTuple):
     c: GemmCoefficients
 
     def term(self, i: int, _: Term | None = None) -> Term:
-        """Return the time of product `i` as a term: its fastest tiling, times the mean over it."""
+        """Return the time of GEMM `i` as a term: its fastest tiling, times the mean over that."""
         on, fastest = f"on {self.gpu}", int(self.tilings.body[i].argmin())
         times = self.tilings._asdict()
         compute, cache, read, write, split = (
@@ -275,11 +282,11 @@ class _GemmTerms(NamedTuple):
 
 
 def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
-    """Return the times of each way to cut each product."""
+    """Return the times of each tiling of each GEMM; the module's docstring has the formulas."""
     gpu, rates = run
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
-    rows, columns, split = _WAYS[:, None, :]
+    rows, columns, split = _TILINGS[:, None, :]
     pipe, sm = pipeline_of(gpu, c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
     steps = np.ceil(k / split / _STEP)
@@ -290,8 +297,10 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     work = 2e9 * batch * m * n * k
     short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
     capped = sustained * (peak / sustained) ** (c.burst * short)
+    # Relative to a tile of 256 x 128: smaller ones load more operand bytes per FLOP.
     feeding = (1 + c.tile * (1 / 256 + 1 / 128) / 2) / (1 + c.tile * (1 / rows + 1 / columns) / 2)
     rate = pipe.issue * (sustained * peak) ** 0.5 * feeding / sm
+    # Smaller tiles share an SM, up to four, so their prologues overlap.
     resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
     filled = np.maximum(tiles / sm, 1)
     waves = filled * (np.ceil(filled) / filled) ** pipe.tail
@@ -306,13 +315,17 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
 
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
-    spread = (left + right + out) / size
+    occupancy = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
     written = (out + partial) * _miss((left + right + out + partial) / size)
-    again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
-    asking = np.minimum(1, tiles / (_FILL * sm))
-    bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * asking
-    read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth
+    reread_bytes = (
+        item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
+    )
+    requesting = np.minimum(1, tiles / (_FILL * sm))
+    bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * requesting
+    read = (
+        missed + _REREAD * np.maximum(reread_bytes, 0) * occupancy / (1 + occupancy)
+    ) / bandwidth
     read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
 
     body = p_norm(c.overlap, compute, cache, read)
@@ -323,17 +336,18 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:
-    """Return the part of accesses that miss the last-level cache where `used` bytes are in use."""
+    """Return the share of accesses that miss the last-level cache, for `used` bytes in use."""
     return _miss(used * gpu.l2_partitions / (gpu.l2_bytes or 1))
 
 
 def _miss(share: F64) -> F64:
-    """Return the part of accesses that miss a cache whose `share` they fill."""
+    """Return the share of accesses that miss a cache of which the data fill `share`."""
     return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
 
 
 def p_norm(power: float, *terms: F64) -> F64:
-    """Return (sum of terms^power)^(1/power), whatever their size."""
+    """Return (sum of terms^power)^(1/power), elementwise."""
+    # Relative to the longest term, since powers of nanoseconds overflow.
     longest = np.maximum.reduce(terms)
     parts = [(term / longest) ** power for term in terms]
     return longest * np.add.reduce(parts) ** (1 / power)

@@ -30,7 +30,7 @@ from onerank.annotate.unique_rows import combine
 I64 = npt.NDArray[np.int64]
 
 HALF_WIDTH = 1.2816
-"""Standard deviations from the middle to the end of 80% of a normal law."""
+"""Standard deviations from the mean to the end of the central 80% of a normal distribution."""
 
 
 class OverrideEffect(NamedTuple):
@@ -48,16 +48,16 @@ class OverrideEffect(NamedTuple):
 
     @classmethod
     def none(cls, rules: U8) -> Self:
-        """Return that of a target as described."""
+        """Return the effect without overrides."""
         return cls(np.ones(len(rules)), rules, np.zeros(len(rules), dtype=bool))
 
     def at(self, where: I64 | Mask) -> Self:
-        """Return that of the times at `where`."""
+        """Return the effect on the times at `where`."""
         return type(self)(self.factor[where], self.rules[where], self.known[where])
 
 
 class Interval(NamedTuple):
-    """Where four of five measured times of the step's compute lie, in ns."""
+    """80% interval of the step's compute time, in ns."""
 
     p10_ns: int
     p90_ns: int
@@ -96,7 +96,7 @@ def intervals(
 
     Args:
         kernels: the re-costed kernels.
-        predicted: durations in ns and rules of a model, n of each.
+        predicted: predicted durations in ns and their rules, n of each.
         source: GPU they were measured on; None: not measured.
         target: GPU they are predicted for.
         c: coefficients with errors.
@@ -105,9 +105,9 @@ def intervals(
         resized: whether a node was measured at another size, bool[n]; None: no node.
         doubt: uncertainty of look-ups; None without look-ups.
         overrides: effect of overridden figures; None without overrides.
-        record: takes the interval of its kernels as a fact.
+        record: takes the intervals of its kernels as facts.
     """
-    moved, rules = predicted
+    predicted_ns, rules = predicted
     c = c.for_gpus(source, target)
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None and changed.any():
@@ -115,15 +115,15 @@ def intervals(
     sizes = np.zeros_like(kinds) if resized is None else resize_kinds_of(kernels, resized)
     errors = ErrorKinds.of(kinds, sizes)
     if overrides is not None:
-        errors = errors.with_overrides(kernels, moved, overrides, target, c)
-    unlike = less_known_gpu(source, target)
-    ends = node_intervals(moved, errors, unlike, c, doubt)
+        errors = errors.with_overrides(kernels, predicted_ns, overrides, target, c)
+    less_known = less_known_gpu(source, target)
+    ends = node_intervals(predicted_ns, errors, less_known, c, doubt)
     if record is not None:
         for row in record.rows.tolist():
-            text = _interval_text(row, ends, errors, Rule(int(rules[row])), unlike, c, doubt)
+            text = _interval_text(row, ends, errors, Rule(int(rules[row])), less_known, c, doubt)
             if text:
                 record.facts[row].append(("80% interval", text))
-    step = step_interval(moved, errors, kernels.call, unlike, c, doubt=doubt)
+    step = step_interval(predicted_ns, errors, kernels.call, less_known, c, doubt=doubt)
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
 
@@ -146,41 +146,42 @@ def _interval_text(  # noqa: PLR0917
     c: Coefficients,
     doubt: Uncertainty | None,
 ) -> str:
-    """Return where the interval of the kernel at `row` comes from; "" if it has none."""
+    """Return the interval of the kernel at `row` with its origin; "" if it has none."""
     kind, size, other = (KINDS[int(kinds[row])] for kinds, _ in errors.each)
     if kind == size == other == "kept":
         return ""
-    reach = f"{ends[0][row]:,.0f} to {ends[1][row]:,.0f} ns: "
+    ends_ns = f"{ends[0][row]:,.0f} to {ends[1][row]:,.0f} ns: "
     if kind == size == "kept":
         return (
-            f"{reach}{errors.part[row]:.2f} of the errors of {other} from one GPU to another of "
-            "its die, as no more can be wrong than changes"
+            f"{ends_ns}{errors.part[row]:.2f} of the errors of {other} from one GPU to another of "
+            "its die: the error is at most the change"
         )
     others = [k for k in (size, other) if k != "kept"]
     more = f", and those of {' and '.join(others)}" if others else ""
     if kind == "kept":
         kind, more = size, ""
-    error, wide = c.errors[kind], widening(gpu, c, kind)
+    error, factor = c.errors[kind], widening(gpu, c, kind)
     if rule in BY_DATABASE:
-        own = HALF_WIDTH * float(doubt.own[row]) if doubt is not None else 0.0
+        own_width = HALF_WIDTH * float(doubt.own[row]) if doubt is not None else 0.0
         return (
-            f"{reach}x e^+-({error.high:.4f}^2 + {own:.4f}^2)^0.5, of {error.count:,} calls "
-            f"{_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
+            f"{ends_ns}x e^+-({error.high:.4f}^2 + {own_width:.4f}^2)^0.5, of {error.count:,} "
+            f"calls {_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
         )
     return (
-        f"{reach}x e^({wide:.4f} x {error.low:+.4f}) to x e^({wide:.4f} x {error.high:+.4f}), the "
-        f"errors of {kind} over {error.count:,} predictions for GPUs that no fit had seen{more}"
+        f"{ends_ns}x e^({factor:.4f} x {error.low:+.4f}) to x e^({factor:.4f} x "
+        f"{error.high:+.4f}), the errors of {kind} over {error.count:,} predictions for GPUs whose "
+        f"die family was left out of the fit{more}"
     )
 
 
 class ErrorKinds(NamedTuple):
-    """The kinds of errors of each prediction, which add up as independent ones do.
+    """The kinds of errors of each prediction; independent, so their squares add up.
 
     Attributes:
-        gpu: of going to another GPU, or of looking up, as positions in `KINDS`, uint8[n].
-        size: of going to another size.
-        overrides: of going to the same GPU with figures that are set.
-        part: part of the errors of the last that counts, float64[n].
+        gpu: of a prediction for another GPU or of a look-up, as positions in `KINDS`, uint8[n].
+        size: of a prediction for another size, uint8[n].
+        overrides: of a prediction for the same GPU with overridden figures, uint8[n].
+        part: share of the overrides' errors that counts, float64[n].
     """
 
     gpu: U8
@@ -190,84 +191,90 @@ class ErrorKinds(NamedTuple):
 
     @classmethod
     def of(cls, gpu: U8, size: U8 | None = None) -> Self:
-        """Return those of predictions for a GPU as described; None: at the size measured."""
+        """Return the kinds without overrides; `size` None: all at the measured size."""
         none = np.zeros_like(gpu)
         return cls(gpu, none if size is None else size, none, np.ones(len(gpu)))
 
     def with_overrides(
         self,
         kernels: KernelFeatures,
-        moved: F64,
+        predicted_ns: F64,
         overrides: OverrideEffect,
         target: Gpu,
         c: Coefficients,
     ) -> Self:
-        """Return the intervals of times known without overrides, after overrides.
+        """Return the kinds of times that are known without overrides, after overrides.
 
-        The ratio errs as the model does between GPUs of one die, but by no more than the change
-        itself.
+        The model's ratio has its errors between GPUs of one die, but at most the change itself.
         """
         if not overrides.known.any():
             return self
-        kinds = kinds_of(kernels, (moved, overrides.rules), target.as_described, target)
+        kinds = kinds_of(kernels, (predicted_ns, overrides.rules), target.as_described, target)
         matters = overrides.known & (overrides.factor != 1)
         kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
-        most = _widened("high", target, c)[kinds]
+        half_width = _widened("high", target, c)[kinds]
         change = np.abs(np.log(overrides.factor))
-        part = np.divide(change, most, out=np.zeros(len(most)), where=most > 0)
+        part = np.divide(change, half_width, out=np.zeros(len(half_width)), where=half_width > 0)
         return self._replace(overrides=kinds, part=np.minimum(part, 1.0))
 
     @property
     def each(self) -> tuple[tuple[U8, F64 | float], ...]:
-        """The three kinds, and which part of the errors of each counts."""
+        """The three kinds, each with the share of its errors that counts."""
         return (self.gpu, 1.0), (self.size, 1.0), (self.overrides, self.part)
 
 
 def node_intervals(
-    moved: F64, errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Uncertainty | None = None
+    predicted_ns: F64,
+    errors: ErrorKinds,
+    target: Gpu,
+    c: Coefficients,
+    doubt: Uncertainty | None = None,
 ) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
     low, high = half_widths(errors, target, c, doubt)
-    return moved * np.exp(-low), moved * np.exp(high)
+    return predicted_ns * np.exp(-low), predicted_ns * np.exp(high)
 
 
 def half_widths(
     errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Uncertainty | None = None
 ) -> tuple[F64, F64]:
-    """Return how far below and above each prediction its interval reaches, in ln."""
+    """Return the distance in ln from each prediction down and up to the ends of its interval."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
     parts = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
     low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in parts)) for e in ends)
     if doubt is None or not doubt.own.any():
         return low, high
-    own = HALF_WIDTH * doubt.own
-    return np.hypot(low, own), np.hypot(high, own)
+    own_width = HALF_WIDTH * doubt.own
+    return np.hypot(low, own_width), np.hypot(high, own_width)
 
 
 def step_interval(
-    moved: F64, errors: ErrorKinds, call: I64, target: Gpu, c: Coefficients, *,
+    predicted_ns: F64, errors: ErrorKinds, call: I64, target: Gpu, c: Coefficients, *,
     doubt: Uncertainty | None = None,
 ) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
 
-    Its standard deviation, in ln, is the root of shared^2 + own^2 over the sum: shared is the sum
-    of each node's shared part, own the root of the squares of each distinct call's. What another
-    size adds is as independent of what another GPU does, and so is what figures that are set do.
+    Its standard deviation, in ln, is sqrt(shared^2 + own^2) over the sum: shared is the sum of the
+    nodes' shared parts, own the root of the summed squares of the distinct calls' parts. Errors of
+    another GPU, another size and overrides are independent.
     """
-    total = float(moved.sum())
+    total = float(predicted_ns.sum())
     if not total:
         return Interval(0, 0)
     lookup = doubt.own if doubt is not None and doubt.own.any() else 0.0
-    shared, own = (_widened(part, target, c) for part in ("shared", "own"))
-    squares = 0.0
+    shared, independent = (_widened(part, target, c) for part in ("shared", "own"))
+    variance = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
         if not (kinds.any() or np.any(more)):  # all are "kept"
             continue
+        # A call that repeats errs by the same factor each time, so its times add up first.
         _, distinct = combine([call, kinds])
-        of_each = np.hypot(part * own[kinds], more) if np.any(more) else part * own[kinds]
-        each = np.bincount(distinct, weights=of_each * moved)
-        squares += float((part * shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())
-    factor = float(np.exp(HALF_WIDTH * np.sqrt(squares) / total))
+        of_each = (
+            np.hypot(part * independent[kinds], more) if np.any(more) else part * independent[kinds]
+        )
+        each = np.bincount(distinct, weights=of_each * predicted_ns)
+        variance += float((part * shared[kinds] * predicted_ns).sum()) ** 2 + float((each**2).sum())
+    factor = float(np.exp(HALF_WIDTH * np.sqrt(variance) / total))
     return Interval(round(total / factor), round(total * factor))
 
 

@@ -27,8 +27,8 @@ from onerank.annotate.models.features import (
     matmul_ratio,
 )
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
-from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.residual import clamp_to_lower_bound
 from onerank.annotate.models.terms import (
     Term,
     TermRecord,
@@ -52,11 +52,11 @@ def predict_by_ratio(
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
 
     Rates are datasheet peaks of the kernel's dtype or, if a GPU has no units for it, of a wider one
-    (counted; see `kernels`). A kernel is compute-bound if its FLOPs per byte exceed the source
-    GPU's peak FLOPS over its peak bandwidth. For kernels with unknown FLOPs, GEMMs and attention
+    (counted; see `KernelRates`). A kernel is compute-bound if its FLOPs per byte exceed the source
+    GPU's peak FLOP/s over its peak bandwidth. For kernels with unknown FLOPs, GEMMs and attention
     use the 16-bit peak; others use bandwidth, since operators without formula are mostly fused
-    pointwise work, sorting and scans, which stream memory. Both are counted. See `measured` for
-    nodes that keep their duration.
+    pointwise work, sorting and scans, which stream memory. Both are counted. Copies over a link
+    keep their duration (`KernelFeatures.over_link`).
     """
     by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
     rates, new_rates = kernels.rates(source), kernels.rates(target)
@@ -71,9 +71,9 @@ def predict_by_ratio(
     rule = np.where(np.isnan(kernels.bytes), Rule.BANDWIDTH_ONLY, rule)
     by_matmul = matmul_ratio(source, target, sustained=False)
     if by_matmul is not None:
-        blind = kernels.matmul_class & np.isnan(kernels.flops)
-        factors = np.where(blind, by_matmul, factors)
-        rule = np.where(blind, Rule.MATMUL_WITHOUT_FLOPS, rule)
+        unknown_flops = kernels.matmul_class & np.isnan(kernels.flops)
+        factors = np.where(unknown_flops, by_matmul, factors)
+        rule = np.where(unknown_flops, Rule.MATMUL_WITHOUT_FLOPS, rule)
     factors = np.where(kernels.over_link, 1.0, factors)
     rule = np.where(kernels.over_link, Rule.KEPT, rule)
     if record is not None:
@@ -119,10 +119,10 @@ def predict_learned(
     1. To a GPU of the same die (H100 and H200), the share `same_die` carries over for GEMMs,
        because libraries pick the same kernels, and all of it for attention.
     2. To another die, the share `product_carried` carries over, because libraries pick other
-       kernels, and all of the excess beyond 1.0: such a kernel does more than the product, or has a
-       bad layout. For forward attention the share is `attention_carried`. Where nothing was fitted,
-       the deviation is the model's: for GEMMs in 8 bits the share is `eight_bit_carried`, for
-       backward attention all.
+       kernels, and all of the excess beyond 1.0: such a kernel does more than the GEMM, or has a
+       bad layout. For forward attention the share is `attention_carried`. For work that no
+       coefficient is fitted to, most of the deviation is the model's error on any GPU: the share is
+       `eight_bit_carried` for GEMMs in 8 bits, and 1 for backward attention.
     3. For a GPU far from the fitted ones, part of the prediction is the residual model's (see
        `trust_in`).
     4. For convolutions and recurrent layers, which are several GEMMs, all of it carries over. From
@@ -132,7 +132,7 @@ def predict_learned(
 
     Attention becomes the kernel that the target runs (see `attention_kernels`). Everything else,
     and GEMMs in dtypes without matrix units, uses the residual model. No kernel is faster than the
-    target's lower bound (see `least`).
+    target's lower bound (see `residual.lower_bound_ns`).
     """
     c = coefficients or shipped()
     predicted_ns, rules = residual.predict(kernels, source, target, record=record)
@@ -195,9 +195,11 @@ class TileTerms:
             target: the same on the target.
             by_residual: the residual model's prediction.
         """
-        own = quantity("measured", self.duration_ns[i])
-        whole = quantity("operator time", self.operator_ns[i], note="measured, of all its kernels")
-        deviation = logarithm(quotient(whole, source), "deviation", self.deviation[i])
+        measured = quantity("measured", self.duration_ns[i])
+        operator_ns = quantity(
+            "operator time", self.operator_ns[i], note="measured, of all its kernels"
+        )
+        deviation = logarithm(quotient(operator_ns, source), "deviation", self.deviation[i])
         share = self.carried[i] / self.deviation[i] if self.deviation[i] else 0.0
         carried = product(
             factor(share, "carried share", "of the deviation from the source's tiles"),
@@ -206,11 +208,11 @@ class TileTerms:
             value=self.carried[i],
             unit="",
         )
-        by_tiles = product(quotient(target, whole), exponential(carried), unit="")
+        by_tiles = product(quotient(target, operator_ns), exponential(carried), unit="")
         return product(
-            own,
+            measured,
             power(by_tiles, factor(self.trust, "weight", "of the tiles")),
-            power(quotient(by_residual, own), factor(1 - self.trust)),
+            power(quotient(by_residual, measured), factor(1 - self.trust)),
             name="product",
             value=self.duration_ns[i] * self.factor[i],
         )
@@ -236,19 +238,24 @@ def tile_terms(  # noqa: PLR0917
     """
     calibration = calibrated_source(source, target, c.gemm)
     scratch = [None if record is None else TermRecord(record.rows) for _ in range(2)]
-    there, attention = tile_times(kernels, target, c, record=scratch[0])
-    here, _ = tile_times(kernels, source, c, calibration, record=scratch[1])
-    usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0) & (residual_ns > 0)
+    target_ns, attention = tile_times(kernels, target, c, record=scratch[0])
+    source_ns, _ = tile_times(kernels, source, c, calibration, record=scratch[1])
+    usable = (
+        np.isfinite(target_ns)
+        & np.isfinite(source_ns)
+        & (kernels.duration_ns > 0)
+        & (residual_ns > 0)
+    )
     rows = np.flatnonzero(usable)
-    deviation = np.log(kernels.operator_ns[rows] / here[rows])
-    misaligned = _is_misaligned(kernels, target, there)[rows]
+    deviation = np.log(kernels.operator_ns[rows] / source_ns[rows])
+    misaligned = _is_misaligned(kernels, target, target_ns)[rows]
     trust = trust_in(target, c)
     terms = TileTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
         operator_ns=kernels.operator_ns[rows],
-        source_ns=here[rows],
-        target_ns=there[rows],
+        source_ns=source_ns[rows],
+        target_ns=target_ns[rows],
         deviation=deviation,
         carried=carried(deviation, deviation_kinds(kernels, rows), source, target, c),
         residual_ns=residual_ns[rows],
@@ -319,14 +326,16 @@ def part_terms(  # noqa: PLR0917
 ) -> PartTerms:
     """Return the terms of all operators that are several GEMMs; arguments as for `tile_terms`."""
     scratch = [None if record is None else TermRecord(record.rows) for _ in range(2)]
-    there = part_times(kernels, target, c, scratch[0])
-    here = part_times(kernels, source, c, scratch[1])
-    rows = np.flatnonzero(np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0))
+    target_ns = part_times(kernels, target, c, scratch[0])
+    source_ns = part_times(kernels, source, c, scratch[1])
+    rows = np.flatnonzero(
+        np.isfinite(target_ns) & np.isfinite(source_ns) & (kernels.duration_ns > 0)
+    )
     terms = PartTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
-        source_ns=here[rows],
-        target_ns=there[rows],
+        source_ns=source_ns[rows],
+        target_ns=target_ns[rows],
         residual_ns=residual_ns[rows],
         trust=trust_in_parts(target, c),
     )
@@ -446,10 +455,10 @@ def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
     return np.where(attention, Rule.ATTENTION_TILES, product).astype(np.uint8)
 
 
-def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
+def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, tiles_ns: F64) -> Mask:
     """Return whether misaligned rows determine a GEMM's time, bool[n]."""
-    least = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[kernels.call]
-    return (least > 0) & (least >= made)
+    bound_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[kernels.call]
+    return (bound_ns > 0) & (bound_ns >= tiles_ns)
 
 
 def tile_times(
@@ -498,7 +507,7 @@ def tile_times(
     times[gemms] = np.maximum(aligned_ns, least_ns)
     operator_ns[where] = times[inverse]
     if record is not None and calls is not None and fused_calls is not None and gemm_calls:
-        note = f"rows that begin off 16 bytes on {gpu.name}"
+        note = f"rows not aligned to 16 bytes on {gpu.name}"
 
         def misaligned_term(i: int, aligned: Term | None) -> Term | None:
             if aligned is None or least_ns[i] <= aligned_ns[i]:
@@ -517,9 +526,10 @@ def tile_times(
 
 
 def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
-    """Return (products of some calls, the first of each distinct one, which each is).
+    """Return the GEMM nodes of the selected calls, grouped by call and dtype.
 
-    Distinct are call and data type.
+    Returns:
+        Their rows, int64[p]; the first of each group, int64[d]; the group of each, int64[p].
     """
     where = np.flatnonzero(kernels.matmul & calls[kernels.call])
     return where, *combine([kernels.call[where], kernels.dtype[where]])
@@ -528,7 +538,7 @@ def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
 def part_times(
     kernels: KernelFeatures, gpu: Gpu, c: Coefficients, record: TermRecord | None = None
 ) -> F64:
-    """Return the time of each operator that is made of several GEMMs, in ns.
+    """Return the time of each operator that consists of several GEMMs, in ns, float64[n].
 
     nan for other operators, and if the tiles do not apply. GEMMs run one after another, each with
     its additional launches. `record` takes the times as terms.
@@ -557,7 +567,7 @@ def part_times(
 
 
 def _able(kernels: KernelFeatures, rates: KernelRates) -> Mask:
-    """Return whether the tiles know a node's products: their type, and its units on the GPU."""
+    """Return whether the tile model covers a node: its dtype is fitted and the GPU has units."""
     typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
     return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
 
@@ -570,10 +580,20 @@ def _products_ns(  # noqa: PLR0917
     measured: Calibration | None = None,
     record: TermRecord | None = None,
 ) -> F64:
-    """Return the times of products, (node of each, shapes), float64[d]; `record` as elsewhere."""
+    """Return the times of GEMMs, float64[d].
+
+    Args:
+        kernels: the nodes.
+        gpu: where they run.
+        products: row in `kernels` of each GEMM, int64[d]; their shapes, see `gemm_tiles.gemm_ns`.
+        c: fitted coefficients.
+        measured: calibration of `gpu`; None: that of its description.
+        record: takes the times as terms.
+    """
     rows, shapes = products
     times = np.empty(len(rows))
     rates, before = kernels.rates(gpu), without_overrides(gpu)
+    # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
     sixteen_bit: Mask = shapes[:, 4] == _ITEM_BYTES
     for mask, at, was in (
         (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)),
@@ -592,6 +612,6 @@ def _products_ns(  # noqa: PLR0917
 
 
 def _run(at: Calibration, rates: KernelRates, rows: I64) -> Run:
-    """Return where the products of some nodes run, at the rates of a calibrated GPU."""
+    """Return the run of the GEMMs at `rows` on a calibrated GPU."""
     sustained, peak = rates.sustained[rows], rates.peak[rows]
     return Run(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak))

@@ -1,4 +1,4 @@
-"""The power that a kernel draws: the power model's terms, and the limit of the GPU."""
+"""The power that a kernel draws: a linear model of utilization, and the limit of the GPU."""
 
 import functools
 import tomllib
@@ -18,7 +18,7 @@ _SHIPPED = Path(__file__).with_name("power.toml")
 _PER_SCORE = 5.0, 9.0
 """Vector operations per attention score, forward and backward.
 
-Those of a softmax, and of its gradient in the backward.
+A softmax has five (see `op_costs.pointwise`); the backward repeats it and adds its gradient's four.
 """
 
 
@@ -26,12 +26,12 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shares of the power limit, see `power_share`.
 
     Attributes:
-        base: what any kernel draws, however small.
-        active: what an occupied GPU adds.
-        tensor: what products at the sustained rate add.
-        memory: what traffic at the achievable bandwidth adds.
-        vector: what vector operations at the sustained rate would add; no kernel comes near, as a
-            counted operation takes several instructions.
+        base: drawn by any kernel, however small.
+        active: added by an occupied GPU.
+        tensor: added by GEMMs at the sustained rate.
+        memory: added by traffic at the achievable bandwidth.
+        vector: added by vector operations at the sustained rate. No kernel reaches it, since each
+            counted operation takes several instructions, so the fitted value exceeds 1.
     """
 
     base: float
@@ -47,11 +47,11 @@ class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         source: origin of the measurements.
         fitted: when, and to what.
-        kernel_low: ln(measured / predicted) of a call of a class left out of the fit, 10 %.
-        kernel_high: the same, 90 %.
+        kernel_low: 10th percentile of ln(measured / predicted), with the call's class left out.
+        kernel_high: 90th percentile.
         step_error: largest error of summed energy outside the fit.
-        step_errors: the steps behind it.
-        coefficients: of any GPU.
+        step_errors: each of these errors, as text.
+        coefficients: for GPUs whose description has none.
     """
 
     source: str
@@ -70,9 +70,9 @@ def power_model() -> PowerModel:
 
 
 def coefficients_of(gpu: Gpu, model: PowerModel) -> Coefficients:
-    """Return the coefficients of a GPU: its description's before the fitted ones."""
-    own = gpu.power_coefficients
-    return model.coefficients if own is None else Coefficients(*own)
+    """Return the coefficients of a GPU's description, or the fitted ones if it has none."""
+    described = gpu.power_coefficients
+    return model.coefficients if described is None else Coefficients(*described)
 
 
 def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
@@ -82,10 +82,10 @@ def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) ->
 
     Args:
         seconds: durations.
-        tensor: what products would take at the sustained rate, in seconds; 0 for other work.
+        tensor: time of the GEMMs at the sustained rate, in seconds; 0 for other work.
         moved: bytes read and written.
         vector: vector operations.
-        gpu: where they run.
+        gpu: the GPU.
     """
     memory = np.minimum(1, moved / seconds / gpu.bandwidth_bytes_per_s)
     rate = gpu.vector_flops_per_s
@@ -113,16 +113,16 @@ def utilization_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
 def power_share(use: F64, c: Coefficients) -> F64:
     """Return the power of kernels as a share of the power limit; one kernel may exceed it.
 
-    base + active u_a + tensor u_t + memory u_m + vector u_v: u_a is the part of its time after the
-    launch, u_t, u_m and u_v what it does of the sustained rates. The limit holds the mean of some
-    hundredths of a second: a kernel that repeats draws no more, one between others may.
+    base + active u_a + tensor u_t + memory u_m + vector u_v: u_a is the share of its time after the
+    launch; u_t, u_m and u_v are its rates over the sustained ones. The limit applies to the mean of
+    some hundredths of a second: a repeated kernel stays below it, a single one may exceed it.
     """
     terms = use * np.array(msgspec.structs.astuple(c))
     return terms[:, :4].sum(axis=1) + np.minimum(1, terms[:, 4])
 
 
 def _scores_per_flop(kernels: KernelFeatures) -> F64:
-    """Return the vector operations of attention for each FLOP of its products, float64[n]."""
+    """Return the vector operations of attention per FLOP of its GEMMs, float64[n]."""
     d, value, backward = (kernels.attention[kernels.call][:, column] for column in (5, 6, 8))
     forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + value))
     both = _PER_SCORE[1] / np.maximum(1, 2 * (3 * d + 2 * value))

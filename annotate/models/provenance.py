@@ -1,4 +1,4 @@
-"""The rule that produced each node's duration."""
+"""The rules by which a node's duration is predicted, and counts by evidence."""
 
 from enum import IntEnum
 
@@ -14,9 +14,9 @@ def by_evidence(graph: Graph, index: I64, amounts: I64 | None = None) -> dict[st
     """Return evidence ("measured") -> sum over the nodes at `index` that have it.
 
     Args:
-        graph: whose nodes.
-        index: int64[n].
-        amounts: what is summed, int64[n]; None: the nodes are counted.
+        graph: graph of the nodes.
+        index: indices of the nodes, int64[n].
+        amounts: values to sum, int64[n]; None: count the nodes.
     """
     codes = graph.nodes.evidence[index]
     if amounts is None:
@@ -25,7 +25,7 @@ def by_evidence(graph: Graph, index: I64, amounts: I64 | None = None) -> dict[st
 
 
 class Rule(IntEnum):
-    """How a node's new duration was found."""
+    """The rule that predicted a node's duration."""
 
     KEPT = 0
     COMPUTE = 1
@@ -57,7 +57,7 @@ class Rule(IntEnum):
 
     @property
     def label(self) -> str:
-        """The words for a report."""
+        """The rule as text for a report."""
         return _LABELS[self]
 
 
@@ -96,15 +96,15 @@ _LABELS = {
 
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 
-"""Rules under which a node has the duration that was measured, if any was."""
+"""Rules that keep the measured duration, if there is one."""
 
 BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
 
-"""Rules of GEMMs and attention that used tiles."""
+"""Rules of GEMMs and attention that use the tile model."""
 
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
     *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OVERRIDES),
 )
 
-"""Rules that used a measurement on the target."""
+"""Rules that use a kernel database's measurement on the target."""

@@ -6,9 +6,9 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
-from onerank.annotate.models.lower_bounds import clamp_to_lower_bound
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.models.terms import (
+    I64,
     Term,
     TermRecord,
     factor,
@@ -43,7 +43,7 @@ def predict(
 
     Copies and fills by copy engines scale with bandwidth above the floor. GEMMs in a dtype without
     units use the rate of a wider one (counted; see `KernelRates`). No kernel is faster than the
-    target's lower bound (see `lower_bounds`).
+    target's lower bound (see `lower_bound_ns`).
 
     `OVERLAP_EXPONENT` is the only fitted coefficient. The form of 3 (compute-bound) and 4 was
     chosen among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator,
@@ -51,8 +51,8 @@ def predict(
     (`benchmarks/gemm_transfer.py`). For kernels with unknown FLOPs: GEMMs and attention scale above
     the floor with the sustained 16-bit rate; others with known bytes use the roofline's memory
     term; without either, they scale above the floor with bandwidth, since operators without formula
-    are mostly fused pointwise work, sorting and scans, which stream memory. All are counted. See
-    `measured` for nodes that keep their duration.
+    are mostly fused pointwise work, sorting and scans, which stream memory. All are counted. Copies
+    over a link keep their duration (`KernelFeatures.over_link`).
     """
     count = len(kernels.call)
     predicted_ns, rules = np.empty(count), np.empty(count, dtype=np.uint8)
@@ -191,10 +191,10 @@ class Terms(NamedTuple):
 OVERLAP_EXPONENT = 1.5
 """Exponent of the overlap of a kernel's memory and instruction time.
 
-1: one after the other; infinity: complete overlap. The value of 1 to 3 with the smallest error in
-ten captured steps of H200 and H100, one predicted from the other (`benchmarks/paired_steps.py`),
-over all kernels and for softmaxes; norms, activations and the like of A100 and H100 in another
-campaign do not distinguish values around it.
+1 means no overlap, infinity complete overlap. Among values from 1 to 3 it has the smallest error
+over ten captured steps of H200 and H100, each predicted from the other
+(`benchmarks/paired_steps.py`), over all kernels and for softmaxes. Norms and activations of A100
+and H100 in another campaign do not distinguish values around it.
 """
 
 _SM_BYTES_PER_CYCLE = 64
@@ -203,13 +203,14 @@ _SM_BYTES_PER_CYCLE = 64
 
 def issue_rate(gpu: Gpu) -> float:
     """Return SMs x clock in Hz; a wide core counts as the SMs that its memory could feed."""
-    # A TPU has one or two cores, each as wide as many SMs.
+    # A TPU has one or two cores, each as wide as many SMs. Counted as SMs, they made an embedding
+    # on a TPU v6e take 69 times as long as on an H200; as SMs that the memory feeds, 6.4 times.
     fed_hz = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
     return max(gpu.sm_count * gpu.max_clock_hz, fed_hz)
 
 
 def _overlapped(explained: F64, by_roof: F64, by_issue: float) -> F64:
-    """Return the factor on a kernel's time whose memory and instruction times overlap."""
+    """Return the factor on the time of kernels whose memory and instruction times overlap."""
     memory: F64 = explained**OVERLAP_EXPONENT
     powers: F64 = memory * by_roof**OVERLAP_EXPONENT + (1 - memory) * by_issue**OVERLAP_EXPONENT
     return powers ** (1 / OVERLAP_EXPONENT)
@@ -291,3 +292,62 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
         factor=factors,
         rule=rule,
     )
+
+
+_BOUND_NOTE = "products at the datasheet's peak, bytes beyond the last-level cache at its bandwidth"
+
+
+def lower_bound_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
+    """Return the least time of each kernel on a GPU in ns, float64[n].
+
+    The longer of the GEMM FLOPs at the datasheet's peak, and the bytes beyond the capacity of the
+    last-level cache at the datasheet's bandwidth. 0 if the work or the cache is unknown.
+    """
+    compute = np.where(kernels.matmul, kernels.flops / kernels.rates(gpu).peak, 0.0)
+    cache_bytes = np.inf if gpu.l2_bytes is None else gpu.l2_bytes
+    uncached_bytes = np.maximum(0.0, kernels.bytes - cache_bytes)
+    memory = uncached_bytes / gpu.peak_bandwidth_bytes_per_s
+    return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))
+
+
+def clamp_to_lower_bound(
+    predicted_ns: F64,
+    before: KernelFeatures,
+    source: Gpu,
+    after: KernelFeatures,
+    target: Gpu,
+    *,
+    record: tuple[TermRecord, slice | I64] | None = None,
+) -> F64:
+    """Return predictions that are at least the target's lower bound.
+
+    Args:
+        predicted_ns: predicted durations, float64[n].
+        before: the kernels as measured; unmeasured ones have duration 0.
+        source: GPU that measured them.
+        after: the kernels as predicted.
+        target: GPU they are predicted for.
+        record: takes the bound as a term where it decides, and the rows of these kernels.
+    """
+    # A kernel measured below the source's bound has overcounted work: a mask hides part of it, or a
+    # convolution uses another algorithm. It may be as far below the target's bound.
+    source_bound = lower_bound_ns(before, source)
+    measured = (source_bound > 0) & (before.duration_ns > 0)
+    ratio = np.divide(
+        before.duration_ns, source_bound, out=np.ones(len(source_bound)), where=measured
+    )
+    target_bound, share = lower_bound_ns(after, target), np.minimum(1.0, ratio)
+    bound = target_bound * share
+    clamped = np.where(after.over_link, predicted_ns, np.maximum(predicted_ns, bound))
+    if record is not None:
+
+        def clamped_term(i: int, root: Term | None) -> Term | None:
+            if root is None or clamped[i] <= predicted_ns[i]:
+                return root
+            allowed = quantity("lower bound", target_bound[i], note=_BOUND_NOTE)
+            measured = factor(share[i], "measured part", f"of the lower bound on {source.name}")
+            least = allowed if share[i] == 1 else product(allowed, measured, name="least")
+            return longest(root, least, name="clamped", value=clamped[i])
+
+        record[0].update(record[1], clamped_term)
+    return clamped

@@ -1,8 +1,8 @@
 """The named terms of a prediction: a tree whose root is the predicted duration.
 
-The models compute columns for all kernels. A `TermRecord` names the kernels whose terms are wanted;
-each step of a prediction that gets one adds a level to their trees from the columns that it just
-computed. Without a record nothing is kept, so re-costing a large graph pays nothing for it.
+The models compute columns for all kernels. A `TermRecord` selects the kernels whose terms are kept;
+each step of a prediction adds a level to their trees from the columns that it just computed.
+Without a record nothing is kept, so re-costing a large graph has no cost for it.
 """
 
 import math
@@ -41,7 +41,7 @@ class Term:
         value: as the model computed it, in `unit`.
         unit: "ns", "bytes", ...; "" for a factor or an exponent.
         operation: how it follows from `operands`.
-        operands: the terms that it is made of; a quantity has none.
+        operands: the terms of its formula; a quantity has none.
         note: source of a quantity, or the reason for a term.
     """
 
@@ -59,7 +59,7 @@ class Term:
         return _EVALUATE[self.operation]([operand.evaluate() for operand in self.operands])
 
     def named(self) -> "Iterator[Term]":
-        """Yield the named terms, each after those that it is made of, and once."""
+        """Yield each named term once, after its operands."""
         seen: set[int] = set()
         yield from self._named(seen)
 
@@ -90,7 +90,7 @@ class Term:
             return self.figure
         inner = self.operation
         weaker = _PRECEDENCE.get(inner, 9) < _PRECEDENCE.get(outer, 0)
-        # a / (b / c) and (a^b)^c; a product beside a quotient is read from the left, as it is meant
+        # a / (b / c) and (a^b)^c need parentheses; a / b x c reads from the left and needs none.
         nested = inner is outer and outer in (Operation.QUOTIENT, Operation.POWER)
         return f"({self.formula})" if weaker or nested else self.formula
 
@@ -124,7 +124,7 @@ _FORMULA: dict[Operation, Callable[[list[str]], str]] = {
     Operation.NORM: lambda texts: f"norm[{texts[0]}]({', '.join(texts[1:])})",
 }
 
-# Operations absent here have parentheses of their own.
+# Operations absent here are written as function calls, which never need parentheses.
 _PRECEDENCE = {
     Operation.SUM: 1,
     Operation.PRODUCT: 2,
@@ -135,7 +135,7 @@ _PRECEDENCE = {
 
 
 def quantity(name: str, value: float, unit: str = "ns", note: str = "") -> Term:
-    """Return a term that is made of no others."""
+    """Return a term without operands."""
     return Term(name, float(value), unit, note=note)
 
 
@@ -193,7 +193,7 @@ def longest(*operands: Term, name: str = "", value: float | None = None, note: s
 
 
 def norm(exponent: float, *operands: Term, name: str = "", value: float | None = None) -> Term:
-    """Return the p-norm of times in ns: p = 1 is one after the other, infinity full overlap."""
+    """Return the p-norm of times in ns: p = 1 means no overlap, infinity full overlap."""
     return _combine(Operation.NORM, name, (factor(exponent), *operands), "ns", value)
 
 
@@ -206,11 +206,11 @@ class TermRecord:
     """Collects the terms of selected kernels while their durations are predicted.
 
     Attributes:
-        rows: the kernels, as positions among those predicted, ascending, int64[k].
-        roots: row -> the term that is its duration so far.
-        modelled: row -> the model's time, where a database's replaced it.
-        rules: row -> the rule that gave its duration; set at the end.
-        facts: row -> (name, text) of what else was known of it: rows of a database, its interval.
+        rows: the kernels, as positions among all predicted ones, ascending, int64[k].
+        roots: row -> the term of its duration so far.
+        modelled: row -> the model's time, if a database row replaced it.
+        rules: row -> the rule of its duration; set at the end.
+        facts: row -> (name, text) of other inputs: database rows, its interval.
     """
 
     def __init__(self, rows: I64) -> None:
@@ -221,10 +221,10 @@ class TermRecord:
         self.facts: dict[int, list[tuple[str, str]]] = {int(row): [] for row in self.rows}
 
     def update(self, rows: slice | I64, build: Callable[[int, Term | None], Term | None]) -> None:
-        """Let `build` give the terms of recorded kernels among `rows` a new root.
+        """Replace the roots of recorded kernels among `rows`.
 
         Args:
-            rows: of the columns that `build` reads: a slice, or positions in ascending order.
+            rows: kernels of the columns that `build` reads: a slice, or ascending positions.
             build: (position in the columns, root so far) -> new root; None keeps the root.
         """
         for row, position in self.among(rows):
@@ -235,22 +235,25 @@ class TermRecord:
     def update_where(
         self, mask: npt.NDArray[np.bool_], build: Callable[[int, Term | None], Term | None]
     ) -> None:
-        """Let `build`, see `update`, give recorded kernels in `mask`, bool[n], a new root."""
+        """Replace the roots of recorded kernels in `mask`, bool[n]; see `update`."""
         self.update(slice(0, len(mask)), lambda i, root: build(i, root) if mask[i] else root)
 
     def within(self, rows: I64) -> "TermRecord":
-        """Return an empty record of the same kernels as positions in `rows`, ascending int64."""
+        """Return an empty record of the recorded kernels in `rows`, as positions there.
+
+        `rows` is ascending, int64.
+        """
         return TermRecord(np.array([position for _, position in self.among(rows)], dtype=np.int64))
 
     def take(self, rows: I64, other: "TermRecord") -> None:
-        """Take roots and facts of `other`, a record `within` the same `rows`."""
+        """Copy roots and facts from `other`, a record that `within` returned for the same rows."""
         for row, position in self.among(rows):
             self.facts[row] += other.facts[position]
             if position in other.roots:
                 self.roots[row] = other.roots[position]
 
     def among(self, rows: slice | I64) -> list[tuple[int, int]]:
-        """Return (row, its position in `rows`) of the recorded kernels among them."""
+        """Return (row, position in `rows`) of the recorded kernels in `rows`."""
         if isinstance(rows, slice):
             start, stop = rows.start, rows.stop
             inside = self.rows[(self.rows >= start) & (self.rows < stop)].tolist()

@@ -54,8 +54,8 @@ class NvlinkActive:
         compute, index, factor = _slowed_nodes(graph, target)
         added_ns = _added_ns(graph, index, factor)
         note = (
-            f"NVLink active: links draw {target.nvlink_active_w:g} W of the {target.tdp_w:g} W limit, "
-            f"so {len(index)} kernels at the limit take up to "
+            f"NVLink active: links draw {target.nvlink_active_w:g} W of the {target.tdp_w:g} W "
+            f"limit, so {len(index)} kernels at the limit take up to "
             f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all."
         )
         measurement = graph.job.measurement
@@ -146,8 +146,8 @@ def _check(graph: Graph, target: Gpu) -> None:
     )
     if links >= tdp - idle:
         raise AnnotateError(
-            f"nvlink_active_w is {links:g} W, but {target.name} has only {tdp - idle:g} W above idle "
-            f"({tdp:g} W limit - {idle:g} W idle)",
+            f"nvlink_active_w is {links:g} W, but {target.name} has only {tdp - idle:g} W above "
+            f"idle ({tdp:g} W limit - {idle:g} W idle)",
             code="nvlink-power-above-limit",
         )
 

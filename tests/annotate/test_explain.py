@@ -41,7 +41,7 @@ def test_the_terms_give_the_prediction(trace, mm):
     assert told.terms.evaluate() == pytest.approx(told.duration_ns, abs=0.5)
     predicted = recost(graph, "A100").nodes.duration_ns[graph.gpu_compute]
     assert predicted.tolist() == [told.duration_ns]
-    assert "GPUs that no fit had seen" in lines["80% interval"]
+    assert "left out of the fit" in lines["80% interval"]
 
 
 @pytest.mark.parametrize(

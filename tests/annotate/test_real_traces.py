@@ -16,7 +16,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.learned import predict_from_description
-from onerank.annotate.models.lower_bounds import lower_bound_ns
+from onerank.annotate.models.residual import lower_bound_ns
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import run_in_float16

@@ -93,6 +93,6 @@ def test_explain_tells_of_them(gpt2):
     lines = explain(gpt2, "A100", node, model="learned").lines
     told = [text for term, text in lines if term == "rows"]
     assert told == [
-        "14,319,797 ns: rows that begin off 16 bytes on A100-SXM-80GB",
-        "8,343,353 ns: rows that begin off 16 bytes on H200",
+        "14,319,797 ns: rows not aligned to 16 bytes on A100-SXM-80GB",
+        "8,343,353 ns: rows not aligned to 16 bytes on H200",
     ]
