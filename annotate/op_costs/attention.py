@@ -19,7 +19,7 @@ from onerank.annotate.op_costs.operands import Call, Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where an operator keeps what its cost depends on, by position in its schema.
+    """Positions in an operator's schema of the arguments that determine its cost.
 
     Attributes:
         query: position of Q; K and V follow.
@@ -73,7 +73,7 @@ _LOWER_RIGHT = 2
 def _sizes(
     layout: _Layout, call: Call, query: Tensor, key: Tensor
 ) -> tuple[int, int, int, int, int] | None:
-    """Return (b, h, key heads, sq, sk), or None when the lengths of packed ones are not known."""
+    """Return (b, h, key heads, sq, sk); None for packed sequences of unknown lengths."""
     packed = call.tensor(layout.lengths) if layout.lengths is not None else None
     if packed is not None and packed.numel > 1:
         longest_q, longest_k = call.value(layout.longest), call.value(layout.longest + 1)
@@ -83,7 +83,8 @@ def _sizes(
         tokens = query.numel // max(1, heads * query.shape[-1])
         if not isinstance(longest_q, int) or not isinstance(longest_k, int):
             return None
-        # The lengths themselves are on the device: known only if all are the longest.
+        # The lengths are on the device and not recorded: they are known only if all sequences are
+        # as long as the longest.
         if sequences * longest_q != tokens:
             return None
         return sequences, heads, key_heads, longest_q, longest_k

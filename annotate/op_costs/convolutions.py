@@ -20,18 +20,22 @@ from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product, 
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 _CHANNEL_BYTES = 16
-"""Matrix units load so many bytes of neighbouring channels; fewer are filled up with zeros."""
+"""Bytes of neighbouring channels that matrix units load; fewer channels are padded with zeros."""
 _INNER = 32768
-"""A longer inner size is divided, beyond what `tiles` divides: the points of a batch of images."""
+"""Largest inner size of one GEMM. A filter's gradient sums over all points of a batch of images, so
+its inner size is divided further than `gemm_tiles` splits it."""
 
 SLOWER = {"down": 1.14, "up": 1.3, "filter": 1.4}
-"""Time of a convolution over that of a product of its sizes by `tiles`: DeepBench's convolutions of
-32 channels and more on a V100 and a T4, cuDNN 7.6, 16 bits (medians 1.13 and 1.15, 1.34 and 1.24,
-1.31 and 1.78); see benchmarks/deepbench.py."""
+"""Time of a convolution over that of a GEMM of its sizes by `gemm_tiles`.
+
+Measured on DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on a
+V100 and a T4: 1.13 and 1.15 (down), 1.34 and 1.24 (up), 1.31 and 1.78 (filter); see
+benchmarks/deepbench.py.
+"""
 
 
 class _Sizes(NamedTuple):
-    """A convolution between a larger image and a smaller one; groups of channels are apart."""
+    """Sizes of a convolution between a larger image and a smaller one, per group of channels."""
 
     groups: int
     large: Tensor
@@ -42,30 +46,33 @@ class _Sizes(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of one product: each point of the smaller image sums over one filter."""
+        """FLOPs of one pass: each point of the smaller image sums over one filter."""
         return 2 * self.small.numel * self.large_channels * self.kernel
 
-    def parts(self, *sorts: str) -> tuple[Part, ...]:
+    def parts(self, *kinds: str) -> tuple[Part, ...]:
         """Return the GEMMs of the kinds in `SLOWER`."""
-        return tuple(self._part(sort) for sort in sorts)
+        return tuple(self._part(kind) for kind in kinds)
 
-    def _part(self, sort: str) -> Part:
+    def _part(self, kind: str) -> Part:
         item = self.large.item_bytes
         lanes = max(1, _CHANNEL_BYTES // item)
-        many = -(-self.large_channels // lanes) * lanes
-        few = -(-self.small_channels // lanes) * lanes
+        padded_large = -(-self.large_channels // lanes) * lanes
+        padded_small = -(-self.small_channels // lanes) * lanes
         points = self.small.numel // (self.groups * self.small_channels)
-        seen = self.large.numel // (self.groups * self.large_channels)
-        slower = SLOWER[sort]
-        if sort == "down":
-            sizes, image = (points, self.small_channels, many * self.kernel), self.large
-        elif sort == "up":
-            inner = max(1, points * few * self.kernel // max(1, seen))
-            sizes, image = (seen, self.large_channels, inner), self.small
+        large_points = self.large.numel // (self.groups * self.large_channels)
+        slower = SLOWER[kind]
+        if kind == "down":
+            sizes, image = (points, self.small_channels, padded_large * self.kernel), self.large
+        elif kind == "up":
+            inner = max(1, points * padded_small * self.kernel // max(1, large_points))
+            sizes, image = (large_points, self.large_channels, inner), self.small
         else:
             divided = -(-points // _INNER)
-            sizes, image = (many * self.kernel, self.small_channels, points // divided), self.large
-            reuse = self.groups * many * self.kernel * points / max(1, image.numel)
+            sizes, image = (
+                (padded_large * self.kernel, self.small_channels, points // divided),
+                self.large,
+            )
+            reuse = self.groups * padded_large * self.kernel * points / max(1, image.numel)
             return Part(self.groups * divided, *sizes, item, max(1.0, reuse), slower)
         reuse = self.groups * sizes[0] * sizes[2] / max(1, image.numel)
         return Part(self.groups, *sizes, item, max(1.0, reuse), slower)
@@ -82,19 +89,19 @@ def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Size
     return _Sizes(groups, large, small, weight.shape[1], max(1, few), prod(weight.shape[2:]))
 
 
-def _work(call: Call, x: Tensor, sizes: _Sizes, *sorts: str) -> Work:
-    flops = sizes.flops * len(sorts)
+def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str) -> Work:
+    flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
         return vector(call, flops)
-    return product(call, allowing_tf32(x), flops, parts=sizes.parts(*sorts))
+    return product(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
 
 def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Formula:
     """Return the formula of a forward convolution.
 
     Args:
-        transposed_at: argument that says whether it is transposed; None: no such argument.
-        transposed: whether its name says so.
+        transposed_at: position of the argument `transposed`; None: no such argument.
+        transposed: whether the operator itself is a transposed convolution.
     """
 
     def formula(call: Call) -> Work | None:
@@ -116,13 +123,14 @@ def _convolution_backward(call: Call) -> Work | None:
         return None
     turned = call.value(7) is True
     sizes = _sizes(x, weight, grad, transposed=turned)
-    sorts = ("down" if turned else "up", "filter")
-    wanted = [sort for at, sort in enumerate(sorts) if call.output(at) is not None]
-    return sizes and _work(call, x, sizes, *wanted)
+    kinds = ("down" if turned else "up", "filter")
+    requested = [kind for position, kind in enumerate(kinds) if call.output(position) is not None]
+    return sizes and _work(call, x, sizes, *requested)
 
 
 def allowing_tf32(x: Tensor) -> Tensor:
-    """Return the dtype that cuDNN multiplies in: unlike for cuBLAS, PyTorch allows TF32."""
+    """Return the operand with the dtype that cuDNN multiplies in."""
+    # PyTorch allows TF32 for cuDNN by default (`torch.backends.cudnn.allow_tf32`), not for cuBLAS.
     return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x
 
 

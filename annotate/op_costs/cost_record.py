@@ -9,17 +9,17 @@ from onerank.ir import UNKNOWN
 
 
 class Part(NamedTuple):
-    """A dense product [m, k] x [k, n], one of those that a call is made of.
+    """A component GEMM [m, k] x [k, n] of a composite call.
 
     Attributes:
-        batch: how many there are at once.
+        batch: number of GEMMs in one launch.
         m: rows of the result.
         n: columns of the result.
         k: inner size.
-        item_bytes: of an element of operands and result.
-        reuse: elements of [m, k] that share one element in memory, as in a convolution's image.
-        times: repetitions, or how many times as long as a GEMM it takes.
-        launches: additional launch floors, each time.
+        item_bytes: bytes of an element of operands and result.
+        reuse: elements of [m, k] per element in memory, above 1 for a convolution's image.
+        times: repetitions, or the time relative to a plain GEMM of these sizes.
+        launches: additional launch floors per repetition.
     """
 
     batch: int
@@ -42,14 +42,14 @@ class Work:
         bytes_written: bytes of the results, each written once; UNKNOWN without shapes.
         matmul: whether the operations are matrix products, which run at `dtype`'s GEMM rate.
         dtype: dtype of the operands; "" if `matmul` is false.
-        gemm: of one dense GEMM, (batch, m, n, k, bytes of an operand's and a result's element).
-        parts: of a convolution or a recurrent layer, the GEMMs that libraries turn it into.
-        attention: of fused attention, (batch, heads, key heads, query length, key length, head size
-            of query and of value, causal, backward); causal 2: queries of the last keys.
+        gemm: (batch, m, n, k, bytes of an operand's and a result's element) of a dense GEMM.
+        parts: GEMMs that libraries turn a convolution or a recurrent layer into.
+        attention: (batch, heads, key heads, query length, key length, head size of query and of
+            value, causal, backward) of fused attention; causal 2: queries of the last keys.
         floor_share: shortest such call as a share of the description's launch floor.
-        passes: how often its kernels stream the bytes.
-        rereads: how often memory, not the cache, serves them.
-        cycles: SM cycles that its elements take at least.
+        passes: number of times that its kernels stream the bytes.
+        rereads: number of times that memory, not the cache, serves them.
+        cycles: least SM cycles for its elements.
     """
 
     flops: int = UNKNOWN
@@ -67,10 +67,10 @@ class Work:
 
 
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-"""Complex type -> type of its real and imaginary parts."""
+"""Complex dtype -> dtype of its real and imaginary parts."""
 
 Formula = Callable[[Call], Work | None]
-"""The work of a call, or None when its operands are not those the formula is for."""
+"""Call -> its work; None if the formula does not cover its operands."""
 
 
 def product(
@@ -83,10 +83,18 @@ def product(
     parts: tuple[Part, ...] = (),
     attention: tuple[int, ...] = (),
 ) -> Work:
-    """Return the work of matrix products of `operand`'s type: every operand read once.
+    """Return the work of GEMMs in the dtype of `operand`, with every operand read once.
 
-    `gemm` is (batch, m, n, k) where they are one dense product, `parts` are several. Of complex
-    numbers each multiply-add is four of real ones.
+    A complex multiply-add counts as four real ones.
+
+    Args:
+        call: the call.
+        operand: the operand whose dtype decides.
+        flops: FLOPs, each multiply-add two.
+        bytes_read: None: bytes of all operands.
+        gemm: (batch, m, n, k) of a single dense GEMM.
+        parts: component GEMMs of a composite call.
+        attention: shape of fused attention, see `Work`.
     """
     read = call.input_bytes if bytes_read is None else bytes_read
     if real := _PARTS.get(operand.dtype):

@@ -11,9 +11,10 @@ from onerank.annotate.op_costs.operands import Call
 
 
 def _at(first: int, second: int, *also: int) -> Formula:
-    """Return the formula of `[..., m, k] x [..., k, n]`, the operands at these positions.
+    """Return the formula of `[..., m, k] x [..., k, n]` with operands at these positions.
 
-    Only they and the operands at `also` are read: `out` of an out-variant is not.
+    Bytes read are those of the two and of the operands at `also`; `out` of an out-variant is not
+    read.
     """
 
     def formula(call: Call) -> Work | None:
@@ -50,7 +51,7 @@ def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
 
 
 def _linear(call: Call) -> Work | None:
-    """Of x [..., k] and weight [n, k]: 2*n for each element of x."""
+    """Return the work for x [..., k] and weight [n, k]: 2*n FLOPs per element of x."""
     x, weight = call.tensor(0), call.tensor(1)
     if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
         return None
@@ -60,12 +61,14 @@ def _linear(call: Call) -> Work | None:
 
 
 def _grouped_mm(call: Call) -> Work | None:
-    """Experts' products, rows routed by offsets. Every expert's matrix is read.
+    """Return the work of experts' GEMMs, whose rows are routed by offsets.
 
-    [t, k] x [e, k, n]: each of t rows meets one expert: 2*t*k*n.
+    Every expert's matrix is read.
+
+    [t, k] x [e, k, n]: one expert for each of t rows: 2*t*k*n.
     [m, t] x [t, n]: the inner size t is divided among experts, e results of [m, n]: 2*m*t*n.
-    [e, m, k] x [k, t]: each of t columns meets one expert: 2*m*k*t.
-    [e, m, k] x [e, k, n]: a batched product.
+    [e, m, k] x [k, t]: one expert for each of t columns: 2*m*k*t.
+    [e, m, k] x [e, k, n]: a batched GEMM.
     """
     left, right = call.tensor(0), call.tensor(1)
     if left is None or right is None or left.shape[-1:] != right.shape[-2:-1]:

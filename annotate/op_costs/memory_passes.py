@@ -6,15 +6,16 @@ separate kernels. A softmax keeps rows of up to 1024 elements in registers and r
 twice. Additions by index in 16 bits retry failed compare-and-swap operations.
 
 Work per element: a kernel with broadcast operands or a widening cast computes the address of each
-element, and a sum adds elements one by one, so an SM handles a few elements per cycle whatever
-their size.
+element, and a sum adds elements singly, so an SM handles a few elements per cycle at any size.
 """
 
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.op_costs.operands import Call
 
-_HELD_ROW = 1024  # elements that a softmax keeps in registers
-_HELD_ROW_BYTES = 48 * 1024  # what its backward pass keeps in shared memory
+# Longest row that PyTorch's softmax keeps in registers, in elements; longer ones are read twice.
+_REGISTER_ROW = 1024
+# Longest row that its backward keeps in shared memory: the 48 KiB of a block without opt-in.
+_SHARED_ROW_BYTES = 48 * 1024
 
 PASSES = {
     "native_layer_norm": 1.8,
@@ -22,8 +23,10 @@ PASSES = {
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
 }
-"""How many times over, by calls of 30 us and more in the shipped H200's database: their time by the
-bandwidth that the description holds achievable, over the bytes."""
+"""Passes over the bytes: time times achievable bandwidth, over the bytes.
+
+Measured on calls of 30 us and more in the shipped database of the H200.
+"""
 
 _COUNTED = {
     "native_batch_norm": 3 / 2,
@@ -38,61 +41,68 @@ _COUNTED = {
     "batch_norm_backward": 5 / 3,
     "native_group_norm_backward": 5 / 3,
 }
-"""From the kernels' code: sums, then the result. Not measured."""
+"""Passes by the kernels' code: one for the sums, one for the result. Not measured."""
 
-_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured as the norms are
-_ADDED_IN_16_BITS = 5.7  # `index_add_` of rows of 4 and 8 kB there
+_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured in the same way as `PASSES`
+# Measured on `index_add_` of rows of 4 and 8 kB in the same database; in 16 bits the additions
+# retry a compare-and-swap.
+_ADDED_IN_16_BITS = 5.7
 _ADDS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
 
 
 def passes_of(call: Call) -> float:
-    """Return how many times over a call's kernels stream its bytes."""
+    """Return the number of times that a call's kernels stream its bytes."""
     name = call.op
     if name in PASSES:
         return PASSES[name]
     if name in _COUNTED:
         return _COUNTED[name] if _finds_sums(call) else 1.0
-    own = call.tensor(0)
-    if own is None or not own.shape:
+    tensor = call.tensor(0)
+    if tensor is None or not tensor.shape:
         return 1.0
     if name in ("_softmax", "_log_softmax"):
-        return _LONG_SOFTMAX if own.shape[-1] > _HELD_ROW else 1.0
+        return _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
     if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        held = own.shape[-1] * own.item_bytes <= _HELD_ROW_BYTES
-        return 1.0 if held else _LONG_SOFTMAX_BACKWARD
-    return _ADDED_IN_16_BITS if name in _ADDS and own.item_bytes == 2 else 1.0
+        fits = tensor.shape[-1] * tensor.item_bytes <= _SHARED_ROW_BYTES
+        return 1.0 if fits else _LONG_SOFTMAX_BACKWARD
+    return _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
 
 
 def rereads_of(call: Call) -> float:
-    """Return how many times over the memory sees a call's bytes.
+    """Return the number of times that memory, not the cache, serves a call's bytes.
 
-    A long softmax reads its rows from there each time. A norm's wait in the cache: its kernels take
-    1.18 times as long on an H100 as on an H200, whose memory is 1.43 times as fast; a long
-    softmax's take 1.34 times (2026-11-23).
+    A long softmax rereads its rows from memory. A norm rereads them from the cache: its kernels
+    take 1.18 times as long on an H100 as on an H200, whose memory is 1.43 times as fast; those of a
+    long softmax take 1.34 times as long (2026-11-23).
     """
     return passes_of(call) if "softmax" in call.op else 1.0
 
 
 def _finds_sums(call: Call) -> bool:
-    """Return whether a norm finds its sums: a batch's forward by running ones saves none."""
+    """Return whether a norm computes its sums: a batch norm that uses running ones saves none."""
     forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
     saved = call.outputs[1:2]
-    return not (forward_of_batch and saved and not sum(one.numel for one in saved[0] or ()))
+    return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))
 
 
 _PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.34, 2.5
-"""Elements of an SM and cycle of `max_clock_mhz`, by kernels of 10 us and more of two captured
-steps on an H200: 1.25 to 1.56 of `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and
-32 bits; 2.3 to 3.2 of `reduce_kernel`."""
+"""Elements per SM and cycle of `max_clock_mhz`: addressed one by one, and summed.
+
+Measured on kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56 for
+`elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for
+`reduce_kernel`.
+"""
 
 
-def cycles_of(call: Call, sort: OpClass) -> float:
+def cycles_of(call: Call, operator_class: OpClass) -> float:
     """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
-    if sort is OpClass.REDUCTION:
+    if operator_class is OpClass.REDUCTION:
         return call.numel(0) / _ADDED_IN_A_CYCLE
-    if sort is OpClass.ELEMENTWISE or call.op == "copy_":
+    if operator_class is OpClass.ELEMENTWISE or call.op == "copy_":
         elements = max(call.output_numel, call.numel(0))
-        operands = (one for one in (*call.inputs, *call.outputs) if one and len(one) == 1)
+        operands = (
+            operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
+        )
         spread = any(1 < operand[0].numel < elements for operand in operands)
         if spread or (call.op == "copy_" and _widens(call)):
             return elements / _PLACED_IN_A_CYCLE

@@ -21,7 +21,7 @@ NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
 _MOST = 2**61
-"""FLOPs or bytes of a call; sums of reads and writes have a place in 64 bits."""
+"""Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64."""
 
 _FORMULAS = {
     **gemm.FORMULAS,
@@ -51,8 +51,8 @@ def work_of(
         inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
         outputs: the same of the results.
         values: input values, for operators that `needs_values`.
-        fills: whether the call itself zeroes a result that it writes in part, and not a separate
-            kernel: in a CPU capture, whose nodes are whole operators.
+        fills: whether the call itself zeroes a result that it writes in part: true in a CPU
+            capture, whose nodes are whole operators; on a GPU a separate kernel does.
 
     Raises:
         AnnotateError: the text cannot be read, or the work exceeds 64 bits.
@@ -65,7 +65,7 @@ def work_of(
     if max(work.flops, work.bytes_read, work.bytes_written, call.output_bytes) >= _MOST:
         raise AnnotateError(
             f"{op} of shapes {inputs[0]} would be {max(work.flops, work.bytes_read):.3g} FLOPs or "
-            f"bytes: expected less than {_MOST:.3g}; are the sizes those of the step?",
+            f"bytes; expected less than {_MOST:.3g}\n  check the sizes in the trace",
             code="cost-too-large",
         )
     if fills and call.op in pointwise.WRITES_INTO_ZEROS:
@@ -74,7 +74,7 @@ def work_of(
 
 
 def work_of_call(op: str, call: Call) -> Work:
-    """Return FLOPs and bytes of a call whose operands were read."""
+    """Return FLOPs and bytes of a parsed call."""
     if not call.has_tensors:
         return Work()
     formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
@@ -129,19 +129,19 @@ class OpCosts:
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
-        return membership_mask(self.op_class, (CLASSES.index(one) for one in classes))
+        return membership_mask(self.op_class, (CLASSES.index(op_class) for op_class in classes))
 
     def only(self, rows: Mask) -> "OpCosts":
-        """Return those of some of the nodes, bool[n]."""
+        """Return the costs of the nodes in `rows`, bool[n]."""
         values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        arrays = {n: one[rows] for n, one in values.items() if hasattr(one, "dtype")}
+        arrays = {n: value[rows] for n, value in values.items() if hasattr(value, "dtype")}
         return replace(self, **arrays)
 
 
 def compute_mask(graph: Graph) -> Mask:
-    """Return which nodes compute: GPU operations, and of a CPU capture or a model the operators.
+    """Return which nodes compute: GPU operations, or the operators of a CPU capture, bool[n].
 
-    Those that wait for a batch or ask for communication do not.
+    Operators that wait for a batch or issue communication do not compute.
     """
     if graph.job.device.runs_operators:
         others = graph.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
@@ -156,24 +156,24 @@ def characterise(graph: Graph) -> Graph:
     UNKNOWN FLOPs; one without shapes gets neither.
 
     The kernels of one operator instance share its figures in proportion to their durations; sums
-    are exact. Which part of a split-K GEMM or of a chunked optimizer list a kernel did is not
-    recorded. Divided by time, each kernel runs at the operator's rates, so a cost model scales all
-    of them equally.
+    are exact. The share of a kernel in a split-K GEMM or in a chunked optimizer list is not
+    recorded. With work in proportion to time, each kernel runs at the operator's rates, so a cost
+    model scales all of them equally.
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
-    found = op_costs_of(graph)
+    costs = op_costs_of(graph)
     columns: dict[str, I64] = {}
     for name in ("flops", "bytes_read", "bytes_written"):
         column: I64 = getattr(graph.nodes, name).copy()
-        column[found.index] = getattr(found, name)
+        column[costs.index] = getattr(costs, name)
         columns[name] = column
     return graph.with_columns(**columns)
 
 
 def op_costs_of(graph: Graph) -> OpCosts:
-    """Return what each compute node does; each distinct call is worked out once.
+    """Return the work of each compute node; each distinct call is evaluated once.
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
@@ -209,7 +209,7 @@ def op_costs_of(graph: Graph) -> OpCosts:
 
 
 def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
-    """Return the works of the distinct calls, and which of them each node is part of."""
+    """Return the works of the distinct calls, and the position of each node's call, int64[n]."""
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index])
     with_values = ops[[needs_values(strings[int(op)]) for op in ops]] if len(ops) else ops
@@ -230,18 +230,20 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
             continue
         inputs, outputs = (shapes, types), (out_shapes, out_types)
         work = work_of(op, inputs, outputs, texts[row[1]], fills=fills)
-        untold = types and not out_types  # a trace without results, of which no rule told them
-        works.append(replace(work, bytes_written=UNKNOWN) if untold else work)
+        # Some traces record no results, and shape inference has no rule for every operator.
+        no_results = types and not out_types
+        works.append(replace(work, bytes_written=UNKNOWN) if no_results else work)
     return works, call
 
 
+# End of the record of a tensor without storage: storage id, offset, elements, item size, device.
 _NO_STORAGE = ',0,0,0,0,""]'
 
 
 def _of_sparse(graph: Graph, index: I64) -> Mask:
-    """Return the nodes that multiply a tensor without storage: a sparse one.
+    """Return the nodes that multiply a sparse tensor, recognised by its lack of storage, bool[n].
 
-    Its shape does not determine the work, and its number of elements is not recorded.
+    A sparse tensor's shape does not determine the work, and its element count is not recorded.
     """
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index]).tolist()
@@ -255,14 +257,14 @@ def _of_sparse(graph: Graph, index: I64) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """How the figures of an operator instance are divided among its nodes.
+    """The shares of an operator instance's figures among its nodes.
 
     Attributes:
-        order: nodes of instances that have several, by instance, int64[s].
-        before: part of the instance's time before each of them, float64[s].
-        until: the same, the node included, float64[s]; exactly 1 for the last.
-        takes: whether a node, in the graph's order, has a part at all, bool[n].
-        total_ns: time of the instance that each node is part of, float64[n].
+        order: nodes of instances with several nodes, by instance, int64[s].
+        before: share of the instance's time before each of them, float64[s].
+        until: the same, including the node, float64[s]; exactly 1 for the last.
+        takes: whether a node, in the graph's order, has a share, bool[n].
+        total_ns: time of each node's instance, float64[n].
     """
 
     order: I64
@@ -272,7 +274,8 @@ class _Shares:
     total_ns: F64
 
     def of(self, total: I64) -> I64:
-        """Return each node's part of its instance's total; UNKNOWN stays UNKNOWN."""
+        """Return each node's share of its instance's total; UNKNOWN stays UNKNOWN."""
+        # Differences of rounded running sums, so that the parts add up to the total exactly.
         assert total.max(initial=0) < _LARGEST_COUNT, "a count beyond int64"
         parts, ordered = total.copy(), total[self.order]
         parts[self.order] = _part(ordered, self.until) - _part(ordered, self.before)
@@ -280,7 +283,8 @@ class _Shares:
 
 
 def _part(total: I64, fraction: F64) -> I64:
-    """Return the rounded fraction of each total; a whole one exactly."""
+    """Return the rounded fraction of each total; exactly the total for a fraction of 1."""
+    # A float64 cannot represent every total above 2^53.
     return np.where(fraction >= 1, total, np.rint(total * fraction).astype(np.int64))
 
 
@@ -299,7 +303,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
     weight = np.where(total[instance] > 0, weight, takes.astype(np.float64))
     several = np.flatnonzero((np.bincount(instance, minlength=count) > 1)[instance])
-    # those with a part last, so that the last ends at 1
+    # Nodes with a share come last in each instance, so that the last one ends at exactly 1.
     order = several[np.lexsort((takes[several], instance[several]))]
     owner = instance[order]
     starts = np.flatnonzero(np.diff(owner, prepend=-1))
@@ -316,7 +320,10 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
 
 
 def _runs_tf32(graph: Graph, index: I64) -> Mask:
-    """Return which nodes are kernels whose name says that float32 operands run as TF32."""
+    """Return which nodes are kernels with TF32 in their name, bool[n].
+
+    The operands' recorded dtype is float32 with or without TF32; only the kernel's name shows it.
+    """
     names = np.unique(graph.nodes.name[index])
     tf32 = names[["tf32" in graph.strings[int(name)].lower() for name in names]]
     return np.isin(graph.nodes.name[index], tf32)

@@ -1,7 +1,7 @@
 """The class of work of an operator or kernel: a fixed vocabulary, and the tables that assign it.
 
-The operator's name decides. The kernel's name is read only if there is no operator or if it is in
-no table (custom or compiled). Anything else is UNKNOWN, and counted.
+The operator's name decides. The kernel's name is read only if there is no operator, or if no table
+has it (custom or compiled operators). Anything else is UNKNOWN, and counted.
 """
 
 import re
@@ -17,7 +17,7 @@ from onerank.ir import Graph, Kind
 
 
 class OpClass(Enum):
-    """Sorts of work. The values are what reports show."""
+    """Classes of work. Reports show the values."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -216,18 +216,20 @@ _KERNELS = (
     (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),
     (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::|\bnms_kernel"),
     (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
-    (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, which AMD's libraries take; of TensorRT-LLM
+    (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, used by AMD's libraries, and of TensorRT-LLM
     (OpClass.MEMSET, r"fillfunctor|memset"),
     (OpClass.COPY, r"catarray|copy|memcpy|transpose"),
     (OpClass.REDUCTION, r"reduce"),
     (OpClass.ELEMENTWISE, r"elementwise"),
 )
-"""First match wins. Fused compiled kernels have no operator: their name shows the outer loop, and
-operators in the name are parts of it.
+"""Class -> pattern of kernel names; the first match wins, so specific patterns come first.
+
+Inductor's patterns come before all others: a fused kernel's prefix shows its outer loop, and the
+operators in its name are only parts of it.
 """
 
 _NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
-"""Types of operands that are named for a library, not for what the kernel does."""
+"""Template arguments with a library's name, which does not show what the kernel does."""
 
 
 def base_name(op: str) -> str:
@@ -254,7 +256,8 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:
-        # a kernel that Inductor wrote for a CPU; or an annotation, or a node of autograd
+        # Inductor's CPU kernels have such names; everything else without a namespace is an
+        # annotation or a node of autograd.
         return OpClass.ELEMENTWISE if _GENERATED.match(op) else OpClass.NOTHING
     return known
 
@@ -264,7 +267,7 @@ def _of_operator(op: str) -> OpClass:
     if namespace in _NAMESPACES:
         return _NAMESPACES[namespace]
     name = base_name(op)
-    if name.startswith("_foreach_"):  # called by optimizers and gradient clipping alone
+    if name.startswith("_foreach_"):  # only optimizers and gradient clipping call these
         return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
     return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN
 
@@ -288,7 +291,7 @@ def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
-    """Return which nodes are copies from a GPU's memory to its own, bool[n]."""
+    """Return which nodes are copies within a GPU's memory, bool[n]."""
     copies = graph.mask(Kind.MEMCPY)
     names = np.unique(graph.nodes.name[copies])
     inside = [int(n) for n in names if "dtod" in graph.strings[int(n)].lower().replace(" ", "")]

@@ -1,8 +1,8 @@
 """Operands of an operator, parsed from its shape, dtype and value columns.
 
-A tensor is identified by its ids, which differ between calls of the same operator, while the work
-of a call depends only on whether two arguments are the same tensor. Values without ids leave few
-distinct calls in a large graph.
+Values identify a tensor by its ids, which differ between calls of the same operator, although the
+work of a call depends only on whether two arguments are the same tensor. `without_tensors` removes
+the ids, which leaves few distinct calls in a large graph.
 """
 
 import ast
@@ -24,7 +24,7 @@ _UNDEFINED = "nullptr (uninitialized)"
 
 
 class UnknownDtypeError(Exception):
-    """A tensor's type is in no table; caught where the operator is counted as unknown."""
+    """A tensor's dtype is unknown; callers count its operator as unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ Operand = tuple[Tensor, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, reduced to what its cost depends on.
+    """One call of an operator, reduced to the arguments that its cost depends on.
 
     Attributes:
         op: name without namespace and overload.
@@ -70,11 +70,11 @@ class Call:
     def parse(
         cls, op: str, inputs: tuple[str, str], outputs: tuple[str, str], values: str = ""
     ) -> Self:
-        """Read the columns' text; `inputs` and `outputs` are (shapes, types).
+        """Parse the columns' text; `inputs` and `outputs` are (shapes, types).
 
         Raises:
-            UnknownDtypeError: a tensor's type is in no table.
-            AnnotateError: the text is not what the columns promise.
+            UnknownDtypeError: a tensor's dtype is unknown.
+            AnnotateError: the text is not lists of shapes and types of equal length.
         """
         try:
             decoded = _list(values)
@@ -82,23 +82,23 @@ class Call:
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise AnnotateError(
                 f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
-                f"types of equal length, found {inputs[0][:_SHOWN]} and {inputs[1][:_SHOWN]}. "
-                "Convert the trace anew",
+                f"types of equal length, found {inputs[0][:_SHOWN]} and {inputs[1][:_SHOWN]}\n"
+                "  convert the trace again",
                 code="operands-unreadable",
             ) from error
 
     def tensor(self, position: int) -> Tensor | None:
-        """Return the tensor argument at `position`, or None when it is absent or no tensor."""
-        found = self.inputs[position] if position < len(self.inputs) else None
-        return found[0] if found else None
+        """Return the tensor argument at `position`; None if it is absent or not a tensor."""
+        operand = self.inputs[position] if position < len(self.inputs) else None
+        return operand[0] if operand else None
 
     def output(self, position: int = 0) -> Tensor | None:
         """Return the result at `position`, or None."""
-        found = self.outputs[position] if position < len(self.outputs) else None
-        return found[0] if found else None
+        result = self.outputs[position] if position < len(self.outputs) else None
+        return result[0] if result else None
 
     def value(self, position: int) -> Any:
-        """Return the input value at `position`, or None when values are not known."""
+        """Return the input value at `position`; None if values are not known."""
         return self.values[position] if position < len(self.values) else None
 
     def list_bytes(self, *positions: int) -> int:
@@ -142,10 +142,10 @@ _SHOWN = 60
 
 
 def _list(text: str) -> list[Any]:
-    """Read a column's list.
+    """Parse a column's list.
 
     Raises:
-        ValueError: it is neither JSON nor Python.
+        ValueError: it is neither a JSON nor a Python list.
     """
     if not text:
         return []
@@ -163,14 +163,16 @@ def _list(text: str) -> list[Any]:
 
 
 def _tensors(kind: Any, shape: Any) -> Operand:
-    """Read one argument: `Tensor(float)`, `GenericList[Tensor(float),None]`, `Int`."""
+    """Parse one argument of type `Tensor(float)`, `GenericList[Tensor(float),None]` or `Int`."""
     if not isinstance(kind, str):
-        raise TypeError(f"the type {kind} is no text")
+        raise TypeError(f"the type {kind} is not text")
     if kind.startswith("GenericList["):
         inner = split_types(kind[len("GenericList[") : -1])
         if "Tensor(" not in kind:
             return None
-        parts = [_tensors(one, part) for one, part in zip(inner, shape, strict=True)]
+        parts = [
+            _tensors(element_type, part) for element_type, part in zip(inner, shape, strict=True)
+        ]
         return tuple(tensor for part in parts for tensor in part or ())
     if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
         return None
@@ -184,17 +186,22 @@ def _tensors(kind: Any, shape: Any) -> Operand:
 
 
 def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
-    """Return the text of a shape column with other shapes of its tensors, lists laid out flat."""
+    """Return a shape column's text with new shapes of its tensors; `new` is flat over lists."""
     shape_list, type_list = _list(shapes), _list(types)
-    left = iter(new)
-    made = [_replaced(*one, left) for one in zip(type_list, shape_list, strict=True)]
-    return msgspec.json.encode(made).decode() if shapes else ""
+    remaining = iter(new)
+    replaced = [
+        _replaced(*argument, remaining) for argument in zip(type_list, shape_list, strict=True)
+    ]
+    return msgspec.json.encode(replaced).decode() if shapes else ""
 
 
 def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
     if kind.startswith("GenericList[") and "Tensor(" in kind:
         inner = split_types(kind[len("GenericList[") : -1])
-        return [_replaced(one, part, new) for one, part in zip(inner, shape, strict=True)]
+        return [
+            _replaced(element_type, part, new)
+            for element_type, part in zip(inner, shape, strict=True)
+        ]
     if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
         return shape
     return next(new)
@@ -208,18 +215,20 @@ _TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
 def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, list[str]]:
     """Return (positions in texts, texts) of input values with null for every tensor.
 
-    Values that contain a tensor twice are unchanged.
+    Values that contain a tensor twice are unchanged, since an operand passed twice is read once.
 
     Args:
         graph: graph whose strings the codes index.
         codes: of input values, int32[n]. The first of the texts is "" and unused.
     """
     distinct, place = np.unique(codes, return_inverse=True)
-    table = pl.DataFrame({"told": graph.strings.decode(distinct)}, schema={"told": pl.String})
-    tensors = pl.col("told").str.extract_all(_TENSOR)
+    table = pl.DataFrame({"values": graph.strings.decode(distinct)}, schema={"values": pl.String})
+    tensors = pl.col("values").str.extract_all(_TENSOR)
     once = tensors.list.n_unique() == tensors.list.len()
     table = table.select(
-        text=pl.when(once).then(pl.col("told").str.replace_all(_TENSOR, "null")).otherwise("told")
+        text=pl.when(once)
+        .then(pl.col("values").str.replace_all(_TENSOR, "null"))
+        .otherwise("values")
     )
     texts = table.unique(maintain_order=True).with_row_index("code", offset=1)
     codes_of = table.join(texts, on="text", how="left", maintain_order="left")["code"]

@@ -1,11 +1,11 @@
 """FLOPs and bytes of operators without matrix products.
 
-All of them are memory-bound on every described GPU, so bytes decide: each operand once, each result
-once. FLOPs follow simple conventions: one per result of a pointwise operator (a transcendental
-function counts as one), a few more where the table says so; moving, filling, random numbers and
-indexing count none. An operand passed twice (x * x) counts twice, except Adam's gradient. So does
-every element of an expanded operand, since a graph holds no strides, except the index of a gather
-of whole rows.
+All of them are memory-bound on every described GPU, so bytes determine their time: each operand and
+each result counts once. FLOPs follow simple conventions: one per result of a pointwise operator (a
+transcendental function counts as one), more for the operators in `_PER_ELEMENT`; copies, fills,
+random numbers and indexing have none. An operand passed twice (x * x) counts twice, except Adam's
+gradient. All elements of an expanded operand count, since a graph has no strides, except for the
+index of a gather of whole rows.
 """
 
 from math import prod
@@ -19,7 +19,7 @@ _PER_ELEMENT = {
     "addcmul": 3,
     "addcdiv": 3,
     "lerp": 3,
-    # x*sigmoid(x) and its derivative; the error function's polynomial is one
+    # x*sigmoid(x) and its derivative; the error function's polynomial counts as one
     "silu": 3,
     "silu_backward": 6,
     "gelu": 4,
@@ -30,7 +30,7 @@ _PER_ELEMENT = {
     "mish": 4,
     "clamp": 2,
 }
-"""Operations for each element where it is not one."""
+"""Operator -> operations per element; 1 for operators that are absent."""
 
 _FUSED = {
     # decay 1, first moment 3, second moment 4, both bias corrections 2, root, eps, divide, step 4
@@ -39,7 +39,7 @@ _FUSED = {
     "_fused_sgd_": (6, (0, 2)),
     "_fused_adagrad_": (7, (0, 2)),
 }
-"""Operations of a fused optimizer for each parameter, and the positions of the lists it changes."""
+"""Fused optimizer -> (operations per parameter, positions of the lists that it changes)."""
 
 # Per element of the normalised operand: forward is mean, variance, scale and affine; backward
 # repeats the normalisation and adds two reductions and the weight's gradient.
@@ -71,7 +71,7 @@ _WRITE_ONLY = frozenset(
 """Operators that overwrite their first operand without reading it."""
 
 
-# Tensor operands that are read; one more than that is the `out` of an out-variant.
+# Tensor operands that are read; an additional operand is the `out` of an out-variant.
 _READS = {
     1: """abs neg exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid sqrt rsqrt
         reciprocal square sign ceil floor round trunc erf relu silu gelu softplus hardtanh
@@ -88,27 +88,29 @@ _READS = {
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
 _INTO_CACHE = frozenset(("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla"))
-"""vLLM's, which write keys and values (the first two) into pages of a cache (the third)."""
+"""Operators of vLLM that write keys and values (arguments 0, 1) into a paged cache (2)."""
 
 WRITES_INTO_ZEROS = frozenset(
     "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
     "_embedding_bag_dense_backward".split()
 )
-"""Operators that zero their result, by a separate kernel on a GPU, then write part of it."""
+"""Operators that zero their result (on a GPU in a separate kernel), then write a part of it."""
 
 NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
-"""Adam's second moment takes the gradient twice (v + w*g*g), which equal operand ids show. The
-index of a gather of whole rows is one number per row, expanded, which its dimension shows.
+"""Operators whose cost depends on argument values in addition to shapes.
+
+Adam's second moment multiplies the gradient by itself (v + w*g*g), which equal operand ids show.
+The dimension of a gather shows whether its index is one number per row, expanded.
 """
 
 
 def _elements(call: Call) -> int:
-    """Return the elements a pointwise operator works on: its results, or what it changes."""
+    """Return the elements of a pointwise operator's results, or of the operand it changes."""
     return call.output_numel or call.numel(0)
 
 
 def _read(call: Call) -> int:
-    """Return the bytes read: every operand, less one that is only overwritten."""
+    """Return the bytes read: those of all operands but one that is only overwritten."""
     unread = {0} if call.op in _WRITE_ONLY else set[int]()
     if call.op in NEED_VALUES and call.value(1) is not None and call.value(1) == call.value(2):
         unread.add(2)
@@ -117,7 +119,7 @@ def _read(call: Call) -> int:
 
 
 def _written(call: Call) -> int:
-    """Return the bytes written: every result, or the operand changed by an op without results."""
+    """Return the bytes written: those of all results, or of the operand changed in place."""
     return call.output_bytes or (call.list_bytes(0) if call.op.endswith("_") else 0)
 
 
@@ -161,7 +163,10 @@ def _softmax(call: Call) -> Work:
 
 
 def _loss(call: Call) -> Work:
-    """Negative log-likelihood touches one element per row; other losses: pointwise and a sum."""
+    """Return the work of a loss.
+
+    Negative log-likelihood reads one element per row; other losses are pointwise with a sum.
+    """
     if not call.op.startswith("nll_loss"):
         return vector(call, 2 * call.numel(0), _read(call), _written(call))
     backward = "backward" in call.op
@@ -169,13 +174,13 @@ def _loss(call: Call) -> Work:
     if scores is None or target is None:
         return vector(call, 0)
     picked = target.numel * scores.item_bytes
-    if backward:  # the zeros around the picked elements are another operator's fill
+    if backward:  # a separate kernel writes the zeros around the picked elements
         return vector(call, target.numel, target.nbytes + call.list_bytes(0, 3), picked)
     return vector(call, target.numel, picked + target.nbytes + call.list_bytes(2))
 
 
 def _embedding(call: Call) -> Work:
-    """Forward reads the requested rows, not the table; backward adds each row to its own."""
+    """Return the work of an embedding: the rows that are read or added to, not the whole table."""
     if "bag" in call.op or call.op == "embedding_renorm_":
         return _rows_of_bags(call)
     if "backward" in call.op:
@@ -188,9 +193,9 @@ _TABLE_AT = {"_embedding_bag_per_sample_weights_backward": (1, 2)}
 
 
 def _rows_of_bags(call: Call) -> Work:
-    """Each index has its own row; the rows of a bag become one row, and back.
+    """Return the work of an embedding bag, which sums the rows of its indices.
 
-    The gradient of a bag is read once and added to the row of each of its indices.
+    The backward reads the gradient of a bag once and adds it to the row of each index.
     """
     at, indices = _TABLE_AT.get(call.op, (0, 1))  # of the dense backward, 0 is the bags' gradient
     table = call.tensor(at)
@@ -206,34 +211,34 @@ def _rows_of_bags(call: Call) -> Work:
 
 
 def _index(call: Call) -> Work:
-    """Only the elements picked are read or written, and the index itself."""
+    """Return the work of indexing: the picked elements and the index itself."""
     name = call.op.lstrip("_").removeprefix("unsafe_")
-    own = call.tensor(0)
-    if own is None or not name.startswith(("index", "gather", "take", "scatter")):
+    table = call.tensor(0)
+    if table is None or not name.startswith(("index", "gather", "take", "scatter")):
         return vector(call, 0, _read(call), _written(call))
-    operands = call.input_bytes - own.nbytes
+    operands = call.input_bytes - table.nbytes
     if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
         if name.startswith("gather"):
-            operands = call.list_bytes(2) // _row_elements(call, own)
+            operands = call.list_bytes(2) // _row_elements(call, table)
         return vector(call, 0, call.output_bytes + operands)
     source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
     index = call.tensor(2)
     elements = source.numel if source else index.numel if index else 0
-    changed = elements * own.item_bytes
+    changed = elements * table.item_bytes
     added = changed if "add" in name or "reduce" in name else 0
-    copied = 0 if call.op.endswith("_") else own.nbytes  # out of place: a copy is changed
+    copied = 0 if call.op.endswith("_") else table.nbytes  # out of place: a copy is changed
     return vector(call, elements if added else 0, operands + added + copied, changed + copied)
 
 
-def _row_elements(call: Call, own: Tensor) -> int:
+def _row_elements(call: Call, table: Tensor) -> int:
     """Return how many elements share an entry of a gather's index: a row's, or 1.
 
     `index_select` and routing to experts gather whole rows by an index expanded over them.
     """
     dim, index = call.value(1), call.tensor(2)
-    if not isinstance(dim, int) or index is None or len(index.shape) != len(own.shape):
+    if not isinstance(dim, int) or index is None or len(index.shape) != len(table.shape):
         return 1
-    inner = own.shape[dim % len(own.shape) + 1 :] if own.shape else ()
+    inner = table.shape[dim % len(table.shape) + 1 :] if table.shape else ()
     return max(1, prod(inner)) if inner and index.shape[-len(inner) :] == inner else 1
 
 
@@ -250,7 +255,7 @@ BY_CLASS: dict[OpClass, Formula] = {
     OpClass.MEMSET: _moving,
     OpClass.RANDOM: _moving,
 }
-"""Formula of every class whose operators share one; products have one for each operator."""
+"""Class -> formula that its operators share; GEMMs and attention have one per operator."""
 
 
 def bytes_only(call: Call) -> Work:

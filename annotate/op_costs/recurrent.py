@@ -22,19 +22,20 @@ DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits; see benchm
 def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
     """Return the formula of an LSTM, a GRU or a plain recurrent layer.
 
-    Each token of the input [..., features] meets every weight matrix once, forward; backward
-    (`times` 2) each product has two gradients. Packed sequences are [tokens, features].
+    In the forward each token of the input [..., features] is multiplied by every weight matrix; in
+    the backward (`times` 2) each of these GEMMs has two gradients. Packed sequences are
+    [tokens, features].
 
     Args:
-        weights: arguments that hold the weights, the input's and the state's in turn.
-        state: argument that holds the first state, [..., batch, size].
-        times: products of each weight.
+        weights: positions of the weights, alternating between those of the input and the state.
+        state: position of the initial state, [..., batch, size].
+        times: GEMMs per weight.
     """
 
     def formula(call: Call) -> Work | None:
         x = call.tensor(0)
         given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
-        matrices = [one for one in given if len(one.shape) == 2]
+        matrices = [weight for weight in given if len(weight.shape) == 2]
         met = sum(matrix.numel for matrix in matrices)
         if x is None or not met:
             return None
@@ -53,23 +54,23 @@ def _parts(
     size = pairs[0][1].shape[1] if pairs else 0
     odd = len(matrices) % 2 or any(of_state.shape[1] != size for _, of_state in pairs)
     if state is None or odd or state.numel % (len(pairs) * size):
-        return ()  # with projections, or shapes that are not told
+        return ()  # a layer with projections, or shapes that are not recorded
     batch = state.numel // (len(pairs) * size)
     steps = -(-tokens // max(1, batch))
-    made: list[Part] = []
+    parts: list[Part] = []
     for of_input, _ in pairs:
         gates, features = of_input.shape
         item = of_input.item_bytes
         of_step, of_tokens = (
-            (one, gates) if backward else (gates, one) for one in (size, features)
+            (width, gates) if backward else (gates, width) for width in (size, features)
         )
-        made += [
+        parts += [
             Part(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
             Part(1, tokens, *of_tokens, item),
         ]
         if backward:
-            made += [Part(1, gates, rows, tokens, item) for rows in (size, features)]
-    return tuple(made)
+            parts += [Part(1, gates, rows, tokens, item) for rows in (size, features)]
+    return tuple(parts)
 
 
 FORMULAS: dict[str, Formula] = {
