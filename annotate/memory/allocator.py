@@ -89,7 +89,7 @@ class Pool:
     def add(self, block: Block) -> None:
         """Take a free block in."""
         if not block.mapped:
-            insort(self.unmapped, block, key=lambda one: one.address)
+            insort(self.unmapped, block, key=lambda free_block: free_block.address)
             return
         insort(self._keys, (block.size, block.address))
         self._blocks[block.size, block.address] = block
@@ -136,9 +136,9 @@ def page_bytes(pool: Pool) -> int:
 
 def best_fit(pool: Pool, size: int) -> Block | None:
     """Return the free block for `size`: one that can grow counts with all it can grow to."""
-    found = pool.fitting(size)
-    best = found[0] if found else None
-    for following in found[1:]:
+    candidates = pool.fitting(size)
+    best = candidates[0] if candidates else None
+    for following in candidates[1:]:
         if best is None or _room(following) >= _room(best):
             break
         best = following
@@ -413,13 +413,13 @@ class CachingAllocator:
         """Give all that is free back to the driver (`release_cached_blocks`)."""
         for block in list(self._lingering.values()):
             self.finish(block)
-        for one in self._pools.values():
+        for each_pool in self._pools.values():
             if self.settings.expandable_segments:
-                given = give_back(one)
+                given = give_back(each_pool)
                 self.reserved_bytes -= given
                 self.returned += given > 0
                 continue
-            for block in one.free_blocks():
+            for block in each_pool.free_blocks():
                 self._release(block)
 
     def _release(self, block: Block) -> None:

@@ -13,13 +13,13 @@ from onerank.annotate.memory.mitigations import Mitigation, Need, mitigations
 from onerank.annotate.memory.non_allocator import NonAllocatorMemory, non_allocator_memory
 from onerank.annotate.memory.peak import (
     ModuleMemory,
-    held_blocks,
-    held_pieces,
     levels_of,
     modules_at,
     node_at,
     peak_of,
     recomputable,
+    resident_blocks,
+    resident_pieces,
 )
 from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.annotate.token_count import micro_batch_of
@@ -128,16 +128,16 @@ class _Device(NamedTuple):
     @property
     def room_bytes(self) -> int:
         """What is left for the allocator."""
-        return self.capacity_bytes - sum(one.bytes for one in self.non_allocator)
+        return self.capacity_bytes - sum(memory.bytes for memory in self.non_allocator)
 
 
 def _device(graph: Graph, target: Gpu | None, non_allocator_bytes: int | None) -> _Device:
-    own = graph.job.device
-    name, capacity = (own.name, own.memory_bytes) if target is None else (
+    captured_on = graph.job.device
+    name, capacity = (captured_on.name, captured_on.memory_bytes) if target is None else (
         target.name, target.memory_bytes)  # fmt: skip
     if non_allocator_bytes is not None:
         return _Device(name, capacity, (NonAllocatorMemory("all", non_allocator_bytes, "given"),))
-    on_cpu = target is None and own.type == "cpu"
+    on_cpu = target is None and captured_on.type == "cpu"
     return _Device(name, capacity, () if on_cpu else non_allocator_memory(graph))
 
 
@@ -176,27 +176,27 @@ def _with_blocks(
 ) -> MemoryReport:
     """Return a report from blocks: classes at the peak, reserved memory, mitigations."""
     measured, capacity, room = graph.job.measurement, device.capacity_bytes, device.room_bytes
-    held, source = held_blocks(graph, log)
-    levels = levels_of(log, held)
+    resident, source = resident_blocks(graph, log)
+    levels = levels_of(log, resident)
     peak = peak_of(levels)
-    pieces = held_pieces(graph, log, held)
+    pieces = resident_pieces(graph, log, resident)
     cold = reserve(log, pieces)
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
-    found, notes = tuple[Mitigation, ...](), tuple[str, ...]()
+    changes, notes = tuple[Mitigation, ...](), tuple[str, ...]()
     if fits is False and room <= 0:
         notes = (f"memory outside the allocator alone exceeds the capacity of {device.name}",)
     elif fits is False:
         recomputed, layers = recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
         sequences = micro_batch_of(graph)
-        found = mitigations(Need(levels, room, ratio, recomputed, layers, sequences))
+        changes = mitigations(Need(levels, room, ratio, recomputed, layers, sequences))
     return MemoryReport(
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,
         start_bytes=measured.start_memory_bytes,
         peak_node=node_at(log, peak.at),
-        classes={one.label: size for one, size in peak.classes.items()},
+        classes={memory_class.label: size for memory_class, size in peak.classes.items()},
         source=source,
         reserved_bytes=log.reserved_bytes,
         simulated_reserved_bytes=cold.reserved_bytes,
@@ -208,7 +208,7 @@ def _with_blocks(
         non_allocator=device.non_allocator,
         fits=fits,
         fits_without_overhead=(fits or _fits(log, pieces, capacity)) if capacity else None,
-        mitigations=found,
+        mitigations=changes,
         notes=notes,
     )
 

@@ -75,12 +75,12 @@ def mitigations(need: Need) -> tuple[Mitigation, ...]:
     the optimizer's step may become the peak.
     """
     recomputed = _recomputed(need)
-    found = _micro_batch(need)
+    changes = _micro_batch(need)
     if need.recomputed_bytes:
         moment, left = _highest(recomputed)
         cap = int(recomputed[MemoryClass.ACTIVATIONS].max())
         rest = left - int(recomputed[MemoryClass.ACTIVATIONS, moment])
-        found.append(
+        changes.append(
             _remedy(
                 need,
                 f"recompute {need.layers} layers",
@@ -90,11 +90,11 @@ def mitigations(need: Need) -> tuple[Mitigation, ...]:
             )
         )
     for what, rows in _STAGES:
-        found += _sharded(need, what, rows, need.levels)
-    if not any(one.suffices for one in found) and need.recomputed_bytes:
+        changes += _sharded(need, what, rows, need.levels)
+    if not any(change.suffices for change in changes) and need.recomputed_bytes:
         what, rows = _STAGES[-1]
-        found += _sharded(need, what, rows, recomputed, f"recompute {need.layers} layers and ")
-    return tuple(found)
+        changes += _sharded(need, what, rows, recomputed, f"recompute {need.layers} layers and ")
+    return tuple(changes)
 
 
 def _recomputed(need: Need) -> I64:
@@ -112,9 +112,14 @@ def _micro_batch(need: Need) -> list[Mitigation]:
         return []
     fixed = need.levels.sum(axis=0) - row
     whole = need.micro_batch if need.micro_batch and need.micro_batch > 1 else None
-    left = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
+    candidates = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
     part, of = next(
-        (one for one in left if (fixed + row * one[0] // one[1]).max() <= need.budget), left[-1]
+        (
+            candidate
+            for candidate in candidates
+            if (fixed + row * candidate[0] // candidate[1]).max() <= need.budget
+        ),
+        candidates[-1],
     )
     moment = int((fixed + row * part // of).argmax())
     stays, shrinks = int(fixed[moment]), int(row[moment])

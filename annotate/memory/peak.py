@@ -14,13 +14,13 @@ from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
 
-Held = dict[MemoryClass, tuple[int, ...]]
+Resident = dict[MemoryClass, tuple[int, ...]]
 """Sizes of the blocks allocated before the step, by class."""
 
 _GRADIENTS = int(MemoryClass.GRADIENTS)
 
 
-def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
+def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
     """Return the sizes of the blocks allocated before the step by class, and how they are known.
 
     They sum to the memory allocated at that time. If the capture does not record them, gradients
@@ -30,37 +30,41 @@ def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
     measured = graph.job.measurement
     start = measured.start_memory_bytes
     if measured.resident_bytes:
-        named = {one.name.lower(): one for one in MemoryClass}
+        named = {memory_class.name.lower(): memory_class for memory_class in MemoryClass}
         on_gpu = graph.job.device.type == "cuda"
-        held = {
+        resident = {
             named[name]: tuple(round_size(size) if on_gpu else size for size in sizes)
             for name, sizes in measured.resident_bytes.items()
             if name in named and sizes
         }
-        rest = start - sum(map(sum, held.values()))
+        rest = start - sum(map(sum, resident.values()))
         if rest > 0:  # no tensor's: cuBLAS workspaces, buckets; or the ends of larger blocks
-            held[MemoryClass.WORKSPACE] = (*held.get(MemoryClass.WORKSPACE, ()), rest)
-        return held, "captured"
+            resident[MemoryClass.WORKSPACE] = (*resident.get(MemoryClass.WORKSPACE, ()), rest)
+        return resident, "captured"
     blocks = log.blocks
     rows = list(
         zip(blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at, strict=True)
     )
-    made = tuple(size for size, kind, _, freed in rows if kind == _GRADIENTS and freed < 0)
+    gradients = tuple(size for size, kind, _, freed in rows if kind == _GRADIENTS and freed < 0)
     held_gradients = tuple(size for size, kind, at, _ in rows if kind == _GRADIENTS and at < 0)
-    rest = start - sum(made) - sum(held_gradients)
-    if not made or rest < 0:
+    rest = start - sum(gradients) - sum(held_gradients)
+    if not gradients or rest < 0:
         return {MemoryClass.OTHER: (start,)} if start else {}, "not known"
-    copies = rest // sum(made)
-    held = {
-        MemoryClass.PARAMETERS: made,
+    copies = rest // sum(gradients)
+    resident = {
+        MemoryClass.PARAMETERS: gradients,
         MemoryClass.GRADIENTS: held_gradients,
-        MemoryClass.OPTIMIZER: made * copies,
-        MemoryClass.OTHER: (rest - copies * sum(made),),
+        MemoryClass.OPTIMIZER: gradients * copies,
+        MemoryClass.OTHER: (rest - copies * sum(gradients),),
     }
-    return {one: sizes for one, sizes in held.items() if sum(sizes)}, "inferred from the gradients"
+    return {
+        memory_class: sizes for memory_class, sizes in resident.items() if sum(sizes)
+    }, "inferred from the gradients"
 
 
-def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, tuple[Piece, ...]]:
+def resident_pieces(
+    graph: Graph, log: MemoryLog, resident: Resident
+) -> dict[MemoryClass, tuple[Piece, ...]]:
     """Return the requests to an allocator for memory allocated before the step, by class.
 
     Each uses its recorded pool, else that of the default stream. If the log records requested
@@ -68,28 +72,30 @@ def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, t
     default stream's pool.
     """
     pools = graph.job.measurement.resident_pools
-    asked = bool(log.blocks.spare_bytes)
-    found: dict[MemoryClass, tuple[Piece, ...]] = {}
-    for one, sizes in held.items():
-        name = one.name.lower()
-        known = len(graph.job.measurement.resident_bytes.get(name, ())) if asked else len(sizes)
+    has_requests = bool(log.blocks.spare_bytes)
+    pieces: dict[MemoryClass, tuple[Piece, ...]] = {}
+    for memory_class, sizes in resident.items():
+        name = memory_class.name.lower()
+        known = (
+            len(graph.job.measurement.resident_bytes.get(name, ())) if has_requests else len(sizes)
+        )
         numbers = (*pools.get(name, ()), *(0 for _ in sizes))
-        found[one] = tuple(map(Piece, sizes[:known], numbers[:known]))
-    return found
+        pieces[memory_class] = tuple(map(Piece, sizes[:known], numbers[:known]))
+    return pieces
 
 
-def levels_of(log: MemoryLog, held: Held) -> I64:
+def levels_of(log: MemoryLog, resident: Resident) -> I64:
     """Return the bytes in use by class after every event, the start first.
 
     int64[8, events + 1]: a row per class, and one for the workspace of the optimizer's step.
     """
-    size, kind, made, freed = columns_of(log)
+    size, kind, allocated, freed = columns_of(log)
     step = (kind == MemoryClass.WORKSPACE) & (np.array(log.blocks.phase) == Phase.OPTIMIZER)
     row = np.where(step, STEP_ROW, kind)
     levels = np.zeros((STEP_ROW + 1, log.events + 1), dtype=np.int64)
-    np.add.at(levels, (row[made >= 0], made[made >= 0] + 1), size[made >= 0])
+    np.add.at(levels, (row[allocated >= 0], allocated[allocated >= 0] + 1), size[allocated >= 0])
     np.add.at(levels, (row[freed >= 0], freed[freed >= 0] + 1), -size[freed >= 0])
-    levels[:, 0] += [sum(held.get(one, ())) for one in MemoryClass] + [0]
+    levels[:, 0] += [sum(resident.get(memory_class, ())) for memory_class in MemoryClass] + [0]
     levels = np.cumsum(levels, axis=1)
     below = np.minimum(levels, 0)  # a block held before was taken for another class
     levels -= below
@@ -100,9 +106,9 @@ def levels_of(log: MemoryLog, held: Held) -> I64:
 def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
     """Return bytes, class, event of allocation and of freeing (-1: none) of each block."""
     blocks = log.blocks
-    given = (blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at)
-    size, kind, made, freed = (np.array(column, dtype=np.int64) for column in given)
-    return size, kind, made, freed
+    columns = (blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at)
+    size, kind, allocated, freed = (np.array(column, dtype=np.int64) for column in columns)
+    return size, kind, allocated, freed
 
 
 def most_in_use(log: MemoryLog) -> int:
@@ -145,9 +151,9 @@ def peak_of(levels: I64) -> Peak:
     """Return the moment of most memory of levels as `levels_of` gives them, int64[8, moments]."""
     total = levels.sum(axis=0)
     moment = int(total.argmax())
-    classes = {one: int(levels[one, moment]) for one in MemoryClass}
+    classes = {memory_class: int(levels[memory_class, moment]) for memory_class in MemoryClass}
     classes[MemoryClass.WORKSPACE] += int(levels[STEP_ROW, moment])
-    shown = {one: size for one, size in classes.items() if size}
+    shown = {memory_class: size for memory_class, size in classes.items() if size}
     return Peak(moment - 1, int(total[moment]), shown)
 
 
@@ -183,10 +189,10 @@ def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
         blocks = log.blocks
         if blocks.memory_class[row] != MemoryClass.ACTIVATIONS:
             continue
-        found = _LAYER.match(module.get(blocks.node[row], ""))
-        if found is None:
+        layer_match = _LAYER.match(module.get(blocks.node[row], ""))
+        if layer_match is None:
             continue
-        layer = found.group()
+        layer = layer_match.group()
         activations[layer] = activations.get(layer, 0) + blocks.bytes[row]
         if blocks.phase[row] == Phase.FORWARD:
             last[layer] = blocks.bytes[row]
@@ -197,8 +203,8 @@ def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
 
 def _live(log: MemoryLog, at: int) -> list[int]:
     """Return which of the step's own blocks are live after event `at`."""
-    _, _, made, freed = columns_of(log)
-    live = np.flatnonzero((made >= 0) & (made <= at) & ((freed < 0) | (freed > at)))
+    _, _, allocated, freed = columns_of(log)
+    live = np.flatnonzero((allocated >= 0) & (allocated <= at) & ((freed < 0) | (freed > at)))
     return live.tolist()
 
 

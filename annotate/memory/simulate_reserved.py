@@ -18,8 +18,8 @@ class Piece(NamedTuple):
     pool: int = 0
 
 
-class What(Enum):
-    """What becomes of a block."""
+class BlockEvent(Enum):
+    """BlockEvent becomes of a block."""
 
     ALLOCATED = auto()
     FREED = auto()
@@ -36,7 +36,9 @@ class Reserve(NamedTuple):
 
 
 def reserve(
-    log: MemoryLog, held: Mapping[MemoryClass, Sequence[Piece]], capacity_bytes: int | None = None
+    log: MemoryLog,
+    resident: Mapping[MemoryClass, Sequence[Piece]],
+    capacity_bytes: int | None = None,
 ) -> Reserve:
     """Simulate the allocator from the model's creation over a few steps.
 
@@ -49,29 +51,29 @@ def reserve(
     """
     allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
-    for one in (*first, MemoryClass.COMMUNICATION):
-        for piece in held.get(one, ()):
+    for memory_class in (*first, MemoryClass.COMMUNICATION):
+        for piece in resident.get(memory_class, ()):
             allocator.allocate(*piece)
     blocks = log.blocks
     pieces = [Piece(*row) for row in zip(_asked(blocks), _pools(blocks), strict=True)]
     lingers = blocks.lingers or (0,) * len(blocks)
     kept: dict[Piece, list[Block]] = {}
-    gradients = MemoryClass.GRADIENTS in held and not any(
+    gradients = MemoryClass.GRADIENTS in resident and not any(
         kind == MemoryClass.GRADIENTS and at < 0
         for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
     )
-    late = [*(held.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
-    late += held.get(MemoryClass.OPTIMIZER, ())
+    late = [*(resident.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
+    late += resident.get(MemoryClass.OPTIMIZER, ())
     events = _events(blocks, log.events)
     for _ in range(STEPS):
         live: dict[int, Block] = {}
         ended: dict[int, Block] = {}
         for row, what in events:
-            if late and what is What.ALLOCATED and blocks.phase[row] == Phase.OPTIMIZER:
+            if late and what is BlockEvent.ALLOCATED and blocks.phase[row] == Phase.OPTIMIZER:
                 _allocate_all(allocator, late)
-            if what is What.ALLOCATED:
+            if what is BlockEvent.ALLOCATED:
                 live[row] = allocator.allocate(*pieces[row])
-            elif what is What.FREED:
+            elif what is BlockEvent.FREED:
                 block = live.pop(row, None)
                 if block is None and kept.get(pieces[row]):  # held by the step before
                     block = kept[pieces[row]].pop(0)
@@ -108,16 +110,18 @@ def _allocate_all(allocator: CachingAllocator, pieces: list[Piece]) -> None:
     pieces.clear()
 
 
-def _events(blocks: Blocks, count: int) -> list[tuple[int, What]]:
+def _events(blocks: Blocks, count: int) -> list[tuple[int, BlockEvent]]:
     """Return (row, what becomes of it), in order."""
-    found: list[list[tuple[int, What]]] = [[] for _ in range(count + 1)]
-    for row, (made, freed) in enumerate(zip(blocks.allocated_at, blocks.freed_at, strict=True)):
-        if made >= 0:
-            found[made].append((row, What.ALLOCATED))
+    by_event: list[list[tuple[int, BlockEvent]]] = [[] for _ in range(count + 1)]
+    for row, (allocated, freed) in enumerate(
+        zip(blocks.allocated_at, blocks.freed_at, strict=True)
+    ):
+        if allocated >= 0:
+            by_event[allocated].append((row, BlockEvent.ALLOCATED))
         if freed >= 0:
-            found[freed].append((row, What.FREED))
+            by_event[freed].append((row, BlockEvent.FREED))
     for row, stays in enumerate(blocks.lingers):
         if stays:  # the memory can be used before the event at this place
             place = min(count, blocks.freed_at[row] + 1 + stays)
-            found[place].insert(0, (row, What.USABLE))
-    return [event for place in found for event in place]
+            by_event[place].insert(0, (row, BlockEvent.USABLE))
+    return [event for place in by_event for event in place]

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.memory.peak import held_blocks
+from onerank.annotate.memory.peak import resident_blocks
 from onerank.ir import Edges, Evidence, Graph, Kind, MemoryClass, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.nodes import default_of, dtype_of, is_text
@@ -95,7 +95,7 @@ def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
     if storage.checkpoint_bytes is not None:
         return storage.checkpoint_bytes
     log = graph.job.measurement.memory
-    resident = held_blocks(graph, log)[0] if log is not None else {}
+    resident = resident_blocks(graph, log)[0] if log is not None else {}
     state_bytes = sum(
         sum(resident.get(memory_class, ()))
         for memory_class in (MemoryClass.PARAMETERS, MemoryClass.OPTIMIZER)

@@ -10,7 +10,7 @@ from onerank.analysis.breakdown import Share
 from onerank.analysis.step_time import Replay
 from onerank.annotate import CLASSES, classify, compute_mask
 from onerank.annotate.memory.memory_report import report_memory
-from onerank.annotate.memory.peak import ModuleMemory, held_blocks, levels_of
+from onerank.annotate.memory.peak import ModuleMemory, levels_of, resident_blocks
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.replay.scheduler import Schedule
@@ -217,7 +217,7 @@ def memory_timeline(graph: Graph) -> MemoryTimeline | None:
     log = graph.job.measurement.memory
     if log is None or not log.events:
         return None
-    resident, _ = held_blocks(graph, log)
+    resident, _ = resident_blocks(graph, log)
     levels = levels_of(log, resident)
     # The last row of `levels_of` is the workspace of the optimizer's step.
     levels[MemoryClass.WORKSPACE] += levels[-1]
