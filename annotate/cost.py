@@ -78,7 +78,7 @@ _BOUNDS = {
     "per_gpu_hour": _Bounds(0, 1e4, "the price of one GPU for an hour"),
     "per_gpu": _Bounds(1, 1e7, "the price of one GPU with its share of the server"),
     "years": _Bounds(0.1, 30, "the years until it is written off"),
-    "residual_fraction": _Bounds(0, 0.99, "the part of the price it is worth then"),
+    "residual_fraction": _Bounds(0, 0.99, "its value after that as a share of the price"),
     "busy_fraction": _Bounds(0.01, 1, "the share of the time in which it works"),
     "upkeep_fraction_per_year": _Bounds(0, 1, "yearly upkeep as a part of the price"),
     "per_kwh": _Bounds(0, 100, "the price of a kWh"),
@@ -94,18 +94,18 @@ def load_prices(path: Path) -> Prices:
         FormatError: it cannot be read, lacks a field, or a figure is out of range.
     """
     try:
-        found = msgspec.convert(load_toml(path), Prices)
+        prices = msgspec.convert(load_toml(path), Prices)
     except msgspec.ValidationError as error:
         raise FormatError(f"{path}: {error}", code="prices-malformed") from None
-    for sort, table in (("rent", found.rent), ("own", found.own)):
+    for way, table in (("rent", prices.rent), ("own", prices.own)):
         for gpu, entry in table.items():
             for name, value in msgspec.structs.asdict(entry).items():
-                _check(f"{path}: {sort}.{gpu}.{name}", name, value)
-    if not found.rent and not found.own:
+                _check(f"{path}: {way}.{gpu}.{name}", name, value)
+    if not prices.rent and not prices.own:
         raise FormatError(
             f"{path}: lists no price; give [rent.GPU] or [own.GPU] tables", code="prices-empty"
         )
-    return found
+    return prices
 
 
 def _check(where: str, name: str, value: object) -> None:
@@ -124,11 +124,11 @@ def _check(where: str, name: str, value: object) -> None:
         )
 
 
-HOURS_PER_YEAR = 8766
+HOURS_PER_YEAR = 8766  # 365.25 days
 
 
 class CostLine(msgspec.Struct, frozen=True):
-    """A figure of a reckoning: its name, its value with unit, and how it is known."""
+    """A figure of a cost calculation: its name, its value with unit, and its source."""
 
     name: str
     value: float
@@ -137,14 +137,14 @@ class CostLine(msgspec.Struct, frozen=True):
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """What a step costs one way.
+    """The cost of a step on rented or on owned GPUs.
 
     Attributes:
         way: "rent" or "own".
         per_gpu_hour: price of a GPU-hour.
-        per_step: of all GPUs.
-        per_million_tokens: of trained tokens; None where their number is not known.
-        lines: the reckoning.
+        per_step: price of a step on all GPUs.
+        per_million_tokens: price of a million trained tokens; None if their number is not known.
+        lines: the calculation.
     """
 
     way: str
@@ -160,14 +160,14 @@ class CostReport(Displayed, msgspec.Struct, frozen=True):
     Attributes:
         gpu: name of the description.
         gpus: GPUs of the job.
-        currency: of all prices.
+        currency: currency of all prices.
         prices_date: date of the price list.
         step_ns: duration of the step.
-        step_source: where that is from.
-        tokens: trained in a step by all GPUs; None when not known.
-        tokens_source: where that is from.
-        bills: one for each way the price list knows.
-        notes: what a reader should know.
+        step_source: source of the duration.
+        tokens: tokens that all GPUs train in a step; None if not known.
+        tokens_source: source of the tokens.
+        bills: one per way to pay that the price list has.
+        notes: statements on the quality of the result.
     """
 
     gpu: str
@@ -183,7 +183,7 @@ class CostReport(Displayed, msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the bill is for: GPUs, the step's duration and its tokens, each with its source."""
+    """The job to price: GPUs, the step's duration and its tokens, with their sources."""
 
     gpus: int
     step_ns: int
@@ -195,26 +195,28 @@ class Job(msgspec.Struct, frozen=True):
 def report_cost(
     gpu: Gpu, job: Job, prices: Prices, path: Path, energy: Callable[[], EnergyReport]
 ) -> CostReport:
-    """Return the cost of a step, for each way to pay that the price list has for the GPU.
+    """Return the cost of a step for each way to pay that the price list has for the GPU.
 
     Args:
         gpu: the GPU of the job.
         job: GPUs, step and tokens.
         prices: the price list.
         path: its name, for errors and sources.
-        energy: computes the energy of a step; called only if power is paid for.
+        energy: computes the energy of a step; called only if the owner pays for power.
 
     Raises:
         AnnotateError: the list has no price for the GPU, or its power is not known.
     """
     name = gpu.name.partition(" (")[0]
-    said = f"{path.name}, {prices.date.isoformat()}"
+    list_text = f"{path.name}, {prices.date.isoformat()}"
     bills: list[Bill] = []
     if rent := prices.rent.get(name):
-        line = CostLine("GPU-hour", rent.per_gpu_hour, prices.currency, f"{said}: {rent.source}")
+        line = CostLine(
+            "GPU-hour", rent.per_gpu_hour, prices.currency, f"{list_text}: {rent.source}"
+        )
         bills.append(_bill("rent", rent.per_gpu_hour, job, (line,)))
     if own := prices.own.get(name):
-        lines = _own_lines(own, prices.currency, said, energy())
+        lines = _own_lines(own, prices.currency, list_text, energy())
         hourly = sum(line.value for line in lines if line.unit == f"{prices.currency}/h")
         bills.append(_bill("own", hourly, job, tuple(lines)))
     if not bills:
@@ -223,10 +225,10 @@ def report_cost(
             f"{path}: no price for {name}; it has prices for {known}", code="prices-no-gpu"
         )
     notes = [
-        "the step is as long as this rank's: what a slower rank or the network adds is not in it"
+        "the step is as long as this rank's; time for a slower rank or the network is not included"
     ]
     if job.tokens is None:
-        notes.append("how many tokens a step trains is not known: give `--tokens`")
+        notes.append("the number of tokens per step is not known: give `--tokens`")
     return CostReport(
         gpu=gpu.name,
         gpus=job.gpus,
@@ -247,28 +249,28 @@ def _bill(way: str, hourly: float, job: Job, lines: tuple[CostLine, ...]) -> Bil
     return Bill(way, hourly, step, None if not tokens else step / tokens * 1e6, lines)
 
 
-def _own_lines(own: Own, currency: str, said: str, energy: EnergyReport) -> list[CostLine]:
-    """Return the figures of owning a GPU; those in currency an hour add up."""
-    source = f"{said}: {own.source}"
+def _own_lines(own: Own, currency: str, list_text: str, energy: EnergyReport) -> list[CostLine]:
+    """Return the figures of an owned GPU; those in currency per hour add up to its price."""
+    source = f"{list_text}: {own.source}"
     hours = own.years * HOURS_PER_YEAR * own.busy_fraction
     written_off = own.per_gpu * (1 - own.residual_fraction)
     upkeep = own.per_gpu * own.upkeep_fraction_per_year
     watts = energy.mean_power_mw / 1e3
     site = (watts + own.host_w) * own.power_usage_effectiveness
-    each = f"{currency}/h"
+    unit = f"{currency}/h"
     return [
         CostLine("price", own.per_gpu, currency, source),
         CostLine(
             "capital",
             written_off / hours,
-            each,
+            unit,
             f"{own.per_gpu:g} x (1 - {own.residual_fraction:g}) / ({own.years:g} years x "
             f"{HOURS_PER_YEAR} h x {own.busy_fraction:g} busy)",
         ),
         CostLine(
             "upkeep",
             upkeep / (HOURS_PER_YEAR * own.busy_fraction),
-            each,
+            unit,
             f"{own.per_gpu:g} x {own.upkeep_fraction_per_year:g} a year / ({HOURS_PER_YEAR} h x "
             f"{own.busy_fraction:g} busy)",
         ),
@@ -276,7 +278,7 @@ def _own_lines(own: Own, currency: str, said: str, energy: EnergyReport) -> list
         CostLine(
             "power",
             site / 1e3 * own.per_kwh,
-            each,
+            unit,
             f"({watts:.0f} + {own.host_w:g} host) W x {own.power_usage_effectiveness:g} x "
             f"{own.per_kwh:g} {currency}/kWh",
         ),

@@ -16,11 +16,13 @@ from onerank.ir.job.microbenchmarks import SustainedCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 
+# Least calls with a power for a fit of the five coefficients.
 _FEWEST = 8
 
 
 F64 = npt.NDArray[np.float64]
 
+# Start of the fit: figures near the H200's coefficients in `models/power.toml`.
 _START = (0.2, 0.3, 0.8, 0.3, 5.0)
 
 _STEPS = 500
@@ -32,10 +34,10 @@ class Powers:
 
     Attributes:
         gpu: its description.
-        use: what each uses of it, see `power.utilization`, float64[d, 5].
+        use: utilization by each call, see `power.utilization`, float64[d, 5].
         share: measured power over the power limit, float64[d].
-        duration_s: float64[d].
-        names: operator, or class, of each.
+        duration_s: duration of each call, float64[d].
+        names: operator or class of each call.
     """
 
     gpu: Gpu
@@ -45,115 +47,117 @@ class Powers:
     names: tuple[str, ...]
 
     def only(self, where: npt.NDArray[np.bool_]) -> "Powers":
-        """Return some of the calls."""
+        """Return the calls at `where`, bool[d]."""
         names = tuple(name for name, kept in zip(self.names, where.tolist(), strict=True) if kept)
         return Powers(self.gpu, self.use[where], self.share[where], self.duration_s[where], names)
 
 
-def fit(given: list[Powers]) -> F64:
-    """Return the coefficients, float64[5], of share = min(1, `power.power_share`), none below 0.
+def fit(measured: list[Powers]) -> F64:
+    """Return the coefficients, each at least 0, of share = min(1, `power.power_share`), float64[5].
 
-    Levenberg-Marquardt on the squared relative error; at the limit the model has no slope.
+    Levenberg-Marquardt on the squared relative error, since SciPy is no dependency at run time.
     """
-    use = np.concatenate([one.use for one in given])
-    share = np.concatenate([one.share for one in given])
+    use = np.concatenate([calls.use for calls in measured])
+    share = np.concatenate([calls.share for calls in measured])
     damping = 1e-3
-    found: F64 = np.array(_START)
-    error = np.minimum(1, use @ found) / share - 1
+    x: F64 = np.array(_START)
+    error = np.minimum(1, use @ x) / share - 1
     for _ in range(_STEPS):
-        slope = use * ((use @ found) < 1)[:, None] / share[:, None]
+        slope = use * ((use @ x) < 1)[:, None] / share[:, None]
         normal = slope.T @ slope
         ridge = damping * np.diag(np.diag(normal) + 1e-9)
-        tried = np.maximum(0, found + np.linalg.solve(normal + ridge, -slope.T @ error))
-        left = np.minimum(1, use @ tried) / share - 1
-        gain = float(error @ error - left @ left)
+        trial = np.maximum(0, x + np.linalg.solve(normal + ridge, -slope.T @ error))
+        trial_error = np.minimum(1, use @ trial) / share - 1
+        gain = float(error @ error - trial_error @ trial_error)
         if gain > 0:
-            found, error, damping = tried, left, damping / 3
+            x, error, damping = trial, trial_error, damping / 3
             if gain < 1e-10 * float(error @ error):
                 break
         else:
             damping *= 4
             if damping > 1e12:
                 break
-    return found
+    return x
 
 
 def described(
     like: Gpu,
-    held: Sequence[SustainedCall],
-    others: Mapping[str, float | None],
+    calls: Sequence[SustainedCall],
+    figures: Mapping[str, float | None],
     source: str,
     date: str,
 ) -> Gpu:
-    """Return the description of a GPU that was measured.
+    """Return the description of a measured GPU.
 
     Sustained fractions are medians over large GEMMs. The power model's coefficients are fitted to
     bf16 GEMMs and to calls that move memory.
 
     Args:
-        like: provides the datasheet's figures, and figures that were not measured.
-        held: sustained calls.
-        others: measured figures, None if a measurement was impossible.
+        like: description with the datasheet's figures, and figures that were not measured.
+        calls: sustained calls.
+        figures: measured figures, None if a measurement was impossible.
         source: how everything was measured.
         date: of the measurement.
 
     Raises:
         TargetError: a measured figure is outside its range, so `like` describes another GPU.
     """
-    values = {name: value for name, value in others.items() if value is not None}
-    values |= _fractions(like, held)
-    made = _with(like, values, source, date)
-    powers = _powers(made, held)
+    values = {name: value for name, value in figures.items() if value is not None}
+    values |= _fractions(like, calls)
+    gpu = _with(like, values, source, date)
+    powers = _powers(gpu, calls)
     if powers is None:
-        return made
+        return gpu
     names = (f"power_{name}" for name in Coefficients.__struct_fields__)
-    return _with(made, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
+    return _with(gpu, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
 
 
-def _fractions(like: Gpu, held: Sequence[SustainedCall]) -> dict[str, float]:
-    """Return the sustained part of each peak that the description has."""
-    found: dict[str, float] = {}
-    for unit in dict.fromkeys(one.unit for one in held if one.unit):
+def _fractions(like: Gpu, calls: Sequence[SustainedCall]) -> dict[str, float]:
+    """Return the sustained fraction of each peak in the description, from large GEMMs."""
+    fractions: dict[str, float] = {}
+    for unit in dict.fromkeys(call.unit for call in calls if call.unit):
         name = "vector_sustained_fraction" if unit == "fp32" else f"{unit}_sustained_fraction"
         dtype = "float32" if unit == "fp32" else _DTYPES[unit]
         peak = like.peak_tensor_flops_per_s(dtype)
         large = [
-            one.flops / one.median_ns * 1e9
-            for one in held
-            if one.unit == unit and min(one.sizes) >= 4096
+            call.flops / call.median_ns * 1e9
+            for call in calls
+            if call.unit == unit and min(call.sizes) >= 4096
         ]
         if peak is not None and large:
-            found[name] = float(np.median(large)) / peak
-    return found
+            fractions[name] = float(np.median(large)) / peak
+    return fractions
 
 
-def _powers(gpu: Gpu, held: Sequence[SustainedCall]) -> Powers | None:
-    """Return what the power model is fitted to; None where too few calls have a power."""
+def _powers(gpu: Gpu, calls: Sequence[SustainedCall]) -> Powers | None:
+    """Return the calls to fit the power model to; None if too few have a power."""
     rate, limit = gpu.tensor_flops_per_s("bfloat16"), gpu.tdp_w
-    kept = [(one, one.power_w) for one in held if one.power_w and one.unit in ("bf16", "")]
-    if rate is None or limit is None or len(kept) < _FEWEST:
+    selected = [
+        (call, call.power_w) for call in calls if call.power_w and call.unit in ("bf16", "")
+    ]
+    if rate is None or limit is None or len(selected) < _FEWEST:
         return None
-    seconds = np.array([one.median_ns * 1e-9 for one, _ in kept])
-    product = np.array([one.unit != "" for one, _ in kept])
-    flops = np.array([one.flops for one, _ in kept], dtype=np.float64)
-    moved = np.array([one.nbytes for one, _ in kept], dtype=np.float64)
+    seconds = np.array([call.median_ns * 1e-9 for call, _ in selected])
+    product = np.array([call.unit != "" for call, _ in selected])
+    flops = np.array([call.flops for call, _ in selected], dtype=np.float64)
+    moved = np.array([call.nbytes for call, _ in selected], dtype=np.float64)
     use = utilization(
         seconds, np.where(product, flops / rate, 0), moved, np.where(product, 0, flops), gpu
     )
-    share = np.array([watts for _, watts in kept]) / limit
-    return Powers(gpu, use, share, seconds, tuple(one.unit for one, _ in kept))
+    share = np.array([watts for _, watts in selected]) / limit
+    return Powers(gpu, use, share, seconds, tuple(call.unit for call, _ in selected))
 
 
 def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
     """Return the description with measured figures.
 
     Raises:
-        TargetError: one is outside what can be.
+        TargetError: a figure is out of range.
     """
     measured = {
         name: Figure(float(f"{value:.4g}"), "bench", "measured") for name, value in values.items()
     }
-    made = msgspec.structs.replace(
+    described = msgspec.structs.replace(
         gpu,
         name=f"{gpu.board} (measured {date})",
         aliases=(),
@@ -161,15 +165,13 @@ def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
         figures={**gpu.figures, **measured},
     )
     try:
-        check_gpu(made)
+        check_gpu(described)
     except TargetError as error:
         raise TargetError(
-            f"measured: {error}. Is it the description of another GPU? Give --base-gpu with the "
-            "right "
-            "one",
+            f"measured: {error}\n  give the description of this GPU with --base-gpu",
             code="gpu-measurement-mismatch",
         ) from None
-    return made
+    return described
 
 
 def to_toml(gpu: Gpu) -> str:
@@ -178,7 +180,7 @@ def to_toml(gpu: Gpu) -> str:
     if gpu.compute_capability:
         lines.append(f"compute_capability = {_text(gpu.compute_capability)}")
     if gpu.aliases:
-        lines.insert(1, f"aliases = [{', '.join(_text(one) for one in gpu.aliases)}]")
+        lines.insert(1, f"aliases = [{', '.join(_text(alias) for alias in gpu.aliases)}]")
     used = {figure.source for figure in gpu.figures.values()}
     lines += ["", "[sources]"]
     lines += [f"{key} = {_text(text)}" for key, text in gpu.sources.items() if key in used]
@@ -190,5 +192,5 @@ def to_toml(gpu: Gpu) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a TOML string; JSON's escapes are among TOML's."""
+    """Return a TOML string: every JSON string is one."""
     return msgspec.json.encode(value).decode()

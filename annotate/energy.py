@@ -23,43 +23,46 @@ from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 SETTLED_S = 1.5
-"""Seconds of steps after which a board's sensor shows their power."""
+"""Seconds of steps after which a board's sensor shows their power.
+
+An H200's sensor still showed earlier work after 0.6 s.
+"""
 
 
 def interval_notes(graph: Graph, gpu: Gpu, model: PowerModel) -> tuple[str, ...]:
-    """Return what the coefficients were fitted to, and what the step's interval holds."""
+    """Return notes on the data of the coefficients and on the errors in the step's interval."""
     shorter, longer = time_ends(graph)
     notes = (
         _fitted_on(gpu, model),
-        f"the step's interval is the largest error of summed energy that was not fitted to: "
+        f"the step's interval is the largest error of summed energy outside the fit: "
         f"{model.step_errors}",
     )
     if longer > 1:
         times = f"x {shorter:.3f} to x {longer:.3f}"
-        return *notes, f"and the interval of the predicted times, {times}, beside it"
+        return *notes, f"the step's interval includes the interval of the predicted times, {times}"
     if graph.job.annotations and _predicted(graph):
-        return *notes, "how sure the predicted times are is not known, and not in the interval"
+        return *notes, "the interval does not include the error of predicted times: it is unknown"
     return notes
 
 
 def limit_notes(wanted_w: float | None, tdp_w: float) -> tuple[str, ...]:
-    """Return what the kernels would draw while busy, where the limit holds them back."""
+    """Return a note if the power limit slows the step; `wanted_w` is the power without it."""
     if wanted_w is None:
         return ()
     return (
-        f"the power limit holds the step back: its kernels would draw {wanted_w:.0f} W while busy, "
-        f"and the limit is {tdp_w:g} W",
+        f"the step is at the power limit: its kernels would draw {wanted_w:.0f} W while busy, and "
+        f"the limit is {tdp_w:g} W",
     )
 
 
 def sensor_notes(graph: Graph) -> tuple[str, ...]:
-    """Return a note if the sensor was read for too short a time to show the step's power."""
+    """Return a note if the sensor was read too briefly to show the step's power."""
     window = sum(graph.job.measurement.step_ns) * 1e-9
     if measured_mw(graph) is None or window >= SETTLED_S:
         return ()
     return (
-        f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
-        f"0.6 s: --timed-steps for {SETTLED_S:g} s or more tells the step's power",
+        f"the sensor was read over {window:.1f} s of steps, and shows earlier work for some 0.6 s: "
+        f"capture with --timed-steps for {SETTLED_S:g} s or more",
     )
 
 
@@ -80,7 +83,7 @@ def measured_mw(graph: Graph) -> int | None:
 
 
 def time_ends(graph: Graph) -> tuple[float, float]:
-    """Return between how many times its prediction the compute's time lies, 1 and 1 if measured."""
+    """Return the interval of the compute time as factors on the prediction; 1 and 1 if measured."""
     last = graph.job.annotations[-1].details if graph.job.annotations else {}
     low, high = last.get("interval", (1, 1))
     middle = float(np.sqrt(float(low) * float(high)))
@@ -105,7 +108,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class ClassEnergy(msgspec.Struct, frozen=True):
-    """Energy of the nodes of a class, and their mean power."""
+    """Energy and mean power of the nodes of a class."""
 
     op_class: str
     nodes: int
@@ -164,7 +167,7 @@ class EnergyReport(Displayed, msgspec.Struct, frozen=True):
 
 
 class PowerTimeline(msgspec.Struct, frozen=True):
-    """How long a step takes, and how long of it the GPU is busy, in ns."""
+    """Duration of a step and of its busy part in ns, and their source."""
 
     step_ns: int
     busy_ns: int
@@ -196,13 +199,13 @@ def report_energy(
     tdp, idle = _limits(gpu)
     model = model or power_model()
     links = _nvlink_active_w(graph)
-    found = op_costs_of(graph)
-    kernels = KernelFeatures.of(graph, found)
+    costs = op_costs_of(graph)
+    kernels = KernelFeatures.of(graph, costs)
     timed = kernels.duration_ns > 0
     if not timed.any():
         raise AnnotateError(
-            "no compute node has a duration, so there is no energy to reckon; annotate the trace "
-            "for a GPU first",
+            "no compute node has a duration, so its energy is unknown\n"
+            "  annotate the trace for a GPU first",
             code="energy-no-durations",
         )
     c = coefficients_of(gpu, model)
@@ -218,7 +221,7 @@ def report_energy(
     less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     wanted_w = busy.wanted_uj / course.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
-    index, energy = found.index[timed], busy.each_uj[timed]
+    index, energy = costs.index[timed], busy.each_uj[timed]
     low, high = _node_ends(graph, index, model)
     return EnergyReport(
         gpu=gpu.name,
@@ -235,7 +238,7 @@ def report_energy(
         step_high_uj=round(step * (1 + more)),
         mean_power_mw=round(step / course.step_ns * 1e6) if course.step_ns else 0,
         measured_power_mw=measured_mw(graph),
-        classes=_classes(found.op_class[timed], kernels.duration_ns[timed], energy),
+        classes=_classes(costs.op_class[timed], kernels.duration_ns[timed], energy),
         node_ids=tuple(graph.nodes.id[index].tolist()),
         node_uj=_whole(energy),
         node_low_uj=_whole(energy * np.exp(-low)),
@@ -253,9 +256,9 @@ class _Busy(NamedTuple):
     """Energy of the busy time of a GPU.
 
     Attributes:
-        each_uj: of each compute node, float64[n].
-        uj: of the whole busy time, communication included.
-        wanted_uj: without the power limit.
+        each_uj: energy of each compute node, float64[n].
+        uj: energy of the whole busy time, including communication.
+        wanted_uj: the same without the power limit.
     """
 
     each_uj: F64
@@ -266,22 +269,25 @@ class _Busy(NamedTuple):
 def _held_back(
     duration_ns: F64, above_uj: F64, base: float, tdp: float, course: PowerTimeline
 ) -> _Busy:
-    """Return what nodes draw where the power limit holds the mean of the busy time back.
+    """Return the energy of nodes under the power limit, which applies to the busy time's mean.
+
+    The limit applies to a mean over hundredths of a second, far longer than a kernel, so single
+    kernels may exceed it (see `power.power_share`).
 
     Args:
-        duration_ns: of each node, float64[n].
-        above_uj: what each draws above the base, float64[n].
-        base: power of anything that runs, as a share of the limit.
+        duration_ns: duration of each node, float64[n].
+        above_uj: energy of each above the base, float64[n].
+        base: base power as a share of the limit.
         tdp: the limit in W.
-        course: how long the GPU is busy.
+        course: busy time of the GPU.
     """
     least, limit = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
     wanted = used = least + above_uj.sum()
     if wanted > limit > 0:
         used = limit
         above_uj = above_uj * ((limit - least) / above_uj.sum())
-    own = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
-    return _Busy(own + above_uj, used, wanted)
+    base_uj = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
+    return _Busy(base_uj + above_uj, used, wanted)
 
 
 def _nvlink_active_w(graph: Graph) -> float:
@@ -291,9 +297,9 @@ def _nvlink_active_w(graph: Graph) -> float:
 
 
 def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
-    """Return how far below and above each node's energy its interval reaches, in ln.
+    """Return the distances in ln from each node's energy down and up to its interval's ends.
 
-    What the power model is off, and what a predicted time is.
+    They combine the errors of the power model and of the predicted time, which are independent.
     """
     nodes, ns = graph.nodes, graph.nodes.duration_ns[index]
     p10_ns, p90_ns = nodes.p10_ns[index], nodes.p90_ns[index]
@@ -322,10 +328,12 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
 def _classes(codes: npt.NDArray[np.uint8], ns: F64, uj: F64) -> tuple[ClassEnergy, ...]:
     size = len(CLASSES)
     counts = np.bincount(codes, minlength=size).tolist()
-    times, energies = (np.bincount(codes, weights=one, minlength=size).tolist() for one in (ns, uj))
+    times, energies = (
+        np.bincount(codes, weights=weights, minlength=size).tolist() for weights in (ns, uj)
+    )
     rows = [
-        ClassEnergy(one.value, count, round(time), round(energy), round(energy / time * 1e6))
-        for one, count, time, energy in zip(CLASSES, counts, times, energies, strict=True)
+        ClassEnergy(op_class.value, count, round(time), round(energy), round(energy / time * 1e6))
+        for op_class, count, time, energy in zip(CLASSES, counts, times, energies, strict=True)
         if count
     ]
     return tuple(sorted(rows, key=lambda row: -row.energy_uj))

@@ -33,7 +33,7 @@ class Explanation:
         node: its id.
         name: its name.
         duration_ns: the predicted duration.
-        lines: the terms as text, with what else the prediction used, in the order of the formulas.
+        lines: (name, text) of the terms and of other inputs, in the order of the formulas.
         terms: the duration as a tree of terms; None for a node that launches nothing.
     """
 
@@ -55,7 +55,7 @@ def explain(
 ) -> Explanation:
     """Return how `recost` predicts the duration of one node of a captured graph.
 
-    The graph is re-costed as `recost` does it; the terms are those that it recorded of the node.
+    The graph is re-costed with `recost`, which records the terms of the node.
 
     Args:
         graph: as for `recost`, not re-costed yet.
@@ -91,9 +91,9 @@ def explain_nodes(
     check_measured(graph)
     if is_counted(graph):
         raise AnnotateError(
-            "the trace's nodes have counts of work and no times; each takes the launch floor and "
-            "the longer of num_ops at the target's rate and tensor_size at its bandwidth, and "
-            "nothing else is known to explain",
+            "the trace's nodes have counts of work and no times: each takes the launch floor plus "
+            "the longer of num_ops at the target's rate and tensor_size at its bandwidth, so there "
+            "are no other terms",
             code="explain-counted-work",
         )
     gpu = load_gpu(target) if isinstance(target, str) else target
@@ -130,8 +130,8 @@ def _row_of(graph: Graph, costs: OpCosts, node: int) -> int:
     rows = np.flatnonzero(graph.nodes.id[costs.index] == np.uint64(node))
     if not len(rows):
         raise AnnotateError(
-            f"no compute node has the id {node}; `onerank show --text` lists them, and host "
-            "operators and communication are not re-costed",
+            f"no compute node has the id {node}; host operators and communication are not "
+            "re-costed\n  `onerank show --text` lists the ids",
             code="explain-unknown-node",
         )
     return int(rows[0])
@@ -210,20 +210,20 @@ def _wave_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
     return [
         (
             "waves",
-            f"{tiles:.0f} {what}: {waves[0]}, {waves[1]}; a part of a wave takes as long as one; "
-            f"an SM does {peaks[1]:.2f} TFLOP/s at the peak, {peaks[0]:.2f} as described",
+            f"{tiles:.0f} {what}: {waves[0]}, {waves[1]}; a partial wave takes as long as a full "
+            f"one; an SM does {peaks[1]:.2f} TFLOP/s at the peak, {peaks[0]:.2f} as described",
         )
     ]
 
 
 def _coefficient_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
-    """Return what the tiles' coefficients were fitted to, and how far the target is from it."""
+    """Return the data of the tile model's coefficients, and the target's distance from them."""
     provenance = shipped().provenance
     data = "attention" if kernels.attention[int(kernels.call[row])][:7].all() else "gemm"
     distance = outside(target.as_described, shipped())
     return [
         ("coefficients", f"fitted {provenance['fitted']}: {provenance[data]}"),
-        ("distance", f"{target.name} is {distance:.2f} outside the GPUs fitted to"),
+        ("distance", f"{target.name} is {distance:.2f} outside the fitted GPUs"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tokens of a captured step: the ids that its model reads, and the number that it trains on."""
+"""Tokens of a captured step: the shape of its token ids, and the number of trained tokens."""
 
 import math
 from collections import Counter
@@ -12,23 +12,27 @@ from onerank.ir import Graph, Phase
 I64 = npt.NDArray[np.int64]
 
 _INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
-_FIRST = 400  # nodes of forward before the embedding, at most
+# Forward nodes that are searched for the embedding, from the start of the step.
+_FIRST = 400
 _GRADIENT = "aten::embedding_dense_backward"
 _EMBED = ("aten::embedding", "aten::index_select")
 _LOOK_UPS: tuple[dict[str, int], ...] = (
     {"aten::embedding": 1, "embedding": 1},
     {"aten::index_select": 2},
 )
-"""Operator -> which operand holds the indices; the second where no trace of the first is left."""
+"""Operator -> position of the indices. The second applies to traces without the first.
+
+A CPU's embedding is a selection by index.
+"""
 
 
 def token_ids(graph: Graph) -> list[tuple[int, int]]:
-    """Return (micro-batch, sequence) of the integer matrices that the step starts with.
+    """Return (micro-batch, sequence) of the integer matrices at the start of the step.
 
-    The embedding of a CPU takes token ids laid out flat: then they are the matrices of as many,
-    before it or behind, or else those that its gradient takes. Ranks of a cp axis hold a part of
-    each sequence; told is the whole one.
-    Several where the graph does not tell which are token ids, none where it has no such matrix.
+    The embedding of a CPU takes flat token ids. Then the result has the matrices with as many
+    elements before or after it, or else those of its gradient. Ranks of a cp axis have a part of
+    each sequence; the result has the length of the whole one. There are several results if the
+    graph does not distinguish token ids from other integers, and none without such a matrix.
     """
     nodes, strings = graph.nodes, graph.strings
     rows = np.flatnonzero((nodes.input_shapes > 0) & (nodes.phase == Phase.FORWARD))
@@ -42,60 +46,63 @@ def token_ids(graph: Graph) -> list[tuple[int, int]]:
         if not tokens and strings[int(nodes.op[row])] in _EMBED:
             tokens = math.prod(shapes[-1]) if shapes else 0
             before = set(seen)
-            if not tokens or any(math.prod(one) == tokens for one in seen):
+            if not tokens or any(math.prod(shape) == tokens for shape in seen):
                 break
-    fits = {one for one in seen if not tokens or math.prod(one) == tokens}
+    fits = {shape for shape in seen if not tokens or math.prod(shape) == tokens}
     text = fits or before or set(seen) or _of_gradients(graph)
-    shifted = {(batch, length + 1) for batch, length in text}  # labels, padded for their shift
+    # transformers pads labels by one token before it shifts them.
+    shifted = {(batch, length + 1) for batch, length in text}
     return [(batch, length * parts) for batch, length in text if (batch, length) not in shifted]
 
 
 def _of_gradients(graph: Graph) -> set[tuple[int, int]]:
-    """Return (micro-batch, sequence) of the indices that gradients of embeddings take."""
+    """Return (micro-batch, sequence) of the indices of embedding gradients."""
     nodes, strings = graph.nodes, graph.strings
     codes = [code for code in np.unique(nodes.op).tolist() if strings[code] == _GRADIENT]
     rows = np.flatnonzero(np.isin(nodes.op, codes) & (nodes.input_shapes > 0))
-    found = {shape for row in rows.tolist() for shape in _integers(graph, row)}
-    return {shape for shape in found if len(shape) == 2 and shape[1] > 1}
+    shapes = {shape for row in rows.tolist() for shape in _integers(graph, row)}
+    return {shape for shape in shapes if len(shape) == 2 and shape[1] > 1}
 
 
 def micro_batch_of(graph: Graph) -> int | None:
-    """Return of how many sequences a micro-batch is; None where the trace does not tell."""
-    found = {batch for batch, _ in token_ids(graph)}
-    return found.pop() if len(found) == 1 else None
+    """Return the number of sequences in a micro-batch; None if the trace does not show it."""
+    batches = {batch for batch, _ in token_ids(graph)}
+    return batches.pop() if len(batches) == 1 else None
 
 
 def tokens_of(graph: Graph) -> tuple[int | None, str]:
-    """Return the tokens a step trains on all ranks, from what the step looks up in its embedding.
+    """Return (tokens that all ranks train in a step, source) from the embedding's look-ups.
 
-    The looked-up indices of forward's largest embedding, times the ranks that hold other data (dp)
-    or another part of the sequence (cp). None where the graph has no embedding.
+    These are the indices of the forward's largest embedding, times the ranks with other data (dp)
+    or another part of the sequence (cp). None without an embedding.
     """
     rows = np.flatnonzero(graph.nodes.phase == Phase.FORWARD)
-    found = next(filter(None, (_looked_up(graph, rows, one) for one in _LOOK_UPS)), None)
-    if found is None:
+    counts = next(
+        filter(None, (_looked_up(graph, rows, operators) for operators in _LOOK_UPS)), None
+    )
+    if counts is None:
         return None, "not known"
-    own = max(found.values())
+    tokens = max(counts.values())
     sizes = graph.job.world.sizes
     copies = sizes.get("dp", 1) * sizes.get("cp", 1)
-    text = f"{own} looked up in the embedding by this rank"
-    return own * copies, text if copies == 1 else f"{text} x {copies} ranks (dp x cp)"
+    text = f"{tokens} looked up in the embedding by this rank"
+    return tokens * copies, text if copies == 1 else f"{text} x {copies} ranks (dp x cp)"
 
 
 def _looked_up(graph: Graph, rows: I64, operators: dict[str, int]) -> dict[tuple[int, ...], int]:
-    """Return per shape of a table how many indices were looked up in it."""
+    """Return shape of an embedding table -> number of indices looked up in it."""
     nodes, strings = graph.nodes, graph.strings
     names = np.unique(nodes.name[rows]).tolist()
-    found: dict[tuple[int, ...], int] = {}
+    counts: dict[tuple[int, ...], int] = {}
     for code in [code for code in names if strings[code] in operators]:
         at = operators[strings[code]]
-        given = nodes.input_shapes[rows[nodes.name[rows] == code]]
-        for text, count in zip(*np.unique(given, return_counts=True), strict=True):
+        shape_codes = nodes.input_shapes[rows[nodes.name[rows] == code]]
+        for text, count in zip(*np.unique(shape_codes, return_counts=True), strict=True):
             shapes: list[list[int]] = msgspec.json.decode(strings[int(text)] or "[]")
             if len(shapes) > at and shapes[0] and shapes[at]:
                 weight = tuple(shapes[0])
-                found[weight] = found.get(weight, 0) + int(count) * math.prod(shapes[at])
-    return found
+                counts[weight] = counts.get(weight, 0) + int(count) * math.prod(shapes[at])
+    return counts
 
 
 def _integers(graph: Graph, row: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 
-_WIDE = 1 << 20  # a table of so many entries costs nothing beside a million rows
+# Least size of the table of combinations; it adds little to the time of a million rows.
+_WIDE = 1 << 20
 
 
 def combine(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
@@ -37,11 +38,11 @@ def combine(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
 
 
 def _in_range(values: npt.NDArray[Any], table: int) -> tuple[I64, int]:
-    """Return (values in the same order from 0 on, what all are below).
+    """Return (values shifted or ranked to start at 0 in the same order, exclusive upper bound).
 
-    Values of a small range, as codes and ids are, keep their distances; those of one wider than
-    `table` become ranks.
+    Values within a range of `table`, such as codes and ids, are shifted; others become ranks.
     """
+    # A shift avoids the sort of `np.unique`.
     least, most = int(values.min()), int(values.max())
     if most - least < table:
         return values.astype(np.int64, copy=False) - least, most - least + 1
@@ -50,7 +51,7 @@ def _in_range(values: npt.NDArray[Any], table: int) -> tuple[I64, int]:
 
 
 def _rank(values: I64, below: int) -> tuple[I64, int]:
-    """Return (values replaced by their rank among the distinct ones, how many those are)."""
+    """Return (rank of each value among the distinct ones, number of distinct values)."""
     seen = np.zeros(below, dtype=bool)
     seen[values] = True
     distinct = np.flatnonzero(seen)

@@ -1,7 +1,7 @@
 """Estimate what a datasheet does not state: achievable bandwidth, sustained rates, launch floor.
 
-A description may hold datasheet figures alone. The figures that only a measurement gives are then
-estimated from the GPUs whose GEMMs and attention were measured in one campaign (`REFERENCES`), and
+A description may have only datasheet figures. The figures that only a measurement gives are then
+estimated from GPUs whose GEMMs and attention were measured in one campaign (`REFERENCES`), and
 `Gpu.by_datasheet` is true. Predictions for such a GPU have the errors of these estimates, measured
 with the target's die family left out (`datasheet_errors` in `models/coefficients.toml`).
 """
@@ -34,8 +34,8 @@ _SOURCE_TEXT = (
 # N5 needs 30% less than N7 (TSMC, 2020). Ampere's A100 is in N7.
 _NODE_POWER = {"ampere": 1 / 0.7}
 
-# No reference sustains more than 0.79 of its bf16 peak. Above 0.9 the power limit is not what
-# holds GEMMs back (H20, GeForce cards: 0.93 to 1.0 of the peak), so the estimate stops there.
+# No reference sustains more than 0.79 of its bf16 peak. Above 0.9 the power limit does not limit
+# GEMMs (H20, GeForce cards: 0.93 to 1.0 of the peak), so the estimate stops there.
 _MOST_SUSTAINED = 0.9
 
 
@@ -113,14 +113,14 @@ def mean_over_families(gpus: Sequence[Gpu], figure: Callable[[Gpu], float]) -> f
 def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:
     """Return the fraction of the peak that the power limit lets long GEMMs sustain.
 
-    Power goes with rate * voltage^2, and voltage with the clock. The part x of peak and clock at
-    which the limit is met therefore satisfies
+    Power is proportional to rate * voltage^2, and voltage to the clock. The fraction x of peak and
+    clock at which power meets the limit therefore satisfies
 
-        node's power * peak * clock^2 * x^3 = limit * what a GEMM needs
+        power of the process node * peak * clock^2 * x^3 = limit / need of a GEMM
 
-    What a GEMM needs is known from GPUs whose matrix units are fed in the same way: the larger
-    tiles of newer units move fewer operands. Without a 16-bit peak or a power limit in the
-    description the result is the mean of the references' fractions.
+    The need of a GEMM comes from GPUs whose matrix units are fed in the same way: the larger tiles
+    of newer units move fewer operands. Without a 16-bit peak or a power limit in the description
+    the result is the mean of the references' fractions.
 
     Args:
         target: its peak, boost clock, power limit and architecture are read.
@@ -130,14 +130,14 @@ def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:
     if share is None:
         return mean_over_families(references, _bf16_fraction)
     asynchronous = target.architecture in ASYNCHRONOUS
-    alike = [gpu for gpu in references if (gpu.architecture in ASYNCHRONOUS) == asynchronous]
+    same_feeding = [gpu for gpu in references if (gpu.architecture in ASYNCHRONOUS) == asynchronous]
 
     def need(gpu: Gpu) -> float:
         reference_share = _power_share(gpu)
         assert reference_share is not None, f"{gpu.name} is a reference without peak or tdp_w"
         return _bf16_fraction(gpu) / reference_share
 
-    return min(_MOST_SUSTAINED, mean_over_families(alike or references, need) * share)
+    return min(_MOST_SUSTAINED, mean_over_families(same_feeding or references, need) * share)
 
 
 def _bf16_fraction(gpu: Gpu) -> float:

@@ -7,8 +7,8 @@ count one direction. `Gpu` returns bytes, seconds, nanoseconds, hertz and watts.
 Two microbenchmarks of a minute calibrate a description: `measured_gemm_tflops` and
 `measured_skinny_gb_per_s`. GEMMs in 16 bits use them directly (see `models.calibration`).
 Everything else uses the geometric mean of `measured_gemm_tflops` and the sustained fraction: each
-is off by some 5%, independently of the other. `measured_copy_gb_per_s` replaces the memory's
-achievable fraction.
+has an independent error of some 5%. `measured_copy_gb_per_s` replaces the memory's achievable
+fraction.
 """
 
 import math
@@ -53,7 +53,8 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     figures: dict[str, Figure]
     aliases: tuple[str, ...] = ()
     compute_capability: str = ""
-    before: "Gpu | msgspec.UnsetType" = msgspec.UNSET  # so that JSON has nothing of it
+    # UNSET rather than None, so that JSON leaves the field out.
+    before: "Gpu | msgspec.UnsetType" = msgspec.UNSET
 
     def displayed_fields(self) -> dict[str, Any]:
         """Return what a row of a table of GPUs shows; `figures` has the rest."""
@@ -86,7 +87,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def board(self) -> str:
-        """The name without what `with_figures` added to it."""
+        """The name without the list of overrides that `with_figures` appends."""
         return self.name.split(" (", 1)[0]
 
     @property
@@ -96,7 +97,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capability(self) -> int | None:
-        """The compute capability as NCCL counts it, 86 for 8.6; None where none is known."""
+        """The compute capability as NCCL counts it, 86 for 8.6; None if not known."""
         return int(self.compute_capability.replace(".", "")) if self.compute_capability else None
 
     @property
@@ -109,7 +110,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def max_clock_hz(self) -> float:
-        """What the SMs run at in kernels that no limit holds."""
+        """The SM clock in kernels below the power limit."""
         return self._scaled("max_clock_mhz", 1e6) or self.clock_hz
 
     @property
@@ -122,7 +123,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """What a good kernel reaches of the memory bandwidth."""
+        """The memory bandwidth that a good kernel achieves."""
         measured = self._scaled("measured_copy_gb_per_s", 1e9)
         if measured is not None:
             return measured
@@ -130,7 +131,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bandwidth_figures(self) -> tuple[str, ...]:
-        """Names of the figures that `bandwidth_bytes_per_s` is made of."""
+        """Names of the figures in `bandwidth_bytes_per_s`."""
         if "measured_copy_gb_per_s" in self.figures:
             return ("measured_copy_gb_per_s",)
         return ("memory_bandwidth_gb_per_s", "memory_achievable_fraction")
@@ -147,7 +148,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def calibrated(self) -> bool:
-        """Whether both a large product and the memory were measured on this GPU, as described."""
+        """Whether both a large GEMM and the memory were measured on this GPU, as described."""
         compute = {"measured_gemm_tflops", "bf16_sustained_fraction", "fp16_sustained_fraction"}
         memory = {
             "measured_skinny_gb_per_s",
@@ -160,7 +161,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_datasheet(self) -> bool:
-        """Whether the description has datasheet figures alone, and estimates for the rest."""
+        """Whether the description has only datasheet figures, and estimates for the rest."""
         figures = self.as_described.figures.values()
         return not self.calibrated and any(f.source == ESTIMATE_SOURCE for f in figures)
 
@@ -183,40 +184,40 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def power_coefficients(self) -> tuple[float, ...] | None:
-        """Those of `models.power.Coefficients`, in order, where all were measured on this GPU."""
+        """`models.power.Coefficients` in order, if the description has all of them."""
         names = [f"power_{part}" for part in POWER_PARTS]
-        found = [self.figures[name].value for name in names if name in self.figures]
-        return tuple(found) if len(found) == len(names) else None
+        values = [self.figures[name].value for name in names if name in self.figures]
+        return tuple(values) if len(values) == len(names) else None
 
     @property
     def vector_flops_per_s(self) -> float | None:
-        """What float32 kernels hold on the vector units; None where the description has no rate."""
+        """The sustained float32 rate of the vector units; None if not described."""
         return self._sustained(VECTOR["fp32"])
 
     def peak_tensor_flops_per_s(self, dtype: str) -> float | None:
-        """The dense peak of a matmul in a torch dtype, or "tfloat32"; see `tensor_flops_per_s`."""
+        """Return the dense peak of a GEMM in a torch dtype or "tfloat32"; None without units."""
         unit = _UNIT_OF_DTYPE.get(dtype, "")
         matrix = self._scaled(TENSOR.get(unit, ""), 1e12)
         return self._scaled(VECTOR.get(unit, ""), 1e12) if matrix is None else matrix
 
     def tensor_flops_per_s(self, dtype: str) -> float | None:
-        """What large matmuls in a torch dtype hold, or in "tfloat32"; None if no unit takes it.
+        """Return the sustained rate of GEMMs in a torch dtype or "tfloat32"; None without units.
 
-        Matmuls in float32 and float64 run on the vector units of a GPU without such matrix units.
+        GEMMs in float32 and float64 run on the vector units of a GPU without such matrix units.
         """
         unit = _UNIT_OF_DTYPE.get(dtype, "")
         matrix = self._sustained(TENSOR.get(unit, ""))
         return self._sustained(VECTOR.get(unit, "")) if matrix is None else matrix
 
     def rate_figures(self, dtype: str) -> tuple[str, ...]:
-        """Names of the figures that `tensor_flops_per_s` of a type is made of; () without units."""
+        """Return the names of the figures in `tensor_flops_per_s` of a dtype; () without units."""
         unit = _UNIT_OF_DTYPE.get(dtype, "")
         peaks = (TENSOR.get(unit, ""), VECTOR.get(unit, ""))
         return next(((p, *self._parts_of(p)) for p in peaks if p in self.figures), ())
 
     @property
     def vector_figures(self) -> tuple[str, ...]:
-        """Names of the figures that `vector_flops_per_s` is made of; () where there is no rate."""
+        """Names of the figures in `vector_flops_per_s`; () without a rate."""
         peak = VECTOR["fp32"]
         return (peak, *self._parts_of(peak)) if peak in self.figures else ()
 
@@ -239,12 +240,12 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _parts_of(self, peak: str) -> list[str]:
         """Return the figures whose geometric mean is the sustained fraction of a peak."""
-        own, *_ = names = FRACTIONS[peak]
+        specific, *_ = names = FRACTIONS[peak]
         known = [name for name in names if name in self.figures][:1]
         if (
             _GEMM in self.figures
             and peak in TENSOR.values()
-            and (peak in SIXTEEN_BIT or own not in self.figures)
+            and (peak in SIXTEEN_BIT or specific not in self.figures)
         ):
             known.append(_GEMM)
         return known
@@ -254,6 +255,6 @@ _GEMM = "measured_gemm_tflops"
 
 
 def _measured_fraction(figures: dict[str, Figure]) -> float:
-    """Return measured over peak rate of a 16-bit product, which `check_gpu` found to be there."""
+    """Return measured over peak rate of a 16-bit GEMM; `check_gpu` ensures that a peak exists."""
     peak = next(figures[name].value for name in SIXTEEN_BIT if name in figures)
     return figures[_GEMM].value / peak

@@ -63,23 +63,23 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
 
 
 def gpu_names() -> list[str]:
-    """The names of the shipped descriptions, in alphabetical order."""
+    """Return the names of the shipped descriptions, in alphabetical order."""
     return sorted({gpu.name for gpu in _by_key().values()})
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The shipped description of a device, by the name that the driver or torch reports."""
+    """Return the shipped description of a device by the driver's or torch's name; None without."""
     return _by_key().get(_key(device_name))
 
 
 def is_called(gpu: Gpu, device_name: str) -> bool:
-    """Return whether a driver's name for a device, or a description's, is that of `gpu`.
+    """Return whether a device name, of a driver or a description, is that of `gpu`.
 
-    What `onerank bench describe` wrote of a board is called as the board is.
+    A description that `onerank bench describe` wrote has the names of its board.
     """
-    found, key = find_gpu(device_name), _key(device_name)
-    own = found is not None and found.name in (gpu.name, gpu.board)
-    return own or key in {_key(name) for name in (gpu.name, gpu.board, *gpu.aliases)}
+    shipped, key = find_gpu(device_name), _key(device_name)
+    same = shipped is not None and shipped.name in (gpu.name, gpu.board)
+    return same or key in {_key(name) for name in (gpu.name, gpu.board, *gpu.aliases)}
 
 
 def _key(name: str) -> str:
@@ -88,12 +88,12 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _by_key() -> dict[str, Gpu]:
-    found: dict[str, Gpu] = {}
+    by_key: dict[str, Gpu] = {}
     for path in sorted(_SHIPPED.glob("*.toml")):
         gpu = _read(path)
         for name in (gpu.name, *gpu.aliases):
-            assert found.setdefault(_key(name), gpu) is gpu, f"{name} names two shipped GPUs"
-    return found
+            assert by_key.setdefault(_key(name), gpu) is gpu, f"{name} names two shipped GPUs"
+    return by_key
 
 
 def _read(path: Path) -> Gpu:
@@ -137,14 +137,13 @@ def check_gpu(gpu: Gpu) -> None:
     """
     if not gpu.name.strip():
         raise TargetError(
-            'name is empty: expected what the GPU is called, as name = "H100-SXM"',
+            'name is empty; expected a name such as name = "H100-SXM"',
             code="gpu-name-empty",
         )
     given = gpu.compute_capability
     if given and not re.fullmatch(COMPUTE_CAPABILITY, given):
         raise TargetError(
-            f'compute_capability is "{given}": expected CUDA\'s as major.minor, "8.6" of an A10; '
-            "leave it out for a GPU that has none",
+            f'compute_capability is "{given}"; expected major.minor, such as "8.6", or no entry',
             code="gpu-compute-capability",
         )
     if gpu.architecture not in ARCHITECTURES:
@@ -167,10 +166,10 @@ def _near_gpus(key: str) -> str:
 
 
 def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
-    """Return a GPU with other figures, which its name lists.
+    """Return a GPU with overridden figures, which its name lists.
 
-    Measured rates keep their share of a peak that changes. A fraction that is set takes precedence
-    over measurements. Figures set to their present values change nothing.
+    Measured rates keep their share of an overridden peak. An overridden fraction takes precedence
+    over measurements. Figures overridden with their present values change nothing.
 
     Raises:
         TargetError: there is no such figure, or its value is out of range.
@@ -202,6 +201,6 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
 
 
 def _differs(gpu: Gpu, name: str, value: float) -> bool:
-    """Return whether a GPU is another one with this value: nothing measured counts instead yet."""
+    """Return whether an override changes a GPU: its value differs, or replaces a measurement."""
     measured = any(name in INSTEAD_OF.get(figure, ()) for figure in gpu.figures)
     return measured or name not in gpu.figures or gpu.figures[name].value != value

@@ -10,10 +10,11 @@ from onerank.ir.errors import TargetError
 
 SYNCHRONOUS = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
 ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
-"""Architectures whose matrix units are fed by warps, and those with an engine that copies tiles."""
+"""Architectures whose warps load operands of the matrix units, and those with a copy engine (TMA).
+"""
 
 OTHER_ARCHITECTURE = "other"
-"""What a description of a new architecture names: no cost model has figures for it."""
+"""The architecture of a description that is not listed: no cost model has figures for it."""
 
 ARCHITECTURES = (
     *SYNCHRONOUS,
@@ -28,14 +29,14 @@ ESTIMATED = (
     *("memory_achievable_fraction", "launch_floor_ns"),
     *("tensor_sustained_fraction", "vector_sustained_fraction"),
 )
-"""Figures that only a measurement gives; `datasheet_estimates` fills them in where absent."""
+"""Figures that only a measurement gives; `datasheet_estimates` fills in absent ones."""
 
 ESTIMATE_SOURCE = "onerank_estimate"
 """Key under [sources] of figures that `datasheet_estimates` adds to a description."""
 
 
 class Range(NamedTuple):
-    """What a figure of a description may be."""
+    """The range of a figure of a description, its meaning, and whether it is required."""
 
     low: float
     high: float
@@ -49,7 +50,7 @@ TENSOR = {u: f"{u}_tensor_{'tops' if u == 'int8' else 'tflops'}" for u in _MATRI
 
 VECTOR = {"fp32": "fp32_vector_tflops", "fp64": "fp64_vector_tflops"}
 
-# Peak rate -> the fractions that may say what it sustains; the first that is given counts.
+# Peak rate -> its possible sustained fractions; the first one in the description counts.
 FRACTIONS: dict[str, tuple[str, ...]] = {
     **{TENSOR[u]: (f"{u}_sustained_fraction", "tensor_sustained_fraction") for u in TENSOR},
     **dict.fromkeys(VECTOR.values(), ("vector_sustained_fraction",)),
@@ -64,7 +65,7 @@ INSTEAD_OF = {
 """Measurement -> the fractions that it replaces or complements."""
 
 RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
-"""Figure -> the one that it stays in proportion to, where that is set."""
+"""Figure -> the overridden figure that it stays in proportion to."""
 
 COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
 """The form of CUDA's compute capability: a major number, a dot, a minor one."""
@@ -73,7 +74,7 @@ _GB_PER_S = "in 1e9 bytes per second"
 
 _TFLOPS = "in 1e12 operations per second"
 
-_SUSTAINED = "the part of the peak that long kernels hold under the power cap"
+_SUSTAINED = "the fraction of the peak that long kernels sustain under the power cap"
 
 POWER_PARTS = {
     "base": "that any kernel draws",
@@ -87,17 +88,17 @@ RANGES: Mapping[str, Range] = {
     "sm_count": Range(1, 2048, "the number of SMs, or compute units", True),
     "boost_clock_mhz": Range(100, 10_000, "the boost clock of the SMs in MHz", True),
     "max_clock_mhz": Range(
-        100, 10_000, "the clock of SMs that no limit holds, where above the boost clock, in MHz"
+        100, 10_000, "the SM clock below the power limit, if above the boost clock, in MHz"
     ),
     "memory_gb": Range(1, 10_000, "the memory in 1e9 bytes", True),
     "memory_bandwidth_gb_per_s": Range(
         10, 100_000, f"the datasheet's memory bandwidth {_GB_PER_S}", True
     ),
-    "memory_achievable_fraction": Range(0.1, 1, "the part of the bandwidth in reach"),
+    "memory_achievable_fraction": Range(0.1, 1, "the achievable fraction of the bandwidth"),
     "l2_mb": Range(
         0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes (50 MiB: 52.43)"
     ),
-    "l2_partitions": Range(1, 16, "the parts of that cache that each keep their own copy of data"),
+    "l2_partitions": Range(1, 16, "the partitions of that cache, each with a copy of the data"),
     "l2_bandwidth_gb_per_s": Range(10, 1e6, f"the bandwidth of that cache {_GB_PER_S}"),
     **{TENSOR[u]: Range(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in TENSOR},
     **{VECTOR[u]: Range(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in VECTOR},
@@ -105,14 +106,14 @@ RANGES: Mapping[str, Range] = {
     "measured_gemm_tflops": Range(
         0.1,
         1e6,
-        "what the 27 products in 16 bits whose m, n and k are 4096, 8192 or 16384 reach in "
-        f"the geometric mean, measured, {_TFLOPS}",
+        "the measured geometric-mean rate of the 27 16-bit GEMMs whose m, n and k are 4096, 8192 "
+        f"or 16384, {_TFLOPS}",
     ),
     "measured_skinny_gb_per_s": Range(
         10,
         100_000,
-        "operands and results, once each, of the 8 products in 16 bits of m = 16 or 64, "
-        f"n and k = 8192 or 16384, by the time, geometric mean, measured, {_GB_PER_S}",
+        "the measured geometric-mean bandwidth of the 8 16-bit GEMMs of m = 16 or 64 and n and k = "
+        f"8192 or 16384, with operands and results once each, {_GB_PER_S}",
     ),
     "measured_copy_gb_per_s": Range(
         10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GB_PER_S}"
@@ -133,7 +134,7 @@ RANGES: Mapping[str, Range] = {
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One figure: its value in the unit of its name, its key under [sources], how sure it is."""
+    """A figure: its value in the unit of its name, its key under [sources], its confidence."""
 
     value: float
     source: str
@@ -141,13 +142,13 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return the end of a message: the known name that is nearest, or all."""
+    """Return the end of a message: the most similar known name, or all names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
 
 
 def measured_of(figures: Collection[str]) -> list[tuple[str, str]]:
-    """Return (measurement, peak that it is a part of) of what can be measured on a GPU."""
+    """Return (measured figure, its peak) for the microbenchmarks of a GPU."""
     peaks = [name for name in SIXTEEN_BIT if name in figures][:1]
     return [
         ("measured_skinny_gb_per_s", "memory_bandwidth_gb_per_s"),
@@ -157,14 +158,14 @@ def measured_of(figures: Collection[str]) -> list[tuple[str, str]]:
 
 
 def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> None:
-    """Refuse figures that cannot be.
+    """Validate the figures of a description.
 
     Args:
-        figures: by name.
-        sources: what they may cite.
+        figures: figures by name.
+        sources: sources that they may cite.
 
     Raises:
-        TargetError: a figure is missing, or outside what it can be.
+        TargetError: a figure is missing, out of range, or inconsistent with another.
     """
     required = {name: about.meaning for name, about in RANGES.items() if about.required}
     missing = [f"{name} ({required[name]})" for name in required if name not in figures]
@@ -202,10 +203,10 @@ def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> 
 
 
 def _check_measured(figures: Mapping[str, Figure]) -> None:
-    """Refuse a measurement above the peak it is a part of."""
+    """Validate that measured figures are at most their peaks."""
     if "measured_gemm_tflops" in figures and not figures.keys() & {*SIXTEEN_BIT}:
         raise TargetError(
-            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(SIXTEEN_BIT)} too",
+            f"measured_gemm_tflops is of a 16-bit GEMM; also give {' or '.join(SIXTEEN_BIT)}",
             code="gpu-no-16-bit-rate",
         )
     for name, peak in measured_of(figures):
@@ -213,26 +214,25 @@ def _check_measured(figures: Mapping[str, Figure]) -> None:
             value, most = figures[name].value, figures[peak].value
             if value > most:
                 raise TargetError(
-                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can "
-                    "be",
+                    f"{name} is {value:g}, above its peak, {peak} = {most:g}",
                     code="gpu-figure-above-peak",
                 )
 
 
-def refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
-    """Refuse names that are not known.
+def refuse_unknown(table: Any, known: Collection[str], kind: str) -> None:
+    """Validate the names in a table.
 
     Args:
-        found: a table of a description.
-        known: the names it may have.
-        kind: what they name.
+        table: a table of a description.
+        known: the allowed names.
+        kind: "field" or "figure".
 
     Raises:
-        TargetError: one is not known, or it is no table.
+        TargetError: a name is unknown, or `table` is not a table.
     """
-    if not isinstance(found, dict):
-        raise TargetError(f"[{kind}s] is {found!r}, not a table", code="gpu-table-expected")
-    for name in cast("dict[str, Any]", found):
+    if not isinstance(table, dict):
+        raise TargetError(f"[{kind}s] is {table!r}, not a table", code="gpu-table-expected")
+    for name in cast("dict[str, Any]", table):
         if name not in known:
             raise TargetError(
                 f'unknown {kind} "{name}"{did_you_mean(name, known)}', code="gpu-unknown-key"
@@ -244,30 +244,30 @@ _TEXT = {"type": "string", "minLength": 1}
 _ABSENT = "; measured; estimated where absent, with wider intervals"
 
 _CAPABILITY = {
-    "description": "CUDA's compute capability, as 8.6: NCCL's choice of algorithms goes by it",
+    "description": "CUDA's compute capability, such as 8.6; NCCL chooses algorithms by it",
     "type": "string",
     "pattern": f"^{COMPUTE_CAPABILITY}$",
 }
 
 
 def gpu_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a description as it stands in its TOML file.
+    """Return the JSON Schema (2020-12) of a description's TOML file.
 
-    A source must also be among `sources`: `load_gpu` checks that.
+    The schema cannot express that a figure's source must be in `sources`; `load_gpu` checks that.
     """
     figures = {
         name: {
-            "description": f"{one.meaning}{_ABSENT if name in ESTIMATED else ''}",
+            "description": f"{about.meaning}{_ABSENT if name in ESTIMATED else ''}",
             "type": "object",
             "properties": {
-                "value": {"type": "number", "minimum": one.low, "maximum": one.high},
+                "value": {"type": "number", "minimum": about.low, "maximum": about.high},
                 "source": _TEXT,
                 "confidence": {"enum": ["datasheet", "measured", "estimated"]},
             },
             "required": ["value", "source"],
             "additionalProperties": False,
         }
-        for name, one in RANGES.items()
+        for name, about in RANGES.items()
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -283,7 +283,7 @@ def gpu_schema() -> dict[str, Any]:
             "figures": {
                 "type": "object",
                 "properties": figures,
-                "required": [name for name, one in RANGES.items() if one.required],
+                "required": [name for name, about in RANGES.items() if about.required],
                 "additionalProperties": False,
             },
         },

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.describe_gpu import described, to_toml
 from onerank.annotate.energy import PowerTimeline, report_energy
-from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import SustainedCall
 
 CUBE = 2 * 8192**3
@@ -90,7 +90,5 @@ def test_without_power_there_are_no_coefficients() -> None:
 
 
 def test_a_gpu_faster_than_its_datasheet_is_another_gpu() -> None:
-    with pytest.raises(
-        TargetError, match=r"measured_skinny_gb_per_s is 3700, more than .* --base-gpu"
-    ):
+    with raises_code("gpu-measurement-mismatch"):
         described(load_gpu("A100-SXM-80GB"), HELD[3:], OTHERS, "by hand", "2026-11-21")

@@ -46,7 +46,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     assert found.step_low_uj < found.step_uj < found.step_high_uj
     memory = 3 * 4096**2 * 2 / 204_970e-9 / (4.8e12 * 0.856)
     share = C.base + C.active * (1 - 2640 / 204_970) + C.tensor + C.memory * memory
-    said = next(note for note in found.notes if note.startswith("the power limit"))
+    said = next(note for note in found.notes if "at the power limit" in note)
     assert f"would draw {share * 700:.0f} W while busy, and the limit is 700 W" in said
 
 
@@ -56,7 +56,7 @@ def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm,
     found = report_energy(graph, gpu, PowerTimeline(1_004_970, 1_004_970, "made"))
     product, rest = (uj / us for uj, us in zip(found.node_uj, (204.97, 800), strict=True))
     assert product > 700 > found.mean_power_mw / 1e3 > rest
-    assert not any("the power limit holds" in note for note in found.notes)
+    assert not any("the step is at the power limit" in note for note in found.notes)
 
 
 def test_links_that_are_active_draw_their_power_all_the_time(trace, mm, add):
@@ -121,7 +121,7 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
         assert above == pytest.approx(np.hypot(model.kernel_high, time), rel=1e-3)
         assert ("interval of the predicted times" in " ".join(found.notes)) == (name != "H200")
     fused = recost(trace(mm(4096, 4096, 4096)), "A100", model="ratio")
-    assert "how sure the predicted times are is not known" in " ".join(
+    assert "does not include the error of predicted times" in " ".join(
         report_energy(fused, load_gpu("A100"), course).notes
     )
 
