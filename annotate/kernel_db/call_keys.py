@@ -112,10 +112,8 @@ def _ids(value: Any) -> tuple[int, ...]:
         return ()
     items = cast("list[Any]", value)
     tensors = cast("list[list[Any]]", items if isinstance(items[0], list) else [items])
-    tensor_ids = tuple(
-        tensor[0] if isinstance(tensor, list) and tensor else 0 for tensor in tensors
-    )  # pyright: ignore
-    return tensor_ids if all(tensor_ids) else ()
+    ids = tuple(tensor[0] if isinstance(tensor, list) and tensor else 0 for tensor in tensors)  # pyright: ignore
+    return ids if all(ids) else ()
 
 
 def _picking(op: str, call: Call) -> dict[str, Any]:
