@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -100,43 +100,6 @@ def _bars() -> "Progress":
         console=console(err=True),
         transient=True,
     )
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Generator[None]:
-    """Redirect the output of the script and its subprocesses to stderr; stdout carries the JSON."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        flush_streams()
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-@contextlib.contextmanager
-def streams_restored() -> Generator[None]:
-    """Restore the standard streams after a script that may have closed or replaced them."""
-    streams = sys.stdin, sys.stdout, sys.stderr
-    saved = [os.dup(number) for number in range(3)]
-    try:
-        yield
-    finally:
-        flush_streams()
-        for number, copy in enumerate(saved):
-            os.dup2(copy, number)
-            os.close(copy)
-        sys.stdin, sys.stdout, sys.stderr = streams
-        sys.stdout = _reopened(sys.stdout, 1)
-        sys.stderr = _reopened(sys.stderr, 2)
-
-
-def _reopened(stream: TextIO, number: int) -> TextIO:
-    if not stream.closed:
-        return stream
-    return open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def flush_streams() -> None:
