@@ -16,15 +16,17 @@ from onerank.converters.nccl.tuning import (
     time_us,
 )
 
+# Constants of NCCL 2.28.9, which a newer NCCL may change.
 _WARP = 32
-_MAX_THREADS = 640
+_MAX_THREADS = 640  # NCCL_MAX_NTHREADS
 _MIN_THREADS = 128
-_SIMPLE_THREADS = 512
-_LEAST_TRAFFIC_PER_CHANNEL = 16 << 10
+_SIMPLE_THREADS = 512  # NCCL_SIMPLE_MAX_NTHREADS
+_LEAST_TRAFFIC_PER_CHANNEL = 16 << 10  # of `scheduleCollTasksToPlan`
 _POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 """Calls that NCCL builds from sends and receives in one kernel."""
 _NVLS = frozenset({"nvls", "nvls_tree"})
 _UNSCALED = _NVLS | {"pat"}
+"""Algorithms without AVG and PREMUL_SUM: NVSwitches sum without scaling, and so does PAT."""
 _LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
 
 
@@ -74,13 +76,17 @@ def choose(
 
 
 def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tuple[int, int]:
-    """Return (most channels, threads); both shrink while a thread has too few bytes."""
+    """Return (maximum channels, threads), as `topoGetAlgoInfo` sets them.
+
+    Both shrink while a thread has too few bytes: first channels, then threads.
+    """
     if algorithm in _NVLS:
         return topology.nvls_channels, _MAX_THREADS
     channels = topology.channels
     if algorithm == "pat":
         return channels, _MAX_THREADS
     threads = {"ll": 512, "ll128": _MAX_THREADS, "simple": _SIMPLE_THREADS}[protocol]
+    # NCCL_{LL,LL128,SIMPLE}_THREAD_THRESHOLD; a ring with LL sends a share to each rank.
     per_thread = {"ll": 8, "ll128": 8, "simple": 64}[protocol]
     if (algorithm, protocol) == ("ring", "ll"):
         per_thread *= topology.ranks
@@ -98,7 +104,11 @@ def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tupl
 def _channels_used(
     collective: str, whole: int, protocol: str, channels: int, topology: Topology
 ) -> int:
-    """Return the number of channels with work: bytes are dealt in cells, the last may get none."""
+    """Return the number of channels with work.
+
+    `scheduleCollTasksToPlan` distributes bytes in cells of at least 16 KiB, so a small call leaves
+    channels empty.
+    """
     count, per_byte = whole, 1
     if collective == "all_reduce":
         per_byte = 2
@@ -114,7 +124,10 @@ def _channels_used(
 
 
 def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Choice:
-    """Return the grid of a send, a receive, or a collective that is built from them."""
+    """Return the grid of a send, a receive, or a collective built from them.
+
+    Follows `scheduleP2pTasksToPlan`.
+    """
     channels = _power_of_two(topology.channels)
     max_parts = 2
     if topology.nodes == 1 and not topology.by_pcie:
@@ -135,7 +148,7 @@ def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Ch
 
 
 def _parts(size: int, protocol: str, min_parts: int, max_parts: int, topology: Topology) -> int:
-    """Return the number of channels that one send or receive is split over."""
+    """Return the number of channels over which one send or receive is split."""
     step = 64 << 10 if protocol == "ll" else (512 << 10 if topology.nodes == 1 else 128 << 10)
     smallest, largest = (step // 8, step * 32) if topology.nodes == 1 else (step // 2, step)
     used = max(1, min(min_parts, _up(size, smallest)))

@@ -53,6 +53,7 @@ def interconnect_of(capability: int, name: str = "") -> Interconnect:
 
 _Entry = TypeVar("_Entry")
 
+# Of a DGX or HGX server, for which NCCL's search was run.
 _GPUS_OF_A_NODE = 8
 
 
@@ -104,6 +105,9 @@ class Generation:
     pcie_between: tuple[tuple[int, float], ...] = ()
 
 
+# `link`, `speeds`, `net`, `ll`, the limits of a channel and `nvls` are NCCL's own constants, of
+# `topo.h` (SM80_NVLINK_BW and its successors), `search.cc` (the speed arrays) and `tuning.cc`. The
+# other fields are results of NCCL's search, see the module's docstring.
 _AMPERE = Generation(
     20.0, 12, (40.0, 30.0, 20.0, 18.0, 15.0, 12.0), 24.0, 87.7,
     (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8),
@@ -201,9 +205,10 @@ class Topology:
             total = constants.link * constants.links
             speed = max(constants.speeds, key=lambda speed: (int(total / speed) * speed, speed))
             channels = int(total / speed)
+        # NCCL duplicates the channels of fast links and halves their bandwidth
+        # (`ncclTopoDupChannels`), unless Hopper or a newer GPU already has more than four.
         if speed < 25.0 or (self.interconnect.capability > 80 and speed < 50.0 and channels > 4):
             return channels, speed
-        # NCCL doubles the channels of fast links and halves their bandwidth.
         return 2 * channels, speed / 2
 
     @property
@@ -251,8 +256,9 @@ class Topology:
         """Channels of a communicator: NCCL uses each ring that it finds twice."""
         rings, speed = self.rings
         channels = 2 * rings
+        # With few ranks per node, fast NICs get twice the channels (`ncclTopoPostset`).
         if self.nodes > 1 and self.interconnect.capability >= 90 and speed > 45.0 and channels < 16:
-            channels *= 2  # few ranks per node
+            channels *= 2
         return channels
 
     @property

@@ -11,24 +11,28 @@ from onerank.converters.nccl.topology import Topology, generation
 ALGORITHMS = ("tree", "ring", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 
-_BASE_LATENCY_US = {  # by protocol
+# `baseLatencies` of tuning.cc, by protocol: the fixed part of a call's latency.
+_BASE_LATENCY_US = {
     "tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "pat": (8.0, 8.0, 8.0),
     "nvls": (0, 0, 0), "nvls_tree": (0, 0, 0),
 }  # fmt: skip
+# `hwLatencies` of tuning.cc: the latency of a step over NVLink, PCIe and the network.
 _NVLINK_LATENCY_US = {
     "tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4),
     "nvls": (0, 0, 25.0), "nvls_tree": (0, 0, 25.0),
 }  # fmt: skip
 _PCIE_LATENCY_US = {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)}
 _NET_LATENCY_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0), "nvls_tree": (0, 0, 20.9)}
-_NET_OVERHEAD_US = 1.0
+_NET_OVERHEAD_US = 1.0  # `getNetOverhead` of tuning.cc for an Intel host
 # The latency of the model is that of a whole call, and the kernel is shorter. Measured on H200 with
 # NCCL 2.28.9 (kernel versus model): a 1 KiB broadcast 3.5 versus 7.2 us, a send 4.2 versus 7.2, an
 # all-reduce among four GPUs 7.8 versus 10.2.
 _LL_LAUNCH_US = 3.0
 _IN_PARTS = ("all_reduce", "all_gather", "reduce_scatter")
-_LL_MAX_BW_INTEL = (39.0, 39.0, 20.4)  # by nodes: 1, 2, more
-_TREE_CORRECTION = {  # by protocol, for 64 B, 128 B ... 256 MiB
+_LL_MAX_BW_INTEL = (39.0, 39.0, 20.4)  # `llMaxBws` by number of nodes: 1, 2, more
+# `treeCorrectionFactor` of tuning.cc by protocol, for 64 B, 128 B ... 256 MiB: NCCL's own static
+# correction, since trees do not follow its model at medium sizes.
+_TREE_CORRECTION = {
     "ll": (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
     "ll128": (1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1),
     "simple": (.9, .9, .9, .9, .9, .9, .9, .8, .7, .6, .6, .5, .5, .5, .5, .6, .7, .8, .7, .7, .8,
@@ -37,6 +41,7 @@ _TREE_CORRECTION = {  # by protocol, for 64 B, 128 B ... 256 MiB
 
 
 def _steps(collective: str, ranks: int) -> int:
+    """Return the number of steps of a ring, `nsteps` of `ncclTopoTuneModel`."""
     if collective == "all_reduce":
         return 2 * (ranks - 1)
     return ranks - 1 if collective in ("reduce_scatter", "all_gather") else ranks
@@ -45,7 +50,9 @@ def _steps(collective: str, ranks: int) -> int:
 def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
     """Return the algorithm bandwidth of NCCL's model in GB/s, 0 where it does not apply."""
     if protocol == "ll128" and topology.by_pcie:
-        return 0.0  # LL128 needs ordered writes, which PCIe does not give
+        # LL128 needs 128-byte writes that arrive in order, which PCIe does not guarantee; NCCL
+        # enables it on NVLink only.
+        return 0.0
     if algorithm == "ring":
         return _ring_bandwidth(collective, protocol, topology)
     if algorithm == "tree":
@@ -114,7 +121,8 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
     place = PROTOCOLS.index(protocol)
     base = _BASE_LATENCY_US[algorithm][place]
     doublings = int(math.log2(topology.nodes))
-    one_per_node = topology.per_node == 1  # then nothing hides the network latency
+    # With one rank per node nothing hides the network latency, and NCCL uses the tree's figure.
+    one_per_node = topology.per_node == 1
     if algorithm == "pat":
         return base + doublings * _NET_LATENCY_US["tree"][place] / 3.5 + 2.8 * topology.ranks
     inside = (_PCIE_LATENCY_US if topology.by_pcie else _NVLINK_LATENCY_US)[algorithm][place]
@@ -127,7 +135,8 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
         return base + 2 * ((topology.ranks // topology.nodes - 1) * inside + doublings * between)
     steps = _steps(collective, topology.ranks)
     if collective in ("broadcast", "reduce"):
-        hop = inside if topology.nodes == 1 else _NET_LATENCY_US["ring"][place]  # ring's is tree's
+        # Between nodes NCCL takes the tree's figure for the simple protocol; the ring's is equal.
+        hop = inside if topology.nodes == 1 else _NET_LATENCY_US["ring"][place]
         return base + (1 if topology.equal_rings else steps) * hop
     crossings = 0
     if topology.nodes > 1:
@@ -147,6 +156,7 @@ def time_us(
     size = (whole >> 6).bit_length() - 1
     if algorithm == "tree" and 0 <= size < len(_TREE_CORRECTION[protocol]):
         rate *= _TREE_CORRECTION[protocol][size]
+    # "Plateau effect of ring" in `ncclTopoGetAlgoTime`: large all-reduces between nodes.
     ring_plateau = (algorithm, protocol, collective) == ("ring", "simple", "all_reduce")
     if ring_plateau and topology.nodes > 1 and whole // (topology.channels * topology.ranks) >= 64:
         latency *= 1.4
@@ -159,7 +169,7 @@ def lone_latency_us() -> float:
 
 
 def kernel_latency_us(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
-    """Return the latency of a call's kernel."""
+    """Return the latency of a call's kernel, without the launch, in us."""
     return _latency_us(collective, algorithm, protocol, topology) - _launch_us(protocol)
 
 
