@@ -84,11 +84,12 @@ _BARRIER_BYTES = 4
 """NCCL reduces one float for a barrier."""
 
 _CHUNK_BYTES = 512 << 10
-"""Chunk of a channel: an eighth of NCCL_BUFFSIZE."""
+"""Chunk of a channel: an eighth (NCCL_STEPS) of the default NCCL_BUFFSIZE of 4 MiB."""
 
 _MOST_CHUNKS = 256
 """Limit on the simulated chunks; with more, filling the pipeline takes negligible time."""
 
+# `nccl.choose` has torch's names, in which both spellings are one collective.
 _NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
 
 
@@ -158,6 +159,7 @@ def count_steps(call: CollectiveCall) -> int:
     return len(_distances(call)) if call.choice.algorithm == "pat" else count - 1
 
 
+# The layers of a model repeat their calls, so that the same messages are needed many times.
 @lru_cache(maxsize=4096)
 def messages(call: CollectiveCall, position: int) -> list[Message]:
     """Return the messages that the member at `position` sends and receives, in order."""

@@ -26,10 +26,10 @@ LARGEST_MESSAGE = 2**31 - 1
 """Largest pp_comm, which SimAI reads as an int."""
 
 _SMALL_BYTES = 1 << 20
-"""SimAI-Analytical uses fixed latencies for smaller messages."""
+"""SimAI-Analytical takes the time of smaller messages from a table of fixed latencies."""
 
 _TABLED_SIZES = (2, 4, 8, 16, 32, 64, 128)
-"""Group sizes for which it has these latencies."""
+"""Group sizes of that table; other sizes take no time."""
 
 _EXACT_NS = 1 << 24
 """Times up to which float32 is exact."""
