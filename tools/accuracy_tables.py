@@ -71,17 +71,17 @@ def filled(page: str, rows: list[dict[str, str]], to_results: str) -> str:
         KeyError: the page names a claim without rows.
     """
 
-    def table(found: re.Match[str]) -> str:
-        if found[2] == "headline":
+    def table(match: re.Match[str]) -> str:
+        if match[2] == "headline":
             selected = [
                 {**row, "prediction": _TITLES[row["claim"]]} for row in rows if row["headline"]
             ]
             columns = ["prediction", *COLUMNS]
         else:
-            selected = [row for row in rows if row["claim"] == found[2]]
+            selected = [row for row in rows if row["claim"] == match[2]]
             columns = [column for column in COLUMNS if any(row[column] for row in selected)]
         if not selected:
-            raise KeyError(found[2])
+            raise KeyError(match[2])
         lines = [
             f"| {' | '.join(columns)} | file |",
             "|" + "".join("---:|" if c in _FIGURES else "---|" for c in columns) + "---|",
@@ -90,7 +90,7 @@ def filled(page: str, rows: list[dict[str, str]], to_results: str) -> str:
             name = row["file"].rsplit(".", 1)[0]
             link = f"[{name}]({to_results}/{row['file']})" if to_results else f"`{name}`"
             lines.append(f"| {' | '.join(row[column] for column in columns)} | {link} |")
-        return found[1] + "\n" + "\n".join(lines) + "\n\n" + found[3]
+        return match[1] + "\n" + "\n".join(lines) + "\n\n" + match[3]
 
     return _TABLE.sub(table, page)
 

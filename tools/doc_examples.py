@@ -10,7 +10,7 @@
 - `<!-- setup: COMMAND -->` runs before the page's first block. `<!-- exit: 2 -->` before a fence
   names the exit code of its last command. `<!-- file: NAME -->` before a fence writes it to a file.
 
-A page runs in a directory of its own, in which `traces` and `examples` are this repository's.
+Each page runs in a temporary directory, with links to `traces` and `examples` of this repository.
 """
 
 import argparse
@@ -254,12 +254,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("page", nargs="*")
     parser.add_argument("--update", action="store_true", help="write the actual output")
-    given = parser.parse_args()
+    options = parser.parse_args()
     failed = 0
-    for path in _selected(given.page):
+    for path in _selected(options.page):
         with tempfile.TemporaryDirectory() as directory:
             try:
-                ran = run_page(path, Path(directory), update=given.update)
+                ran = run_page(path, Path(directory), update=options.update)
             except ExampleError as error:
                 failed += 1
                 sys.stdout.write(f"FAILED {error}\n")

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 _HEADER = """# Command reference
 
 `tools/reference.py` writes this page from the declarations of the commands; do not edit it.
-`capture` and `annotate` are also installed as commands of their own.
+`capture` and `annotate` are also installed as separate commands.
 """
 
 
@@ -38,7 +38,7 @@ def _leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, cli
     if command.invoke_without_command:
         yield path, command
     for name, member in command.commands.items():
-        # Users type `capture` and `annotate`, which are also installed as commands of their own.
+        # `capture` and `annotate` are also installed as separate commands, which users type.
         short = member in (capture, annotate)
         yield from _leaf_commands(name if short else f"{path} {name}", member)
 
@@ -78,7 +78,7 @@ def _by_heading(context: click.Context, command: click.Command) -> dict[str, lis
 
 
 def _unwrapped(text: str) -> str:
-    """Return help text with one line per paragraph; preformatted blocks keep theirs."""
+    """Return help text with one line per paragraph; preformatted blocks keep their lines."""
     paragraphs: list[str] = []
     for paragraph in text.split("\n\n"):
         if paragraph.lstrip().startswith("\b"):

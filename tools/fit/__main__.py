@@ -52,41 +52,48 @@ def main() -> None:
     parser.add_argument(
         "--step", type=Path, action="append", default=[],
         help="captured step on the GPU of a shipped kernel database, for the errors of look-ups; "
-        "without one they stay as they are",
+        "without a step these errors stay unchanged",
     )  # fmt: skip
-    given = parser.parse_args()
-    products = read_products(given.data)
+    options = parser.parse_args()
+    products = read_products(options.data)
     gpus = [load_gpu(name) for name in products.times_ns]
-    fits = fits_without(products, read_attention(given.data))
-    cases = [*every_case(given.data, fits), *looked_up_cases(given.data), *alone_cases(given.data)]
-    for step in given.step:
+    fits = fits_without(products, read_attention(options.data))
+    cases = [
+        *every_case(options.data, fits),
+        *looked_up_cases(options.data),
+        *alone_cases(options.data),
+    ]
+    for step in options.step:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
-    kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not given.step}
+    kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not options.step}
     kept["composed"] = shipped().errors["composed"]  # measured by benchmarks/deepbench.py
-    if lacking := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
-        parser.error(f"{given.data} lacks the measurements for the errors of {', '.join(lacking)}")
+    if missing := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
+        parser.error(
+            f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"
+        )
     errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept
-    of_datasheet = [*datasheet_cases(given.data, fits)]
+    cases_by_datasheet = [*datasheet_cases(options.data, fits)]
     datasheet_errors = {
         kind: error
-        for kind in dict.fromkeys(case.kind for case in of_datasheet)
-        # Estimates that happen to be as good as a description do not make a prediction more sure.
-        if (error := errors_of(c for c in of_datasheet if c.kind == kind)).high > errors[kind].high
+        for kind in dict.fromkeys(case.kind for case in cases_by_datasheet)
+        # Estimates that happen to be better than a description do not narrow an interval.
+        if (error := errors_of(c for c in cases_by_datasheet if c.kind == kind)).high
+        > errors[kind].high
     }
-    about = {
+    provenance = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
         f"numpy {np.__version__}",
         "gpus": ", ".join(gpu.name for gpu in gpus),
         **_PROVENANCE,
     }
-    made = msgspec.structs.replace(
-        fitted(products, read_attention(given.data), gpus),
-        provenance=about,
+    coefficients = msgspec.structs.replace(
+        fitted(products, read_attention(options.data), gpus),
+        provenance=provenance,
         errors=errors,
         datasheet_errors=datasheet_errors,
     )
-    given.output.write_text(to_toml(made), encoding="utf-8")
+    options.output.write_text(to_toml(coefficients), encoding="utf-8")
 
 
 def _looked_up(step: Path) -> list[Case]:
@@ -106,7 +113,7 @@ def _looked_up(step: Path) -> list[Case]:
 
 
 def to_toml(coefficients: Coefficients) -> str:
-    """Return the coefficients as text, four figures each."""
+    """Return the coefficients as TOML, with four significant digits each."""
     lines = ["# Written by `python -m tools.fit DATA -o FILE`; see coefficients.py."]
     data: dict[str, Any] = msgspec.to_builtins(coefficients)
     _table(lines, "", data)
@@ -116,7 +123,7 @@ def to_toml(coefficients: Coefficients) -> str:
 def _table(lines: list[str], name: str, data: dict[str, Any]) -> None:
     if name:
         lines += ["", f"[{name}]"]
-    inner: dict[str, Any] = {key: one for key, one in data.items() if isinstance(one, dict)}
+    inner: dict[str, Any] = {key: value for key, value in data.items() if isinstance(value, dict)}
     lines += [f"{key} = {_text(value)}" for key, value in data.items() if key not in inner]
     for key, value in inner.items():
         _table(lines, f"{name}.{key}" if name else key, value)
@@ -126,7 +133,7 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_text(one) for one in cast("list[Any]", value)) + "]"
+        return "[" + ", ".join(_text(item) for item in cast("list[Any]", value)) + "]"
     if isinstance(value, float):
         return repr(float(f"{value:.4g}"))
     return str(value)

@@ -30,7 +30,7 @@ VIDUR_FILE = "vidur_mlp_fp16.parquet"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One ordered pair of GPUs.
+    """Predictions for one ordered pair of GPUs.
 
     Attributes:
         kind: kind of prediction, as in `error_model.KINDS`.
@@ -59,11 +59,11 @@ class Case:
 
 
 Described = Callable[[Gpu], Gpu]
-"""What is known of a GPU, of its shipped description."""
+"""Shipped description -> the description that a prediction may use."""
 
 
 def as_shipped(gpu: Gpu) -> Gpu:
-    """Return the GPU: everything in its shipped description is known."""
+    """Return the GPU with everything in its shipped description."""
     return gpu
 
 

@@ -46,11 +46,11 @@ F64 = npt.NDArray[np.float64]
 COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
 
 LEAST_US = 200
+"""Shortest GEMMs used: power samples of shorter runs include the idle time between runs.
 
-"""Shortest products used: power samples of shorter runs include the idle time between runs."""
-
-# A product of m = n = k = 2048 draws 309 W in the table and 705 W when sustained for two seconds on
-# the same GPU; one of 4096 draws 692 W in both.
+A GEMM of m = n = k = 2048 draws 309 W in the table and 705 W when sustained for two seconds on the
+same GPU; one of 4096 draws 692 W in both.
+"""
 
 _LISTS = {
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_div_", "_foreach_sqrt"), 1),
@@ -66,7 +66,7 @@ _AS_OPERAND = (OpClass.ELEMENTWISE, OpClass.NORM, OpClass.SOFTMAX)
 _FUSED = 5
 
 
-def read_held(path: Path) -> list[Powers]:
+def read_measured(path: Path) -> list[Powers]:
     """Read the calls of a kernel database whose power was measured, an entry for each GPU.
 
     Raises:
@@ -82,10 +82,10 @@ def read_held(path: Path) -> list[Powers]:
             code="fit-no-power",
         )
     names = dict.fromkeys(row.gpu for row in rows)
-    return [_held(name, [row for row in rows if row.gpu == name]) for name in names]
+    return [_powers_of(name, [row for row in rows if row.gpu == name]) for name in names]
 
 
-def _held(name: str, rows: list[KernelRow]) -> Powers:
+def _powers_of(name: str, rows: list[KernelRow]) -> Powers:
     gpu = find_gpu(name)
     if gpu is None or gpu.tdp_w is None:
         raise TargetError(
@@ -114,25 +114,25 @@ def _work(row: KernelRow) -> Work:
 
 def with_results(call: Call) -> Call:
     """Return a call of a key with its lists restored and with its results."""
-    lists, given = _LISTS.get(call.op, 0), call.inputs
+    lists, inputs = _LISTS.get(call.op, 0), call.inputs
     if lists:
-        each = len(given) // lists
-        some = [one[0] for one in given if one]
-        parts = [tuple(some[at * each : (at + 1) * each]) for at in range(lists)]
-        given = (*parts[:4], (), *parts[4:]) if lists == _FUSED else tuple(parts)
-        outputs = given[:1] if not call.op.endswith("_") else ()
-        return replace(call, inputs=given, outputs=outputs)
-    tensors = [one[0] for one in given if one]
-    return replace(call, outputs=tuple((one,) for one in _results(call, tensors)))
+        each = len(inputs) // lists
+        tensors = [operand[0] for operand in inputs if operand]
+        parts = [tuple(tensors[at * each : (at + 1) * each]) for at in range(lists)]
+        inputs = (*parts[:4], (), *parts[4:]) if lists == _FUSED else tuple(parts)
+        outputs = inputs[:1] if not call.op.endswith("_") else ()
+        return replace(call, inputs=inputs, outputs=outputs)
+    tensors = [operand[0] for operand in inputs if operand]
+    return replace(call, outputs=tuple((operand,) for operand in _results(call, tensors)))
 
 
 def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
-    sort = op_class(f"aten::{call.op}")
+    operator_class = op_class(f"aten::{call.op}")
     if call.op in ("mm", "_scaled_mm"):
         left, right = tensors[:2]
         item = ("bfloat16", 2) if call.op == "_scaled_mm" else (left.dtype, left.item_bytes)
         return [Tensor((left.shape[0], right.shape[1]), *item)]
-    if sort is OpClass.ATTENTION:
+    if operator_class is OpClass.ATTENTION:
         return tensors[1:4] if "backward" in call.op else tensors[:1]
     if call.op == "cat":
         return tensors
@@ -140,9 +140,9 @@ def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
         table, index = tensors[:2]
         return [Tensor((*index.shape, table.shape[-1]), table.dtype, table.item_bytes)]
     if call.op == "embedding_dense_backward":
-        made, rows = tensors[0], call.value(2)
-        return [Tensor((rows, made.shape[-1]), made.dtype, made.item_bytes)]
-    return [max(tensors, key=lambda one: one.numel)] if sort in _AS_OPERAND else []
+        gradient, rows = tensors[0], call.value(2)
+        return [Tensor((rows, gradient.shape[-1]), gradient.dtype, gradient.item_bytes)]
+    return [max(tensors, key=lambda tensor: tensor.numel)] if operator_class in _AS_OPERAND else []
 
 
 def read_products(path: Path) -> list[Powers]:
@@ -186,11 +186,11 @@ def _products(gpu: Gpu, rows: pl.DataFrame) -> Powers:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Predicted over measured, minus 1.
+    """Errors: predicted over measured, minus 1.
 
     Attributes:
-        energy: of all calls' energy together.
-        calls: of each, float64[d].
+        energy: error of the summed energy of all calls.
+        calls: error of each call's power, float64[d].
     """
 
     energy: float
@@ -205,35 +205,35 @@ def errors_of(coefficients: F64, measured: Powers) -> Errors:
     return Errors(float(whole) - 1, predicted / measured.share - 1)
 
 
-def without_its_class(held: Powers) -> F64:
+def without_its_class(calls: Powers) -> F64:
     """Return the error of each call from a fit to the other classes, float64[d]."""
-    names = np.array(held.names)
-    found = np.zeros(len(names))
-    for name in dict.fromkeys(held.names):
-        own = names == name
-        found[own] = errors_of(fit([held.only(~own)]), held.only(own)).calls
-    return found
+    names = np.array(calls.names)
+    errors = np.zeros(len(names))
+    for name in dict.fromkeys(calls.names):
+        in_class = names == name
+        errors[in_class] = errors_of(fit([calls.only(~in_class)]), calls.only(in_class)).calls
+    return errors
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A captured step: its power as read, and as the model has it, in W."""
+    """A captured step: its power by the sensor and by the model, in W."""
 
     name: str
     read_w: float
-    made_w: float
+    modelled_w: float
 
     @property
     def error(self) -> float:
-        """Made over read, minus 1."""
-        return self.made_w / self.read_w - 1
+        """Modelled over read, minus 1."""
+        return self.modelled_w / self.read_w - 1
 
 
 def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     """Return the power of a captured step.
 
     Raises:
-        AnnotateError: it was not measured on a known GPU for long enough.
+        AnnotateError: its sensor was not read for `SETTLED_S` seconds.
     """
     measured, sensors = graph.job.measurement, graph.job.device.sensors
     window = sum(measured.step_ns) * 1e-9
@@ -247,22 +247,22 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     step = measured.median_step_ns or 0
     busy = round(step * min(1, measured.gpu_busy_ns / max(1, measured.profiled_step_ns)))
     course = PowerTimeline(step, busy, "measured")
-    made = report_energy(graph, gpu, course, model=model)
-    return Step(name, sensors.power_mw.median / 1e3, made.mean_power_mw / 1e3)
+    report = report_energy(graph, gpu, course, model=model)
+    return Step(name, sensors.power_mw.median / 1e3, report.mean_power_mw / 1e3)
 
 
 def model_of(
-    held: list[Powers],
+    measured: list[Powers],
     products: list[Powers],
     steps: list[tuple[str, Graph]],
     source: str,
 ) -> tuple[PowerModel, list[Step]]:
-    """Return the fitted model with its errors, and what it makes of the steps."""
-    found = fit(held)
-    left_out = np.concatenate([without_its_class(one) for one in held])
+    """Return the fitted model with its errors, and the steps with their modelled power."""
+    coefficients = fit(measured)
+    left_out = np.concatenate([without_its_class(calls) for calls in measured])
     low, high = np.quantile(-np.log1p(left_out), [0.1, 0.9])
-    names = ", ".join(one.gpu.name for one in held)
-    count = sum(len(one.share) for one in held)
+    names = ", ".join(calls.gpu.name for calls in measured)
+    count = sum(len(calls.share) for calls in measured)
     model = PowerModel(
         source=source,
         fitted=f"{datetime.now(UTC):%Y-%m-%d}, to {count} calls of every class on {names}",
@@ -270,15 +270,18 @@ def model_of(
         kernel_high=round(float(high), 3),
         step_error=0.0,
         step_errors="",
-        coefficients=Coefficients(*(round(float(one), 3) for one in found)),
+        coefficients=Coefficients(*(round(float(coefficient), 3) for coefficient in coefficients)),
     )
-    made = [step_of(name, graph, model) for name, graph in steps]
-    told = [(f"a step on {names}", one.error) for one in made]
-    told += [(f"products of {one.gpu.name}", errors_of(found, one).energy) for one in products]
-    worst = max((abs(error) for _, error in told), default=1.0)
-    text = ", ".join(f"{name} {error:+.1%}" for name, error in told)
+    fitted_steps = [step_of(name, graph, model) for name, graph in steps]
+    errors_by_case = [(f"a step on {names}", step.error) for step in fitted_steps]
+    errors_by_case += [
+        (f"products of {calls.gpu.name}", errors_of(coefficients, calls).energy)
+        for calls in products
+    ]
+    worst = max((abs(error) for _, error in errors_by_case), default=1.0)
+    text = ", ".join(f"{name} {error:+.1%}" for name, error in errors_by_case)
     errors = {"step_error": round(worst, 3), "step_errors": text}
-    return msgspec.structs.replace(model, **errors), made
+    return msgspec.structs.replace(model, **errors), fitted_steps
 
 
 def to_toml(model: PowerModel) -> str:
@@ -287,7 +290,7 @@ def to_toml(model: PowerModel) -> str:
     return "\n".join(
         [
             "# Power of a kernel as a share of the limit: base + active u_a + tensor u_t +",
-            "# memory u_m + vector u_v, with what it uses of what the GPU sustains.",
+            "# memory u_m + vector u_v, with its utilization u of what the GPU sustains.",
             "# Written by `python -m tools.fit.fit_power`.",
             "",
             f'source = "{model.source}"',
@@ -306,34 +309,36 @@ def to_toml(model: PowerModel) -> str:
     )
 
 
-def table(held: list[Powers], products: list[Powers], steps: list[Step]) -> str:
+def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> str:
     """Return the evaluation as text, a line per case."""
-    found = fit(held)
+    coefficients = fit(measured)
     lines = [
         "  ".join(
             f"{name} {value:.3f}"
-            for name, value in zip(Coefficients.__struct_fields__, found, strict=True)
+            for name, value in zip(Coefficients.__struct_fields__, coefficients, strict=True)
         ),
         "",
         f"{'':34}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",
     ]
-    for one in held:
-        lines.append(_line(f"{one.gpu.name}, fitted to", errors_of(found, one)))
-        off = without_its_class(one)
-        names = np.array(one.names)
-        watts = one.share * one.duration_s
-        whole = ((1 + off) * watts).sum() / watts.sum() - 1
-        lines.append(_line("  each class left out", Errors(float(whole), off)))
-        for name in dict.fromkeys(one.names):
-            own = names == name
-            part = float(((1 + off[own]) * watts[own]).sum() / watts[own].sum() - 1)
-            lines.append(_line(f"    {name}", Errors(part, off[own])))
-    lines += [_line(f"{one.gpu.name}, products of a table", errors_of(found, one))
-              for one in products]  # fmt: skip
+    for calls in measured:
+        lines.append(_line(f"{calls.gpu.name}, fitted to", errors_of(coefficients, calls)))
+        error = without_its_class(calls)
+        names = np.array(calls.names)
+        watts = calls.share * calls.duration_s
+        mean_error = ((1 + error) * watts).sum() / watts.sum() - 1
+        lines.append(_line("  each class left out", Errors(float(mean_error), error)))
+        for name in dict.fromkeys(calls.names):
+            in_class = names == name
+            class_error = float(
+                ((1 + error[in_class]) * watts[in_class]).sum() / watts[in_class].sum() - 1
+            )
+            lines.append(_line(f"    {name}", Errors(class_error, error[in_class])))
+    lines += [_line(f"{calls.gpu.name}, products of a table", errors_of(coefficients, calls))
+              for calls in products]  # fmt: skip
     if steps:
         lines += ["", f"{'whole steps':34}{'read':>9}{'made':>9}"]
-    lines += [f"{one.name:34}{one.read_w:7.0f} W{one.made_w:7.0f} W{one.error:+9.1%}"
-              for one in steps]  # fmt: skip
+    lines += [f"{step.name:34}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"
+              for step in steps]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -348,20 +353,20 @@ def _line(title: str, errors: Errors) -> str:
 def main() -> None:
     """Print the evaluation; write the coefficients."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("database", type=Path, help="kernel database of calls that were held")
-    parser.add_argument("--products", type=Path, help="parquet table of measured products")
+    parser.add_argument("database", type=Path, help="kernel database of sustained calls")
+    parser.add_argument("--products", type=Path, help="parquet table of measured GEMMs")
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="capture whose --timed-steps took 1.5 s or more")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
-    parser.add_argument("--source", default="not told", help="where the measurements come from")
-    given = parser.parse_args()
-    held = read_held(given.database)
-    products = read_products(given.products) if given.products else []
-    steps = [(path.name, read(path)) for path in given.step]
-    model, made = model_of(held, products, steps, given.source)
-    sys.stdout.write(f"{table(held, products, made)}\n")
-    if given.output is not None:
-        given.output.write_text(to_toml(model), encoding="utf-8")
+    parser.add_argument("--source", default="unknown", help="source of the measurements")
+    options = parser.parse_args()
+    measured = read_measured(options.database)
+    products = read_products(options.products) if options.products else []
+    steps = [(path.name, read(path)) for path in options.step]
+    model, fitted_steps = model_of(measured, products, steps, options.source)
+    sys.stdout.write(f"{table(measured, products, fitted_steps)}\n")
+    if options.output is not None:
+        options.output.write_text(to_toml(model), encoding="utf-8")
 
 
 if __name__ == "__main__":

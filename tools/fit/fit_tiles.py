@@ -18,22 +18,23 @@ F64 = npt.NDArray[np.float64]
 
 _optimize: Any = scipy.optimize  # it has no types
 
-_STEP = 1e-2  # of the finite differences, in the logarithms of the coefficients
+_STEP = 1e-2  # step of the finite differences, in the logarithms of the coefficients
 
-_SCALE = 0.1  # a relative error above which a residual counts by its size, not its square
+_SCALE = 0.1  # error in ln above which a residual's cost is linear, not quadratic
 
-_PULL = 0.005  # weak pull to the start: the measurements do not determine every coefficient
+_PULL = 0.005  # weight of the pull to the start
 
 
 def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
     """Return the x near `start` that minimises sum 2*s^2*(sqrt(1 + (r/s)^2) - 1), s = 0.1.
 
     SciPy's soft-L1 loss: a shape for which a library has a bad kernel on one GPU does not dominate.
-    A weak quadratic pull towards `start` determines what the residuals leave open.
+    The measurements do not determine every coefficient; a weak quadratic pull towards `start`
+    determines the others.
 
     Args:
         residuals: x, float64[p], to residuals, float64[d].
-        start: where to begin, float64[p].
+        start: initial value, float64[p].
     """
     count = len(start)
     pull = _PULL * np.sqrt(len(residuals(start)))
@@ -47,14 +48,17 @@ def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
         columns = [(residuals(x + axis) - here) / _STEP for axis in axes]
         return np.concatenate([np.array(columns).T, pull * np.eye(count)])
 
+    # SciPy applies one loss to all residuals, so the pull is excluded by hand: it stays quadratic.
     def loss(squares: F64) -> F64:
         root = np.sqrt(1 + squares)
         rho = np.array([2 * (root - 1), 1 / root, -0.5 / root**3])
-        rho[:, -count:] = squares[-count:], np.ones(count), np.zeros(count)  # the pull is quadratic
+        rho[:, -count:] = squares[-count:], np.ones(count), np.zeros(count)
         return rho
 
-    found = _optimize.least_squares(pulled, start, jac=slopes, loss=loss, f_scale=_SCALE, ftol=1e-5)
-    return np.asarray(found.x, dtype=np.float64)
+    solution = _optimize.least_squares(
+        pulled, start, jac=slopes, loss=loss, f_scale=_SCALE, ftol=1e-5
+    )
+    return np.asarray(solution.x, dtype=np.float64)
 
 
 START = GemmCoefficients(
@@ -73,11 +77,11 @@ START = GemmCoefficients(
     choice=0.1,
     ramp_cycles=500,
 )
-"""Where every fit begins: round figures, the same for all generations."""
+"""Start of every fit: round figures, equal for both generations."""
 
 ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)
 
-_SEED = 2  # of the shapes that are drawn
+_SEED = 2  # of the drawn shapes; `provenance.gemm` in the coefficients' file names it
 
 _GENERATIONS = ("synchronous", "asynchronous")
 
@@ -85,14 +89,14 @@ _SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not 
 
 
 def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> GemmCoefficients:
-    """Return the coefficients that fit the products measured on `gpus`.
+    """Return the coefficients that fit the GEMMs measured on `gpus`.
 
     Every die family has the same weight.
 
     Args:
-        products: measured on these GPUs and, it may be, on others.
+        products: GEMMs measured on these GPUs, and possibly on others.
         gpus: the GPUs to fit to.
-        shapes: how many of the shapes are drawn.
+        shapes: number of shapes to draw.
     """
     rng = np.random.default_rng(_SEED)
     drawn = rng.permutation(len(products.shapes))[:shapes]
@@ -102,11 +106,13 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
         rates = rates_of(gpu, products.dtype, len(drawn))
         weight = families.count(name) ** -0.5
         parts.append((gpu, rates, np.log(products.times_ns[gpu.name][drawn]), weight))
-    few = products.shapes[drawn]
+    shapes_drawn = products.shapes[drawn]
 
     def residuals(x: F64) -> F64:
-        made = from_vector(x)
-        return np.concatenate([w * (np.log(gemm_ns(g, r, few, made)) - t) for g, r, t, w in parts])
+        coefficients = from_vector(x)
+        return np.concatenate(
+            [w * (np.log(gemm_ns(g, r, shapes_drawn, coefficients)) - t) for g, r, t, w in parts]
+        )
 
     return from_vector(fit_robustly(residuals, to_vector(START)))
 
@@ -116,21 +122,21 @@ def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoeffic
 
     Every die family has the same weight.
     """
-    able = [gpu for gpu in gpus if gpu.name in attention.times_ns]
-    families = [family(gpu) for gpu in able]
+    measured_gpus = [gpu for gpu in gpus if gpu.name in attention.times_ns]
+    families = [family(gpu) for gpu in measured_gpus]
     shapes = attention.shapes
-    if not able:
+    if not measured_gpus:
         return ATTENTION_START
-    logs = [np.log(attention.times_ns[gpu.name]) for gpu in able]
-    rates = [rates_of(gpu, "bfloat16", len(shapes)) for gpu in able]
+    logs = [np.log(attention.times_ns[gpu.name]) for gpu in measured_gpus]
+    rates = [rates_of(gpu, "bfloat16", len(shapes)) for gpu in measured_gpus]
 
     def residuals(x: F64) -> F64:
         c = AttentionCoefficients(*np.exp(x).tolist())
-        made = [
+        predicted_ns = [
             attention_ns(gpu, rate, shapes, c) + stored_ns(gpu, shapes)
-            for gpu, rate in zip(able, rates, strict=True)
+            for gpu, rate in zip(measured_gpus, rates, strict=True)
         ]
-        parts = zip(made, logs, families, strict=True)
+        parts = zip(predicted_ns, logs, families, strict=True)
         return np.concatenate([families.count(f) ** -0.5 * (np.log(m) - t) for m, t, f in parts])
 
     start = [getattr(ATTENTION_START, n) for n in AttentionCoefficients.__struct_fields__]
@@ -141,8 +147,8 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
     """Return the time to write the keys and values of attention to a cache, float64[d].
 
     Args:
-        gpu: where it is done.
-        shapes: as `attention_tiles.attention_ns` takes them.
+        gpu: the GPU.
+        shapes: as for `attention_tiles.attention_ns`.
     """
     batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
     moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits
@@ -152,7 +158,7 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
 
 
 def rates_of(gpu: Gpu, dtype: str, count: int) -> Rates:
-    """Return a GPU's rates for `count` products of one data type."""
+    """Return a GPU's rates for `count` GEMMs of one dtype."""
     sustained, peak = gpu.tensor_flops_per_s(dtype), gpu.peak_tensor_flops_per_s(dtype)
     assert sustained, f"{gpu.name} has no {dtype} rate"
     assert peak, f"{gpu.name} has no {dtype} rate"

@@ -40,6 +40,8 @@ from tools.fit.measured_kernels import (
     read_products,
 )
 
+# Shares of the source's deviation that carry over, see `Coefficients`. Round figures, chosen on the
+# GPUs of the campaign: the error is flat around them.
 SAME_DIE = 0.8
 
 PRODUCT_CARRIED = 0.15
@@ -48,9 +50,8 @@ EIGHT_BIT_CARRIED = 0.7
 
 ATTENTION_CARRIED = 0.5
 
-"""Round figures, chosen on the GPUs at hand: the error is flat around them."""
-
-_LEAST_ALONE = 0.2  # of the time of attention and of what is stored
+# Least share of attention in a measured time that includes writing keys and values to a cache.
+_LEAST_ALONE = 0.2
 
 
 def fits_without(products: Products, attention: Attention | None) -> dict[str, Coefficients]:
@@ -63,7 +64,7 @@ def fits_without(products: Products, attention: Attention | None) -> dict[str, C
 def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu]) -> Coefficients:
     """Return coefficients fitted to `gpus`, without errors.
 
-    Without measured attention its coefficients are those that the fit begins with.
+    Without measured attention its coefficients are those of the fit's start.
     """
     return Coefficients(
         provenance={},
@@ -84,17 +85,17 @@ def gemm_cases(
     """Yield every ordered pair of the GPUs that measured `products`.
 
     Args:
-        products: what was measured.
-        described: what is known of a target, from its shipped description.
+        products: the measured GEMMs.
+        described: returns the description of a target that the prediction may use.
         model: family that is left out -> the model to use.
     """
     gpus = [load_gpu(name) for name in products.times_ns]
     for source, target in permutations(gpus, 2):
         kernels = of_products(products, products.times_ns[source.name])
-        made, _ = model(family(target))(kernels, source, described(target))
+        predicted_ns, _ = model(family(target))(kernels, source, described(target))
         kind = "gemm_same_die" if same_die(source, target) else "gemm"
         times = products.times_ns[target.name]
-        yield Case(kind, source, target, times, made, products.shapes[:, 1])
+        yield Case(kind, source, target, times, predicted_ns, products.shapes[:, 1])
 
 
 def attention_cases(
@@ -102,19 +103,19 @@ def attention_cases(
 ) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `attention`.
 
-    The campaign's times are of attention and of writing keys and values to a cache. A trace holds
-    the two apart; here the second is taken by its bytes on both GPUs.
+    The campaign's times include writing keys and values to a cache, which a trace has as separate
+    kernels; here their time is subtracted by its bytes on both GPUs.
     """
     gpus = [load_gpu(name) for name in attention.times_ns]
     for source, target in permutations(gpus, 2):
         times = attention.times_ns[source.name]
         attention_ns = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
         kernels = of_attention(attention, attention_ns)
-        made, _ = model(family(target))(kernels, source, described(target))
-        made = made + stored_ns(target, attention.shapes)
+        predicted_ns, _ = model(family(target))(kernels, source, described(target))
+        predicted_ns = predicted_ns + stored_ns(target, attention.shapes)
         kind = "attention_same_die" if same_die(source, target) else "attention"
         times = attention.times_ns[target.name]
-        yield Case(kind, source, target, times, made, attention.shapes[:, 3])
+        yield Case(kind, source, target, times, predicted_ns, attention.shapes[:, 3])
 
 
 def memory_cases(
@@ -132,8 +133,8 @@ def memory_cases(
     times = {name: table[name].to_numpy().astype(np.float64) * 1e6 for name in ("A100", "H100")}
     for source, target in permutations(times, 2):
         gpus = load_gpu(source), load_gpu(target)
-        made, _ = model(of_layers(times[source], table), gpus[0], described(gpus[1]))
-        yield Case("memory", *gpus, times[target], made, np.zeros(len(table)))
+        predicted_ns, _ = model(of_layers(times[source], table), gpus[0], described(gpus[1]))
+        yield Case("memory", *gpus, times[target], predicted_ns, np.zeros(len(table)))
 
 
 Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
@@ -155,27 +156,27 @@ def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Cas
     for name, times in narrow.times_ns.items():
         gpu, measured = load_gpu(name), wide.times_ns[name][rows[both]]
         kernels = of_products(before, measured), of_products(after, measured)
-        made = measured * factor(*kernels, gpu)
-        yield Case("retyped", gpu, gpu, times[both], made, after.shapes[:, 1])
+        predicted_ns = measured * factor(*kernels, gpu)
+        yield Case("retyped", gpu, gpu, times[both], predicted_ns, after.shapes[:, 1])
 
 
 def errors_of(cases: Iterable[Case]) -> Error:
     """Return the error distribution of the cases of one kind, for GPUs near those of the fit."""
     errors = [case.error / case.widening for case in cases]
-    middles = np.array([np.mean(e) for e in errors])
+    means = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
     # The error of a new GPU may have either sign, as the two directions of a pair have.
     bound = np.quantile(np.abs(pooled), 0.8)
     squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
-    own = np.sqrt(np.mean(squares))
-    # squares, not a deviation from their mean: the mean of the next GPU's error is not known
-    shared = np.sqrt(np.mean(middles**2))
-    figures = (round(float(x), 4) for x in (-bound, bound, shared, own))
+    independent = np.sqrt(np.mean(squares))
+    # Mean squares, not deviations from their mean: the mean of the next GPU's error is not known.
+    shared = np.sqrt(np.mean(means**2))
+    figures = (round(float(x), 4) for x in (-bound, bound, shared, independent))
     return Error(*figures, count=len(pooled))
 
 
 def parted(case: Case) -> Iterator[Case]:
-    """Yield a case of products parted into what is predicted to be short and the rest."""
+    """Yield a case of GEMMs as two: those predicted to be short, and the rest."""
     if case.kind not in ("gemm", "gemm_uncalibrated"):
         yield case
         return
@@ -193,9 +194,9 @@ def parted(case: Case) -> Iterator[Case]:
 def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Case]:
     """Yield the cases of targets that are known by their datasheet figures alone.
 
-    The estimates of the other figures, like the coefficients, come from the other die families. The
-    other size of a kernel on one GPU, another dtype there, and calls of several GEMMs have no
-    cases: those errors are of a ratio on one GPU, or were measured on GPUs outside of these data.
+    The estimates of the other figures, like the coefficients, come from the other die families.
+    Kernels at another size or in another dtype on one GPU, and calls of several GEMMs, have no
+    cases: those errors are of a ratio on one GPU, or were measured on GPUs outside these data.
     """
     products, attention = read_products(folder), read_attention(folder)
     described = as_by_datasheet([load_gpu(name) for name in products.times_ns])
@@ -224,7 +225,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
 
 
 def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> list[Case]:
-    """Return the cases of all kinds that intervals are made of, by `fits_without` where given."""
+    """Return the cases of all kinds of errors; `fits` None: those of `fits_without`."""
     products, attention = read_products(folder), read_attention(folder)
     fits = fits or fits_without(products, attention)
     gpus = [load_gpu(name) for name in products.times_ns]

@@ -23,7 +23,8 @@ from tools.fit.measured_kernels import F64, read_products
 
 POWER_FILE = "gemm_power.parquet"
 STEP_KINDS = ("looked_up", "looked_up_loosely")
-_LONG_NS = 10_000  # the layers' campaign records whole microseconds
+# Shortest layers that are compared: their campaign records whole microseconds.
+_LONG_NS = 10_000
 _SIZES = ["m", "n", "k"]
 
 
@@ -31,10 +32,10 @@ class Campaigns(NamedTuple):
     """The same 16-bit products measured twice.
 
     Attributes:
-        name: of the second campaign.
+        name: name of the second campaign.
         sizes: m, n and k, float64[d, 3].
         first: name of a description -> times of the first campaign in ns, float64[d].
-        second: the same of the second.
+        second: the same for the second campaign.
     """
 
     name: str
@@ -44,13 +45,13 @@ class Campaigns(NamedTuple):
 
 
 def campaigns(folder: Path) -> Iterator[Campaigns]:
-    """Yield the campaigns beside that of `gemm.parquet` that the folder has.
+    """Yield each campaign in the folder, compared with that of `gemm.parquet`.
 
-    `gemm_power.parquet` has the same bf16 products on two GPUs, `vidur_mlp_fp16.parquet` layers in
-    fp16 on two others, of which those over 10 us are taken.
+    `gemm_power.parquet` has the same bf16 GEMMs on two GPUs. `vidur_mlp_fp16.parquet` has layers in
+    fp16 on two others, of which those over 10 us are used.
 
     Raises:
-        FormatError: `gemm.parquet` is not there or lacks a column.
+        FormatError: `gemm.parquet` is missing or lacks a column.
         TargetError: a file has a GPU without a description.
     """
     products = read_products(folder)
@@ -67,14 +68,18 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
         table = times.pivot(on="gpu", index=_SIZES, values="time_us").drop_nulls()
         names = {gpu: load_gpu(gpu).name for gpu in table.columns[len(_SIZES) :]}
         first = pl.DataFrame(products.shapes[:, 1:4], schema=_SIZES).with_columns(
-            pl.Series(f"first {gpu}", products.times_ns[own]) for gpu, own in names.items()
+            pl.Series(f"first {gpu}", products.times_ns[description])
+            for gpu, description in names.items()
         )
         both = table.join(first, on=_SIZES).sort(_SIZES)
         yield Campaigns(
             name,
             both.select(_SIZES).to_numpy(),
-            {own: both[f"first {gpu}"].to_numpy() for gpu, own in names.items()},
-            {own: both[gpu].to_numpy().astype(np.float64) * 1000 for gpu, own in names.items()},
+            {description: both[f"first {gpu}"].to_numpy() for gpu, description in names.items()},
+            {
+                description: both[gpu].to_numpy().astype(np.float64) * 1000
+                for gpu, description in names.items()
+            },
         )
 
 
@@ -83,45 +88,50 @@ def looked_up_cases(folder: Path) -> Iterator[Case]:
 
     No family is excluded, because nothing of a look-up is fitted.
     """
-    for one in campaigns(folder):
-        rows = one.sizes[:, 0]
-        for name, times in one.second.items():
+    for campaign in campaigns(folder):
+        rows = campaign.sizes[:, 0]
+        for name, times in campaign.second.items():
             gpu = load_gpu(name)
-            yield Case("looked_up_otherwise", gpu, gpu, times, one.first[name], rows)
-        for here, there in permutations(one.second, 2):
-            gpus = load_gpu(here), load_gpu(there)
-            made = one.first[there] * (one.second[here] / one.first[here]) ** SOURCE_SHARE
-            yield Case("looked_up_otherwise", *gpus, one.second[there], made, rows)
+            yield Case("looked_up_otherwise", gpu, gpu, times, campaign.first[name], rows)
+        for source, target in permutations(campaign.second, 2):
+            gpus = load_gpu(source), load_gpu(target)
+            predicted_ns = (
+                campaign.first[target]
+                * (campaign.second[source] / campaign.first[source]) ** SOURCE_SHARE
+            )
+            yield Case("looked_up_otherwise", *gpus, campaign.second[target], predicted_ns, rows)
 
 
 def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
     """Yield the kernels of a captured step with look-ups for the GPU that ran it.
 
-    One kernel of each name for each call, its median time.
+    Kernels of one name and call are one entry with their median time.
 
     Raises:
         AnnotateError: the GPU is not known.
     """
     gpu = source_gpu(graph, None)
-    found = op_costs_of(graph)
-    every = np.ones(len(found.index), dtype=bool)
-    told = look_up(
-        graph, found, every, Basis(library, None, gpu, predict_from_description, shipped())
+    costs = op_costs_of(graph)
+    all_nodes = np.ones(len(costs.index), dtype=bool)
+    lookups = look_up(
+        graph, costs, all_nodes, Basis(library, None, gpu, predict_from_description, shipped())
     )
-    known = np.isfinite(told.time_ns) & (told.rules == Rule.LOOKED_UP)
+    known = np.isfinite(lookups.time_ns) & (lookups.rules == Rule.LOOKED_UP)
     rows = pl.DataFrame(
         {
-            "call": found.call[known],
-            "name": graph.nodes.name[found.index[known]],
-            "measured": graph.nodes.duration_ns[found.index[known]].astype(np.float64),
-            "told": told.time_ns[known],
-            "loosely": told.doubt.loosely[known],
+            "call": costs.call[known],
+            "name": graph.nodes.name[costs.index[known]],
+            "measured": graph.nodes.duration_ns[costs.index[known]].astype(np.float64),
+            "looked_up": lookups.time_ns[known],
+            "loosely": lookups.doubt.loosely[known],
         }
     )
     kernels = rows.filter(pl.col("measured") > 0).group_by("call", "name")
-    middles = pl.col("measured", "told").median()
-    each = kernels.agg(middles, pl.col("loosely").first()).sort("call", "name")
-    times, made = (each[name].to_numpy() for name in ("measured", "told"))
-    loosely = (made <= TINY_NS) | each["loosely"].to_numpy()
-    for kind, some in (("looked_up", ~loosely), ("looked_up_loosely", loosely)):
-        yield Case(kind, gpu, gpu, times[some], made[some], np.zeros(int(some.sum())))
+    medians = pl.col("measured", "looked_up").median()
+    each = kernels.agg(medians, pl.col("loosely").first()).sort("call", "name")
+    times, looked_up_ns = (each[name].to_numpy() for name in ("measured", "looked_up"))
+    loosely = (looked_up_ns <= TINY_NS) | each["loosely"].to_numpy()
+    for kind, selected in (("looked_up", ~loosely), ("looked_up_loosely", loosely)):
+        yield Case(
+            kind, gpu, gpu, times[selected], looked_up_ns[selected], np.zeros(int(selected.sum()))
+        )

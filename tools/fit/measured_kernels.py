@@ -68,10 +68,10 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     columns = ["gpu", "dtype", "m", "n", "k", "time_us"]
     rows = _read(folder / GEMM_FILE, columns).filter(pl.col("dtype").cast(pl.String) == dtype)
     table = rows.pivot(on="gpu", index=["m", "n", "k"], values="time_us").drop_nulls()
-    one = np.ones(len(table))
+    ones = np.ones(len(table))
     sizes = [table[name].to_numpy().astype(np.float64) for name in ("m", "n", "k")]
     item, result = _ITEM_BYTES[dtype]
-    shapes = np.stack([one, *sizes, one * item, one * result], axis=1)
+    shapes = np.stack([ones, *sizes, ones * item, ones * result], axis=1)
     return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3))
 
 
@@ -91,8 +91,8 @@ def read_attention(folder: Path) -> Attention:
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_us").median())
     table = grouped.pivot(on="gpu", index=index, values="time_us").drop_nulls()
     batch, seq, heads, key_heads, d = (table[name].to_numpy().astype(np.float64) for name in index)
-    one = np.ones(len(table))
-    shapes = np.stack([batch, heads, key_heads, seq, seq, d, d, one, 0 * one], axis=1)
+    ones = np.ones(len(table))
+    shapes = np.stack([batch, heads, key_heads, seq, seq, d, d, ones, 0 * ones], axis=1)
     return Attention(shapes, _times(table, len(index)))
 
 
@@ -101,8 +101,8 @@ def _read(path: Path, columns: list[str]) -> pl.DataFrame:
         raise FormatError(
             f"{path}: no such file; give the folder that contains {path.name}", code="fit-no-file"
         )
-    found = pl.read_parquet_schema(path)
-    if missing := [name for name in columns if name not in found]:
+    schema = pl.read_parquet_schema(path)
+    if missing := [name for name in columns if name not in schema]:
         raise FormatError(
             f"{path} lacks the columns {', '.join(missing)}", code="fit-missing-columns"
         )
@@ -131,8 +131,8 @@ def of_products(products: Products, times_ns: F64) -> KernelFeatures:
     """Return one operator per product, with measured `times_ns`."""
     batch, m, n, k, item, result = products.shapes.T
     moved = batch * (item * (m * k + k * n) + result * m * n)
-    made = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
-    return replace(made, gemm=products.shapes)
+    kernels = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
+    return replace(kernels, gemm=products.shapes)
 
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
@@ -145,9 +145,9 @@ def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
 
 def of_memory(times_ns: F64, moved: F64) -> KernelFeatures:
     """Return kernels that move `moved` bytes, in float64[d], and have no products."""
-    made = _kernels(times_ns, np.zeros(len(moved)), moved, "")
+    kernels = _kernels(times_ns, np.zeros(len(moved)), moved, "")
     none = np.zeros(len(moved), dtype=bool)
-    return replace(made, matmul=none, matmul_class=none)
+    return replace(kernels, matmul=none, matmul_class=none)
 
 
 def of_layers(times_ns: F64, table: pl.DataFrame) -> KernelFeatures:

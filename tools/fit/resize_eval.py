@@ -70,12 +70,13 @@ def memory_cases(folder: Path) -> Iterator[Case]:
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
     index = ["model", "tp", "op", "tokens"]
     for name in ("A100", "H100"):
-        own = rows.filter(pl.col("gpu").cast(pl.String) == name, pl.col("time_ms") > 0)
-        table = own.group_by(*index, maintain_order=True).agg(
+        gpu_rows = rows.filter(pl.col("gpu").cast(pl.String) == name, pl.col("time_ms") > 0)
+        table = gpu_rows.group_by(*index, maintain_order=True).agg(
             pl.col("time_ms").median(), pl.col("bytes").first()
         )
         codes = [
-            table[one].cast(pl.String).rank("dense").to_numpy() for one in ("model", "tp", "op")
+            table[column].cast(pl.String).rank("dense").to_numpy()
+            for column in ("model", "tp", "op")
         ]
         sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
@@ -86,17 +87,17 @@ def memory_cases(folder: Path) -> Iterator[Case]:
 
 
 def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
-    """Return (row, row of the same sizes but for the one that grows, by a factor) of each pair."""
+    """Return the pairs of rows (a, b) that differ only in size `grows`, by one of `FACTORS`."""
     place = {tuple(size): row for row, size in enumerate(sizes.tolist())}
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for size, row in place.items():
         if size[grows] < least:
             continue
         for factor in FACTORS:
             other = (*size[:grows], size[grows] * factor, *size[grows + 1 :])
             if other in place:
-                found.append((row, place[other]))
-    return found
+                pairs.append((row, place[other]))
+    return pairs
 
 
 def _both_ways(
@@ -111,5 +112,5 @@ def _both_ways(
     small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     for start, end in ((small, large), (large, small)):
         before, after = kernels.select(start), kernels.select(end)
-        made = scale_to_size(times[start], before, after, gpu, from_description)
-        yield Case(kind, gpu, gpu, times[end], made, rows[end])
+        predicted_ns = scale_to_size(times[start], before, after, gpu, from_description)
+        yield Case(kind, gpu, gpu, times[end], predicted_ns, rows[end])

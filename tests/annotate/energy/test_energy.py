@@ -22,7 +22,7 @@ from tools.fit.fit_power import (
     errors_of,
     fit,
     model_of,
-    read_held,
+    read_measured,
     read_products,
     step_of,
     to_toml,
@@ -174,7 +174,7 @@ def test_a_step_is_held_against_its_sensor_if_it_was_read_for_long_enough():
     job = msgspec.structs.replace(graph.job, device=device, measurement=measured)
     step = step_of("it", replace(graph, job=job), power_model())
     assert step.read_w == 600
-    assert step.error == pytest.approx(step.made_w / 600 - 1)
+    assert step.error == pytest.approx(step.modelled_w / 600 - 1)
     with pytest.raises(AnnotateError, match=r"read for 0.3 s; expected 1.5 s or more: capture it"):
         step_of("it", graph, power_model())
 
@@ -182,14 +182,14 @@ def test_a_step_is_held_against_its_sensor_if_it_was_read_for_long_enough():
 def test_rows_of_a_database_become_uses(tmp_path: Path):
     """A product of 34.4 GFLOP in 45 us: 763 of 671 TFLOPS; 8 + 8 + 32 MiB at 4.11 TB/s: 12.2 us."""
     write_database(table_of([ROW]), tmp_path / "h.parquet")
-    (found,) = read_held(tmp_path / "h.parquet")
+    (found,) = read_measured(tmp_path / "h.parquet")
     assert found.names == ("gemm",)
     assert found.use[0] == pytest.approx([1, 1 - 2640 / 45_000, 1.139, 0.272, 0], abs=2e-3)
     assert found.share[0] == 640.5 / 700
     quiet = msgspec.structs.replace(ROW, power_w=None, energy_mj=None)
     write_database(table_of([quiet]), tmp_path / "q.parquet")
     with raises_code("fit-no-power"):
-        read_held(tmp_path / "q.parquet")
+        read_measured(tmp_path / "q.parquet")
 
 
 def test_a_table_without_power_is_an_error(tmp_path: Path):
