@@ -15,16 +15,16 @@ from onerank.ir import AllocatorSettings
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block of a segment, in use or free, between its neighbours there.
+    """A block of a segment, in use or free.
 
     Attributes:
         size: bytes.
-        address: where it begins.
-        pool: what it goes back to.
-        free: whether it can be used.
-        mapped: whether memory is behind its addresses; not so at the end of a segment that grows.
-        before: neighbour below.
-        after: neighbour above.
+        address: its first address.
+        pool: pool that it returns to.
+        free: whether it is free.
+        mapped: whether memory backs its addresses; false at the end of an expandable segment.
+        before: adjacent block at lower addresses.
+        after: adjacent block at higher addresses.
     """
 
     size: int
@@ -56,7 +56,7 @@ class Block:
         return rest
 
     def merge(self) -> None:
-        """Take free neighbours in, as far as memory is behind all of them or none."""
+        """Merge with free neighbours that are mapped like this block."""
         for other in (self.before, self.after):
             if other is None or not other.free or other.mapped != self.mapped:
                 continue
@@ -87,7 +87,7 @@ class Pool:
     _blocks: dict[tuple[int, int], Block] = field(default_factory=dict[tuple[int, int], Block])
 
     def add(self, block: Block) -> None:
-        """Take a free block in."""
+        """Add a free block."""
         if not block.mapped:
             insort(self.unmapped, block, key=lambda free_block: free_block.address)
             return
@@ -95,7 +95,7 @@ class Pool:
         self._blocks[block.size, block.address] = block
 
     def remove(self, block: Block) -> None:
-        """Take a block out, before its size or address changes."""
+        """Remove a block. Its size and address are the keys, so change them only afterwards."""
         if not block.mapped:
             self.unmapped.remove(block)
             return
@@ -116,26 +116,29 @@ class Pool:
         return list(self._blocks.values())
 
 
+# Pages of expandable segments (`ExpandableSegment`): kSmallBuffer and kLargeBuffer.
 SMALL_PAGE_BYTES = 2 << 20
 
 LARGE_PAGE_BYTES = 20 << 20
 
+# Address range of an expandable segment. torch reserves 1.125 times the device's memory; this is
+# more than any device has, so that a segment never ends.
 RANGE_BYTES = LARGE_PAGE_BYTES << 20
 
-"""More than any device has."""
-
 Reserve = Callable[[int], bool]
-
-"""Takes bytes from the driver; False where it has no more."""
+"""Takes bytes from the driver; returns False if the driver has no more."""
 
 
 def page_bytes(pool: Pool) -> int:
-    """Return the bytes that a pool takes from the driver at once."""
+    """Return the page size in which a pool's segments grow, in bytes."""
     return SMALL_PAGE_BYTES if pool.small else LARGE_PAGE_BYTES
 
 
 def best_fit(pool: Pool, size: int) -> Block | None:
-    """Return the free block for `size`: one that can grow counts with all it can grow to."""
+    """Return the free block for `size`, with blocks before unmapped addresses last.
+
+    Such a block counts with all the memory that it can grow to (`get_free_block`).
+    """
     candidates = pool.fitting(size)
     best = candidates[0] if candidates else None
     for following in candidates[1:]:
@@ -146,13 +149,13 @@ def best_fit(pool: Pool, size: int) -> Block | None:
 
 
 def grow(pool: Pool, size: int, reserve: Reserve, address: Callable[[], int]) -> Block | None:
-    """Return a block of `size` or more, out of its pool; None where the driver has no more.
+    """Map a block of `size` or more and remove it from its pool; None without memory.
 
     Args:
-        pool: what it is for.
+        pool: pool of the block.
         size: bytes.
-        reserve: what gives memory.
-        address: gives the begin of a new range.
+        reserve: takes bytes from the driver.
+        address: returns the first address of a new range.
     """
     block = _lowest(pool, size)
     if block is None:
@@ -170,12 +173,12 @@ def grow(pool: Pool, size: int, reserve: Reserve, address: Callable[[], int]) ->
 
 
 def give_back(pool: Pool) -> int:
-    """Return how many bytes of whole free pages went back to the driver."""
+    """Return all whole free pages of a pool to the driver; return their bytes."""
     return sum(_unmap(block) for block in pool.free_blocks())
 
 
 def _unmap(block: Block) -> int:
-    """Take the memory of a free block's whole pages away; return their bytes."""
+    """Unmap the whole pages in a free block; return their bytes."""
     pool, page = block.pool, page_bytes(block.pool)
     begin = -(-block.address // page) * page
     end = (block.address + block.size) // page * page
@@ -201,7 +204,7 @@ def _room(block: Block) -> int:
 
 
 def _lowest(pool: Pool, size: int) -> Block | None:
-    """Return the first of the lowest free addresses with room for `size`."""
+    """Return the first block of the lowest run of free blocks with room for `size`."""
     for candidate in pool.unmapped:
         before = candidate.before
         first = before if before is not None and before.free else candidate
@@ -215,7 +218,7 @@ def _lowest(pool: Pool, size: int) -> Block | None:
 
 
 def _map(block: Block, size: int, reserve: Reserve) -> bool:
-    """Put memory behind the first `size` bytes of a block, and merge it with its neighbours."""
+    """Map the first `size` bytes of a block, and merge it with its neighbours."""
     page, pool = page_bytes(block.pool), block.pool
     wanted = min(block.size, -(-size // page) * page)
     if not reserve(wanted):
@@ -229,25 +232,25 @@ def _map(block: Block, size: int, reserve: Reserve) -> bool:
     return True
 
 
-MIN_BLOCK_BYTES = 512
+# Names in comments are those of the allocator's source.
+MIN_BLOCK_BYTES = 512  # kMinBlockSize
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20  # kSmallSize
 
-SMALL_BUFFER_BYTES = 2 << 20
+SMALL_BUFFER_BYTES = 2 << 20  # kSmallBuffer
 
-LARGE_BUFFER_BYTES = 20 << 20
+LARGE_BUFFER_BYTES = 20 << 20  # kLargeBuffer
 
-MIN_LARGE_BYTES = 10 << 20
+MIN_LARGE_BYTES = 10 << 20  # kMinLargeAlloc
 
-ROUND_LARGE_BYTES = 2 << 20
+ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
 
 _FIRST_DIVIDED = 20
-
 """Power of two from which `roundup_divisions` has separate sizes."""
 
 
 class OutOfMemoryError(Exception):
-    """The simulated device has no room left, cached segments given back."""
+    """The simulated device has no memory left, even after it released cached segments."""
 
 
 def round_size(size: int, divisions: tuple[int, ...] = ()) -> int:
@@ -275,14 +278,15 @@ class CachingAllocator:
     """The allocator's state; `allocate` returns a handle that `free` takes.
 
     Attributes:
-        capacity_bytes: what the driver can give; None for no end.
-        settings: how it is configured.
-        allocated_bytes: in blocks in use.
-        reserved_bytes: in segments, cached ones included.
-        peak_allocated_bytes: highest `allocated_bytes`.
-        peak_reserved_bytes: highest `reserved_bytes`.
-        segments: segments taken from the driver so far; of expandable ones the times one grew.
-        returned: segments given back to make room; of expandable ones the pools that gave.
+        capacity_bytes: memory of the driver; None for no limit.
+        settings: configuration.
+        allocated_bytes: bytes of blocks in use.
+        reserved_bytes: bytes of segments, including cached ones.
+        peak_allocated_bytes: maximum of `allocated_bytes`.
+        peak_reserved_bytes: maximum of `reserved_bytes`.
+        segments: number of segments taken from the driver, or of growths of expandable ones.
+        returned: number of segments released to make room, or of pools with expandable segments
+            that released pages.
     """
 
     capacity_bytes: int | None = None
@@ -298,10 +302,10 @@ class CachingAllocator:
     _address: int = 0
 
     def allocate(self, request: int, stream: int = 0) -> Block:
-        """Take a block of `request` bytes.
+        """Return a block of `request` bytes.
 
         Raises:
-            OutOfMemoryError: the capacity does not hold it.
+            OutOfMemoryError: the request exceeds the capacity.
         """
         size = round_size(request, self.settings.roundup_divisions)
         small = size <= SMALL_BYTES
@@ -317,11 +321,12 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, *, lingers: bool = False) -> None:
-        """Give a block back to its pool, merged with free neighbours of its segment.
+        """Return a block to its pool, merged with free neighbours of its segment.
 
         Args:
-            block: what to free.
-            lingers: whether another stream uses it, until `finish` or until memory runs out.
+            block: the block.
+            lingers: whether another stream still uses it (`record_stream`): its memory can be used
+                again only after `finish`, or when memory runs out.
         """
         self.allocated_bytes -= block.size
         if lingers:
@@ -330,7 +335,7 @@ class CachingAllocator:
             self._give_back(block)
 
     def finish(self, block: Block) -> None:
-        """Let the memory of a block that lingers be used again."""
+        """Make the memory of a block that lingers available again."""
         if self._lingering.pop(id(block), None) is not None:
             self._give_back(block)
 
@@ -340,7 +345,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def _free_block(self, pool: Pool, size: int) -> Block | None:
-        """Take a free block out of its pool (`get_free_block`)."""
+        """Remove a free block from its pool and return it (`get_free_block`)."""
         block = best_fit(pool, size) if self.settings.expandable_segments else pool.best_fit(size)
         if block is None:
             return None
@@ -360,6 +365,7 @@ class CachingAllocator:
         return rest > SMALL_BYTES and not (most and size >= most)
 
     def _new_block(self, pool: Pool, size: int) -> Block:
+        # The order of `malloc` in torch: the driver, then oversized blocks, then the whole cache.
         for make_room in (None, self._release_oversized, self._release_cached):
             if make_room is not None:
                 make_room(pool, size)
@@ -378,7 +384,9 @@ class CachingAllocator:
         return Block(wanted, self._below(wanted), pool) if self._reserve(wanted) else None
 
     def _below(self, size: int) -> int:
-        self._address -= size  # the driver puts the next segment below, as seen on an H200
+        # The driver maps the next segment below the last, as seen on an H200. The order matters:
+        # among equal free blocks the allocator takes the lowest.
+        self._address -= size
         return self._address
 
     def _reserve(self, size: int) -> bool:
@@ -390,9 +398,9 @@ class CachingAllocator:
         return True
 
     def _release_oversized(self, pool: Pool, size: int) -> None:
-        """Give back blocks too large to be split, as many as make room.
+        """Release blocks too large to be split until there is enough room.
 
-        (`release_available_cached_blocks`)
+        Follows `release_available_cached_blocks`.
         """
         most = self.settings.max_split_bytes
         if not most:
@@ -410,7 +418,7 @@ class CachingAllocator:
             self._release(block)
 
     def _release_cached(self, pool: Pool, size: int) -> None:
-        """Give all that is free back to the driver (`release_cached_blocks`)."""
+        """Release all free segments to the driver (`release_cached_blocks`)."""
         for block in list(self._lingering.values()):
             self.finish(block)
         for each_pool in self._pools.values():

@@ -31,7 +31,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
-    """What a node allocated and freed, and what was live after it."""
+    """Bytes that a node allocated and freed, and bytes live after it."""
 
     id: int
     name: str
@@ -46,22 +46,22 @@ class MemoryReport(Displayed, msgspec.Struct, frozen=True):
     """Device memory of a step.
 
     Attributes:
-        peak_bytes: most in use at once, from the allocations and frees of the step.
+        peak_bytes: maximum bytes in use, from the allocations and frees of the step.
         measured_peak_bytes: the allocator's figure, 0 if not known.
-        start_bytes: in use when the step began.
+        start_bytes: bytes in use when the step began.
         peak_node: id of the node whose operator allocated up to the peak; None if not known.
         classes: class -> bytes in use at the peak; they sum to `peak_bytes`. Empty if the graph
             does not distinguish blocks.
-        source: how the classes of memory allocated before the step are known.
-        reserved_bytes: most that the caching allocator reserved in the capture, 0 if not known.
+        source: source of the classes of memory allocated before the step.
+        reserved_bytes: maximum that the caching allocator reserved in the capture, 0 if not known.
         simulated_reserved_bytes: the same by simulation from an empty device; None if the graph
             does not distinguish blocks.
         fragmentation_bytes: reserved but not in use, at the peak; measured if possible.
-        modules: activations, workspace and the like at the peak, the largest first.
+        modules: the step's blocks at the peak by module and class, the largest first.
         nodes: every node that allocated or freed, in order.
-        target: name of the device it should fit.
+        target: name of the device that it should fit.
         capacity_bytes: memory of that device, 0 if not known.
-        non_allocator: memory outside the allocator; nothing on a CPU.
+        non_allocator: memory outside the allocator; empty on a CPU.
         fits: whether it fits, including `non_allocator`; None if the capacity is not known.
         fits_without_overhead: whether it would fit without `non_allocator`; None if the
             capacity is not known.
@@ -108,8 +108,8 @@ def report_memory(
     measured, nodes = graph.job.measurement, _nodes(graph)
     if measured.memory is None and not nodes and not measured.peak_memory_bytes:
         raise AnnotateError(
-            "the trace tells nothing of memory: no node allocates and no peak was measured; "
-            "capture the step with `capture run`, which records both",
+            "the trace records no memory: no node allocates and no peak was measured\n"
+            "  capture the step with `capture run`, which records both",
             code="memory-not-recorded",
         )
     device = _device(graph, target, non_allocator_bytes)
@@ -119,7 +119,7 @@ def report_memory(
 
 
 class _Device(NamedTuple):
-    """What the step is to fit: its name, its memory (0: not known), and what else takes of it."""
+    """The device to fit: its name, its memory (0: not known), and memory outside the allocator."""
 
     name: str
     capacity_bytes: int
@@ -127,7 +127,7 @@ class _Device(NamedTuple):
 
     @property
     def room_bytes(self) -> int:
-        """What is left for the allocator."""
+        """Memory available to the allocator."""
         return self.capacity_bytes - sum(memory.bytes for memory in self.non_allocator)
 
 
@@ -165,8 +165,8 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         fits_without_overhead=peak <= device.capacity_bytes if known else None,
         mitigations=(),
         notes=(
-            "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
-            "captures of older versions): classes and the reserved figure are not known",
+            "the graph does not distinguish blocks of memory (it is coarsened, expanded, or of an "
+            "older version), so classes and reserved memory are not known",
         ),
     )
 

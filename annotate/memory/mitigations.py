@@ -19,7 +19,8 @@ MOST_PARTS = 64
 _PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
 
 STEP_ROW = len(MemoryClass)
-"""Row of `Need.levels` with the workspace of the optimizer's step, which shrinks with its state."""
+"""Row of `Need.levels` for the workspace of the optimizer's step, which is sharded with its state.
+"""
 
 _STATE = (MemoryClass.OPTIMIZER, STEP_ROW)
 
@@ -41,7 +42,7 @@ class Need(NamedTuple):
             `MemoryClass`, then that of `STEP_ROW`.
         capacity_bytes: of the device, minus memory outside the allocator.
         reserved_per_allocated: reserved bytes per byte in use.
-        recomputed_bytes: activations that full recomputation does not keep; 0: no layers.
+        recomputed_bytes: activations that full recomputation does not keep; 0 without layers.
         layers: layers that hold activations at the peak.
         micro_batch: sequences in a captured micro-batch; None: not known.
     """
@@ -55,12 +56,12 @@ class Need(NamedTuple):
 
     @property
     def budget(self) -> int:
-        """Bytes in use that the device can take, the allocator's own share as in the capture."""
+        """Bytes in use that fit the device, with the capture's ratio of reserved memory."""
         return round(self.capacity_bytes / self.reserved_per_allocated)
 
 
 class Mitigation(msgspec.Struct, frozen=True):
-    """A change, whether it suffices, the peak it leaves, and how that is reckoned."""
+    """A change, whether it suffices, the peak after it, and the arithmetic."""
 
     change: str
     suffices: bool
@@ -98,7 +99,7 @@ def mitigations(need: Need) -> tuple[Mitigation, ...]:
 
 
 def _recomputed(need: Need) -> I64:
-    """Return the levels with no more activations than recomputing every layer holds."""
+    """Return the levels with activations limited to those that full recomputation keeps."""
     levels = need.levels.copy()
     row = levels[MemoryClass.ACTIVATIONS]
     np.minimum(row, row.max() - need.recomputed_bytes, out=row)
@@ -106,7 +107,7 @@ def _recomputed(need: Need) -> I64:
 
 
 def _micro_batch(need: Need) -> list[Mitigation]:
-    """Return what fewer sequences do, or of a micro-batch of one shorter ones."""
+    """Return the effect of fewer sequences, or of shorter ones for a micro-batch of one."""
     row = need.levels[MemoryClass.ACTIVATIONS]
     if not row.max():
         return []

@@ -21,11 +21,11 @@ _GRADIENTS = int(MemoryClass.GRADIENTS)
 
 
 def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
-    """Return the sizes of the blocks allocated before the step by class, and how they are known.
+    """Return the sizes of the blocks allocated before the step by class, and their source.
 
-    They sum to the memory allocated at that time. If the capture does not record them, gradients
-    are assumed allocated, each as large as its parameter, and optimizer states a whole number of
-    copies.
+    They sum to the memory allocated at that time. If the capture does not record them, they are
+    inferred from the gradients that the step allocates: each parameter is as large as its gradient,
+    and the optimizer's state is a whole number of copies.
     """
     measured = graph.job.measurement
     start = measured.start_memory_bytes
@@ -38,7 +38,8 @@ def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
             if name in named and sizes
         }
         rest = start - sum(map(sum, resident.values()))
-        if rest > 0:  # no tensor's: cuBLAS workspaces, buckets; or the ends of larger blocks
+        # Memory of no tensor: cuBLAS workspaces, buckets, and unused ends of larger blocks.
+        if rest > 0:
             resident[MemoryClass.WORKSPACE] = (*resident.get(MemoryClass.WORKSPACE, ()), rest)
         return resident, "captured"
     blocks = log.blocks
@@ -97,7 +98,8 @@ def levels_of(log: MemoryLog, resident: Resident) -> I64:
     np.add.at(levels, (row[freed >= 0], freed[freed >= 0] + 1), -size[freed >= 0])
     levels[:, 0] += [sum(resident.get(memory_class, ())) for memory_class in MemoryClass] + [0]
     levels = np.cumsum(levels, axis=1)
-    below = np.minimum(levels, 0)  # a block held before was taken for another class
+    # Negative where the step frees a resident block that was counted in another class.
+    below = np.minimum(levels, 0)
     levels -= below
     levels[MemoryClass.OTHER] += below.sum(axis=0)
     return levels
@@ -112,7 +114,7 @@ def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
 
 
 def most_in_use(log: MemoryLog) -> int:
-    """Return the most that the blocks of a step take at once, in addition to earlier memory."""
+    """Return the maximum bytes of a step's blocks in use, in addition to earlier memory."""
     change = np.zeros(log.events, dtype=np.int64)
     for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
         where = np.array(at, dtype=np.int64)
@@ -125,12 +127,12 @@ _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of most memory.
+    """The peak of memory in use.
 
     Attributes:
-        at: its place among the events; -1: before them.
-        bytes: in use then.
-        classes: class -> bytes of these; they add up to `bytes`.
+        at: index of its event; -1: before all events.
+        bytes: bytes in use.
+        classes: class -> bytes in use; they sum to `bytes`.
     """
 
     at: int
@@ -139,7 +141,7 @@ class Peak:
 
 
 class ModuleMemory(msgspec.Struct, frozen=True):
-    """Blocks of the step that are live at a moment: bytes and number, by module and class."""
+    """Live blocks of the step of one module and class: bytes and number."""
 
     module: str
     memory_class: str
@@ -148,7 +150,7 @@ class ModuleMemory(msgspec.Struct, frozen=True):
 
 
 def peak_of(levels: I64) -> Peak:
-    """Return the moment of most memory of levels as `levels_of` gives them, int64[8, moments]."""
+    """Return the peak of `levels`, int64[8, moments], see `levels_of`."""
     total = levels.sum(axis=0)
     moment = int(total.argmax())
     classes = {memory_class: int(levels[memory_class, moment]) for memory_class in MemoryClass}
@@ -178,10 +180,10 @@ def modules_at(graph: Graph, log: MemoryLog, at: int) -> tuple[ModuleMemory, ...
 
 
 def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
-    """Return (activations at the peak that recomputing every layer does not hold, layers).
+    """Return (activations at the peak that full recomputation does not keep, number of layers).
 
-    It holds every layer's input and all of one layer. A layer's input is as large as the last
-    block that forward allocated in the layer before.
+    Recomputation keeps every layer's input, and all activations of one layer. A layer's input is as
+    large as the last block that the forward allocated in the layer before.
     """
     module = _module_of(graph)
     activations, last = dict[str, int](), dict[str, int]()
@@ -202,7 +204,7 @@ def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
 
 
 def _live(log: MemoryLog, at: int) -> list[int]:
-    """Return which of the step's own blocks are live after event `at`."""
+    """Return the rows of the step's own blocks that are live after event `at`."""
     _, _, allocated, freed = columns_of(log)
     live = np.flatnonzero((allocated >= 0) & (allocated <= at) & ((freed < 0) | (freed > at)))
     return live.tolist()

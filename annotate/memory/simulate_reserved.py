@@ -8,7 +8,10 @@ from onerank.annotate.memory.allocator import Block, CachingAllocator
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 STEPS = 3
-"""The first has no gradients and no optimizer state yet, the second takes what the first cached."""
+"""Simulated steps until reserved memory is that of a steady state.
+
+The first step starts without gradients and optimizer state; the second reuses its cache.
+"""
 
 
 class Piece(NamedTuple):
@@ -19,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class BlockEvent(Enum):
-    """BlockEvent becomes of a block."""
+    """An event of a block: allocated, freed, or usable again after another stream's use."""
 
     ALLOCATED = auto()
     FREED = auto()
@@ -47,7 +50,7 @@ def reserve(
     own pool if the log records streams (a Kineto trace alone does not).
 
     Raises:
-        OutOfMemoryError: the capacity does not hold it.
+        OutOfMemoryError: the step exceeds the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
@@ -75,7 +78,7 @@ def reserve(
                 live[row] = allocator.allocate(*pieces[row])
             elif what is BlockEvent.FREED:
                 block = live.pop(row, None)
-                if block is None and kept.get(pieces[row]):  # held by the step before
+                if block is None and kept.get(pieces[row]):  # allocated by the previous step
                     block = kept[pieces[row]].pop(0)
                 if block is not None:
                     allocator.free(block, lingers=lingers[row] > 0)
@@ -84,7 +87,7 @@ def reserve(
                 allocator.finish(ended[row])
         for row, block in live.items():
             kept.setdefault(pieces[row], []).append(block)
-        _allocate_all(allocator, late)  # where the optimizer takes no memory
+        _allocate_all(allocator, late)  # if the optimizer's step allocates nothing itself
     return Reserve(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
@@ -104,14 +107,14 @@ def _pools(blocks: Blocks) -> tuple[int, ...]:
 
 
 def _allocate_all(allocator: CachingAllocator, pieces: list[Piece]) -> None:
-    """Allocate, and leave nothing to allocate again."""
+    """Allocate all pieces once: empty the list."""
     for piece in pieces:
         allocator.allocate(*piece)
     pieces.clear()
 
 
 def _events(blocks: Blocks, count: int) -> list[tuple[int, BlockEvent]]:
-    """Return (row, what becomes of it), in order."""
+    """Return (row, event) of all blocks, in order."""
     by_event: list[list[tuple[int, BlockEvent]]] = [[] for _ in range(count + 1)]
     for row, (allocated, freed) in enumerate(
         zip(blocks.allocated_at, blocks.freed_at, strict=True)
@@ -121,7 +124,8 @@ def _events(blocks: Blocks, count: int) -> list[tuple[int, BlockEvent]]:
         if freed >= 0:
             by_event[freed].append((row, BlockEvent.FREED))
     for row, stays in enumerate(blocks.lingers):
-        if stays:  # the memory can be used before the event at this place
+        # The memory is usable before the event at this index, so this comes first there.
+        if stays:
             place = min(count, blocks.freed_at[row] + 1 + stays)
             by_event[place].insert(0, (row, BlockEvent.USABLE))
     return [event for place in by_event for event in place]

@@ -23,9 +23,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def recost_counts(graph: Graph, target: Gpu) -> Graph:
     """Return the graph with durations from work counts: launch floor and roofline.
 
-    Rates are the sustained ones of bf16 GEMMs, or of the next dtype that the target has, since a
-    count names neither dtype nor operator. Sizes in elements are elements of that dtype, also for
-    communication. Nodes without a count keep a duration of 0; there are no intervals.
+    The rate is that of sustained bf16 GEMMs, or of the first of fp16 and fp32 that the target has,
+    since a count names neither dtype nor operator. Sizes in elements are elements of that dtype,
+    also for communication. Nodes without a count keep a duration of 0; there are no intervals.
 
     Raises:
         AnnotateError: the target's description has no such rate, or a size is out of range.

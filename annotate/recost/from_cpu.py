@@ -170,7 +170,7 @@ def recost_cpu_capture(
 
     Every operator becomes one KERNEL of stream 0. STREAM_ORDER edges in program order replace the
     PROGRAM_ORDER edges among operators. Its duration is the model's prediction for unmeasured
-    kernels (evidence DATASHEET). The order that ties operators and communication together stays.
+    kernels (evidence DATASHEET). The order between operators and communication stays.
     Start times are laid out end to end, communication included. Operators that launch nothing on a
     GPU (views, allocation, waits for batches, calls that issue communication) are removed and
     counted.

@@ -50,11 +50,11 @@ def recost_measured(
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
     a target on which a large GEMM and the memory were measured; LOOKED_UP and INTERPOLATED from the
-    kernel databases). As measured stay: copies over the host link, which no description includes;
-    host operators; and all communication, which a network simulator times. Nodes of another tool's
-    graph without a duration keep none. Start times stay as measured too: afterwards they only keep
-    the order, and edges determine the times. If the target is the source itself, every duration
-    stays, evidence MEASURED, except for changes by `passes`. With overridden figures of the target
+    kernel databases). These stay as measured: copies over the host link, which no description
+    includes; host operators; and all communication, which a network simulator times. Nodes of
+    another tool's graph without a duration keep none. Start times also stay as measured: they only
+    keep the order, and edges determine the times. If the target is the source, all durations stay
+    (evidence MEASURED), except for changes by `passes`. With overridden figures of the target
     (`with_figures`), measured or looked-up times on it are multiplied by the model's ratio with and
     without overrides (EXTRAPOLATED).
 

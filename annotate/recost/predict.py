@@ -125,7 +125,7 @@ def predict_compute(
 ) -> tuple[ComputePrediction, OverrideEffect]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
-    On the GPU that measured the graph every time is as measured; with overridden figures,
+    On the GPU that measured the graph, times stay as measured; with overridden figures, they are
     multiplied by the model's ratio with and without overrides.
 
     Args:
@@ -181,7 +181,7 @@ def overridden_term(known: Term, after: Term, before: Term, target: Gpu) -> Term
         target: the GPU with overrides.
     """
     note = f"the model with {target.changes} over the model without"
-    return product(known, quotient(after, before), name="figures set", note=note)
+    return product(known, quotient(after, before), name="overrides", note=note)
 
 
 def record_overrides(
@@ -193,7 +193,7 @@ def record_overrides(
         record: terms for the target as described.
         after: the model's terms with overrides.
         before: the model's terms without.
-        rules: how each node's time was found, uint8[n].
+        rules: a `Rule` for each node, uint8[n].
         target: the GPU with overrides.
     """
     looked_up = membership_mask(rules, BY_DATABASE)

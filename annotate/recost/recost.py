@@ -56,7 +56,7 @@ def check_capture_on_cpu(source: str | None) -> None:
 
 
 def check_measured(graph: Graph) -> None:
-    """Raise if durations of the graph are predictions: their errors would add up unseen.
+    """Raise if durations of the graph are predictions, whose errors a re-costing would hide.
 
     Raises:
         AnnotateError: the duration of a compute node is predicted.
@@ -201,7 +201,7 @@ class PredictDurations:
     """Predict every compute node on the target: of a GPU capture, a CPU capture, or counts."""
 
     def applies(self, recosting: Recosting) -> bool:
-        """Return True: this is what re-costing is."""
+        """Return True: every re-costing predicts durations."""
         return True
 
     def apply(self, graph: Graph, recosting: Recosting) -> Graph:
@@ -222,9 +222,8 @@ class PredictDurations:
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
-                    "the trace's nodes have counts of work but neither times nor shapes, so there "
-                    "is "
-                    "nothing to scale or change\n  give only `--target`",
+                    "the trace's nodes have counts of work but neither times nor shapes, so a "
+                    "source, a pass or a database has no effect\n  give only `--target`",
                     code="recost-counts-no-target",
                 )
             return recost_counts(graph, target)

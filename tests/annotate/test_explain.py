@@ -103,7 +103,7 @@ def test_overridden_figures_are_terms(captured):
         stored = nodes.duration_ns[graph.gpu_compute]
         evaluated = [record.roots[row].evaluate() for row in range(len(stored))]
         assert evaluated == pytest.approx(stored.tolist(), abs=0.5)
-        assert any(root.name == "figures set" for root in record.roots.values())
+        assert any(root.name == "overrides" for root in record.roots.values())
 
 
 def test_each_figure_comes_with_its_source(trace, mm, add):

@@ -213,7 +213,7 @@ def test_a_graph_without_blocks_tells_its_peak_only():
     found = report_memory(builder.build(Job(measurement=Measurement(start_memory_bytes=7))))
     assert (found.peak_bytes, found.classes) == (107, {})
     assert [node.live_bytes for node in found.nodes] == [107, 47]
-    assert "does not tell blocks" in found.notes[0]
+    assert "does not distinguish blocks" in found.notes[0]
 
 
 @pytest.mark.parametrize(

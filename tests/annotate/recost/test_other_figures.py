@@ -226,5 +226,5 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
     lines = explain(
         graph, changed("A100", "memory_bandwidth_gb_per_s", 1.5), 1, databases=[path]
     ).lines
-    assert "44,000 x " in dict(lines)["figures set"]
-    assert "the model with memory_bandwidth_gb_per_s=3058.5" in dict(lines)["figures set"]
+    assert "44,000 x " in dict(lines)["overrides"]
+    assert "the model with memory_bandwidth_gb_per_s=3058.5" in dict(lines)["overrides"]
