@@ -147,9 +147,11 @@ def read_database(path: Path) -> pl.DataFrame:
         DatabaseError: the file is not parquet, lacks a column, or has an invalid value.
         OSError: the file cannot be read.
     """
+    # Read first, so that an unreadable file raises OSError and polars only reports bad content.
     data = path.read_bytes()
     try:
         table = pl.read_parquet(data)
+    # polars panics on some malformed parquet files.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise DatabaseError(
             f"{path}: cannot be read as parquet ({first_line(error)}); expected a kernel "

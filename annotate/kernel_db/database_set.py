@@ -97,6 +97,7 @@ class Library:
             _middle([sum(row.kernel_ns) for row in chosen if row.layout == layout])
             for layout in chosen_layouts
         ]
+        # Rows that differ in layout and may both be meant add to the spread of the samples.
         samples = max(np.log(row.p90_ns / row.p10_ns) for row in chosen)
         return Match(
             kernel_ns=_middle([_each_ns(row, kernel) for row in chosen]),
@@ -112,6 +113,7 @@ class Library:
 
     def _best(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
         """Return one row for each layout and cache state, chosen by versions and date."""
+        # Ascending, since the dict below keeps the last row of each state.
         ordered = sorted(rows, key=lambda row: (self.ran_with(row), row.date))
         best = {(row.layout, row.l2): row for row in ordered}
         return tuple(best[state] for state in sorted(best))
@@ -170,6 +172,7 @@ def library_for(
             code="database-model-ignores",
         )
     source, target = gpus[0], gpus[1].as_described
+    # On the GPU that measured the graph, its own times are better than rows of another run.
     if source == target or not model.looks_up:
         return None
     versions = graph.job.measurement.versions

@@ -471,7 +471,7 @@ def _exact(
     kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
-    doubt = Uncertainty.none(len(pair))._replace(own=spread, otherwise=~same)
+    doubt = Uncertainty.none(len(pair))._replace(spread=spread, otherwise=~same)
     if record is not None:
         for row in record.rows.tolist():
             key, match = keyed.keys[int(keyed.key[row])], matches[int(pair[row])]
@@ -569,6 +569,6 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
                     record.roots[row] = prediction.term(float(part[row]))
     rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)
     doubt = Uncertainty.none(len(keyed.key))._replace(
-        own=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]
+        spread=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]
     )
     return Lookups(part * time[keyed.key], rules, doubt)

@@ -43,7 +43,7 @@ class Best(NamedTuple):
             np.where(better, lookups.time_ns, predicted[0]),
             np.where(better, lookups.rules, predicted[1]).astype(np.uint8),
             Uncertainty(
-                np.where(better, lookups.doubt.own, 0.0),
+                np.where(better, lookups.doubt.spread, 0.0),
                 lookups.doubt.otherwise & better,
                 lookups.doubt.loosely & better,
             ),
@@ -254,7 +254,7 @@ def _times(measured_ns: F64, before: Lookups, after: Lookups) -> Lookups:
         measured_ns * after.time_ns / before.time_ns,
         np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
         Uncertainty(
-            np.hypot(before.doubt.own, after.doubt.own),
+            np.hypot(before.doubt.spread, after.doubt.spread),
             before.doubt.otherwise | after.doubt.otherwise,
             before.doubt.loosely | after.doubt.loosely,
         ),

@@ -176,6 +176,7 @@ def resolve(ran: str, source: Gpu, target: Gpu, requested: str = "usual") -> Res
     else:
         _check_supported(requested, target, "same")
         runs = requested
+    # H100 to H200: the same architecture runs the same kernel, whatever its slowdown.
     if (runs, there) == (ran, here):
         return Resolution(ran, runs, 1.0, 1.0, "the same kernel")
     before, after = _SLOWNESS.get((ran, here)), _SLOWNESS.get((runs, there))

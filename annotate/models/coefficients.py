@@ -87,7 +87,7 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         low: four of five are above this and below `high`.
         high: upper bound; `low` is -`high`, because the next GPU may be off in either direction.
         shared: standard deviation of the part that all kernels on a GPU share.
-        own: standard deviation of the rest.
+        independent: standard deviation of the rest, independent between calls.
         count: number of predictions.
     """
 
@@ -95,7 +95,7 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low: float
     high: float
     shared: float
-    own: float
+    independent: float
     count: int
 
 

@@ -35,7 +35,7 @@ def same_die(gpu: Gpu, other: Gpu) -> bool:
     They have the same architecture, and FLOPs per SM and cycle within 10%. Overridden figures do
     not count: a what-if must not switch to the rules of another die.
     """
-    # Two descriptions of unlisted architectures need not have the same one.
+    # "other" names any unlisted architecture, so two such descriptions may be of different dies.
     if gpu.architecture == OTHER_ARCHITECTURE:
         return gpu.board == other.board
     rates = [properties(board.as_described)["flops_per_sm_and_cycle"] for board in (gpu, other)]
@@ -154,12 +154,12 @@ class Uncertainty(NamedTuple):
     """Uncertainty of n look-ups, in addition to that of their kind.
 
     Attributes:
-        own: standard deviation in ln of each, in addition to that of its kind, float64[n].
+        spread: standard deviation in ln of each, in addition to that of its kind, float64[n].
         otherwise: whether the row was measured with other library versions than the trace, bool[n].
         loosely: whether the time depends on more than the key records, bool[n].
     """
 
-    own: F64
+    spread: F64
     otherwise: Mask
     loosely: Mask
 
@@ -171,14 +171,14 @@ class Uncertainty(NamedTuple):
     def merge(self, other: Self) -> Self:
         """Return the union of the uncertainties of look-ups of different nodes."""
         return type(self)(
-            np.maximum(self.own, other.own),
+            np.maximum(self.spread, other.spread),
             self.otherwise | other.otherwise,
             self.loosely | other.loosely,
         )
 
     def at(self, where: I64 | Mask) -> Self:
         """Return the uncertainty of the nodes at `where`."""
-        return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
+        return type(self)(self.spread[where], self.otherwise[where], self.loosely[where])
 
 
 def resize_kinds_of(kernels: KernelFeatures, resized: Mask) -> U8:
@@ -204,6 +204,7 @@ def kinds_of(
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     gemm_kind = "gemm" if target.calibrated else "gemm_uncalibrated"
     product = np.where(predicted_ns < SHORT_NS, _AT[f"{gemm_kind}_short"], _AT[gemm_kind])
+    # No coefficient is fitted to 8-bit GEMMs, so on another cut of the die they keep wider errors.
     eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
     product = np.where(eight_bit, _AT["gemm_8bit"], product)
     if die:
@@ -215,6 +216,7 @@ def kinds_of(
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
     other = np.where(multiplied, _AT["product"], _AT[memory])
+    # Eight misaligned GEMMs were measured, up to 1.5 times off: as uncertain as memory alone.
     if not die:
         product = np.where(rules == Rule.MISALIGNED, _AT["memory_alone"], product)
     kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
@@ -227,6 +229,7 @@ def kinds_of(
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
         database = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
         kind = np.where(looked_up, database, kind)
+    # Last, because these rules decide for any class of work.
     kept = membership_mask(
         rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OVERRIDES]
     )

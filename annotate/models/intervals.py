@@ -111,6 +111,7 @@ def intervals(
     c = c.for_gpus(source, target)
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None and changed.any():
+        # Another kernel was not measured on any GPU, so its errors are those without a source.
         kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
     sizes = np.zeros_like(kinds) if resized is None else resize_kinds_of(kernels, resized)
     errors = ErrorKinds.of(kinds, sizes)
@@ -124,6 +125,7 @@ def intervals(
             if text:
                 record.facts[row].append(("80% interval", text))
     step = step_interval(predicted_ns, errors, kernels.call, less_known, c, doubt=doubt)
+    # All calls together err by at most what each errs alone.
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
 
@@ -162,7 +164,7 @@ def _interval_text(  # noqa: PLR0917
         kind, more = size, ""
     error, factor = c.errors[kind], widening(gpu, c, kind)
     if rule in BY_DATABASE:
-        own_width = HALF_WIDTH * float(doubt.own[row]) if doubt is not None else 0.0
+        own_width = HALF_WIDTH * float(doubt.spread[row]) if doubt is not None else 0.0
         return (
             f"{ends_ns}x e^+-({error.high:.4f}^2 + {own_width:.4f}^2)^0.5, of {error.count:,} "
             f"calls {_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
@@ -242,9 +244,9 @@ def half_widths(
     ends = (_widened(end, target, c) for end in ("low", "high"))
     parts = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
     low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in parts)) for e in ends)
-    if doubt is None or not doubt.own.any():
+    if doubt is None or not doubt.spread.any():
         return low, high
-    own_width = HALF_WIDTH * doubt.own
+    own_width = HALF_WIDTH * doubt.spread
     return np.hypot(low, own_width), np.hypot(high, own_width)
 
 
@@ -254,15 +256,15 @@ def step_interval(
 ) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
 
-    Its standard deviation, in ln, is sqrt(shared^2 + own^2) over the sum: shared is the sum of the
-    nodes' shared parts, own the root of the summed squares of the distinct calls' parts. Errors of
-    another GPU, another size and overrides are independent.
+    Its standard deviation, in ln, is sqrt(shared^2 + independent^2) over the sum: shared is the sum
+    of the nodes' shared parts, independent the root of the summed squares of the distinct calls'
+    parts. Errors of another GPU, another size and overrides are independent of each other.
     """
     total = float(predicted_ns.sum())
     if not total:
         return Interval(0, 0)
-    lookup = doubt.own if doubt is not None and doubt.own.any() else 0.0
-    shared, independent = (_widened(part, target, c) for part in ("shared", "own"))
+    lookup = doubt.spread if doubt is not None and doubt.spread.any() else 0.0
+    shared, independent = (_widened(part, target, c) for part in ("shared", "independent"))
     variance = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
         if not (kinds.any() or np.any(more)):  # all are "kept"

@@ -378,7 +378,8 @@ def carried(
         target: GPU to predict.
         c: fitted coefficients.
     """
-    if source.board == target.board:  # the same GPU with overridden figures
+    # The same GPU with overridden figures: the kernels stay, so all of the deviation does.
+    if source.board == target.board:
         return deviation
     forward = attention_share(source, target, c)
     if same_die(source, target):
@@ -449,6 +450,7 @@ def _mix(
 
 
 def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
+    # Above this weight the tiles decide the prediction; below, a report calls it a mixture.
     if trust < 0.75:
         return np.full(len(attention), Rule.OUTSIDE, dtype=np.uint8)
     product = np.where(misaligned, Rule.MISALIGNED, Rule.GEMM_TILES)

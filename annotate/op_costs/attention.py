@@ -60,6 +60,7 @@ def _formula(layout: _Layout) -> Formula:
             flops = flops // columns * (2 * columns - rows) // 2
             masked = _LOWER_RIGHT
         elif causal:
+            # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
             flops //= 2
         about = (*sizes, d, dv, masked, int(layout.backward))
         return product(call, query, flops, attention=about)

@@ -58,6 +58,7 @@ def job_for(
     and GPU busy time.
     """
     measurement = job.measurement
+    # Timed steps and modules of the old device would contradict the new durations.
     if as_measured:
         measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, *notes))
     else:

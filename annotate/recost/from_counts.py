@@ -37,6 +37,7 @@ def recost_counts(graph: Graph, target: Gpu) -> Graph:
             "trace's counts need one\n  add it to the description",
             code="recost-counts-no-rate",
         )
+    # The first in the order of `_DTYPES`: training runs in bf16 where a GPU has units for it.
     dtype, rate = next(iter(rates.items()))
     elements = counts_elements(graph)
     if elements:

@@ -83,6 +83,7 @@ def on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tu
     nodes.start_ns[device_order] = _end_to_end(
         nodes.start_ns[device_order], nodes.duration_ns[device_order]
     )
+    # Edges through dropped nodes are contracted first, so that the stream's chain has no gaps.
     source, waiter, reason = _with_stream(
         *contract(graph.edges, dropped), order[kernel[order]], kernel
     )
@@ -245,7 +246,10 @@ def _predict(  # noqa: PLR0917
         OverrideEffect.none(rules),
         tuple[str, ...](),
     )
+    # The choice between model and database compares intervals, so the model must have them.
     if library is not None and model.has_intervals:
+        # Rows were measured on the target as described: they are looked up for that, and the
+        # model's ratio with and without overrides is applied afterwards.
         target_as_described = target.as_described
         model_result = without_overrides = predicted_ns, rules
         with_terms, before = {} if record is None else dict(record.roots), None

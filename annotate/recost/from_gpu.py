@@ -126,6 +126,8 @@ def _with_database_durations(  # noqa: PLR0917
     prediction, overrides = model_result
     source, target = gpus
     doubt, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
+    # On the source itself the databases serve only for other sizes. `library_for` returns nothing
+    # for equal GPUs, so such a step is passed as one without a source.
     measured_on = None if source == target_as_described and passes.sizes is not None else source
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
@@ -238,6 +240,7 @@ def _write_prediction(  # noqa: PLR0917
     differs = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))
     unchanged = same_gpu and not differs.any()
     assert np.isfinite(predicted_ns).all(), "a cost model predicted a duration that is no number"
+    # An uncontended time is of the source; on the same GPU it still holds for unchanged nodes.
     stale = costs.index[differs] if same_gpu else slice(None)
     columns = _columns(graph, prediction, stale)
     predicted = ~membership_mask(rules, AS_MEASURED)

@@ -63,6 +63,7 @@ def check_measured(graph: Graph) -> None:
     """
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
+    # --layers also copies measured times as EXTRAPOLATED; only predictions have an interval.
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.p10_ns[compute] != UNKNOWN)
     count = int((membership_mask(predicted, _PREDICTED) | resized).sum())
     if count:

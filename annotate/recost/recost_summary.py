@@ -86,7 +86,7 @@ class Recosting:
 def summarise(before: Graph, after: Graph) -> Recosting:
     """Return what the last re-costing changed between `before` and `after`.
 
-    Nodes are matched by id.
+    Nodes are matched by id, since passes add and remove nodes.
     """
     assert after.job.annotations, "the graph was never re-costed"
     last = after.job.annotations[-1]

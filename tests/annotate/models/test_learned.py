@@ -148,8 +148,8 @@ class TestIntervals:
             found = step_interval(moved, ErrorKinds.of(kinds), np.arange(count) % calls, gpu, c)
             return float(np.log(found.p90_ns / 1e7) / 1.2816)
 
-        assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)
-        assert half(100) == pytest.approx(np.hypot(error.shared, error.own / 10), rel=1e-3)
+        assert half(1) == pytest.approx(np.hypot(error.shared, error.independent), rel=1e-3)
+        assert half(100) == pytest.approx(np.hypot(error.shared, error.independent / 10), rel=1e-3)
         assert half(count) == pytest.approx(error.shared, rel=0.01)
 
     def test_the_step_is_told(self, trace, mm):

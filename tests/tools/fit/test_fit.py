@@ -119,14 +119,14 @@ def test_products_of_several_gpus_are_paired(tmp_path):
     }
 
 
-def test_errors_have_a_shared_and_an_own_part():
+def test_errors_have_a_shared_and_an_independent_part():
     a, h = load_gpu("A100"), load_gpu("H100")
     cases = [  # the first off by e^(0.1 +- 0.2), the second by e^(-0.1 +- 0.2)
         Case("gemm", a, h, np.exp([middle - 0.2, middle + 0.2]), np.ones(2), np.ones(2))
         for middle in (0.1, -0.1)
     ]
     error = errors_of(cases)
-    assert (error.shared, error.own, error.count) == (0.1, 0.2, 4)
+    assert (error.shared, error.independent, error.count) == (0.1, 0.2, 4)
 
 
 def test_what_was_measured_on_a_target_can_be_forgotten():
