@@ -33,3 +33,18 @@ def test_the_tables_of_a_page_are_up_to_date(page: str):
 def test_every_claim_has_a_table():
     text = (ROOT / "docs/accuracy.md").read_text()
     assert [c for c in {row["claim"] for row in ROWS} if f"<!-- claim: {c} -->" not in text] == []
+
+
+def _number(cell: str) -> float:
+    return float(cell.split()[0].replace(",", ""))
+
+
+def test_an_error_follows_from_what_was_predicted_and_measured():
+    compared = 0
+    for row in ROWS:
+        if row["predicted"] and row["measured"] and row["error"].endswith("%"):
+            ratio = _number(row["predicted"]) / _number(row["measured"]) - 1
+            # The error of a slice is that of the unrounded times.
+            assert 100 * ratio == pytest.approx(float(row["error"][:-1]), abs=0.15), row
+            compared += 1
+    assert compared > 100

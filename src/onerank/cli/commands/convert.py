@@ -59,7 +59,9 @@ class ConvertOptions:
         metavar="N|median|all",
     )
     operators: bool = option(
-        "No --et: keep operators too, without shapes.", heading=TRACES, default=False
+        "No --et: keep the operators too, which hold the GPU back in a replay as the host did.",
+        heading=TRACES,
+        default=False,
     )
     batch: int | None = option(
         "Size of the inputs' first axis.", heading=MODEL, default=None, type=SIZE
