@@ -36,7 +36,7 @@ def test_every_claim_has_a_table():
 
 
 def _number(cell: str) -> float:
-    return float(cell.split()[0].replace(",", ""))
+    return float(cell.split(maxsplit=1)[0].replace(",", ""))
 
 
 def test_an_error_follows_from_what_was_predicted_and_measured():
