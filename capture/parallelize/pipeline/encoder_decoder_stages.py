@@ -1,14 +1,14 @@
 """Pipeline stages of encoder-decoder models (T5, BART, Whisper).
 
-The first stages hold encoder layers, the others decoder layers. The last encoder stage sends its
-output. Each decoder stage uses it for cross-attention and forwards it after its own hidden states.
-Its gradient returns the same way, and each stage adds its part. This is Megatron-LM's
-`--pipeline-model-parallel-split-rank` (pretrain_t5.py; get_tensor_shapes and backward_step in
-megatron/core/pipeline_parallel/schedules.py), which its newest T5 no longer has.
+The first stages hold encoder layers, the others decoder layers. The last encoder stage sends the
+encoder's output. Each decoder stage uses it for cross-attention and sends it on after the hidden
+states. The output's gradient returns the same way, and each decoder stage adds its part. This is
+Megatron-LM's `--pipeline-model-parallel-split-rank` (pretrain_t5.py; get_tensor_shapes and
+backward_step in megatron/core/pipeline_parallel/schedules.py), which its newest T5 no longer has.
 
-The embeddings and the head lie on the first stage, the first decoder stage and the last stage. In
-T5 only the first layer holds the relative position bias; every stage gets a copy, and the gradients
-of copies are summed, like those of tied weights.
+The first stage, the first decoder stage and the last stage hold the embeddings and the head. In T5
+only the first layer of a stack holds the relative position bias; every stage of that stack gets a
+copy, and the gradients of the copies are all-reduced, like those of tied weights.
 """
 
 import functools
@@ -28,16 +28,16 @@ from onerank.capture.parallelize.pipeline.stage import (
     PipelineStage,
     TiedEmbedding,
     dtype_of,
-    receive_first,
-    release,
-    without_outputs,
+    feed_received_states,
+    free_parameters,
+    refuse_absent_outputs,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
-    NoEmbedding,
-    NoNorm,
+    EmptyEmbedding,
     PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
+    SkippedNorm,
     StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import leave_hidden_states
@@ -54,14 +54,16 @@ class EncoderDecoderInputs:
     Args:
         model: the model that the script calls.
         boundary: communication with the neighbouring stages.
-        at_first: whether the stage is the first of the decoder.
-        last: whether the stage is the last of the pipeline.
+        first_decoder_stage: whether the stage is the first of the decoder.
+        last_stage: whether the stage is the last of the pipeline.
     """
 
-    def __init__(self, model: Any, boundary: StageBoundary, *, at_first: bool, last: bool) -> None:
+    def __init__(
+        self, model: Any, boundary: StageBoundary, *, first_decoder_stage: bool, last_stage: bool
+    ) -> None:
         self.boundary, self.encoder = boundary, model.get_encoder()
         self.hidden: Tensor | None = None
-        self._at_first, self._last = at_first, last
+        self._first_decoder_stage, self._last_stage = first_decoder_stage, last_stage
         self._decoded: tuple[int, ...] = ()
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
 
@@ -74,7 +76,7 @@ class EncoderDecoderInputs:
             delattr(encoder, name)
         encoder.forward = MethodType(self._receive, encoder)
 
-    def encoded(self, inputs: Tensor) -> tuple[int, int]:
+    def encoder_shape(self, inputs: Tensor) -> tuple[int, int]:
         """Return the encoder's [batch, sequence], from token ids or features."""
         if inputs.is_floating_point():
             return inputs.shape[0], self.encoder.config.max_source_positions
@@ -103,15 +105,15 @@ class EncoderDecoderInputs:
         from transformers.modeling_outputs import BaseModelOutput
 
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        shapes: list[tuple[int, ...]] = [self.encoded(ids)]
-        if not self._at_first:
+        shapes: list[tuple[int, ...]] = [self.encoder_shape(ids)]
+        if not self._first_decoder_stage:
             shapes.insert(0, self._decoded)
-        *hidden, encoded = self.boundary.receive_all(shapes, ids.device)
+        *hidden, encoder_output = self.boundary.receive_all(shapes, ids.device)
         if hidden:
             (self.hidden,) = hidden
-            self.boundary.address = hidden[0].data_ptr()
-        self.boundary.encoded = None if self._last else encoded
-        return BaseModelOutput(last_hidden_state=encoded)  # pyright: ignore[reportArgumentType]
+            self.boundary.received_address = hidden[0].data_ptr()
+        self.boundary.encoder_output = None if self._last_stage else encoder_output
+        return BaseModelOutput(last_hidden_state=encoder_output)  # pyright: ignore[reportArgumentType]
 
 
 class SendingDecoder(nn.Module):
@@ -140,11 +142,18 @@ class ReceivedEmbedding(nn.Module):
     def forward(self, _: Tensor) -> Tensor:
         hidden, self._inputs.hidden = self._inputs.hidden, None
         assert hidden is not None
-        return self._inputs.boundary.widened(hidden)
+        return self._inputs.boundary.whole_sequence_placeholder(hidden)
 
 
-class NoConvolution(nn.Module):
-    """Replaces a convolution before an encoder's layers; the last one receives."""
+class SkippedConvolution(nn.Module):
+    """Replaces a convolution before an encoder's layers (Whisper).
+
+    Args:
+        convolution: the convolution to replace.
+        inputs: receives the stage's inputs.
+        receives: whether this convolution, the last, returns the received hidden states; else it
+            returns its input.
+    """
 
     def __init__(
         self, convolution: nn.Conv1d, inputs: EncoderDecoderInputs, *, receives: bool
@@ -155,19 +164,19 @@ class NoConvolution(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         if not self._receives:
-            return features.as_subclass(_Convolved)
+            return features.as_subclass(_PassthroughConvolved)
         boundary, plain = self._inputs.boundary, features.as_subclass(Tensor)
-        shape = self._inputs.encoded(plain)
+        shape = self._inputs.encoder_shape(plain)
         (received,) = boundary.receive_all([shape], plain.device)
-        boundary.address = received.data_ptr()
-        widened: Any = boundary.widened(received)
-        convolved = widened.as_subclass(_Convolved)
-        convolved.stands_for = widened.stands_for
+        boundary.received_address = received.data_ptr()
+        placeholder: Any = boundary.whole_sequence_placeholder(received)
+        convolved = placeholder.as_subclass(_PassthroughConvolved)
+        convolved.represents = placeholder.represents
         return convolved
 
 
-class _Convolved(PassthroughTensor):
-    """Passes unchanged through the activations and the permutation after the convolutions."""
+class _PassthroughConvolved(PassthroughTensor):
+    """A tensor that also ignores the activations and the permutation after convolutions."""
 
     @classmethod
     def __torch_function__(
@@ -209,9 +218,15 @@ class _Stack:
 def split_stacks(
     encoder: int, decoder: int, stages: int, requested: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], int]:
-    """Return the layers of each stage and the number of encoder stages.
+    """Return the number of layers of each stage, and the number of encoder stages.
 
-    Stages are assigned in proportion to each stack's layers; each stack is split evenly.
+    Each stack gets stages in proportion to its layers, at least one, and is split evenly.
+
+    Args:
+        encoder: layers of the encoder.
+        decoder: layers of the decoder.
+        stages: number of stages.
+        requested: layers of each stage; () selects the even split.
 
     Raises:
         SliceError: fewer layers than stages, or `requested` does not add up.
@@ -228,9 +243,10 @@ def split_stacks(
             )
         return counts, ends.index(encoder) + 1
     split_layers(encoder + decoder, stages)
-    split = round(stages * encoder / (encoder + decoder))
-    split = min(max(split, 1, stages - decoder), stages - 1, encoder)
-    return split_layers(encoder, split) + split_layers(decoder, stages - split), split
+    encoder_stages = round(stages * encoder / (encoder + decoder))
+    encoder_stages = min(max(encoder_stages, 1, stages - decoder), stages - 1, encoder)
+    decoder_counts = split_layers(decoder, stages - encoder_stages)
+    return split_layers(encoder, encoder_stages) + decoder_counts, encoder_stages
 
 
 def stage_encoder_decoder(
@@ -260,14 +276,14 @@ def stage_encoder_decoder(
     work_keys = _work_keys(encoder, decoder, counts, split)
     list_name = next(name for name, module in model.named_modules() if module is stack.layers)
     head = model.get_output_embeddings()
-    holders = _holders(model, encoder, decoder, counts, split)
+    holders = _shared_weights(model, encoder, decoder, counts, split)
     dtype = functools.partial(dtype_of, stack.layers, next(stack.layers.parameters()).dtype)
     boundary = StageBoundary(group, model.config.d_model, dtype, shards)
     dropped = _keep_layers(stack, kept)
     if stage not in holders.get(EMBEDDING_GROUP, {0: None}):
         dropped += _drop_unused_embeddings(model)
     inputs = EncoderDecoderInputs(
-        model, boundary, at_first=stage == split, last=stage == stages - 1
+        model, boundary, first_decoder_stage=stage == split, last_stage=stage == stages - 1
     )
     if stage < split:
         _replace(model, decoder.module, SendingDecoder(boundary))
@@ -281,11 +297,11 @@ def stage_encoder_decoder(
             dropped.append(head)
     if stage not in (0, split):
         dropped += _replace_embeddings(stack, boundary, inputs)
-        receive_first(boundary, next(iter(stack.layers)))
+        feed_received_states(boundary, next(iter(stack.layers)))
     if stage < stages - 1:
         leave_hidden_states(stack.module)
-        without_outputs(model, boundary, (_ENCODED,) if stage < split else ())
-        dropped += _place_exit(stack, boundary, at_last=stage == split - 1)
+        refuse_absent_outputs(model, boundary, (_ENCODED,) if stage < split else ())
+        dropped += _record_stage_output(stack, boundary, last_encoder_stage=stage == split - 1)
     norms = [getattr(stack.module, name) for name in stack.norms]
     refuse_early_norm(model, stack.layers, norms, "--pp")
     tied: list[TiedEmbedding] = []
@@ -294,7 +310,7 @@ def stage_encoder_decoder(
         sharing = new_group(name, members)  # every stage creates a group: torch numbers them
         if stage in by_stage:
             tied.append(TiedEmbedding(by_stage[stage], sharing))
-    release(dropped, model)
+    free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tuple(tied))
 
@@ -314,17 +330,19 @@ def _keep_layers(stack: _Stack, kept: slice) -> list[nn.Module]:
     return [layer for _, layer in dropped]
 
 
-def _place_exit(stack: _Stack, boundary: StageBoundary, *, at_last: bool) -> list[nn.Module]:
+def _record_stage_output(
+    stack: _Stack, boundary: StageBoundary, *, last_encoder_stage: bool
+) -> list[nn.Module]:
     """Record a stage's output: of the encoder on its last stage, else of the last layer."""
-    if at_last:
+    if last_encoder_stage:
 
-        def encoded(module: nn.Module, given: Any, output: Any) -> None:
-            boundary.record_output(module, given, output[0])
+        def record_encoder_output(module: nn.Module, args: Any, output: Any) -> None:
+            boundary.record_output(module, args, output[0])
 
-        stack.module.register_forward_hook(encoded)
+        stack.module.register_forward_hook(record_encoder_output)
         return []
     for name in stack.norms:
-        setattr(stack.module, name, NoNorm(boundary))
+        setattr(stack.module, name, SkippedNorm(boundary))
     [*stack.layers][-1].register_forward_hook(boundary.record_output)
     return [*stack.norms.values()]
 
@@ -354,7 +372,7 @@ def _stack(model: nn.Module, module: Any) -> _Stack:
 def _work_keys(
     encoder: _Stack, decoder: _Stack, counts: Sequence[int], split: int
 ) -> tuple[Hashable, ...]:
-    """Return a key per stage; equal keys mean equal work."""
+    """Return a key per stage; stages with equal keys do the same work."""
     keys: list[Hashable] = []
     for stage, count in enumerate(counts):
         stack, begin = (encoder, 0) if stage < split else (decoder, split)
@@ -363,35 +381,37 @@ def _work_keys(
             tuple((n, p.shape) for n, p in layer.named_parameters() if _BIAS not in n)
             for layer in list(stack.layers)[start : start + count]
         )
+        # The first and last stage of each stack hold or send more than the stages between them.
         ends = (0, split - 1, split, len(counts) - 1)
         keys.append((stage < split, *(stage == end for end in ends), shapes))
     return tuple(keys)
 
 
-def _holders(
+def _shared_weights(
     model: Any, encoder: _Stack, decoder: _Stack, counts: Sequence[int], split: int
 ) -> dict[str, dict[int, Any]]:
     """Return group name -> stage -> module with a weight that several stages share."""
-    last = len(counts) - 1
-    words = {0: encoder.before.get("embed_tokens"), split: decoder.before.get("embed_tokens")}
-    places = [*words.items(), (last, model.get_output_embeddings())]
+    # Models tie all of these (T5), some or none, so shared weights are found by identity.
+    last_stage = len(counts) - 1
+    embeddings = {0: encoder.before.get("embed_tokens"), split: decoder.before.get("embed_tokens")}
+    places = [*embeddings.items(), (last_stage, model.get_output_embeddings())]
     weight = next(table.weight for _, table in places if table is not None)
     if not any(table is not None and table.weight is weight for _, table in places[1:]):
-        weight = getattr(words[split], "weight", None)
-    same = {
+        weight = getattr(embeddings[split], "weight", None)
+    sharing = {
         stage: table
         for stage, table in reversed(places)
         if table is not None and table.weight is weight
     }
     holders: dict[str, dict[int, Any]] = {}
-    if len(same) > 1:
-        holders[EMBEDDING_GROUP] = dict(sorted(same.items()))
-    for name, stack, run in (
+    if len(sharing) > 1:
+        holders[EMBEDDING_GROUP] = dict(sorted(sharing.items()))
+    for name, stack, stages in (
         ("encoder_positions", encoder, range(split)),
-        ("decoder_positions", decoder, range(split, last + 1)),
+        ("decoder_positions", decoder, range(split, last_stage + 1)),
     ):
-        for bias in stack.biases if len(run) > 1 else ():
-            holders[name] = dict.fromkeys(run, stack.layers[0].get_submodule(bias))
+        for bias in stack.biases if len(stages) > 1 else ():
+            holders[name] = dict.fromkeys(stages, stack.layers[0].get_submodule(bias))
     return holders
 
 
@@ -404,7 +424,7 @@ def _drop_unused_embeddings(model: Any) -> list[nn.Module]:
         if isinstance(module, nn.Embedding) and module not in used
     ]
     for module in unused:
-        _replace(model, module, NoEmbedding())
+        _replace(model, module, EmptyEmbedding())
     return [*unused]
 
 
@@ -419,9 +439,9 @@ def _replace_embeddings(
                 else ReceivedEmbedding(inputs)
             )
         elif isinstance(child, nn.Conv1d):
-            replacement = NoConvolution(child, inputs, receives=name == "conv2")
+            replacement = SkippedConvolution(child, inputs, receives=name == "conv2")
         else:
-            replacement = NoEmbedding() if isinstance(child, nn.Embedding) else nn.Identity()
+            replacement = EmptyEmbedding() if isinstance(child, nn.Embedding) else nn.Identity()
             # Whisper's decoder reads the number of positions from its embedding.
             vars(replacement)["num_embeddings"] = getattr(child, "num_embeddings", 0)
         setattr(stack.module, name, replacement)

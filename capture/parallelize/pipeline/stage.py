@@ -1,13 +1,14 @@
 """Reduce a Hugging Face model to one pipeline stage, with sends and receives at its boundaries.
 
 A stage is a range of the model's layers; the first also holds the embedding, the last also the
-final norm, the head and the loss. The script's loop drives it: `model(**batch)` receives the hidden
-states [batch, sequence, hidden], runs the layers and sends the result; `loss.backward()` receives
-the gradient of what was sent, runs the layers backward and sends the gradient of what was received.
-Each call is one micro-batch. A stage other than the last returns a loss of 0, one element.
+final norm, the head and the loss. The script's loop drives the stage. `model(**batch)` receives the
+hidden states [batch, sequence, hidden], runs the layers and sends their output. `loss.backward()`
+receives the output's gradient, runs the backward and sends the gradient of the received hidden
+states. Each call is one micro-batch. A stage other than the last returns a scalar loss of 0.
 
-A tied embedding lies on the first and the last stage. They sum its gradients before the optimizer
-steps, as Megatron-LM's embedding group does (megatron/core/distributed/finalize_model_grads.py).
+The first and the last stage hold a tied embedding. They all-reduce its gradients before the
+optimizer steps, as in Megatron-LM's embedding group
+(megatron/core/distributed/finalize_model_grads.py).
 """
 
 import copy
@@ -33,11 +34,11 @@ from onerank.capture.parallelize.model_structure import (
     stage_keys,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
-    NoEmbedding,
-    NoNorm,
+    EmptyEmbedding,
     PassthroughTensor,
     ReceivingEmbedding,
     SendingHead,
+    SkippedNorm,
     StageBoundary,
 )
 from onerank.capture.parallelize.sliced_outputs import unusable, without_logits
@@ -177,12 +178,14 @@ def stage_model(
     dtype = next(parts.layers.parameters()).dtype
     current_dtype = functools.partial(dtype_of, parts.layers, dtype)
     boundary = StageBoundary(group, parts.hidden, current_dtype, shards)
-    dropped = [child for at, child in enumerate(parts.layers) if not kept.start <= at < kept.stop]
+    dropped = [
+        child for index, child in enumerate(parts.layers) if not kept.start <= index < kept.stop
+    ]
     _keep_layers(parts, kept)
     if stage > 0:
-        dropped += _without_embedding(model, parts, boundary)
+        dropped += _replace_embeddings(model, parts, boundary)
     if stage < stages - 1:
-        dropped += _without_head(model, parts, boundary)
+        dropped += _replace_head(model, parts, boundary)
     tied: tuple[TiedEmbedding, ...] = ()
     norms = [getattr(parts.trunk, name) for name in parts.norms]
     refuse_early_norm(model, parts.layers, norms, "--pp")
@@ -190,10 +193,10 @@ def stage_model(
         holders = {0: model.get_input_embeddings(), stages - 1: parts.head}
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
         # Every stage creates a group, because torch numbers groups per process.
-        ends = new_group(EMBEDDING_GROUP, members)
+        embedding_group = new_group(EMBEDDING_GROUP, members)
         if stage in holders:
-            tied = (TiedEmbedding(holders[stage], ends),)
-    release(dropped, model)
+            tied = (TiedEmbedding(holders[stage], embedding_group),)
+    free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
 
@@ -213,9 +216,11 @@ def _keep_layers(parts: ModelParts, kept: slice) -> None:
     layers = list(parts.layers.named_children())
     for name, _ in [*layers[: kept.start], *layers[kept.stop :]]:
         delattr(parts.layers, name)
-    if parts.types is not None:  # forwards index layer_types by position in the list
+    if parts.types is not None:
+        # Forwards index layer_types by the position in the list of layers, which now starts with
+        # this stage's first layer. Rotating keeps the length at num_hidden_layers.
         trunk = parts.trunk
-        trunk.config = copy.copy(trunk.config)
+        trunk.config = copy.copy(trunk.config)  # other modules share the configuration
         rotated = parts.types[kept.start :] + parts.types[: kept.start]
         try:
             trunk.config.layer_types = rotated
@@ -230,22 +235,22 @@ def _keep_layers(parts: ModelParts, kept: slice) -> None:
                 module.layer_idx = layer_index - kept.start
 
 
-def _without_embedding(
+def _replace_embeddings(
     model: PreTrainedModel, parts: ModelParts, boundary: StageBoundary
 ) -> list[nn.Module]:
     tokens = model.get_input_embeddings()
     for name, embedding in parts.embeddings.items():
         replacement = (
-            ReceivingEmbedding(boundary, parts.layers) if embedding is tokens else NoEmbedding()
+            ReceivingEmbedding(boundary, parts.layers) if embedding is tokens else EmptyEmbedding()
         )
         setattr(parts.trunk, name, replacement)
-    receive_first(boundary, next(iter(parts.layers)))
+    feed_received_states(boundary, next(iter(parts.layers)))
     return [*parts.embeddings.values()]
 
 
-def receive_first(boundary: StageBoundary, first: nn.Module) -> None:
+def feed_received_states(boundary: StageBoundary, first: nn.Module) -> None:
     """Feed the received hidden states to the first layer of a stage."""
-    register_ahead(first, functools.partial(_unwrap_received, boundary))
+    register_before_fsdp(first, functools.partial(_unwrap_received, boundary))
 
 
 def _unwrap_received(
@@ -255,7 +260,7 @@ def _unwrap_received(
     args = tuple(PassthroughTensor.plain(value) for value in args)
     kwargs = {name: PassthroughTensor.plain(value) for name, value in kwargs.items()}
     inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    if not any(x.data_ptr() == boundary.address for x in inputs):
+    if not any(x.data_ptr() == boundary.received_address for x in inputs):
         raise SliceError(
             f"{type(layer).__name__}, the stage's first layer, does not get the received "
             "tensor: the model changes hidden states between embedding and layers in a way that "
@@ -265,34 +270,37 @@ def _unwrap_received(
     return args, kwargs
 
 
-def _without_head(
+def _replace_head(
     model: PreTrainedModel, parts: ModelParts, boundary: StageBoundary
 ) -> list[nn.Module]:
     for name in parts.norms:
-        setattr(parts.trunk, name, NoNorm(boundary))
+        setattr(parts.trunk, name, SkippedNorm(boundary))
     last_layer = [*parts.layers][-1]
     last_layer.register_forward_hook(boundary.record_output)
     name = next(name for name, module in model.named_modules() if module is parts.head)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, SendingHead(boundary))
 
+    # SendingHead returns the zero loss in place of logits.
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
         return PassthroughTensor.plain(logits)
 
     model.loss_function = loss_function
-    without_outputs(model, boundary)
+    refuse_absent_outputs(model, boundary)
     return [*parts.norms.values(), parts.head]
 
 
-def without_outputs(model: nn.Module, boundary: StageBoundary, others: Sequence[str] = ()) -> None:
-    """Make logits, and the outputs named in `others`, raise an error when used on this stage."""
+def refuse_absent_outputs(
+    model: nn.Module, boundary: StageBoundary, names: Sequence[str] = ()
+) -> None:
+    """Make logits, and the outputs named in `names`, raise an error when used on this stage."""
     stage, last = boundary.stage, boundary.group.size() - 1
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple):
             return
         output.__class__ = without_logits(type(output), _absent_output("logits", stage, last))
-        for name in others:
+        for name in names:
             setattr(output, name, unusable(_absent_output(name, stage, last)))
 
     model.register_forward_hook(after)
@@ -305,8 +313,12 @@ def _absent_output(what: str, stage: int, last: int) -> str:
     )
 
 
-def release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
-    """Free the parameters of dropped modules, even if an earlier optimizer still lists them."""
+def free_parameters(dropped: list[nn.Module], model: PreTrainedModel) -> None:
+    """Free the memory of dropped modules' parameters.
+
+    An optimizer that the script created before slicing may still list them: they become empty and
+    require no gradient.
+    """
     kept = {id(parameter) for parameter in model.parameters()}
     for module in dropped:
         for parameter in module.parameters():
@@ -320,18 +332,18 @@ def dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
     return next((p.dtype for p in layers.parameters() if p.is_floating_point()), default)
 
 
-_AHEAD = "_onerank_ahead"
+_BEFORE_FSDP = "_onerank_before_fsdp"
 
 
-def register_ahead(module: nn.Module, hook: Callable[..., Any]) -> None:
+def register_before_fsdp(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Register a forward pre-hook with keyword arguments that runs before FSDP2's hook."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    setattr(module, _AHEAD, [*getattr(module, _AHEAD, []), handle.id])
+    setattr(module, _BEFORE_FSDP, [*getattr(module, _BEFORE_FSDP, []), handle.id])
 
 
-def put_ahead(module: Any) -> None:
+def move_before_fsdp(module: Any) -> None:
     """Move these hooks to the front again, in order, after `fully_shard(module)`."""
     # fully_shard puts its pre-forward hook first and wraps every input tensor in an autograd
     # function. Placeholder inputs that are not tensors must be replaced before that.
-    for number in reversed(getattr(module, _AHEAD, [])):
-        module._forward_pre_hooks.move_to_end(number, last=False)
+    for handle_id in reversed(getattr(module, _BEFORE_FSDP, [])):
+        module._forward_pre_hooks.move_to_end(handle_id, last=False)

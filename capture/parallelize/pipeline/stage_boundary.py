@@ -1,8 +1,8 @@
 """The boundaries of a pipeline stage: sends, receives, and placeholders for other stages.
 
 Some models scale the embedding, add positions or apply dropout before the first layer, and cap the
-logits after the head. One stage does that; on the others a placeholder passes through these modules
-without changing values or launching kernels.
+logits after the head. Only the first or the last stage computes these operations. On other stages a
+placeholder passes through them unchanged, and no kernel is launched.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +17,26 @@ from onerank.ir.errors import SliceError
 
 
 class PassthroughTensor(Tensor):
-    """A tensor that ignores scaling, dropout and the like around embeddings and logits.
+    """A tensor that ignores the functions that models apply to embeddings and logits.
 
-    Any other function of it returns a plain tensor.
+    These are scaling, sums, dropout, casts and tanh (`_IGNORED_FUNCTIONS`). Any other function
+    returns a plain tensor.
+
+    Attributes:
+        represents: the tensor that a placeholder of another shape represents; None if this tensor
+            holds the values itself.
     """
 
-    stands_for: Tensor | None = None
+    represents: Tensor | None = None
 
     @staticmethod
-    def of(plain: Tensor, stands_for: Tensor | None = None) -> Tensor:
-        """Wrap `plain`, sharing memory and autograd history.
+    def of(plain: Tensor, represents: Tensor | None = None) -> Tensor:
+        """Return `plain` as this class, with the same memory and autograd history.
 
-        With `stands_for` the result is a placeholder for that tensor.
+        With `represents` the result is a placeholder for that tensor.
         """
         wrapped = plain.as_subclass(PassthroughTensor)
-        wrapped.stands_for = stands_for
+        wrapped.represents = represents
         return wrapped
 
     @staticmethod
@@ -39,7 +44,7 @@ class PassthroughTensor(Tensor):
         """Unwrap a placeholder to the tensor it represents; return other values unchanged."""
         if not isinstance(value, PassthroughTensor):
             return value
-        return value.as_subclass(Tensor) if value.stands_for is None else value.stands_for
+        return value.as_subclass(Tensor) if value.represents is None else value.represents
 
     @classmethod
     def __torch_function__(
@@ -50,21 +55,22 @@ class PassthroughTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return the tensor unchanged for functions that models apply to embeddings or logits."""
-        if func in _WITHOUT_EFFECT:
+        if func in _IGNORED_FUNCTIONS:
             wrapped = [value for value in args if isinstance(value, PassthroughTensor)]
-            return max(wrapped, key=Tensor.numel)  # not the empty one of NoEmbedding
+            # Models add position embeddings to the hidden states: that of EmptyEmbedding is empty.
+            return max(wrapped, key=Tensor.numel)
         with _DISABLED():
-            if args[0].dim() == 0 and (answer := _loss_as_logits(func, *args)) is not None:
-                return answer
+            if args[0].dim() == 0 and (result := _call_on_loss(func, *args)) is not None:
+                return result
             result = func(*args, **(kwargs or {}))
         if func in _VIEWS and result.shape == args[0].shape:
-            return args[0]  # keeps `stands_for`
+            return args[0]  # keeps `represents`
         if func is Tensor.detach:
-            return PassthroughTensor.of(result, cast("PassthroughTensor", args[0]).stands_for)
+            return PassthroughTensor.of(result, cast("PassthroughTensor", args[0]).represents)
         return result
 
 
-def _loss_as_logits(func: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
+def _call_on_loss(func: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
     """Let a model that computes its own loss treat the scalar loss as logits; None otherwise."""
     if func is Tensor.size and args:
         return 1
@@ -78,7 +84,7 @@ _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[report
 
 _VIEWS: tuple[Any, ...] = (Tensor.view, Tensor.reshape, Tensor.__getitem__)
 
-_WITHOUT_EFFECT: tuple[Any, ...] = (
+_IGNORED_FUNCTIONS: tuple[Any, ...] = (
     *(Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.add),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, torch.mul),
     *(Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, torch.div),
@@ -90,11 +96,15 @@ _WITHOUT_EFFECT: tuple[Any, ...] = (
 class StageBoundary:
     """Communication of a pipeline stage with its neighbours.
 
+    Sends and receives block, in the order of Megatron-LM's schedule without interleaving: one
+    message per tensor, hidden states before the encoder's output.
+
     Args:
         group: the pipeline group; this rank's index in it is the stage.
         hidden: hidden size.
-        dtype: returns the dtype of the layers' parameters, which hidden states are sent in.
-        shards: shards of the sequence between blocks; stages exchange one shard.
+        dtype: returns the current dtype of the layers' parameters, which is also the dtype of the
+            messages.
+        shards: number of shards of the sequence; stages exchange one shard.
     """
 
     def __init__(
@@ -108,9 +118,10 @@ class StageBoundary:
         self.stage = group.rank()
         self.hidden = hidden
         self.shards = shards
-        self.address = 0  # data pointer of the tensor received last
-        self.leaving = 0  # data pointer of the last layer's output
-        self.encoded: Tensor | None = None  # encoder output, sent after the hidden states
+        # Tensors are compared by data pointer: views and placeholders of a tensor are new objects.
+        self.received_address = 0  # of the tensor received last
+        self.output_address = 0  # of the last layer's output
+        self.encoder_output: Tensor | None = None  # encoder output, sent after the hidden states
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
@@ -131,13 +142,24 @@ class StageBoundary:
     def receive(self, ids: Tensor) -> Tensor:
         """Receive hidden states [batch, sequence / shards, hidden] from the previous stage."""
         (received,) = self.receive_all([tuple(ids.shape)], ids.device)
-        self.address = received.data_ptr()
+        self.received_address = received.data_ptr()
         return received
 
     def receive_all(
         self, id_shapes: Sequence[tuple[int, ...]], device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Receive one message from the previous stage for each shape of token ids."""
+        """Receive one message from the previous stage for each shape of token ids.
+
+        Args:
+            id_shapes: [batch, sequence] of each message's token ids.
+            device: device of the received tensors.
+
+        Returns:
+            Hidden states [batch, sequence / shards, hidden] for each shape.
+
+        Raises:
+            SliceError: the number of shards does not divide a sequence.
+        """
         anchor = self.scalar(device).requires_grad_()
         shapes = [(*batch, self._shard_length(length), self.hidden) for *batch, length in id_shapes]
         received: Any = _Receive.apply(anchor, self, *shapes)
@@ -153,7 +175,7 @@ class StageBoundary:
             )
         return length // self.shards
 
-    def widened(self, hidden: Tensor) -> Tensor:
+    def whole_sequence_placeholder(self, hidden: Tensor) -> Tensor:
         """Return a placeholder with the shape of the whole sequence for one shard.
 
         Models derive positions and masks from the shape of the embedding's output and reshape the
@@ -163,16 +185,23 @@ class StageBoundary:
             return PassthroughTensor.of(hidden)
         batch, part, width = hidden.shape
         whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
-        return PassthroughTensor.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
+        return PassthroughTensor.of(whole.requires_grad_(hidden.requires_grad), represents=hidden)
 
     def record_output(self, _: nn.Module, __: Any, output: Any) -> None:
         """Record the last layer's output, as a forward hook."""
         first = output[0] if isinstance(output, tuple) else output
-        self.leaving = first.data_ptr()
+        self.output_address = first.data_ptr()
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Send hidden states on; return a zero loss whose backward receives their gradients."""
-        if hidden.data_ptr() != self.leaving:
+        """Send hidden states to the next stage; return a zero loss, a scalar.
+
+        The backward of the loss receives the gradients of the hidden states.
+
+        Raises:
+            SliceError: the model changed the last layer's output, or its dtype differs from that
+                of the parameters.
+        """
+        if hidden.data_ptr() != self.output_address:
             raise SliceError(
                 f"stage {self.stage} would send a tensor that is not its last layer's output: "
                 "the model changes hidden states between layers and head in a way that the last "
@@ -185,11 +214,11 @@ class StageBoundary:
                 f"expects {self.dtype}, the dtype of its parameters: keep all layers in one dtype",
                 code="pp-hidden-dtype",
             )
-        encoded = () if self.encoded is None else (self.encoded,)
+        encoder_output = () if self.encoder_output is None else (self.encoder_output,)
         # A stage without trained parameters receives gradients too, as in Megatron-LM.
-        trains = any(x.requires_grad for x in (hidden, *encoded))
+        trains = any(x.requires_grad for x in (hidden, *encoder_output))
         anchor = None if trains else self.scalar(hidden.device).requires_grad_()
-        loss: Any = _Send.apply(anchor, self, hidden, *encoded)
+        loss: Any = _Send.apply(anchor, self, hidden, *encoder_output)
         return loss
 
 
@@ -227,21 +256,21 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, boundary: StageBoundary, *leaving: Tensor
+        ctx: Any, anchor: Tensor | None, boundary: StageBoundary, *outgoing: Tensor
     ) -> Tensor:
         ctx.boundary = boundary
-        ctx.received = [(x.shape, x.dtype, x.device) for x in leaving]
-        for tensor in leaving:
+        ctx.sent_tensors = [(x.shape, x.dtype, x.device) for x in outgoing]
+        for tensor in outgoing:
             dist.send(tensor.contiguous(), group=boundary.group, group_dst=boundary.stage + 1)
-        return boundary.scalar(leaving[0].device)
+        return boundary.scalar(outgoing[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         boundary, gradients = ctx.boundary, list[Tensor | None]()
-        for number, (shape, dtype, device) in enumerate(ctx.received):
+        for index, (shape, dtype, device) in enumerate(ctx.sent_tensors):
             gradient = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(gradient, group=boundary.group, group_src=boundary.stage + 1)
-            gradients.append(gradient if ctx.needs_input_grad[2 + number] else None)
+            gradients.append(gradient if ctx.needs_input_grad[2 + index] else None)
         return None, None, *gradients
 
 
@@ -259,10 +288,10 @@ class ReceivingEmbedding(nn.Module):
         return next(self._parameters_of()).detach().new_empty(0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self._boundary.widened(self._boundary.receive(ids))
+        return self._boundary.whole_sequence_placeholder(self._boundary.receive(ids))
 
 
-class NoEmbedding(nn.Module):
+class EmptyEmbedding(nn.Module):
     """Replaces a position embedding; the received hidden states already contain positions."""
 
     def forward(self, ids: Any, *_: Any, **__: Any) -> Tensor:
@@ -270,7 +299,7 @@ class NoEmbedding(nn.Module):
         return PassthroughTensor.of(torch.empty(0, device=getattr(ids, "device", None)))
 
 
-class NoNorm(nn.Module):
+class SkippedNorm(nn.Module):
     """Replaces the final norm: returns hidden states unchanged, or a placeholder for a shard."""
 
     def __init__(self, boundary: StageBoundary) -> None:
@@ -278,7 +307,7 @@ class NoNorm(nn.Module):
         self._boundary = boundary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._boundary.widened(hidden)
+        return self._boundary.whole_sequence_placeholder(hidden)
 
 
 class SendingHead(nn.Module):

@@ -1,4 +1,4 @@
-"""Stages of an encoder and its decoder: what they compute and communicate, alone and together."""
+"""Stages of an encoder and its decoder: results and collectives, with peers and without."""
 
 from collections import Counter
 from math import prod
@@ -27,20 +27,20 @@ from onerank.ir.errors import SliceError
 
 FORMS: list[tuple[str, World, bool]] = [
     ("T5", World.of(pp=4), False),  # the bias of the first layer on all stages
-    ("MT5", World.of(pp=3), False),  # embeddings of its own for each stack, and the head
+    ("MT5", World.of(pp=3), False),  # separate embeddings per stack, untied head
     ("UMT5", World.of(tp=2, pp=2), False),
-    ("Bart", World.of(tp=2, pp=4), True),  # no norms behind the layers
+    ("Bart", World.of(tp=2, pp=4), True),  # no norms after the layers
     ("Marian", World.of(pp=3), False),
     ("Whisper", World.of(tp=2, pp=4), True),  # convolutions
 ]
 
 
 @pytest.mark.parametrize(("kind", "world", "sequence"), FORMS)
-def test_stages_of_an_encoder_and_its_decoder_compute_what_both_do(kind, world, sequence):
-    one, batch = encoder_decoder(kind)
+def test_encoder_decoder_stages_match_the_whole_model(kind, world, sequence):
+    module, batch = encoder_decoder(kind)
     options = Options(**axes(world), sp=sequence)
-    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
-    assert not why_not
+    rows, reasons, _ = compare_slices(module, (), batch, options, lambda _: None)
+    assert not reasons
     assert not [row for row in rows if row.breaches]
     assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
 
@@ -52,28 +52,30 @@ CASES: dict[str, tuple[str, World, bool, bool]] = {
     "shards of the sequences": ("Bart", World.of(tp=2, pp=2), True, True),
 }
 
-"""Model, world, whether on shards of the sequences, whether activations are recomputed."""
+"""Model, world, sequence parallelism, activation recomputation."""
 
 MICRO_BATCHES = 2
 
-WORDS = ("shared.weight", "model.shared.weight")  # named otherwise where they are tied
+TIED_EMBEDDINGS = ("shared.weight", "model.shared.weight")  # names of the tied embedding
 
 
-def train(one: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def train(module: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Take one step of two micro-batches; return the last loss and the gradients."""
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     for _ in range(MICRO_BATCHES):
-        loss = one(**batch).loss / MICRO_BATCHES
+        loss = module(**batch).loss / MICRO_BATCHES
         loss.backward()
     optimizer.step()
-    return loss.item(), {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+    }
 
 
-def sliced(case: str, rank: int, new_group: Any, *, peers_absent: bool) -> tuple[Any, Any]:
+def sliced_model(case: str, rank: int, new_group: Any, *, peers_absent: bool) -> tuple[Any, Any]:
     kind, world, sequence, recomputed = CASES[case]
-    one, batch = encoder_decoder(kind)
+    module, batch = encoder_decoder(kind)
     slice_to_rank(
-        one,
+        module,
         world,
         rank,
         new_group,
@@ -82,86 +84,90 @@ def sliced(case: str, rank: int, new_group: Any, *, peers_absent: bool) -> tuple
         peers_absent=peers_absent,
     )
     if recomputed:
-        one.gradient_checkpointing_enable()
-    one.train()
-    return one, batch
+        module.gradient_checkpointing_enable()
+    module.train()
+    return module, batch
 
 
-def one_rank(rank: int, results: Any) -> None:
+def train_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Any) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
     for case in CASES:
-        one, batch = sliced(case, rank, new_group, peers_absent=False)
+        module, batch = sliced_model(case, rank, new_group, peers_absent=False)
         with torch.profiler.profile(record_shapes=True) as profile:
-            trained = train(one, batch)
-        results[case, rank] = (*trained, asked(profile.events()))
+            trained = train(module, batch)
+        results[case, rank] = (*trained, gloo_calls(profile.events()))
 
 
-def asked(events: Any) -> Counter[tuple[str, int]]:
-    """Return collective and bytes of what Gloo was asked for; fp32."""
-    found = Counter[tuple[str, int]]()
+def gloo_calls(events: Any) -> Counter[tuple[str, int]]:
+    """Count Gloo's calls by collective and bytes, from profiler events of fp32 tensors."""
+    counts = Counter[tuple[str, int]]()
     for event in events:
         name, shapes = event.name, event.input_shapes
         if name in ("gloo:send", "gloo:recv", "gloo:all_reduce"):
-            found[name.removeprefix("gloo:"), 4 * prod(shapes[0])] += 1
+            counts[name.removeprefix("gloo:"), 4 * prod(shapes[0])] += 1
         elif name == "c10d::_allgather_base_":
-            found["all_gather", 4 * prod(shapes[1])] += 1
-        elif name == "c10d::_reduce_scatter_base_":  # which Gloo does by an all-reduce
-            found["reduce_scatter", 4 * prod(shapes[1])] += 1
-            found["all_reduce", 4 * prod(shapes[1])] -= 1
-    return +found
+            counts["all_gather", 4 * prod(shapes[1])] += 1
+        elif name == "c10d::_reduce_scatter_base_":  # Gloo implements it with an all-reduce
+            counts["reduce_scatter", 4 * prod(shapes[1])] += 1
+            counts["all_reduce", 4 * prod(shapes[1])] -= 1
+    return +counts
 
 
 def recorded(case: str, rank: int) -> Counter[tuple[str, int]]:
     recorder = Recorder(rank, 4)
     recorder.start()
     try:
-        train(*sliced(case, rank, recorder.new_group, peers_absent=True))
+        train(*sliced_model(case, rank, recorder.new_group, peers_absent=True))
     finally:
         recorder.stop()
     return Counter((call.collective, call.bytes) for call in recorder.calls)
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
-    return run_ranks(one_rank, 4)
+def rank_results() -> Any:
+    return run_ranks(train_rank, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_real_ranks_learn_the_same_and_ask_for_what_a_lone_one_does(found, case):
+def test_real_ranks_match_the_whole_model_and_the_calls_of_a_rank_without_peers(rank_results, case):
     kind, world, _, _ = CASES[case]
     whole, batch = encoder_decoder(kind)
     loss, expected = train(whole.train(), batch)
-    held: set[str] = set()
+    checked: set[str] = set()
     for rank in range(4):
         stage = world.point(rank)["pp"]
-        its_loss, gradients, calls = found[case, rank]
-        assert its_loss == (pytest.approx(loss, abs=1e-5) if stage == world.sizes["pp"] - 1 else 0)
+        stage_loss, gradients, calls = rank_results[case, rank]
+        assert stage_loss == (
+            pytest.approx(loss, abs=1e-5) if stage == world.sizes["pp"] - 1 else 0
+        )
         for name, gradient in gradients.items():
             biased = "relative_attention_bias" in name  # the first layer's, on all stages
-            names = (name.replace("block.1", "block.0") if biased else name, *WORDS)
-            origin = next(one for one in names if one in expected)
-            wanted = expected[origin]
-            for dim in range(wanted.dim()):
-                if wanted.shape[dim] != gradient.shape[dim]:
-                    wanted = wanted.chunk(world.sizes["tp"], dim)[world.point(rank)["tp"]]
-            torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-4, msg=name)
-            held.add(origin)
+            names = (name.replace("block.1", "block.0") if biased else name, *TIED_EMBEDDINGS)
+            origin = next(other for other in names if other in expected)
+            expected_gradient = expected[origin]
+            for dim in range(expected_gradient.dim()):
+                if expected_gradient.shape[dim] != gradient.shape[dim]:
+                    expected_gradient = expected_gradient.chunk(world.sizes["tp"], dim)[
+                        world.point(rank)["tp"]
+                    ]
+            torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4, msg=name)
+            checked.add(origin)
         assert recorded(case, rank) == calls
-    assert held == set(expected)
+    assert checked == set(expected)
 
 
 ENCODED, DECODED = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4
 
 
-def test_a_stage_of_the_decoder_passes_the_encoders_output_on():
+def test_a_decoder_stage_forwards_the_encoders_output():
     recorder = Recorder(2, 4)  # the decoder's first stage of two
     recorder.start()
-    one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 2, recorder.new_group, tp_style="megatron")
-    output = one(**batch)
+    module, batch = encoder_decoder("T5")
+    slice_to_rank(module, World.of(pp=4), 2, recorder.new_group, tp_style="megatron")
+    output = module(**batch)
     output.loss.backward()
     recorder.stop()
     assert [(call.collective, call.bytes, call.peer) for call in recorder.calls] == [
@@ -172,7 +178,7 @@ def test_a_stage_of_the_decoder_passes_the_encoders_output_on():
         ("recv", ENCODED, 3),
         ("send", ENCODED, 1),
     ]
-    assert {name.split(".")[0] for name, _ in one.named_parameters()} == {"decoder", "shared"}
+    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {"decoder", "shared"}
 
 
 def test_stages_hold_layers_of_one_stack():
@@ -182,34 +188,35 @@ def test_stages_hold_layers_of_one_stack():
     assert split_stacks(4, 4, 3, (1, 3, 4)) == ((1, 3, 4), 2)
     with raises_code("pp-mixed-stage"):
         split_stacks(4, 4, 2, (3, 5))
-    with pytest.raises(SliceError, match="--pp 5: the model has 4 layers"):
+    with raises_code("pp-too-many-stages"):
         split_stacks(2, 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "code"),
     [
-        ({"labels": None}, r"called without labels or decoder_input_ids"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 16, 32)}, r"with inputs_embeds"),
+        ({"labels": None}, "pp-no-labels"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 16, 32)}, "pp-other-inputs"),
     ],
 )
-def test_calls_that_a_stage_cannot_run_are_refused(recorder, changes, why):
-    one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
-    with pytest.raises(SliceError, match=why):
-        one(**{**batch, **changes})
+def test_calls_that_a_stage_cannot_run_are_refused(recorder, changes, code):
+    module, batch = encoder_decoder("T5")
+    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
+    with raises_code(code, SliceError):
+        module(**{**batch, **changes})
 
 
-def test_outputs_that_an_encoders_stage_has_not_are_refused(recorder):
-    one, batch = encoder_decoder("T5")
-    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
-    output = one(**batch)
+def test_outputs_that_an_encoder_stage_lacks_are_refused(recorder):
+    module, batch = encoder_decoder("T5")
+    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
+    output = module(**batch)
     for name in ("logits", "encoder_last_hidden_state"):
-        with pytest.raises(SliceError, match=f"reads {name}, which stage 3 computes, on stage 1"):
+        with raises_code("output-not-available", SliceError) as refused:
             getattr(output, name).mean()
+        assert "stage 3 computes, on stage 1" in str(refused.value)
 
 
-def test_a_loss_that_is_taken_for_logits_is_left_and_read_as_it_is_elsewhere():
+def test_a_loss_in_place_of_logits_passes_through_the_models_loss():
     loss = PassthroughTensor.of(torch.tensor(2.0))
     assert type(loss.view(-1, 64)) is PassthroughTensor
     assert loss.reshape(-1).shape == (1,)  # as `capture verify` reads outputs
@@ -245,13 +252,15 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
         ).graph
         for rank in range(3)
     ]
-    assert [graph.job.pipeline for graph in graphs] == [Pipeline(at, layers) for at in range(3)]
+    assert [graph.job.pipeline for graph in graphs] == [
+        Pipeline(stage, layers) for stage in range(3)
+    ]
     sent = [node.value("comm_bytes") for node in graphs[1] if node.kind is Kind.SEND]
     assert sent == [DECODED, ENCODED, ENCODED] * 2  # the last are gradients
     for name, ranks in {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}.items():
         assert graphs[1].job.group(name).ranks == ranks
     with raises_code("pipeline-shared-weights"):
         expand(graphs, Schedule.parse("interleaved:3"), 3)
-    made = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
-    assert export_ranks(made, tmp_path / "workload").ranks == 3
+    expanded = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
+    assert export_ranks(expanded, tmp_path / "workload").ranks == 3
     assert check(tmp_path / "workload") == []
