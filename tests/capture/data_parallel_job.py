@@ -1,4 +1,4 @@
-"""Small models under data parallelism: captured as one rank of several, and what was called."""
+"""Small models under data parallelism: captured as one of several ranks, and their collectives."""
 
 import gc
 import textwrap
@@ -51,18 +51,18 @@ def run_text(directory: Path, text: str, form: Any, world: World | None = None) 
     return capture(path, [], options).graph
 
 
-def risen(graph: Graph) -> int:
-    """Return how far a step's peak is above its start; captures before may have left tensors."""
+def peak_above_start(graph: Graph) -> int:
+    """Return a step's peak above its start, in bytes; earlier captures may have left tensors."""
     measured = graph.job.measurement
     return measured.peak_memory_bytes - measured.start_memory_bytes
 
 
 def calls(graph: Graph) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Type, bytes and ranks of each collective, in order."""
-    found = []
+    """Return type, bytes and ranks of each collective, in order."""
+    collectives = []
     for index in np.flatnonzero(graph.communication):
         node = graph.node(int(index))
         group = graph.job.group(node.text("group"))
         assert group is not None
-        found.append((node.collective.name.lower(), node.value("comm_bytes"), group.ranks))
-    return found
+        collectives.append((node.collective.name.lower(), node.value("comm_bytes"), group.ranks))
+    return collectives

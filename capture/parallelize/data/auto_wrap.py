@@ -1,7 +1,7 @@
 """Apply DDP, FSDP2 or ZeRO to a script that does not distribute itself.
 
-The outermost module that runs forward with gradients is the model; its batch is this rank's batch.
-The strategy decides what happens to parameters and gradients:
+The outermost module whose forward records gradients is the model; its batch is this rank's batch.
+The strategy determines how parameters and gradients are distributed:
 
 - `ddp`: replicas; gradients are all-reduced in buckets during backward (`ddp`).
 - `zero1`, `zero2`: replicas whose optimizer steps on a shard (`zero`).
@@ -125,8 +125,8 @@ class TrainedModel(Protocol):
         """Begin a forward; `communicates` is whether its backward reduces gradients."""
         ...
 
-    def add_to_averages(self) -> None:
-        """Prepare gradients that were reduced already for another reduction."""
+    def prepare_repeated_reduction(self) -> None:
+        """Scale gradients that were reduced already, so that another reduction keeps their sum."""
         ...
 
     def after_forward(self, output: Any) -> None:
@@ -164,13 +164,13 @@ class DataParallelism:
         self._deferred = DeferredModels(self._train_early) if deferred else None
         self._groups = groups
         self._trained: dict[nn.Module, _Trained] = {}
-        self._covered: set[nn.Module] = set()
-        self._open: list[nn.Module] = []
+        self._managed: set[nn.Module] = set()
+        self._call_stack: list[nn.Module] = []
         self._checked: set[Optimizer] = set()
         self._references = LateReferences()
         self.shards: ShardedOptimizers | None = None
         if strategy in ("zero1", "zero2"):
-            self.shards = ShardedOptimizers(groups, early=strategy == "zero2")
+            self.shards = ShardedOptimizers(groups, reduces_early=strategy == "zero2")
         self._failure: OneRankError | None = None
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class DataParallelism:
                 register_optimizer_step_pre_hook(self._before_step),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(scaled_steps(self._end_step, self._forget_step))
+            undo.enter_context(scaled_steps(self._end_step, self._free_gradients))
             undo.enter_context(after_backward(self._end_backward))
             if self.shards is not None:
                 handle = register_optimizer_step_post_hook(self.shards.after_step)
@@ -205,19 +205,21 @@ class DataParallelism:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        self._open.append(module)
-        outermost = len(self._open) == 1
+        self._call_stack.append(module)
+        outermost = len(self._call_stack) == 1
         if self._failure is not None:
             raise self._failure
-        computed = isinstance(module, ParametrizationList)  # a weight, selected for by itself
-        if outermost and not computed and module not in self._covered:
-            needed = self._deferred is not None and is_deferred(module)
+        # Reading a parametrized weight (spectral norm) outside a forward calls its
+        # ParametrizationList, which is no model.
+        is_parametrization = isinstance(module, ParametrizationList)
+        if outermost and not is_parametrization and module not in self._managed:
+            has_deferred_weights = self._deferred is not None and is_deferred(module)
             with self._recording_failure():
                 if self._strategy == "fsdp" and self._references.is_called(module):
-                    self._covered |= set(module.modules())
+                    self._managed |= set(module.modules())
                     reference = FullyShardedModel(module, self._groups)
                     reference.before_forward(args, communicates=True)
-                elif torch.is_grad_enabled() or needed:
+                elif torch.is_grad_enabled() or has_deferred_weights:
                     self._train(module)
         if self.shards is not None and outermost and torch.is_grad_enabled():
             with self._recording_failure():
@@ -226,17 +228,18 @@ class DataParallelism:
         if trained is None or trained.distributed is None:
             return
         if torch.is_grad_enabled():
-            again = trained.communicates and trained.rounds.within_step
+            reduced_before = trained.communicates and trained.rounds.within_step
             trained.communicates = trained.rounds.begin_micro_batch()
-            if again and trained.communicates:  # until it is known which backward is the last
-                trained.distributed.add_to_averages()
+            # Until the last backward of a step is known, each backward reduces all gradients of it.
+            if reduced_before and trained.communicates:
+                trained.distributed.prepare_repeated_reduction()
         with self._recording_failure():
             trained.distributed.before_forward(args, communicates=trained.communicates)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._open:
+        if torch.compiler.is_compiling() or not self._call_stack:
             return
-        self._open.pop()
+        self._call_stack.pop()
         trained = self._trained.get(module)
         if trained is not None and trained.distributed is not None:
             trained.distributed.after_forward(output)
@@ -255,17 +258,18 @@ class DataParallelism:
 
     def _train(self, module: nn.Module, *, called: bool = True) -> None:
         """Apply the strategy to a module with trained parameters that are not managed."""
-        inside = set(module.modules())
-        self._covered |= inside
+        submodules = set(module.modules())
+        self._managed |= submodules
         trained_ids = {id(p) for p in module.parameters() if p.requires_grad}
-        known: set[int] = set()
-        known = known.union(*(trained.parameters for trained in self._trained.values()))
-        if trained_ids <= known:  # no parameters, or a separately called part of a managed model
-            compiled = getattr(module, "_orig_mod", None)
-            if compiled in self._trained:
-                self._trained[module] = self._trained[compiled]
+        managed_ids: set[int] = set()
+        managed_ids = managed_ids.union(*(trained.parameters for trained in self._trained.values()))
+        # no parameters, or a separately called part of a managed model
+        if trained_ids <= managed_ids:
+            wrapped = getattr(module, "_orig_mod", None)
+            if wrapped in self._trained:
+                self._trained[module] = self._trained[wrapped]
             return
-        overlaps = bool(trained_ids & known) or not inside.isdisjoint(self._trained)
+        overlaps = bool(trained_ids & managed_ids) or not submodules.isdisjoint(self._trained)
         if overlaps and self.shards is None:
             raise SliceError(
                 f"{type(module).__name__} contains a model that was trained separately before\n"
@@ -281,21 +285,21 @@ class DataParallelism:
         optimizers = _optimizers_of(trained_ids)
         distributed: TrainedModel | None = None
         if self.shards is not None:
-            self.shards.equalise(module)
+            self.shards.broadcast_weights(module)
             for optimizer in optimizers:
-                self.shards.adopt(optimizer)
+                self.shards.shard_optimizer(optimizer)
         elif self._strategy == "ddp":
             distributed = ReplicatedModel(module, self._groups)
         else:
-            copies = [other for other in copies_of(module) if other not in self._covered]
+            copies = [replica for replica in copies_of(module) if replica not in self._managed]
             root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-            copies += [other for other in references_of(root) if other not in copies]
+            copies += [replica for replica in references_of(root) if replica not in copies]
             self._references.follow(module)
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
             for replica in copies:  # scripts average parameters shard by shard
                 FullyShardedModel(replica, self._groups, called=False)
-                self._covered |= set(replica.modules())
+                self._managed |= set(replica.modules())
             distributed = sharded
             trained_ids = {id(p) for p in module.parameters() if p.requires_grad}
         self._trained[module] = _Trained(distributed, trained_ids)
@@ -349,10 +353,10 @@ class DataParallelism:
                 code="dp-foreign-parameters",
             )
 
-    def _forget_step(self, optimizer: Optimizer) -> None:
+    def _free_gradients(self, optimizer: Optimizer) -> None:
         """Free the gradients after a GradScaler ran or skipped a step."""
         if self.shards is not None:
-            self.shards.forget(optimizer)
+            self.shards.free_gradients(optimizer)
 
 
 def _optimizers_of(parameters: set[int]) -> list[Optimizer]:

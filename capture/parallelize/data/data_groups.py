@@ -1,6 +1,6 @@
-"""Ranks that hold the same parameters and process different data: their strategy and groups.
+"""Data-parallel ranks, which hold the same parameters and process different data.
 
-The command line checks its options with this module, so it imports torch for types alone.
+The command line checks its options with this module, so torch is imported only for type checks.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-# the two kinds of parameters: replicated on all data-parallel ranks, or on those with the same
-# experts
+# Kinds of parameters: DENSE ones are replicated on all data-parallel ranks, EXPERT ones on the
+# ranks with the same experts (the axis edp).
 DENSE, EXPERT = "dense", "edp"
 
 

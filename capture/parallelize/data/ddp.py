@@ -14,16 +14,16 @@ from onerank.ir.errors import SliceError
 
 _ddp: Any = DistributedDataParallel  # typed as Any: private members are used below
 
-_UNREDUCED = re.compile(
+_UNUSED_PARAMETERS = re.compile(
     r"finished reduction in the prior iteration.*?(?:rank \d+: ([\d ]+)|$)", re.S
 )
 
 
 class ReplicatedModel:
-    """A model whose gradients torch's own reducer averages, as `DDP(model)` would.
+    """A model whose gradients are averaged by the reducer of torch's DistributedDataParallel.
 
-    DDP objects exist next to the model and hook its parameters; the script's module tree stays
-    unchanged. Experts, which fewer ranks hold, get a separate reducer.
+    DDP objects hook the model's parameters without wrapping the model, so the script's module tree
+    stays unchanged. Experts, which fewer ranks hold, get a separate reducer.
     """
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
@@ -31,18 +31,18 @@ class ReplicatedModel:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 names.setdefault(group_kind_of(parameter), set()).add(name)
-        everything = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        all_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._module = module
         self._reducers: list[Any] = []
         self._groups = groups
-        for kind, members in names.items():
+        for kind, names_of_kind in names.items():
             if len(names) > 1:
                 others = set().union(*(names[other] for other in names if other != kind))
-                ignored = others if kind == DENSE else everything - members
+                ignored = others if kind == DENSE else all_names - names_of_kind
                 _ignore(module, sorted(ignored))
             reducer = DistributedDataParallel(module, process_group=groups.of(kind))
             if kind != DENSE:
-                reducer.register_comm_hook((groups.of(kind), groups.size), _average)
+                reducer.register_comm_hook((groups.of(kind), groups.size), _average_expert_bucket)
             self._reducers.append(reducer)
         if len(names) > 1:
             _ignore(module, [])
@@ -54,15 +54,15 @@ class ReplicatedModel:
             try:
                 reducer._pre_forward(*args)
             except RuntimeError as error:
-                if unreduced := _UNREDUCED.search(str(error)):
+                if match := _UNUSED_PARAMETERS.search(str(error)):
                     raise SliceError(
-                        self._unused(unreduced[1] or ""), code="ddp-unused-parameter"
+                        self._unused_message(match[1] or ""), code="ddp-unused-parameter"
                     ) from error
                 raise
             # torch.compile splits its graph at the buckets of the active DDP module.
             _ddp._active_ddp_module = reducer
 
-    def add_to_averages(self) -> None:
+    def prepare_repeated_reduction(self) -> None:
         """Scale experts' averages, to compensate the division in the next reduction."""
         for parameter in self._module.parameters():
             kind = group_kind_of(parameter)
@@ -75,7 +75,7 @@ class ReplicatedModel:
             reducer._post_forward(output)
         _ddp._active_ddp_module = None
 
-    def _unused(self, indices: str) -> str:
+    def _unused_message(self, indices: str) -> str:
         trained = [name for name, p in self._module.named_parameters() if p.requires_grad]
         names = [trained[int(index)] for index in indices.split()]
         return (
@@ -91,12 +91,13 @@ def _ignore(module: nn.Module, names: list[str]) -> None:
     _ddp._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-def _average(
+def _average_expert_bucket(
     state: tuple[dist.ProcessGroup, int], bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket of expert gradients, divided by the number of data-parallel ranks."""
     group, ranks = state
-    # Not divided by the group's size: experts saw the tokens of all data-parallel ranks.
+    # Not divided by the group's size: expert parallelism sends the tokens of all data-parallel
+    # ranks to these experts.
     gradients = bucket.buffer().div_(ranks)
     if group.size() == 1:
         completed: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2 (`fully_shard`)."""
+"""Shard a model with FSDP2 (`fully_shard`), and clip the gradients of its shards."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
-from onerank.capture.parallelize.pipeline.stage import put_ahead
+from onerank.capture.parallelize.pipeline.stage import move_before_fsdp
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
 
@@ -30,6 +30,9 @@ class FullyShardedModel:
     mixed precision is left to the script's autocast. Deferred weights are created block by block,
     so that at most one block is whole at a time.
 
+    As in torchtitan, each block has separate all-gathers and a separate reduce-scatter. Those of
+    the root cover the other parameters: embedding, last norm and head.
+
     Args:
         module: the model.
         groups: its data-parallel groups.
@@ -37,24 +40,25 @@ class FullyShardedModel:
     """
 
     def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
-        self._late = called
+        self._called_before_sharding = called
         self._called = module
         # torch.compile's wrapper has the module as _orig_mod.
         self._root: Any = getattr(module, "_orig_mod", module)
         device = device_of(self._root)
-        before = _parameters_by_owner(self._root)
+        whole_parameters = _parameters_by_owner(self._root)
         meshes: dict[str, DeviceMesh] = {}
 
-        def shard(part: nn.Module, kind: str) -> None:
+        def shard(module_part: nn.Module, kind: str) -> None:
             if kind not in meshes:
                 group = groups.of(kind)
                 meshes[kind] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
-            make_weights(part, self._root)
-            sharded: Any = fully_shard(part, mesh=meshes[kind])
-            put_ahead(part)
+            make_weights(module_part, self._root)
+            sharded: Any = fully_shard(module_part, mesh=meshes[kind])
+            move_before_fsdp(module_part)
             if kind != DENSE:
                 sharded.set_gradient_divide_factor(float(groups.size))
 
+        # Inner modules come first: fully_shard skips parameters that an earlier call shards.
         for experts in _expert_modules(self._root):
             shard(experts, EXPERT)
         for block in [*_blocks(self._root), self._root]:
@@ -63,33 +67,35 @@ class FullyShardedModel:
         # gather, or raise an error, when read.
         handle = self._root._get_fsdp_state()._post_forward_hook_handle
         self._root._forward_hooks.move_to_end(handle.id, last=False)
-        for (owner, name), old in before.items():
-            new = getattr(owner, name)
-            if new is not old and not hasattr(old, _REPLACED):
-                new.__dict__.update(old.__dict__)  # attributes that other modules set
-                old.data = torch.empty(0, dtype=old.dtype, device=old.device)  # free the whole
-                setattr(old, _REPLACED, new)
+        for (owner, name), whole in whole_parameters.items():
+            replacement = getattr(owner, name)
+            if replacement is not whole and not hasattr(whole, _REPLACED):
+                replacement.__dict__.update(whole.__dict__)  # attributes that other modules set
+                # An optimizer, or the script, may still refer to the whole parameter.
+                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+                setattr(whole, _REPLACED, replacement)
 
     def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace whole parameters by their shards in the optimizers."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                whole: list[Tensor] = group["params"]
-                group["params"] = list(current(whole))
-                for old, new in zip(whole, group["params"], strict=True):
-                    if old in optimizer.state and new is not old:
-                        optimizer.state[new] = expand_state(pop_uniform_state(optimizer, old), new)
+                parameters: list[Tensor] = group["params"]
+                group["params"] = list(current(parameters))
+                for whole, shard in zip(parameters, group["params"], strict=True):
+                    if whole in optimizer.state and shard is not whole:
+                        state = pop_uniform_state(optimizer, whole)
+                        optimizer.state[shard] = expand_state(state, shard)
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
         """Set whether FSDP communicates in this backward."""
         self._root.set_requires_gradient_sync(communicates)
-        late = self._late and self._called is self._root
-        if late and not self._root._get_fsdp_state()._is_root:
+        missed_by_hooks = self._called_before_sharding and self._called is self._root
+        if missed_by_hooks and not self._root._get_fsdp_state()._is_root:
             # FSDP's hooks were registered while torch ran those of the first call, so this call
             # misses them. On CUDA FSDP moves the inputs and fails without any.
             self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
 
-    def add_to_averages(self) -> None:
+    def prepare_repeated_reduction(self) -> None:
         """Do nothing: FSDP adds each backward's reduced gradients to its shards."""
 
     def after_forward(self, output: Any) -> None:
@@ -199,7 +205,10 @@ def _parameters_by_owner(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Para
 
 
 def _blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the elements of the outermost module lists that hold parameters, frozen or not."""
+    """Return the elements of the outermost module lists that hold parameters.
+
+    Frozen layers are blocks too: otherwise the root's all-gather would include them.
+    """
     blocks: list[nn.Module] = []
     pending = list(root.children())
     for module in pending:  # the list grows during the loop
@@ -211,7 +220,11 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _expert_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the largest parts whose parameters are all experts'."""
+    """Return the outermost modules that hold only parameters of experts.
+
+    They are sharded over the ranks with the same experts, the other parameters over all
+    data-parallel ranks.
+    """
     experts: list[nn.Module] = []
     pending = [root]
     for module in pending:  # the list grows during the loop

@@ -1,17 +1,20 @@
 """Which backward passes communicate under gradient accumulation, for --dp and for --tp.
 
-Micro-batches of a round add to the same gradients; only the last backward of a round communicates.
-A round ends with the step, or where the script clears gradients to compute new ones before it
-steps: sharpness-aware minimisation takes two rounds per step (arXiv:2010.01412). The last
-micro-batch of a round is the last forward that a backward followed; evaluations that record
-gradients have no backward. If two successive steps have the same rounds, the next step is assumed
-to have them too. Until then every backward communicates, which gives the same sum.
+The micro-batches of a round add to the same gradients, and only the last backward of a round
+communicates. A round ends with the step, or where the script clears the gradients before the step:
+sharpness-aware minimisation has two rounds per step (arXiv:2010.01412). The last micro-batch of a
+round is the last forward that a backward followed; a forward that only evaluates the model may
+record gradients, but no backward follows. If two successive steps have the same rounds, the next
+step is expected to have them too. Until then every backward communicates, which gives the same sum.
 
 Gradients of replicated parameters are summed over --tp once per step, as in Megatron-LM: one flat
-all-reduce after the last backward of a round. Each gradient is summed by itself until the rounds
-are known, after an unexpected backward, where nothing reads gradients after a backward
-(torch.autograd.grad, optimizers that step within it), and where gradients persist between steps,
-since a flat sum would count earlier sums again.
+all-reduce after the last backward of a round. In these cases each gradient is summed on its own,
+during the backward:
+
+- until the rounds are known, and after a backward that was not expected;
+- under torch.autograd.grad, and for optimizers that step within the backward, because both use
+  gradients before the backward ends;
+- if gradients persist between steps, because a flat sum would count earlier sums again.
 """
 
 import contextlib
@@ -156,7 +159,7 @@ class _Model:
     def _sum(self) -> None:
         if any(partial.pending for _, partial in self._partials):
             reduce_deferred(self._partials)
-            self.defer(False)  # another backward of the same forward
+            self.defer(False)  # a second backward of the same forward sums immediately
 
 
 class DeferredGradSync:

@@ -1,15 +1,16 @@
 """Clip the gradients of a sliced model by their norm over all slices.
 
-As in Megatron-LM (megatron/core/optimizer/clip_grads.py), each rank adds up the gradients that only
-it holds; the first of several ranks counts what they share (norms, routers, tied embeddings). The
-sum, 4 bytes, is all-reduced over the ranks of --tp and --pp. Sharded experts are first summed over
-the ranks of --ep, where Megatron-LM sums over --tp, --pp and --ep at once. Gradients of a sharded
-optimizer (--zero 1, 2) are summed over all ranks, like Megatron-LM's distributed optimizer; FSDP's
-norms are first summed over FSDP's ranks, as in torch.
+As in Megatron-LM (megatron/core/optimizer/clip_grads.py), each rank computes the norm of the
+gradients that it alone holds; replicated parameters (norms, routers, tied embeddings) count on the
+first rank that holds them. The powers of the norms, 4 bytes, are all-reduced over the ranks of --tp
+and --pp. Those of sharded experts are first summed over the ranks of --ep, where Megatron-LM sums
+over --tp, --pp and --ep at once. Gradients of a sharded optimizer (--zero 1, 2) are summed over all
+ranks, as in Megatron-LM's distributed optimizer; FSDP's norms are first summed over FSDP's ranks,
+as in torch.
 
-Whether a GradScaler found non-finite gradients is all-reduced over the same ranks: in `unscale_`,
-or in the step of a fused optimizer that unscales in its kernel. A rank without peers gets the
-norm of its part.
+A GradScaler's flag for non-finite gradients is all-reduced over the same ranks: in `unscale_`, or
+in the step of a fused optimizer that unscales in its kernel. A rank without peers gets the norm of
+its part.
 """
 
 import contextlib
@@ -64,16 +65,16 @@ class Clipping:
 
         def reduce_flags(flags: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            if self._shards is not None or self._counted_elsewhere(stepped):
+            if self._shards is not None or self._counts_elsewhere(stepped):
                 for flag in flags:
                     self._reduce_flag(flag)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            elsewhere = self._counted_elsewhere(listed)
-            if not elsewhere:
+            counted_elsewhere = self._counts_elsewhere(listed)
+            if not counted_elsewhere:
                 return original(listed, *args, **kwargs)
-            return self._clip(listed, elsewhere, *args, **kwargs)
+            return self._clip(listed, counted_elsewhere, *args, **kwargs)
 
         patch = patched("torch.nn.utils", {"clip_grad_norm_": clip_grad_norm_})
         with patch, after_checks(reduce_flags):
@@ -83,9 +84,9 @@ class Clipping:
         """Make all ranks skip a step if one of them found non-finite gradients."""
         axes = ["tp+pp"] if self._world.ep == 1 or self._shards is not None else ["ep", "tp+pp"]
         for axis in axes:
-            self._summed(axis, flag, _INFINITE)  # in place
+            self._all_reduce(axis, flag, _INFINITE)  # in place
 
-    def _counted_elsewhere(self, parameters: Sequence[Tensor]) -> dict[int, bool]:
+    def _counts_elsewhere(self, parameters: Sequence[Tensor]) -> dict[int, bool]:
         """Return id of each sliced parameter -> whether another rank counts its gradient."""
         known = {
             id(parameter): name in sliced.duplicates
@@ -97,46 +98,58 @@ class Clipping:
     def _clip(  # noqa: PLR0917, torch's signature
         self,
         parameters: list[Tensor],
-        elsewhere: Mapping[int, bool],
+        counted_elsewhere: Mapping[int, bool],
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        kind = float(norm_type)
+        order = float(norm_type)
         if self._shards is None:
             for sliced in self._models.values():
                 for tied in sliced.stage.tied if sliced.stage is not None else ():
                     tied.sum()
             clipped = list(current(parameters))
-            parts = [(p, p.grad) for p in clipped if p.grad is not None]
+            gradients_by_parameter = [(p, p.grad) for p in clipped if p.grad is not None]
         else:
-            clipped, parts = self._shards.parts_of(parameters)
-        counted = [(p, grad) for p, grad in parts if not elsewhere.get(id(p), False)]
-        device = parts[0][1].device if parts else torch.device("cpu")
+            clipped, gradients_by_parameter = self._shards.parts_of(parameters)
+        counted = [
+            (p, grad)
+            for p, grad in gradients_by_parameter
+            if not counted_elsewhere.get(id(p), False)
+        ]
+        device = (
+            gradients_by_parameter[0][1].device if gradients_by_parameter else torch.device("cpu")
+        )
         total = torch.zeros((), device=device)
+        # Dense parameters, then experts, whose power is first summed over --ep.
         for expert in (False, True):
             gradients = [grad for p, grad in counted if (group_kind_of(p) != DENSE) == expert]
-            power = _power(gradients, kind, foreach)
-            if expert and self._world.ep > 1 and self._shards is None and _any_expert(parts):
-                power = self._summed(
-                    "ep", torch.zeros_like(total) if power is None else power, kind
+            power = _power(gradients, order, foreach)
+            if (
+                expert
+                and self._world.ep > 1
+                and self._shards is None
+                and _has_experts(gradients_by_parameter)
+            ):
+                power = self._all_reduce(
+                    "ep", torch.zeros_like(total) if power is None else power, order
                 )
             if power is not None:
-                total = torch.maximum(total, power) if kind == _INFINITE else total + power
-        total = self._summed("tp+pp" if self._shards is None else "world", total, kind)
-        total = total if kind == _INFINITE else total.pow(1.0 / kind)
+                total = torch.maximum(total, power) if order == _INFINITE else total + power
+        total = self._all_reduce("tp+pp" if self._shards is None else "world", total, order)
+        total = total if order == _INFINITE else total.pow(1.0 / order)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
                 "non-finite, so it cannot be clipped"
             )
         utils: Any = nn.utils
-        for on_mesh in by_mesh(clipped):
-            utils.clip_grads_with_norm_(on_mesh, max_norm, total, foreach)
+        for mesh_parameters in by_mesh(clipped):
+            utils.clip_grads_with_norm_(mesh_parameters, max_norm, total, foreach)
         return total
 
-    def _summed(self, axis: str, power: Tensor, kind: float) -> Tensor:
+    def _all_reduce(self, axis: str, power: Tensor, order: float) -> Tensor:
         """Sum powers of norms over the ranks of an axis; take the maximum for the infinity norm."""
         sizes = self._world.sizes
         if axis == "tp+pp":
@@ -144,22 +157,22 @@ class Clipping:
         if not axis:
             return power
         if axis not in self._groups:
-            everyone = tuple(range(self._world.size))
-            ranks = everyone if axis == "world" else self._world.line(axis, self._rank)
+            all_ranks = tuple(range(self._world.size))
+            ranks = all_ranks if axis == "world" else self._world.line(axis, self._rank)
             self._groups[axis] = self._new_group(axis, ranks)
         power = power.reshape(1)
-        operation = dist.ReduceOp.MAX if kind == _INFINITE else dist.ReduceOp.SUM
+        operation = dist.ReduceOp.MAX if order == _INFINITE else dist.ReduceOp.SUM
         dist.all_reduce(power, op=operation, group=self._groups[axis])
         return power.reshape(())
 
 
-def _any_expert(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return any(group_kind_of(parameter) != DENSE for parameter, _ in parts)
+def _has_experts(gradients_by_parameter: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return any(group_kind_of(parameter) != DENSE for parameter, _ in gradients_by_parameter)
 
 
-def _power(gradients: list[Tensor], kind: float, foreach: bool | None) -> Tensor | None:
+def _power(gradients: list[Tensor], order: float, foreach: bool | None) -> Tensor | None:
     """Return a norm to the power of its order (infinity: the maximum), over FSDP's ranks too."""
     if not gradients:
         return None
-    norm = norm_on_mesh(gradients, kind, foreach).float()
-    return norm if kind == _INFINITE else norm.pow(kind)
+    norm = norm_on_mesh(gradients, order, foreach).float()
+    return norm if order == _INFINITE else norm.pow(order)

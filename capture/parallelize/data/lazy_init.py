@@ -1,9 +1,9 @@
 """Hugging Face models whose weights are created when they are sharded, one part at a time.
 
-A model that will be sharded never needs to be whole on a device. Some scripts build on the meta
-device, shard, and fill their own shards (torchtitan does). While such a model is built, each
-parameter goes to the meta device and remembers its intended device; buffers stay. Its weights are
-created when the model is moved to an accelerator, built there, or called.
+A model that will be sharded need never be whole on a device: torchtitan builds on the meta device,
+shards, and initialises the shards. Here, each parameter of a model under construction goes to the
+meta device and records its intended device; buffers are real. The weights are created when the
+model is moved to an accelerator, built on one, or called.
 """
 
 import contextlib
@@ -173,6 +173,7 @@ def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     device = getattr(tensor, _DEVICE, None)
     if device is None:
         return fn(tensor)
+    # `fn` is torch's closure of a move or cast: its effect shows on an empty tensor.
     probe = fn(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=device))
     setattr(tensor, _DEVICE, probe.device)
     return torch.empty_like(tensor, dtype=probe.dtype)

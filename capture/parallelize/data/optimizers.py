@@ -1,12 +1,12 @@
 """Optimizers over sharded parameters: GradScaler, closures, states, element-wise updates.
 
 An optimizer that updates element by element can step on a slice of a parameter. Others need the
-whole matrix (rows, columns, norm or singular values), or all parameters at once. Libraries reuse
-class names, so optimizers are recognised by name.
+whole matrix (rows, columns, norm or singular values), or all parameters at once. Optimizers are
+recognised by class name, because libraries ship copies of them under the same names.
 
-Some optimizers create states at construction (Adagrad), for parameters that are sharded later. A
-uniform state can be created again for a slice or a shard; any other, such as one from a checkpoint,
-is an error.
+Some optimizers create states at construction (Adagrad), before their parameters are sharded. A
+uniform state is created again for a slice or a shard; any other state, such as one from a
+checkpoint, is an error.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ def after_checks(
 ) -> Generator[None]:
     """Call `then` after each GradScaler check of an optimizer's gradients, with a flag per device.
 
-    A flag is 1 if a gradient is not finite; `then` may change it, and it decides whether the step
-    runs. `unscale_` checks gradients; with a fused optimizer, which unscales in its kernel,
-    `_check_inf_per_device` does.
+    A flag is 1 if a gradient is not finite, and the step is then skipped; `then` may change it.
+    Gradients are checked in `unscale_`, or in `_check_inf_per_device` for a fused optimizer, which
+    unscales in its kernel.
 
     Args:
         then: called with the flags and the optimizer.

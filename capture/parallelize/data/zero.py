@@ -49,6 +49,11 @@ ALIGNMENT = 2
 class Bucket:
     """Parameters in one flat buffer, and the slice of the buffer that this rank updates.
 
+    Args:
+        parameters: parameters of one dtype, device and kind; they become views of the buffer.
+        group: the ranks that hold the same parameters.
+        divisor: number of ranks that a gradient is averaged over.
+
     Attributes:
         shard: the slice [padded / ranks], as a parameter for the optimizer.
     """
@@ -67,33 +72,33 @@ class Bucket:
             view = self._flat[start : start + length].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        self._filling: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._missing: set[Tensor] = set()
-        self._in_flight: tuple[Any, Tensor, Tensor] | None = None
+        self._reduction: tuple[Any, Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
         self._tied: Any = getattr(parameters[0], TIED, None)
         self.shard = nn.Parameter(self._flat.chunk(group.size())[group.rank()])
         self._checksum: tuple[str, list[int]] | None = None
 
-    def note_weights(self) -> None:
+    def record_checksum(self) -> None:
         """Record a checksum of the weights if they have gradients that no step has used."""
-        pending = self._filling, self._in_flight, self._sum, *(p.grad for p in self._views)
+        pending = self._buffer, self._reduction, self._sum, *(p.grad for p in self._views)
         if any(gradient is not None for gradient in pending):
-            self._checksum = self._weights()
+            self._checksum = self._compute_checksum()
 
-    def forget_weights(self) -> None:
+    def discard_checksum(self) -> None:
         """Discard the checksum: the weights may change now."""
         self._checksum = None
 
     def weights_changed(self) -> bool:
         """Return whether the weights or their addresses differ from the recorded ones."""
-        return self._checksum is not None and self._checksum != self._weights()
+        return self._checksum is not None and self._checksum != self._compute_checksum()
 
-    def _weights(self) -> tuple[str, list[int]]:
+    def _compute_checksum(self) -> tuple[str, list[int]]:
         total = str(self._flat.sum(dtype=torch.float64).item())  # as text, because nan != nan
         return total, [parameter.data_ptr() for parameter in self._views]
 
-    def take(self, parameter: Tensor) -> bool:
+    def move_gradient(self, parameter: Tensor) -> bool:
         """Move a parameter's gradient into the bucket; return whether that completes it."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
@@ -102,59 +107,62 @@ class Bucket:
                 "depends on the data: create its embedding with sparse=False",
                 code="dp-sparse-gradient",
             )
-        if self._filling is not None and parameter not in self._missing:
-            self.launch()  # the previous micro-batch left it incomplete
-        if self._filling is None:
-            self._filling = torch.empty_like(self._flat)
+        if self._buffer is not None and parameter not in self._missing:
+            # A second gradient of the parameter belongs to the next micro-batch. The bucket is
+            # incomplete, because some parameters got no gradient in the previous one.
+            self.start_reduction()
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self._flat)
             used = sum(length for _, length in self._views.values())
-            self._filling[used:].zero_()
+            self._buffer[used:].zero_()
             self._missing = set(self._views)
         start, length = self._views[parameter]
-        self._filling[start : start + length].copy_(parameter.grad.view(-1))
+        self._buffer[start : start + length].copy_(parameter.grad.view(-1))
         parameter.grad = None
         self._missing.discard(parameter)
         return not self._missing
 
-    def take_all(self) -> None:
+    def move_gradients(self) -> None:
         """Move the gradients of all parameters that have one into the bucket."""
         for parameter in self._views:
             if parameter.grad is not None:
-                self.take(parameter)
+                self.move_gradient(parameter)
 
-    def launch(self) -> None:
+    def start_reduction(self) -> None:
         """Start the reduce-scatter of the bucket; missing gradients count as zero."""
-        if self._filling is None:
+        if self._buffer is None:
             return
-        self.land()
-        gradients, self._filling = self._filling, None
+        self.finish_reduction()
+        gradients, self._buffer = self._buffer, None
         for parameter in self._missing:
             start, length = self._views[parameter]
             gradients[start : start + length].zero_()
         gradients.div_(self._divisor)
         if self._group.size() == 1:
-            self._in_flight = None, gradients, gradients
+            self._reduction = None, gradients, gradients
             return
-        local = torch.empty_like(self.shard)
-        work = reduce_scatter(local, gradients, group=self._group, async_op=True)
-        self._in_flight = work, gradients, local
+        shard_sum = torch.empty_like(self.shard)
+        work = reduce_scatter(shard_sum, gradients, group=self._group, async_op=True)
+        self._reduction = work, gradients, shard_sum
 
-    def land(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the sum and add it to the sums of previous micro-batches."""
-        if self._in_flight is None:
+        if self._reduction is None:
             return
-        work, _, local = self._in_flight
-        self._in_flight = None
+        work, _, shard_sum = self._reduction
+        self._reduction = None
         if work is not None:
             work.wait()
-        self._sum = local if self._sum is None else self._sum.add_(local)
+        self._sum = shard_sum if self._sum is None else self._sum.add_(shard_sum)
 
     def finish(self) -> None:
         """Set the shard's gradient to the sum of the step."""
-        self.launch()
-        self.land()
+        self.start_reduction()
+        self.finish_reduction()
         if self._sum is None:
             return
         if self._tied is not None:
+            # Each stage's shard covers the same rows, because the embedding has its own bucket.
             dist.all_reduce(self._sum, group=self._tied)
         before = self.shard.grad
         self.shard.grad = self._sum if before is None else before.add_(self._sum)
@@ -176,19 +184,21 @@ class Bucket:
         if self._group.size() > 1:
             all_gather(self._flat, self.shard.detach(), group=self._group)
 
-    def watch(self, call: Callable[["Bucket", Tensor], None], undo: contextlib.ExitStack) -> None:
-        """Call `call` after each accumulated gradient, until `undo` is closed."""
+    def watch(
+        self, on_gradient: Callable[["Bucket", Tensor], None], undo: contextlib.ExitStack
+    ) -> None:
+        """Call `on_gradient` after each accumulated gradient, until `undo` is closed."""
 
-        def arrived(parameter: Tensor) -> None:
-            call(self, parameter)
+        def gradient_ready(parameter: Tensor) -> None:
+            on_gradient(self, parameter)
 
         for parameter in self._views:
-            handle = parameter.register_post_accumulate_grad_hook(arrived)
+            handle = parameter.register_post_accumulate_grad_hook(gradient_ready)
             undo.callback(handle.remove)
 
 
 def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters of each bucket, in the order in which backward reaches them.
+    """Return the parameters of each bucket, in reverse order: as the backward reaches them.
 
     An embedding that pipeline stages share gets a separate bucket, as in Megatron-LM
     (megatron/core/distributed/param_and_grad_buffer.py), so that its shards match on all stages.
@@ -213,27 +223,33 @@ _WATCHED_STEPS = 2  # later steps repeat the first; a checksum reads all weights
 
 
 class ShardedOptimizers:
-    """The optimizers that step on shards; `early` sums gradients during backward (stage 2)."""
+    """The optimizers that step on shards.
 
-    def __init__(self, groups: Groups, *, early: bool) -> None:
+    Args:
+        groups: the data-parallel groups.
+        reduces_early: whether gradients are reduced during the backward (stage 2).
+    """
+
+    def __init__(self, groups: Groups, *, reduces_early: bool) -> None:
         self._groups = groups
-        self._early = early
+        self._reduces_early = reduces_early
         self._buckets: dict[Optimizer, list[Bucket]] = {}
         self._owners: dict[Tensor, Optimizer] = {}
-        self._flying: Bucket | None = None
+        self._bucket_in_flight: Bucket | None = None
         self._steps = 0
         self._undo = contextlib.ExitStack()
 
-    def equalise(self, module: nn.Module) -> None:
+    def broadcast_weights(self, module: nn.Module) -> None:
         """Broadcast the first rank's parameters and buffers, as DDP and DeepSpeed do."""
         experts = {name for name, p in module.named_parameters() if group_kind_of(p) != DENSE}
         group = self._groups.of(DENSE)
         _sync_module_states(module, group, 250 * 2**20, 0, experts)
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def shard_optimizer(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's parameters by shards, before its first step."""
         kind = type(optimizer).__name__
-        if not elementwise(optimizer):  # a slice of a flat buffer is not a matrix
+        # A slice of a flat buffer is a vector that may cover parts of several parameters.
+        if not elementwise(optimizer):
             raise SliceError(
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
                 "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors",
@@ -250,7 +266,7 @@ class ShardedOptimizers:
         for group in optimizer.param_groups:
             trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]
             parts = buckets_of(trained)
-            added = [self._bucket(part) for part in parts]
+            added = [self._new_bucket(part) for part in parts]
             for part, bucket in zip(parts, added, strict=True):
                 optimizer.state[bucket.shard] = expand_state(
                     pop_uniform_state(optimizer, *part), bucket.shard
@@ -260,38 +276,40 @@ class ShardedOptimizers:
             group["params"] = [bucket.shard for bucket in added]
             buckets += added
         self._buckets[optimizer] = buckets
-        if self._early:
+        if self._reduces_early:
             for bucket in buckets:
-                bucket.watch(self._arrived, self._undo)
+                bucket.watch(self._gradient_ready, self._undo)
 
-    def _bucket(self, parameters: list[Tensor]) -> Bucket:
+    def _new_bucket(self, parameters: list[Tensor]) -> Bucket:
         group = self._groups.of(group_kind_of(parameters[0]))
         return Bucket(parameters, group, self._groups.size)
 
-    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
-        if not bucket.take(parameter):
+    def _gradient_ready(self, bucket: Bucket, parameter: Tensor) -> None:
+        if not bucket.move_gradient(parameter):
             return
-        self._land()  # so that at most one bucket is in flight
-        bucket.launch()
-        self._flying = bucket
+        self._finish_reduction()  # so that at most one bucket is in flight
+        bucket.start_reduction()
+        self._bucket_in_flight = bucket
         engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
-        engine.queue_callback(self._land)  # at the end of this backward
+        # The last bucket of a backward is in flight when the backward ends; the engine runs queued
+        # callbacks there.
+        engine.queue_callback(self._finish_reduction)
 
-    def _land(self) -> None:
-        if self._flying is not None:
-            self._flying.land()
-            self._flying = None
+    def _finish_reduction(self) -> None:
+        if self._bucket_in_flight is not None:
+            self._bucket_in_flight.finish_reduction()
+            self._bucket_in_flight = None
 
     def finish(self, optimizer: Optimizer) -> None:
         """Reduce the step's gradients into the shards of an optimizer."""
         for bucket in self._buckets.get(optimizer, ()):
-            bucket.take_all()
+            bucket.move_gradients()
             bucket.finish()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Shard an optimizer on its first step, and reduce its gradients."""
         if optimizer not in self._buckets:
-            self.adopt(optimizer)
+            self.shard_optimizer(optimizer)
         self.finish(optimizer)
         shards = {id(bucket.shard) for bucket in self._buckets[optimizer]}
         for group in optimizer.param_groups:
@@ -309,13 +327,13 @@ class ShardedOptimizers:
         self._steps += 1
         for bucket in self._buckets[optimizer]:
             bucket.gather()
-        self.forget(optimizer)
+        self.free_gradients(optimizer)
 
     def after_backward(self) -> None:
         """Record checksums of the weights in the first steps."""
         if self._steps < _WATCHED_STEPS:
             for bucket in itertools.chain.from_iterable(self._buckets.values()):
-                bucket.note_weights()
+                bucket.record_checksum()
 
     def before_forward(self) -> None:
         """Check that weights are unchanged between a backward and its step."""
@@ -328,11 +346,11 @@ class ShardedOptimizers:
                     code="zero-weights-changed",
                 )
 
-    def forget(self, optimizer: Optimizer) -> None:
+    def free_gradients(self, optimizer: Optimizer) -> None:
         """Free the gradients after a step that ran or was skipped."""
         for bucket in self._buckets.get(optimizer, ()):
             bucket.shard.grad = None
-            bucket.forget_weights()
+            bucket.discard_checksum()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:

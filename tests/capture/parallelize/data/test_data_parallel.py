@@ -1,6 +1,6 @@
-"""Data parallelism that the script knows nothing of.
+"""Data parallelism of a script without distributed code.
 
-A captured Llama is held against a script that distributes itself, and against arithmetic.
+A captured Llama is compared with a script that calls DDP or FSDP2 itself, and with arithmetic.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_parallel_job import calls, risen, run_text
+from data_parallel_job import calls, peak_above_start, run_text
 from own_process import run_command
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -68,13 +68,13 @@ def operators(graph: Graph) -> list[str]:
     return [name for name, communicates in names if not communicates]
 
 
-def when(graph: Graph) -> list[tuple[Phase, int]]:
-    """Phase and micro-batch of each collective; DDP sends buffers as a forward begins."""
-    found = map(graph.node, np.flatnonzero(graph.communication).tolist())
-    return [(node.phase, node.value("micro_batch")) for node in found]
+def phases_of(graph: Graph) -> list[tuple[Phase, int]]:
+    """Return phase and micro-batch of each collective."""
+    nodes = map(graph.node, np.flatnonzero(graph.communication).tolist())
+    return [(node.phase, node.value("micro_batch")) for node in nodes]
 
 
-OWN = {
+DISTRIBUTED = {
     "ddp": {
         "imports": "import torch.distributed as dist\n"
         "from torch.nn.parallel import DistributedDataParallel",
@@ -83,57 +83,57 @@ OWN = {
     "fsdp": {
         "imports": "import torch.distributed as dist\n"
         "from torch.distributed.fsdp import fully_shard",
-        # on the CPU, as the model, GPU or none
+        # the model is on the CPU, also on a machine with a GPU
         "wrap": "dist.init_process_group('gloo'); mesh = dist.init_device_mesh('cpu', (4,)); "
         "[fully_shard(x, mesh=mesh) for x in [*model.model.layers, model]]",
     },
 }
 
 
-@pytest.mark.parametrize("form", OWN)
+@pytest.mark.parametrize("form", DISTRIBUTED)
 @pytest.mark.parametrize("changes", [{}, {"clip": CLIP, "micro": 3}], ids=["plain", "micro, clip"])
-def test_the_same_as_a_script_that_distributes_itself(tmp_path, form, changes):
-    own = dict(OWN[form])
+def test_collectives_match_a_script_that_distributes_itself(tmp_path, form, changes):
+    explicit = dict(DISTRIBUTED[form])
     if "micro" in changes:
-        own["sync"] = {
+        explicit["sync"] = {
             "ddp": "model.require_backward_grad_sync = micro == 2",
             "fsdp": "model.set_requires_gradient_sync(micro == 2)",
         }[form]
-    asked = run(tmp_path, form, World.of(dp=4), **changes)
-    itself = run(tmp_path, None, World.of(dp=4), **changes, **own)
-    assert calls(asked) == calls(itself)
-    assert len(calls(asked)) > 0
-    assert when(asked) == when(itself)
-    assert operators(asked) == operators(itself)
-    assert len(operators(asked)) > 400
-    assert risen(asked) == pytest.approx(risen(itself), rel=1e-3)
+    captured = run(tmp_path, form, World.of(dp=4), **changes)
+    reference = run(tmp_path, None, World.of(dp=4), **changes, **explicit)
+    assert calls(captured) == calls(reference)
+    assert len(calls(captured)) > 0
+    assert phases_of(captured) == phases_of(reference)
+    assert operators(captured) == operators(reference)
+    assert len(operators(captured)) > 400
+    assert peak_above_start(captured) == pytest.approx(peak_above_start(reference), rel=1e-3)
 
 
-# Weights made as they are sharded ----------------------------------------------------------------
+# Weights created during sharding -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placed", [False, True], ids=["called", "built in place"])
-def test_weights_made_block_by_block_give_the_same_step(tmp_path, monkeypatch, placed):
-    """As on a GPU, where the model may be too large; `placed` takes this CPU for one."""
+@pytest.mark.parametrize("on_accelerator", [False, True], ids=["called", "built in place"])
+def test_weights_created_block_by_block_give_the_same_step(tmp_path, monkeypatch, on_accelerator):
+    """A model may exceed a GPU's memory; `on_accelerator` treats this CPU as a GPU."""
     whole: list[int] = []
     shard = fully_sharded.fully_shard
 
-    def counted(part: nn.Module, **kwargs: Any) -> Any:
+    def record_shard(part: nn.Module, **kwargs: Any) -> Any:
         parameters = {p for p in part.parameters() if not isinstance(p, DTensor)}
         assert not any(p.is_meta for p in parameters)
         whole.append(sum(p.numel() for p in parameters))
         return shard(part, **kwargs)
 
-    monkeypatch.setattr(fully_sharded, "fully_shard", counted)
+    monkeypatch.setattr(fully_sharded, "fully_shard", record_shard)
     monkeypatch.setattr(play, "has_accelerator", lambda: True)
-    if placed:
+    if on_accelerator:
         monkeypatch.setattr(deferred, "device_of", lambda _: torch.device("cuda"))
-    asked = run(tmp_path, "fsdp", World.of(dp=4), clip=CLIP)
+    captured = run(tmp_path, "fsdp", World.of(dp=4), clip=CLIP)
     assert whole == [LAYER, LAYER, REST]
-    itself = run(tmp_path, None, World.of(dp=4), clip=CLIP, **OWN["fsdp"])
-    assert calls(asked) == calls(itself)
-    assert operators(asked) == operators(itself)
-    assert risen(asked) == pytest.approx(risen(itself), rel=1e-3)
+    reference = run(tmp_path, None, World.of(dp=4), clip=CLIP, **DISTRIBUTED["fsdp"])
+    assert calls(captured) == calls(reference)
+    assert operators(captured) == operators(reference)
+    assert peak_above_start(captured) == pytest.approx(peak_above_start(reference), rel=1e-3)
 
 
 def test_deferred_weights_are_initialised_as_the_model_does():
@@ -147,7 +147,9 @@ def test_deferred_weights_are_initialised_as_the_model_does():
         assert not any(b.is_meta for b in model.buffers())
         model.to(torch.bfloat16)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-        assert not any(p.is_meta for p in copied(LlamaForCausalLM, model).parameters())
+        assert not any(
+            p.is_meta for p in load_like_from_pretrained(LlamaForCausalLM, model).parameters()
+        )
     deferred.make_weights(model.model.layers[0], model)
     assert [p.is_meta for p in model.model.layers[1].parameters()] == [True] * 9
     deferred.make_weights(model, model)
@@ -158,23 +160,23 @@ def test_deferred_weights_are_initialised_as_the_model_does():
     )
 
 
-def copied(kind: Any, model: Any) -> Any:
-    """Load a model as `from_pretrained` does, from weights at hand."""
+def load_like_from_pretrained(kind: Any, model: Any) -> Any:
+    """Load a model with `from_pretrained`, from zero weights."""
     weights = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     return kind.from_pretrained(None, config=model.config, state_dict=weights)
 
 
 def expected_calls(form: str, world: World, rank: int) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Calls of the data-parallel group, from the sizes of the model alone, in fp32."""
+    """Return the calls of the data-parallel group, computed from the model's sizes in fp32."""
     ranks, tp = world.line("dp", rank), world.sizes.get("tp", 1)
     norms = 2 * 2 * 64 + 64
-    held = (PARAMETERS - norms) // tp + norms
+    parameter_bytes = (PARAMETERS - norms) // tp + norms
     layer, rest = (LAYER - 128) // tp + 128, (REST - 64) // tp + 64
     n = len(ranks)
-    if form == "ddp":  # under one bucket of 25 MiB; the rotary embedding's two buffers are sent
-        return [("broadcast", 2 * 8 * 4, ranks), ("all_reduce", held * 4, ranks)]
+    if form == "ddp":  # one bucket, below 25 MiB; the two rotary buffers are broadcast
+        return [("broadcast", 2 * 8 * 4, ranks), ("all_reduce", parameter_bytes * 4, ranks)]
     if form.startswith("zero"):
-        padded = -(-held // (2 * n)) * 2 * n
+        padded = -(-parameter_bytes // (2 * n)) * 2 * n
         return [("reduce_scatter", padded * 4, ranks), ("all_gather", padded * 4 // n, ranks)]
     gathers = [rest // n, layer // n, layer // n, layer // n, layer // n]
     scatters = [layer, layer, rest]
@@ -186,8 +188,8 @@ def expected_calls(form: str, world: World, rank: int) -> list[tuple[str, int, t
 FLAGS = {"ddp": [], "zero1": ["--zero", "1"], "zero2": ["--zero", "2"], "fsdp": ["--zero", "3"]}
 
 
-def run_alone(directory: Path, flags: list[str]) -> Graph:
-    """Capture rank 5 in a process of its own, which holds no tensors but this capture's."""
+def run_in_subprocess(directory: Path, flags: list[str]) -> Graph:
+    """Capture rank 5 in a subprocess, in which only this capture allocates tensors."""
     script, trace = directory / "train.py", directory / "t.et"
     script.write_text(filled())
     sizes = ["--tp", "2", "--dp", "4", "--rank", "5", "--warm-up", "2", "--timed-steps", "1"]
@@ -197,30 +199,35 @@ def run_alone(directory: Path, flags: list[str]) -> Graph:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_and_states_follow_the_sizes(tmp_path, form):
+def test_calls_and_resident_memory_follow_the_sizes(tmp_path, form):
     world = World.of(tp=2, dp=4)
-    graph = run_alone(tmp_path, FLAGS[form])
-    own = (1, 3, 5, 7)
-    found = [call for call in calls(graph) if call[2] == own]
-    assert found == expected_calls(form, world, rank=5)
-    assert {(g.name, g.axis, g.ranks) for g in graph.job.groups if g.ranks == own} == {
-        ("dp", "dp", own)
+    graph = run_in_subprocess(tmp_path, FLAGS[form])
+    ranks = (1, 3, 5, 7)
+    dp_calls = [call for call in calls(graph) if call[2] == ranks]
+    assert dp_calls == expected_calls(form, world, rank=5)
+    assert {(g.name, g.axis, g.ranks) for g in graph.job.groups if g.ranks == ranks} == {
+        ("dp", "dp", ranks)
     }
-    # kept between steps: parameters, two states, and what DDP and FSDP do not free by themselves
+    # resident between steps: parameters, two states, and gradients that DDP and FSDP do not free
     norms = 2 * 2 * 64 + 64
-    held = ((PARAMETERS - norms) // 2 + norms) * 4
-    kept = {
-        "ddp": held + 2 * held + held + held,  # gradients, and the buckets
-        "zero1": held + 2 * held / 4,
-        "zero2": held + 2 * held / 4,
-        "fsdp": held / 4 + 2 * held / 4 + held / 4,  # gradients
+    parameter_bytes = ((PARAMETERS - norms) // 2 + norms) * 4
+    resident_bytes = {
+        "ddp": parameter_bytes
+        + 2 * parameter_bytes
+        + parameter_bytes
+        + parameter_bytes,  # gradients, and the buckets
+        "zero1": parameter_bytes + 2 * parameter_bytes / 4,
+        "zero2": parameter_bytes + 2 * parameter_bytes / 4,
+        "fsdp": parameter_bytes / 4 + 2 * parameter_bytes / 4 + parameter_bytes / 4,  # gradients
     }[form]
     measured = graph.job.measurement.start_memory_bytes
-    assert measured == pytest.approx(kept, abs=2048)  # tokens, step counters, rotary buffers
+    assert measured == pytest.approx(
+        resident_bytes, abs=2048
+    )  # tokens, step counters, rotary buffers
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero2"])
-def test_gradients_of_stage_2_leave_in_each_backward(tmp_path, form):
+def test_zero_2_reduces_gradients_in_each_backward(tmp_path, form):
     graph = run(tmp_path, form, World.of(dp=4), micro=2)
     scatters = np.flatnonzero(graph.nodes.collective == Collective.REDUCE_SCATTER)
     phases = [graph.node(int(index)).phase for index in scatters]

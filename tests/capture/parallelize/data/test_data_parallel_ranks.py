@@ -1,4 +1,4 @@
-"""Two real ranks that a script knows nothing of, against one process with both batches."""
+"""Two real ranks of a script without distributed code, against one process with both batches."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ class Tower(nn.Module):
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    # it has states as it is made; it is given closures below
+    # it creates states at construction; `train` passes it closures
     "Adagrad": lambda model: torch.optim.Adagrad(
         model.parameters(), lr=0.1, initial_accumulator_value=0.5
     ),
@@ -54,8 +54,8 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def train(kind: str, micro_batches: int, clips: bool, ranks: list[int]) -> dict[str, torch.Tensor]:
-    """Take some steps on the batches of these ranks, as a script that knows nothing of others."""
-    torch.manual_seed(ranks[0] if len(ranks) == 1 else 0)  # the first rank's weights are to win
+    """Take some steps on the batches of these ranks, as a script without distributed code."""
+    torch.manual_seed(ranks[0] if len(ranks) == 1 else 0)  # the first rank's weights are broadcast
     model = Tower()
     optimizer = OPTIMIZERS[kind](model)
     parameters = list(model.parameters())
@@ -108,7 +108,7 @@ def whole(parameter: Any) -> torch.Tensor:
 
 
 class Expert(nn.Module):
-    """A dense layer that all ranks hold and an expert of this rank alone."""
+    """A dense layer that all ranks hold, and an expert that only this rank holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,13 +121,13 @@ class Expert(nn.Module):
 
 
 def expert_step(rank: int, *, peers_absent: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters after a step, or the gradients of this rank alone."""
+    """Return the change of the parameters in a step; with absent peers, the gradients."""
     torch.manual_seed(5)
     model = Expert()
     with torch.no_grad():
         model.expert.weight.add_(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for micro in range(2):  # both communicate: which one is the last is not known yet
+    for micro in range(2):  # both communicate, because the last backward is not known yet
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(SIZE * micro + rank))
         model(x).square().mean().backward()
     if peers_absent:
@@ -144,17 +144,19 @@ JOBS = [
 ]
 
 
-def one_rank(rank: int, results: Any) -> None:
+def train_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Any) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
-    buckets.BUCKET_ELEMENTS = 70  # several, the last of them whole only in a rank's padding
+    buckets.BUCKET_ELEMENTS = 70  # several buckets; a rank's shard of the last is padding only
     for form in FORMS:
         for job in JOBS:
             groups = Groups(new_group, World.of(dp=SIZE), rank)
             with DataParallelism(form, groups).installed():
-                # FSDP shards what each rank has, so there they must begin alike
-                trained = train_alike(job, rank) if form == "fsdp" else train(*job, [rank])
+                # FSDP shards each rank's weights without a broadcast, so they must be equal.
+                trained = (
+                    train_from_equal_weights(job, rank) if form == "fsdp" else train(*job, [rank])
+                )
             results[form, job, rank] = trained
         with DataParallelism(form, Groups(new_group, World.of(dp=SIZE), rank)).installed():
             results[form, "averages", rank] = averages([rank])
@@ -163,7 +165,7 @@ def one_rank(rank: int, results: Any) -> None:
             results[form, "expert", rank] = expert_step(rank, peers_absent=False)
 
 
-def train_alike(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor]:
+def train_from_equal_weights(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor]:
     seed = torch.manual_seed
     torch.manual_seed = lambda _: seed(0)
     try:
@@ -175,36 +177,36 @@ def train_alike(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """Parameters after the steps, of every form, job and rank."""
-    return run_ranks(one_rank, SIZE)
+    return run_ranks(train_rank, SIZE)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_learn_what_one_does_from_both_batches(trained, form, job):
+def test_two_ranks_match_one_process_with_both_batches(trained, form, job):
     expected = train(*job, [0, 1])
     for rank in range(SIZE):
         for name, parameter in expected.items():
-            found = trained[form, job, rank][name]
-            torch.testing.assert_close(found, parameter, atol=2e-6, rtol=1e-5, msg=name)
+            parameter_on_rank = trained[form, job, rank][name]
+            torch.testing.assert_close(parameter_on_rank, parameter, atol=2e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_averages_of_the_weights_are_those_of_one_rank(trained, form):
-    """A copy of the model, made before its first forward, is sharded with it."""
+def test_weight_averages_match_one_process(trained, form):
+    """A copy of the model from before its first forward is sharded with it."""
     expected = averages([0, 1])
     for rank in range(SIZE):
         for name, parameter in expected.items():
-            found = trained[form, "averages", rank][name]
-            torch.testing.assert_close(found, parameter, atol=2e-6, rtol=1e-5, msg=name)
+            parameter_on_rank = trained[form, "averages", rank][name]
+            torch.testing.assert_close(parameter_on_rank, parameter, atol=2e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_expert_averages_over_all_tokens_and_is_sent_to_nobody(trained, form):
-    own = [expert_step(rank, peers_absent=True) for rank in range(SIZE)]
+def test_an_expert_averages_over_all_tokens_without_communication(trained, form):
+    gradients = [expert_step(rank, peers_absent=True) for rank in range(SIZE)]
     for rank in range(SIZE):
         change = trained[form, "expert", rank]
         for part in ("weight", "bias"):
-            dense = (own[0][f"dense.{part}"] + own[1][f"dense.{part}"]) / SIZE
+            dense = (gradients[0][f"dense.{part}"] + gradients[1][f"dense.{part}"]) / SIZE
             torch.testing.assert_close(change[f"dense.{part}"], dense, atol=1e-6, rtol=1e-5)
-            expert = own[rank][f"expert.{part}"] / SIZE
+            expert = gradients[rank][f"expert.{part}"] / SIZE
             torch.testing.assert_close(change[f"expert.{part}"], expert, atol=1e-6, rtol=1e-5)

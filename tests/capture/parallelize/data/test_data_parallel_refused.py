@@ -1,4 +1,4 @@
-"""What data parallelism refuses of a script or of options, and why."""
+"""Scripts and options that data parallelism refuses."""
 
 import sys
 import textwrap
@@ -12,7 +12,7 @@ from onerank.ir.errors import CaptureError, SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
-# two backwards a step, the second with other weights (sharpness-aware minimisation)
+# two backward passes per step, the second with perturbed weights (sharpness-aware minimisation)
 PERTURBS = f"""{SGD}
     while True:
         for climbs in (True, False):
@@ -42,7 +42,7 @@ REFUSED = {
         f"    model.idle = nn.Linear(3, 3)\n{SGD}{TRAIN}",
         r"(?s)idle\.weight, idle\.bias got no gradient.*requires_grad_\(False\)",
     ),
-    "an optimizer around another": (
+    "nested optimizers": (
         "zero2",
         f"{SGD}\n    outer = torch.optim.SGD(model.parameters(), momentum=0.9)"
         "\n    outer.param_groups = optimizer.param_groups" + TRAIN,
@@ -50,11 +50,11 @@ REFUSED = {
     ),
     "perturbs its weights": ("zero1", PERTURBS.replace("CLIMB", "p.add_(0.05 * p.grad)"), CHANGED),
     "perturbs its weights, by data": (
-        "zero2",  # under which this rank's gradients are gone
+        "zero2",  # which has freed this rank's gradients
         PERTURBS.replace("CLIMB", "p.data.add_(0.05)"),
         CHANGED,
     ),
-    "perturbs its weights, others in their place": (
+    "replaces its weights": (
         "zero1",
         PERTURBS.replace("CLIMB", "p.data = p.data.clone()"),
         CHANGED,
@@ -166,7 +166,7 @@ WRAPS = """
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_the_reason(case, tmp_path):
+def test_scripts_are_refused_with_the_reason(case, tmp_path):
     form, text, complaint = REFUSED[case]
     (tmp_path / "wraps.py").write_text(textwrap.dedent(WRAPS))
     sys.modules.pop("wraps", None)
@@ -175,19 +175,19 @@ def test_refused_with_the_reason(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "complaint"),
+    ("options", "message"),
     [
         ({"ddp": True, "fsdp": True}, "--ddp and --fsdp: each selects how"),
         ({"fsdp": True, "zero": 3}, "--fsdp and --zero 3: each selects how"),
         ({"zero": 4}, "--zero 4: expected 1 .*, 2 .* or 3"),
     ],
 )
-def test_forms_that_exclude_each_other(asked, complaint):
-    with pytest.raises(CaptureError, match=complaint):
-        strategy_of(World.of(dp=4), **{"ddp": False, "fsdp": False, "zero": None, **asked})
+def test_strategies_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(CaptureError, match=message):
+        strategy_of(World.of(dp=4), **{"ddp": False, "fsdp": False, "zero": None, **options})
 
 
-def test_forms_by_option():
+def test_options_select_the_strategy():
     world, none = World.of(dp=4), {"ddp": False, "fsdp": False, "zero": None}
     assert strategy_of(world, **none) is None
     assert strategy_of(world, **{**none, "ddp": True}) == "ddp"

@@ -1,8 +1,18 @@
-"""Data parallelism of scripts of many styles, and of those that distribute themselves."""
+"""Data parallelism of scripts of many styles, with and without distributed code."""
 
 import numpy as np
 import pytest
-from data_parallel_job import ADAM, BLOCK, HEAD, MODEL, SGD, TRAIN, calls, risen, run_text
+from data_parallel_job import (
+    ADAM,
+    BLOCK,
+    HEAD,
+    MODEL,
+    SGD,
+    TRAIN,
+    calls,
+    peak_above_start,
+    run_text,
+)
 
 from onerank.capture.parallelize.data import zero as buckets
 from onerank.ir import Phase, World
@@ -10,7 +20,7 @@ from onerank.ir import Phase, World
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 
-def test_stage_2_never_holds_all_gradients(tmp_path, monkeypatch):
+def test_zero_2_never_holds_all_gradients(tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 64 * 64)
     layers = """
     import torch
@@ -21,7 +31,7 @@ def test_stage_2_never_holds_all_gradients(tmp_path, monkeypatch):
     bucket = 64 * 64 * 4
     peaks = {}
     for form in ("zero1", "zero2"):
-        peaks[form] = risen(run_text(tmp_path, layers + TRAIN, form))
+        peaks[form] = peak_above_start(run_text(tmp_path, layers + TRAIN, form))
     assert peaks["zero1"] == 16 * bucket + bucket  # all gradients, and one bucket of copies
     # the shard's, and a gradient, the bucket it fills and the one in flight
     assert 4 * bucket < peaks["zero2"] <= 4 * bucket + 3 * bucket
@@ -47,7 +57,7 @@ SHARPNESS = (
         optimizer.zero_grad()
 """
 )
-# between forward and backward, and behind the last backward, where it records gradients
+# evaluates between forward and backward, and after the last backward with gradients recorded
 EVALUATED = (
     SGD
     + """
@@ -105,15 +115,15 @@ COMPLETE = {
         + TRAIN,
         [("reduce_scatter", 2 * BLOCK + HEAD), ("all_gather", (2 * BLOCK + HEAD) // 4)],
     ),
-    "computes its weights": (
+    "computes its weights (spectral norm)": (
         "ddp",
         f"    nn.utils.parametrizations.spectral_norm(model.head)\n{SGD}{TRAIN}",
         [("broadcast", 2 * 16 * 4), ("all_reduce", 2 * BLOCK + HEAD)],
     ),
-    "trains what is behind its first block": (
+    "freezes its first block": (
         "fsdp",
         f"    model.blocks[0].requires_grad_(False)\n{ADAM}{TRAIN}",
-        # backward fetches the frozen block too, ahead of a backward that it has not
+        # FSDP prefetches the frozen block too, which has no backward
         [("all_gather", size // 4) for size in (HEAD, BLOCK, BLOCK, BLOCK, BLOCK)]
         + [("reduce_scatter", HEAD), ("reduce_scatter", BLOCK)],
     ),
@@ -135,7 +145,7 @@ COMPLETE = {
 """,
         [
             ("reduce_scatter", 2 * BLOCK + HEAD),
-            ("all_reduce", 4),  # was any rank's gradient infinite?
+            ("all_reduce", 4),  # the GradScaler's flag
             ("all_reduce", 4),  # the norm
             ("all_gather", (2 * BLOCK + HEAD) // 4),
         ],
@@ -175,13 +185,13 @@ COMPLETE = {
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's and the skipped step's
 @pytest.mark.parametrize("style", COMPLETE)
-def test_a_script_that(style, tmp_path):
+def test_collectives_of_scripts(style, tmp_path):
     form, text, expected = COMPLETE[style]
     graph = run_text(tmp_path, MODEL + text, form)
     assert [(kind, size) for kind, size, _ in calls(graph)] == expected
 
 
-# a frozen model like the trained one, of other numbers (the reference of DPO)
+# a frozen copy of the trained model with other weights (the reference of DPO)
 REFERENCE = """
     reference = Model().requires_grad_(False)
     SHARDS
@@ -205,19 +215,19 @@ BOTH = """
 """
 
 
-def test_a_reference_made_behind_the_first_forward_is_sharded(tmp_path):
+def test_a_reference_built_after_the_first_forward_is_sharded(tmp_path):
     begins = "    model(data()).sum().backward()\n    model.zero_grad()"
     graph = run_text(tmp_path, MODEL + begins + REFERENCE.replace("SHARDS", ""), "fsdp")
     assert [kind for kind, _, _ in calls(graph)] == ["all_gather"] * 7 + ["reduce_scatter"] * 3
 
 
-def test_a_reference_is_sharded_as_by_a_script_that_shards_both(tmp_path):
+def test_a_reference_matches_a_script_that_shards_both_models(tmp_path):
     asked = run_text(tmp_path, MODEL + REFERENCE.replace("SHARDS", ""), "fsdp")
     itself = run_text(tmp_path, MODEL + REFERENCE.replace("    SHARDS", BOTH), None)
-    fetched = 2 * GATHERED[1:2]  # its head stays gathered, as a root's does
+    fetched = 2 * GATHERED[1:2]  # its head stays gathered, because it belongs to the root
     assert [(kind, size) for kind, size, _ in calls(asked)] == fetched + GATHERED + REDUCED
     assert calls(asked) == calls(itself)
-    assert risen(asked) == risen(itself)
+    assert peak_above_start(asked) == peak_above_start(itself)
 
 
 MIXTRAL = """
@@ -233,7 +243,7 @@ MIXTRAL = """
 
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_experts_are_shared_among_those_that_hold_the_same(tmp_path, form):
+def test_experts_are_reduced_over_the_ranks_that_hold_them(tmp_path, form):
     text = MIXTRAL + ADAM + TRAIN.replace("(data())", "(data(), use_cache=False).logits")
     found = calls(run_text(tmp_path, text, form, World.of(dp=4, ep=2)))
     layer = 2 * 3 * 32 * 64 * 4  # two of four experts
@@ -245,7 +255,7 @@ def test_experts_are_shared_among_those_that_hold_the_same(tmp_path, form):
     assert {ranks for _, _, ranks in found} == {(0, 1), (1, 3), (0, 1, 2, 3)}
 
 
-# Scripts that distribute themselves --------------------------------------------------------------
+# Scripts with distributed code -------------------------------------------------------------------
 
 ITSELF = {
     "FSDP1": (
@@ -255,7 +265,7 @@ ITSELF = {
         {"dp": {("all_gather", Phase.FORWARD), ("reduce_scatter", Phase.BACKWARD)}},
     ),
     "HSDP": (
-        World.of(cp=2, dp=2),  # the inner axis of its mesh, and the outer
+        World.of(cp=2, dp=2),  # inner and outer axis of the mesh
         "    from torch.distributed.fsdp import fully_shard\n"
         "    mesh = dist.init_device_mesh('cpu', (2, 2), mesh_dim_names=('copies', 'shards'))\n"
         "    for part in [*model.blocks, model]: fully_shard(part, mesh=mesh)\n" + ADAM,
@@ -297,18 +307,18 @@ ITSELF = {
 
 @pytest.mark.filterwarnings("ignore")  # FSDP's, of views and of its first version
 @pytest.mark.parametrize("kind", ITSELF)
-def test_groups_of_a_script_are_placed_on_the_axes_of_the_world(kind, tmp_path):
+def test_process_groups_of_a_script_get_the_axes_of_the_world(kind, tmp_path):
     world, text, expected = ITSELF[kind]
     start = "    import torch.distributed as dist\n    dist.init_process_group('gloo')\n"
     graph = run_text(tmp_path, MODEL + start + text + TRAIN, None, world)
-    found: dict[str, set[tuple[str, Phase]]] = {}
+    uses_by_axis: dict[str, set[tuple[str, Phase]]] = {}
     for index in np.flatnonzero(graph.communication):
         node = graph.node(int(index))
         group = graph.job.group(node.text("group"))
         assert group is not None
         assert group.ranks == world.line(group.axis, 1)
-        found.setdefault(group.axis, set()).add((node.collective.name.lower(), node.phase))
-    known = {axis: {use for use in uses if use[1] in Phase} for axis, uses in found.items()}
+        uses_by_axis.setdefault(group.axis, set()).add((node.collective.name.lower(), node.phase))
+    known = {axis: {use for use in uses if use[1] in Phase} for axis, uses in uses_by_axis.items()}
     for axis, uses in expected.items():
         assert uses <= known[axis]
     assert known.keys() == expected.keys()
@@ -316,7 +326,7 @@ def test_groups_of_a_script_are_placed_on_the_axes_of_the_world(kind, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # FSDP's, of views
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_what_autograd_calls_at_its_end_is_backward(form, tmp_path):
+def test_callbacks_at_the_end_of_autograd_are_backward(form, tmp_path):
     graph = run_text(tmp_path, MODEL + ADAM + TRAIN, form)
     phases = {node.phase for node in graph if node.name == "reduce_scatter"}
     assert phases == ({Phase.BACKWARD} if form == "fsdp" else set())

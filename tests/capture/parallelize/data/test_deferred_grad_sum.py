@@ -1,4 +1,4 @@
-"""Gradients of what --sp replicates are summed in one flat call a step: real ranks, and one."""
+"""Gradients of parameters that --sp replicates are summed in one flat all-reduce per step."""
 
 import functools
 from collections.abc import Sequence
@@ -41,115 +41,128 @@ def model() -> Any:
     )
 
 
-def loss(one: Any, seed: int) -> torch.Tensor:
+def loss(model_to_train: Any, seed: int) -> torch.Tensor:
     tokens = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
-    return one(input_ids=tokens, labels=tokens).loss
+    return model_to_train(input_ids=tokens, labels=tokens).loss
 
 
-def accumulate(one: Any, step: int) -> None:
-    """A step's gradients, seen behind the last backward; the weights follow in `train`."""
+def accumulate(model_to_train: Any, step: int) -> None:
+    """Accumulate the gradients of a step."""
     for micro_batch in range(LENGTHS[step]):
-        loss(one, 10 * step + micro_batch).backward()
+        loss(model_to_train, 10 * step + micro_batch).backward()
 
 
-def asked(one: Any, step: int) -> None:
-    """A gradient that is asked for by itself, between two micro-batches."""
-    weight = one.model.norm.weight
-    loss(one, step).backward()
-    (gradient,) = torch.autograd.grad(loss(one, step + 1), weight)
-    loss(one, step + 2).backward()
+def gradient_between(model_to_train: Any, step: int) -> None:
+    """Call torch.autograd.grad between two micro-batches."""
+    weight = model_to_train.model.norm.weight
+    loss(model_to_train, step).backward()
+    (gradient,) = torch.autograd.grad(loss(model_to_train, step + 1), weight)
+    loss(model_to_train, step + 2).backward()
     weight.grad = weight.grad + gradient
 
 
-def ascend(one: Any, step: int) -> None:
-    """Sharpness-aware minimisation: up by a first gradient, which is then cleared."""
-    loss(one, step).backward()
+def ascend(model_to_train: Any, step: int) -> None:
+    """Compute gradients at perturbed weights (sharpness-aware minimisation)."""
+    loss(model_to_train, step).backward()
     with torch.no_grad():
-        before = [p.clone() for p in one.parameters()]
-        for p in one.parameters():
+        before = [p.clone() for p in model_to_train.parameters()]
+        for p in model_to_train.parameters():
             p.add_(p.grad, alpha=0.1)
             p.grad = None
-    loss(one, step).backward()
+    loss(model_to_train, step).backward()
     with torch.no_grad():
-        for p, was in zip(one.parameters(), before, strict=True):
-            p.copy_(was)
+        for p, weight in zip(model_to_train.parameters(), before, strict=True):
+            p.copy_(weight)
 
 
 def train(
-    one: Any, ways: Any, *, closure: bool = False, clears: bool = True, rate: float = 0.5
+    model_to_train: Any,
+    compute: Any,
+    *,
+    closure: bool = False,
+    clears: bool = True,
+    rate: float = 0.5,
 ) -> torch.Tensor:
-    """Return a norm's weight after steps whose gradients come so."""
-    optimizer = torch.optim.SGD(one.parameters(), lr=rate)
+    """Return the weight of a norm after steps with `compute`."""
+    optimizer = torch.optim.SGD(model_to_train.parameters(), lr=rate)
     for step in range(len(LENGTHS)):
-        compute = functools.partial(ways, one, step)
+        backward_closure = functools.partial(compute, model_to_train, step)
         if closure:
-            optimizer.step(compute)
+            optimizer.step(backward_closure)
         else:
-            compute()
+            backward_closure()
             optimizer.step()
         if clears:
             optimizer.zero_grad()
-    return one.model.layers[0].input_layernorm.weight.detach()
+    return model_to_train.model.layers[0].input_layernorm.weight.detach()
 
 
-WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulated": (accumulate, {}),
-    "asked": (asked, {}),
+    "autograd.grad between": (gradient_between, {}),
     "ascent": (ascend, {}),
     "closure": (accumulate, {"closure": True}),
     "never cleared": (accumulate, {"clears": False, "rate": 0.02}),
 }
 
 
-def one_rank(rank: int, results: Any) -> None:
+def train_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Sequence[int]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
-    for name, (ways, how) in WAYS.items():
-        one = model()
+    for name, (compute, options) in SCRIPTS.items():
+        model_to_train = model()
         world = World.of(tp=2)
         sliced = slice_to_rank(
-            one, world, rank, new_group, tp_style="megatron", sequence=True, peers_absent=False
+            model_to_train,
+            world,
+            rank,
+            new_group,
+            tp_style="megatron",
+            sequence=True,
+            peers_absent=False,
         )
-        with DeferredGradSync({one: sliced}).installed():
-            results[name, rank] = train(one, ways, **how)
+        with DeferredGradSync({model_to_train: sliced}).installed():
+            results[name, rank] = train(model_to_train, compute, **options)
 
 
-def test_the_steps_are_those_of_the_whole_model():
-    results = run_ranks(one_rank, 2)
-    for name, (ways, how) in WAYS.items():
-        expected = train(model(), ways, **how)
+def test_steps_match_the_whole_model():
+    results = run_ranks(train_rank, 2)
+    for name, (compute, options) in SCRIPTS.items():
+        expected = train(model(), compute, **options)
         for rank in range(2):
             torch.testing.assert_close(results[name, rank], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", [None, "ddp", "zero1", "fsdp"])
-def test_one_flat_call_behind_the_last_backward(form):
-    """Once two steps were alike; FSDP's ranks of --dp have half of each gradient."""
+def test_one_flat_all_reduce_after_the_last_backward(form):
+    """It starts after two equal steps; under FSDP each --dp rank has half of a gradient."""
     world = World.of(tp=2, dp=2 if form else 1)
     recorder = Recorder(0, world.size)
     recorder.start()
-    one = model()
-    sliced = slice_to_rank(one, world, 0, recorder.new_group, tp_style="megatron", sequence=True)
-    found: list[list[int]] = []
-    with DeferredGradSync({one: sliced}).installed():
+    model_to_train = model()
+    sliced = slice_to_rank(
+        model_to_train, world, 0, recorder.new_group, tp_style="megatron", sequence=True
+    )
+    calls_per_backward: list[list[int]] = []
+    with DeferredGradSync({model_to_train: sliced}).installed():
         data = DataParallelism(form, Groups(recorder.new_group, world, 0)) if form else None
         with data.installed() if data else torch.enable_grad():
-            optimizer = torch.optim.AdamW(one.parameters())
+            optimizer = torch.optim.AdamW(model_to_train.parameters())
             for _ in range(3):
                 for micro_batch in range(2):
-                    result = loss(one, micro_batch)
+                    micro_batch_loss = loss(model_to_train, micro_batch)
                     if micro_batch == 0:  # between forward and backward, as torch's tutorials
                         optimizer.zero_grad()
                     before = len(recorder.calls)
-                    result.backward()
+                    micro_batch_loss.backward()
                     calls = recorder.calls[before:]
-                    found.append(
+                    calls_per_backward.append(
                         [c.bytes for c in calls if (c.group, c.collective) == ("tp", "all_reduce")]
                     )
-                assert one.model.norm.weight.grad is not None
+                assert model_to_train.model.norm.weight.grad is not None
                 optimizer.step()
     recorder.stop()
-    each = 4 * HIDDEN
-    assert found[:4] == [[each] * NORMS] * 4  # not known yet
-    assert found[4:] == [[], [NORMS * each // (2 if form == "fsdp" else 1)]]
+    norm_bytes = 4 * HIDDEN
+    assert calls_per_backward[:4] == [[norm_bytes] * NORMS] * 4  # the rounds are not known yet
+    assert calls_per_backward[4:] == [[], [NORMS * norm_bytes // (2 if form == "fsdp" else 1)]]

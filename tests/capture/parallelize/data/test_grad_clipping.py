@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "use_cache": False,
 }
 TIED = {"tie_word_embeddings": True}
-TENSOR, SHARED = World.of(tp=2, dp=2), World.of(tp=2, dp=2, ep=2)
+TENSOR, EXPERTS = World.of(tp=2, dp=2), World.of(tp=2, dp=2, ep=2)
 JOBS: dict[str, tuple[str, World, str | None, bool, float]] = {
     "tp, pp, tied": ("llama", World.of(tp=2, pp=2), None, False, 2.0),
     "pp, dp, tied": ("llama", World.of(pp=2, dp=2), "ddp", False, 2.0),
@@ -41,14 +41,14 @@ JOBS: dict[str, tuple[str, World, str | None, bool, float]] = {
     "pp, fsdp, tied": ("llama", World.of(pp=2, dp=2), "fsdp", False, 2.0),
     "largest": ("llama", World.of(tp=2, pp=2), None, False, float("inf")),
     "sp": ("mixtral", TENSOR, "ddp", True, 2.0),
-    "tp, ep": ("mixtral", SHARED, "ddp", False, 2.0),
+    "tp, ep": ("mixtral", EXPERTS, "ddp", False, 2.0),
     "ep of two": ("mixtral", World.of(dp=4, ep=2), "ddp", False, 2.0),
-    "third order": ("mixtral", SHARED, "ddp", False, 3.0),
+    "third order": ("mixtral", EXPERTS, "ddp", False, 3.0),
     "fsdp": ("mixtral", TENSOR, "fsdp", False, 2.0),
     "fsdp, ep": ("mixtral", World.of(dp=4, ep=4), "fsdp", False, 2.0),
-    "fsdp, tp, ep": ("mixtral", SHARED, "fsdp", False, 2.0),
+    "fsdp, tp, ep": ("mixtral", EXPERTS, "fsdp", False, 2.0),
     "zero 1": ("mixtral", TENSOR, "zero1", True, 2.0),
-    "zero 2, ep": ("mixtral", SHARED, "zero2", False, 2.0),
+    "zero 2, ep": ("mixtral", EXPERTS, "zero2", False, 2.0),
 }
 
 
@@ -64,123 +64,137 @@ def tokens(data: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 8), generator=generator)
 
 
-def step(one: Any, batches: Sequence[torch.Tensor], kind: float) -> tuple[float, Any]:
-    """Return the norm that clipping tells, and what the step changes in the last norm."""
-    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+def step(candidate: Any, batches: Sequence[torch.Tensor], kind: float) -> tuple[float, Any]:
+    """Return the norm that clipping returns, and the change of the last norm in the step."""
+    optimizer = torch.optim.SGD(candidate.parameters(), lr=1.0)
     for batch in batches:
-        (one(input_ids=batch, labels=batch).loss / len(batches)).backward()
-    total = nn.utils.clip_grad_norm_(one.parameters(), LIMIT, norm_type=kind)
-    before = whole(one.model.norm)
+        (candidate(input_ids=batch, labels=batch).loss / len(batches)).backward()
+    total = nn.utils.clip_grad_norm_(candidate.parameters(), LIMIT, norm_type=kind)
+    before = whole(candidate.model.norm)
     optimizer.step()
-    return float(total), None if before is None else whole(one.model.norm) - before
+    return float(total), None if before is None else whole(candidate.model.norm) - before
 
 
 def whole(norm: Any) -> torch.Tensor | None:
-    weight = getattr(norm, "weight", None)  # a stage that is not the last has none
+    weight = getattr(norm, "weight", None)  # only the last stage has it
     if weight is None:
         return None
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
 
 
-def one_rank(rank: int, results: Any) -> None:
+def clip_on_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Sequence[int]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
     for name, (kind, world, form, sequence, order) in JOBS.items():
-        one = model(kind)
+        candidate = model(kind)
         sliced = slice_to_rank(
-            one, world, rank, new_group, tp_style="megatron", sequence=sequence, peers_absent=False
+            candidate,
+            world,
+            rank,
+            new_group,
+            tp_style="megatron",
+            sequence=sequence,
+            peers_absent=False,
         )
         data = DataParallelism(form, Groups(new_group, world, rank)) if form else None
         shards = data.shards if data else None
-        clipping = Clipping({one: sliced}, world, rank, new_group, shards)
+        clipping = Clipping({candidate: sliced}, world, rank, new_group, shards)
         batch = tokens(world.point(rank).get("dp", 0))
         if data is None:
             with clipping.installed():
-                results[name, rank] = step(one, [batch], order)
+                results[name, rank] = step(candidate, [batch], order)
         else:
             with data.installed(), clipping.installed():
-                results[name, rank] = step(one, [batch], order)
+                results[name, rank] = step(candidate, [batch], order)
     world = World.of(tp=4)
-    for where, fused in itertools.product((2, RANKS), (False, True)):  # one of the ranks, or none
-        one = model("llama")
-        sliced = slice_to_rank(one, world, rank, new_group, tp_style="megatron", peers_absent=False)
-        with Clipping({one: sliced}, world, rank, new_group, None).installed():
-            results["skips", where, fused, rank] = skip(one, where, rank, fused)
+    for infinite_rank, fused in itertools.product((2, RANKS), (False, True)):  # rank 2, or none
+        candidate = model("llama")
+        sliced = slice_to_rank(
+            candidate, world, rank, new_group, tp_style="megatron", peers_absent=False
+        )
+        with Clipping({candidate: sliced}, world, rank, new_group, None).installed():
+            results["skips", infinite_rank, fused, rank] = skip(
+                candidate, infinite_rank, rank, fused
+            )
     for fused in (False, True):
-        one = nn.Linear(8, 4)
+        candidate = nn.Linear(8, 4)
         data = DataParallelism("zero1", Groups(new_group, World.of(dp=4), rank))
         with data.installed():
-            results["skips", "zero 1", fused, rank] = skip_sharded(one, rank, fused)
+            results["skips", "zero 1", fused, rank] = skip_sharded(candidate, rank, fused)
 
 
-def skip(one: Any, where: int, rank: int, fused: bool) -> tuple[bool, float]:
-    """Return whether a GradScaler skips the step in which rank `where` found an infinity.
+def skip(candidate: Any, infinite_rank: int, rank: int, fused: bool) -> tuple[bool, float]:
+    """Return whether a GradScaler skips the step in which rank `infinite_rank` found an infinity.
 
-    And its scale after it.
+    and the scale after the step.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
-    scaler.scale(one(input_ids=tokens(0), labels=tokens(0)).loss).backward()
-    part = one.model.layers[0].self_attn.q_proj.weight
+    optimizer = torch.optim.SGD(candidate.parameters(), lr=1.0, fused=fused)
+    scaler.scale(candidate(input_ids=tokens(0), labels=tokens(0)).loss).backward()
+    part = candidate.model.layers[0].self_attn.q_proj.weight
     before = part.detach().clone()
-    if rank == where:
+    if rank == infinite_rank:
         part.grad[0, 0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     return torch.equal(before, part), scaler.get_scale()
 
 
-def skip_sharded(one: Any, rank: int, fused: bool) -> list[bool]:
-    """Return for three steps whether it was skipped; the last one's gradients are infinite.
+def skip_sharded(candidate: Any, rank: int, fused: bool) -> list[bool]:
+    """Return for three steps whether each was skipped.
 
-    Of one element, on one rank, which lies in the shard of another.
+    In the last step one rank has an infinite gradient, of an element in another rank's shard.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
+    optimizer = torch.optim.SGD(candidate.parameters(), lr=1.0, fused=fused)
     skipped: list[bool] = []
     for last in (False, False, True):
-        loss = one(torch.ones(2, 8)).sum()
+        loss = candidate(torch.ones(2, 8)).sum()
         if last and rank == 1:
-            loss = loss + (one.weight[-1, -1] - one.weight[-1, -1].detach()) * float("inf")
+            loss = loss + (candidate.weight[-1, -1] - candidate.weight[-1, -1].detach()) * float(
+                "inf"
+            )
         scaler.scale(loss).backward()
-        before = one.weight.detach().clone()
+        before = candidate.weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        skipped.append(torch.equal(before, one.weight))
+        skipped.append(torch.equal(before, candidate.weight))
     return skipped
 
 
 @pytest.fixture(scope="module")
-def stepped() -> Any:
-    return run_ranks(one_rank, RANKS)
+def rank_results() -> Any:
+    return run_ranks(clip_on_rank, RANKS)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_norm_is_that_of_the_whole_model(stepped, name):
+def test_the_norm_matches_the_whole_model(rank_results, name):
     kind, world, _, _, order = JOBS[name]
     batches = [tokens(data) for data in range(world.sizes.get("dp", 1))]
     norm, change = step(model(kind), batches, order)
     assert norm > 3 * LIMIT or order == float("inf")
     for rank in range(RANKS):
-        found, own = stepped[name, rank]
-        assert found == pytest.approx(norm, rel=1e-5)
-        if own is not None:
-            torch.testing.assert_close(own, change, atol=1e-6, rtol=1e-4)
+        rank_norm, rank_change = rank_results[name, rank]
+        assert rank_norm == pytest.approx(norm, rel=1e-5)
+        if rank_change is not None:
+            torch.testing.assert_close(rank_change, change, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped, fused):
-    """A fused optimizer that is not unscaled before checks in its step."""
-    assert [stepped["skips", 2, fused, rank] for rank in range(RANKS)] == [(True, 1.0)] * RANKS
-    assert [stepped["skips", RANKS, fused, rank] for rank in range(RANKS)] == [(False, 2.0)] * RANKS
-    sharded = [stepped["skips", "zero 1", fused, rank] for rank in range(RANKS)]
+def test_all_ranks_skip_a_step_with_an_infinity_on_one_rank(rank_results, fused):
+    """A fused optimizer checks in its step, if the script does not unscale before."""
+    assert [rank_results["skips", 2, fused, rank] for rank in range(RANKS)] == [(True, 1.0)] * RANKS
+    assert [rank_results["skips", RANKS, fused, rank] for rank in range(RANKS)] == [
+        (False, 2.0)
+    ] * RANKS
+    sharded = [rank_results["skips", "zero 1", fused, rank] for rank in range(RANKS)]
     assert sharded == [[False, False, True]] * RANKS
 
 
 @pytest.mark.parametrize(
-    ("world", "asked"),
+    ("world", "expected_calls"),
     [
         (World.of(tp=4), [("tp", 4)]),
         (World.of(tp=2, pp=2), [("tp+pp", 4)]),
@@ -188,51 +202,58 @@ def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped, fused):
         (World.of(cp=2, dp=2), []),
     ],
 )
-def test_what_clipping_asks_the_network_for(world, asked):
-    """Of 4 bytes, as Megatron-LM asks for (get_grad_norm_fp32)."""
+def test_collectives_of_clipping(world, expected_calls):
+    """Each all-reduces 4 bytes, as in Megatron-LM (get_grad_norm_fp32)."""
     recorder = Recorder(0, world.size)
     recorder.start()
     try:
-        one = model("mixtral")
-        sliced = slice_to_rank(one, world, 0, recorder.new_group, tp_style="megatron")
-        one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        candidate = model("mixtral")
+        sliced = slice_to_rank(candidate, world, 0, recorder.new_group, tp_style="megatron")
+        candidate(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         before = len(recorder.calls)
-        with Clipping({one: sliced}, world, 0, recorder.new_group, None).installed():
-            nn.utils.clip_grad_norm_(one.parameters(), LIMIT)
+        with Clipping({candidate: sliced}, world, 0, recorder.new_group, None).installed():
+            nn.utils.clip_grad_norm_(candidate.parameters(), LIMIT)
     finally:
         recorder.stop()
     calls = [(call.group, call.bytes) for call in recorder.calls[before:]]
-    assert calls == asked
+    assert calls == expected_calls
     assert all(call.collective == "all_reduce" for call in recorder.calls[before:])
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_the_script_asks():
-    one = model("llama")
-    one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
-    one.model.norm.weight.grad.fill_(float("nan"))
+def test_a_non_finite_norm_is_an_error_if_the_script_requests_it():
+    candidate = model("llama")
+    candidate(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    candidate.model.norm.weight.grad.fill_(float("nan"))
     recorder = Recorder(0, 2)
     recorder.start()
     try:
-        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, tp_style="megatron")
+        sliced = slice_to_rank(
+            candidate, World.of(tp=2), 0, recorder.new_group, tp_style="megatron"
+        )
         with (
-            Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed(),
+            Clipping({candidate: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed(),
             pytest.raises(RuntimeError, match="is non-finite"),
         ):
-            nn.utils.clip_grad_norm_(one.parameters(), LIMIT, error_if_nonfinite=True)
+            nn.utils.clip_grad_norm_(candidate.parameters(), LIMIT, error_if_nonfinite=True)
     finally:
         recorder.stop()
 
 
-def test_a_scaler_that_is_switched_off_finds_nothing():
+def test_a_disabled_scaler_communicates_nothing():
     recorder = Recorder(0, 2)
     recorder.start()
     try:
-        one = model("llama")
-        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, tp_style="megatron")
-        optimizer, scaler = torch.optim.SGD(one.parameters()), torch.amp.GradScaler(enabled=False)
-        one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        candidate = model("llama")
+        sliced = slice_to_rank(
+            candidate, World.of(tp=2), 0, recorder.new_group, tp_style="megatron"
+        )
+        optimizer, scaler = (
+            torch.optim.SGD(candidate.parameters()),
+            torch.amp.GradScaler(enabled=False),
+        )
+        candidate(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         before = len(recorder.calls)
-        with Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed():
+        with Clipping({candidate: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed():
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
         assert len(recorder.calls) == before
@@ -241,7 +262,7 @@ def test_a_scaler_that_is_switched_off_finds_nothing():
 
 
 def test_tied_gradients_are_summed_again_after_a_skipped_step(monkeypatch):
-    """A GradScaler that finds infinities clips, and does not step."""
+    """With infinities a script clips, but the GradScaler skips the step."""
     summed = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: summed.append(1))
     holder = nn.Embedding(4, 4)
@@ -249,7 +270,7 @@ def test_tied_gradients_are_summed_again_after_a_skipped_step(monkeypatch):
     optimizer = torch.optim.SGD(holder.parameters())
     for skipped in (True, False):
         holder(torch.arange(4)).sum().backward()
-        tied.sum()  # as the clip does
+        tied.sum()  # as clipping does
         tied.sum()
         if not skipped:
             optimizer.step()
