@@ -1,7 +1,10 @@
-"""The layer stacks of a model, and the shard of the sequence that each runs on.
+"""Sequence parallelism of a model's layer stacks: where a shard of the sequence begins and ends.
 
-An encoder and the decoder that attends to it (T5, BART, Whisper) are separate stacks with their own
-sequences and shards. The encoder's output stays a shard: every decoder layer gathers it for its
+The embedding's partial sums are reduce-scattered before the first layer, and the output of the last
+norm is all-gathered, as in Megatron-LM with --sequence-parallel.
+
+An encoder and the decoder that attends to it (T5, BART, Whisper) are separate stacks with separate
+sequences and shards. The encoder's output stays a shard: every decoder layer all-gathers it for its
 keys and values and reduce-scatters its gradient, as in Megatron-LM (linear_kv in
 megatron/core/transformer/attention.py). The decoder sees a placeholder of the whole length, because
 models derive masks from its shape.
@@ -68,12 +71,19 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         and any(True for _ in module.parameters(recurse=False))
         and name not in (embedding, head)
     ]
-    tables = [name for name in outside if isinstance(model.get_submodule(name), nn.Embedding)]
-    norms = [name for name in outside if name not in tables]
+    other_embeddings = [
+        name for name in outside if isinstance(model.get_submodule(name), nn.Embedding)
+    ]
+    norms = [name for name in outside if name not in other_embeddings]
     if not norms and len(names) == 1:
-        norms = _without_weights(model, next(iter(names)))
-    words = model.get_submodule(embedding) if embedding else None
-    if len(names) != 1 or len(norms) != 1 or not head or not isinstance(words, nn.Embedding):
+        norms = _norm_without_weights(model, next(iter(names)))
+    token_embedding = model.get_submodule(embedding) if embedding else None
+    if (
+        len(names) != 1
+        or len(norms) != 1
+        or not head
+        or not isinstance(token_embedding, nn.Embedding)
+    ):
         raise SliceError(
             f"--sp: {type(model).__name__} has {len(names)} stacks of layers "
             f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
@@ -86,8 +96,8 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         name=name,
         first=next(iter(model.get_submodule(name).children())),
         last_norm=model.get_submodule(norms[0]),
-        embedding=words,
-        learns_positions=bool(tables) or adds_positions(model),
+        embedding=token_embedding,
+        learns_positions=bool(other_embeddings) or adds_positions(model),
     )
 
 
@@ -96,13 +106,13 @@ def adds_positions(model: nn.Module) -> bool:
     return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
 
 
-def _without_weights(model: nn.Module, stack: str) -> list[str]:
+def _norm_without_weights(model: nn.Module, stack: str) -> list[str]:
     """Return the name of the norm without weights after a stack of layers (OLMo)."""
     trunk, _, stack_name = stack.rpartition(".")
     children = [name for name, _ in model.get_submodule(trunk).named_children()]
-    behind = children[children.index(stack_name) + 1 :]
-    named = [f"{trunk}.{name}".removeprefix(".") for name in behind]
-    return [name for name in named if takes_one(model.get_submodule(name))][:1]
+    following = children[children.index(stack_name) + 1 :]
+    qualified_names = [f"{trunk}.{name}".removeprefix(".") for name in following]
+    return [name for name in qualified_names if takes_one(model.get_submodule(name))][:1]
 
 
 def shard_sequence(
@@ -115,11 +125,11 @@ def shard_sequence(
 ) -> BlockBoundary:
     """Make the stack run on a shard of the sequence; return the boundary before the head.
 
-    Up to the first layer hidden states keep the whole sequence, since models take positions and
-    masks from their shape: the embedding's sum is reduced and scattered there. Where learned
-    positions are added before, the sum is whole already and split, as in Megatron-LM
-    (megatron/core/models/common/embeddings/language_model_embedding.py). The last norm runs on
-    the shard; its output is gathered.
+    Before the first layer hidden states have the length of the whole sequence, because models
+    derive positions and masks from their shape; the embedding's partial sums are reduce-scattered
+    there. If learned positions are added to the embedding, its sum is all-reduced first and then
+    split, as in Megatron-LM (megatron/core/models/common/embeddings/language_model_embedding.py).
+    The last norm runs on the shard; its output is all-gathered.
 
     Args:
         model: the model; its layers are sliced already.
@@ -133,11 +143,11 @@ def shard_sequence(
         stack.first,
         stack.embedding,
         group,
-        summed=stack.learns_positions,
+        reduced=stack.learns_positions,
         peers_absent=peers_absent,
     )
     layers = model.get_submodule(stack.name)
-    sum_on_shards(model, stack.name, [stack.last_norm], group, blocks)
+    sum_sharded_gradients(model, stack.name, [stack.last_norm], group, blocks)
     balance_over_sequence(model, group, peers_absent=peers_absent)
     boundary = BlockBoundary(group, sequence=True)
 
@@ -156,7 +166,7 @@ def begin_sequence(
     embedding: nn.Embedding | None,
     group: dist.ProcessGroup,
     *,
-    summed: bool,
+    reduced: bool,
     peers_absent: bool,
 ) -> None:
     """Make a stack of layers start with a shard of the sequence.
@@ -166,7 +176,7 @@ def begin_sequence(
         first: the first layer.
         embedding: the vocabulary's embedding; None without one.
         group: the tensor-parallel group.
-        summed: whether the first layer gets the whole sum, else this rank's part of it.
+        reduced: whether the first layer gets the embedding's whole sum, else this rank's part.
         peers_absent: whether the group's other ranks do not run.
     """
     substitute = (
@@ -179,40 +189,45 @@ def begin_sequence(
     def split(x: Tensor) -> Tensor:
         return split_to_sequence(x, group)
 
-    if not summed:
-        first.register_forward_pre_hook(_check_linear, with_kwargs=True)
-        called.register_forward_pre_hook(_refuse_embedded, with_kwargs=True)
-    first.register_forward_pre_hook(_changing(split if summed else scatter), with_kwargs=True)
+    if not reduced:
+        first.register_forward_pre_hook(_refuse_nonlinear_nodes, with_kwargs=True)
+        called.register_forward_pre_hook(_refuse_inputs_embeds, with_kwargs=True)
+    first.register_forward_pre_hook(
+        _change_hidden_states_hook(split if reduced else scatter), with_kwargs=True
+    )
 
 
-def sum_on_shards(
+def sum_sharded_gradients(
     model: nn.Module,
     name: str,
-    behind: Collection[nn.Module],
+    final_norms: Collection[nn.Module],
     group: dist.ProcessGroup,
     blocks: Collection[str],
 ) -> None:
     """Sum the gradients of the layers `name` and of the norms after them that run on a shard."""
-    sharded = dict.fromkeys(behind)
+    sharded = dict.fromkeys(final_norms)
     for inner, module in model.get_submodule(name).named_modules():
         qualified = f"{name}.{inner}"
         if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
-            above = qualified.rpartition(".")[0]
-            routes = above.rpartition(".")[2] in ROUTERS  # reads only the weight (LongCat-Flash)
-            sharded[module] = model.get_submodule(above) if routes else None
+            parent = qualified.rpartition(".")[0]
+            # LongCat-Flash reads only the weight of this submodule: its parent's forward uses it.
+            is_router_weight = parent.rpartition(".")[2] in ROUTERS
+            sharded[module] = model.get_submodule(parent) if is_router_weight else None
     for module, reader in sharded.items():
         if any(True for _ in module.parameters(recurse=False)):
             sum_gradients(module, group, reader=reader)
 
 
-def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _change_hidden_states_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_hidden_states(module, args, kwargs, change)
 
     return hook
 
 
-def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_nonlinear_nodes(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse partial sums of the embedding that went through a non-linear operation.
 
     The check reads the autograd graph, so it sees nothing in compiled models or without gradients.
@@ -226,26 +241,26 @@ def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             if node in seen:
                 continue
             seen.add(node)
-            if node.name() in _NOT_LINEAR:
+            if node.name() in _NONLINEAR_NODES:
                 raise SliceError(
                     f"--sp: {node.name()} changes the embedding before the first layer, "
                     f"{type(layer).__name__}, which sums the ranks' partial embeddings\n"
                     "  leave --sp out",
                     code="sp-work-before-layer",
                 )
-            nodes += [following for following, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
         return hidden
 
     with_hidden_states(layer, args, kwargs, check)
 
 
-_NOT_LINEAR = (
+_NONLINEAR_NODES = (
     *("AddBackward0", "SubBackward0", "PowBackward0", "TanhBackward0"),
     *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0"),
 )
 
 
-def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_inputs_embeds(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("inputs_embeds") is not None:
         raise SliceError(
             f"--sp: {type(module).__name__} was given inputs_embeds; under sequence parallelism "
@@ -255,7 +270,7 @@ def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-_ENCODED = "encoder_last_hidden_state"
+_ENCODER_OUTPUT = "encoder_last_hidden_state"
 
 
 @dataclass(frozen=True)
@@ -265,16 +280,16 @@ class StackRole:
     Attributes:
         module: the encoder or decoder module.
         layers: qualified name of its list of layers.
-        behind: its final norm; () if each layer ends with a norm (BART).
+        final_norms: its final norm; () if each layer ends with a norm (BART).
         embedding: the vocabulary's embedding; None without one (Whisper's encoder).
-        summed: whether something is added to the embedding before the first layer.
+        adds_to_embedding: whether something is added to the embedding before the first layer.
     """
 
     module: nn.Module
     layers: str
-    behind: tuple[nn.Module, ...]
+    final_norms: tuple[nn.Module, ...]
     embedding: nn.Embedding | None
-    summed: bool
+    adds_to_embedding: bool
 
 
 @dataclass(frozen=True)
@@ -287,7 +302,7 @@ class TwoStacks:
     @property
     def learns_positions(self) -> bool:
         """Whether position embeddings are added before the first layers."""
-        return self.encoder.summed or self.decoder.summed
+        return self.encoder.adds_to_embedding or self.decoder.adds_to_embedding
 
 
 def two_stacks_of(
@@ -298,30 +313,31 @@ def two_stacks_of(
     Raises:
         SliceError: the model is not an encoder and a decoder with embeddings and a head.
     """
-    named = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     modules: list[Any] = [model.get_encoder(), model.get_decoder()]
-    lists = {re.split(r"\.\d+\.", name)[0] for name in rows}
+    list_names = {re.split(r"\.\d+\.", name)[0] for name in rows}
     stacks = [
         _stack_role(model, module, name)
         for module in modules
-        for name in lists
-        if name.rpartition(".")[0] == named.get(module)
+        for name in list_names
+        if name.rpartition(".")[0] == names.get(module)
     ]
-    of_parts = tuple(f"{named.get(module)}." for module in modules)
+    stack_prefixes = tuple(f"{names.get(module)}." for module in modules)
     outside = [
         name
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
-        and not name.startswith(of_parts)
+        and not name.startswith(stack_prefixes)
         and name not in (*embeddings, head)
     ]
-    same = (
-        len(stacks) == len(lists) == len(modules) and len({stack.summed for stack in stacks}) == 1
+    supported = (
+        len(stacks) == len(list_names) == len(modules)
+        and len({stack.adds_to_embedding for stack in stacks}) == 1
     )
-    if not same or outside or not head:
+    if not supported or outside or not head:
         raise SliceError(
-            f"--sp: {type(model).__name__} has stacks of layers {', '.join(sorted(lists))}, head "
-            f"{head or 'none'}, other modules: {', '.join(outside) or 'none'}\n  --sp supports "
+            f"--sp: {type(model).__name__} has stacks of layers {', '.join(sorted(list_names))}, "
+            f"head {head or 'none'}, other modules: {', '.join(outside) or 'none'}\n  --sp needs "
             "an encoder and a decoder that begin in the same way, with embeddings and a head that "
             "are all sliced or planned: leave --sp out",
             code="sp-model-structure",
@@ -331,16 +347,18 @@ def two_stacks_of(
 
 def _stack_role(model: PreTrainedModel, module: Any, layers: str) -> StackRole:
     before: list[nn.Module] = []
-    behind: list[nn.Module] = []
+    final_norms: list[nn.Module] = []
     for name, child in module.named_children():
         if child is model.get_submodule(layers) or not any(True for _ in child.parameters()):
             continue
         norm = "norm" in name and "embedding" not in name  # BART has an embedding norm too
-        (behind if norm else before).append(child)
-    words = getattr(module, "embed_tokens", None)
-    summed = any(child is not words for child in before) or adds_positions(module)
-    embedding = words if isinstance(words, nn.Embedding) else None
-    return StackRole(module, layers, tuple(behind), embedding, summed)
+        (final_norms if norm else before).append(child)
+    token_embedding = getattr(module, "embed_tokens", None)
+    adds_to_embedding = any(child is not token_embedding for child in before) or adds_positions(
+        module
+    )
+    embedding = token_embedding if isinstance(token_embedding, nn.Embedding) else None
+    return StackRole(module, layers, tuple(final_norms), embedding, adds_to_embedding)
 
 
 def shard_sequences(
@@ -368,11 +386,11 @@ def shard_sequences(
             first,
             stack.embedding,
             group,
-            summed=stack.summed,
+            reduced=stack.adds_to_embedding,
             peers_absent=peers_absent,
         )
-        sum_on_shards(model, stack.layers, stack.behind, group, blocks)
-        refuse_early_norm(model, layers.children(), stack.behind, "--sp")
+        sum_sharded_gradients(model, stack.layers, stack.final_norms, group, blocks)
+        refuse_early_norm(model, layers.children(), stack.final_norms, "--sp")
     boundary = BlockBoundary(group, sequence=True)
 
     def placeholder(shard: Tensor) -> Tensor:
@@ -380,16 +398,16 @@ def shard_sequences(
 
     change_hidden_states(stacks.encoder.module, placeholder)
     change_hidden_states(stacks.decoder.module, boundary.enter)
-    model.register_forward_hook(_hide)
+    model.register_forward_hook(_hide_encoder_output)
     return boundary
 
 
-def _hide(_: nn.Module, __: Any, output: Any) -> None:
-    if isinstance(getattr(output, _ENCODED, None), SequencePlaceholder):
-        setattr(output, _ENCODED, _NO_OUTPUT)
+def _hide_encoder_output(_: nn.Module, __: Any, output: Any) -> None:
+    if isinstance(getattr(output, _ENCODER_OUTPUT, None), SequencePlaceholder):
+        setattr(output, _ENCODER_OUTPUT, _REFUSED_OUTPUT)
 
 
-_NO_OUTPUT = unusable(
-    f"--sp: the script reads {_ENCODED}, of which a rank has a shard of the sequence\n"
+_REFUSED_OUTPUT = unusable(
+    f"--sp: the script reads {_ENCODER_OUTPUT}, of which a rank has a shard of the sequence\n"
     "  let the model compute its loss (pass labels) and use output.loss, or leave --sp out"
 )

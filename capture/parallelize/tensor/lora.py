@@ -1,9 +1,9 @@
 """Low-rank adapters of linear layers under tensor parallelism (LoRA, arXiv:2106.09685).
 
-A layer computes W x + B(A(x)) in its own forward, which is kept. In a column-parallel layer A is
-whole and B is sliced by output features, like W. In a row-parallel layer A is sliced by input
-features, like W, and B is whole; its partial result is summed with W's. Each rank computes a part
-of the whole matrix's gradient, and the parts are all-reduced.
+A layer computes W x + B(A(x)) in its own forward, which stays. In a column-parallel layer A is
+replicated and B is sliced by output features, like W. In a row-parallel layer A is sliced by input
+features, like W, and B is replicated; its partial result is added to W's before the all-reduce.
+Each rank computes a part of the replicated matrix's gradient, and the parts are all-reduced.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,9 +101,9 @@ class LoraLinear:
         for down in self.downs:
             sum_gradients(down.owner, group, [down.key])
         if copy:
-            self.module.register_forward_pre_hook(_copying(group))
+            self.module.register_forward_pre_hook(_copy_hook(group))
         if finish is not None:
-            self.module.register_forward_hook(_finishing(finish))
+            self.module.register_forward_hook(_map_output_hook(finish))
 
     def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
         """Keep this rank's input features; sum the layer's output over the group."""
@@ -124,25 +124,27 @@ class LoraLinear:
         if self.base is not self.module:
             replace_forward(self.base, _without_bias)
         inner = next(key for key, part in self.module.named_modules() if part is self.base)
-        self.module.register_forward_hook(_summing(group, inner))
+        self.module.register_forward_hook(_reduce_hook(group, inner))
 
 
-def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLinear | None:
-    """Return a layer with its adapters, PEFT's or those a plan names; None without adapters.
+def lora_linear_of(
+    module: nn.Module, name: str, adapter_names: Sequence[str] = ()
+) -> LoraLinear | None:
+    """Return a layer with its adapters, PEFT's or those that a plan names; None without adapters.
 
     Args:
         module: the layer.
         name: its qualified name.
-        named: attribute names of A and B in it; () for PEFT's.
+        adapter_names: attribute names of A and B in it; () for PEFT's.
 
     Raises:
         SliceError: the layer is not exactly W, its bias, A and B.
     """
-    if not named and not all(
+    if not adapter_names and not all(
         isinstance(getattr(module, key, None), nn.ModuleDict) for key in _PEFT
     ):
         return None
-    matrices = [_matrices(module, key) for key in named or _PEFT]
+    matrices = [_matrices(module, key) for key in adapter_names or _PEFT]
     owners = {id(owner) for parameters in matrices for owner, _ in parameters}
     children = [
         child for child in module.children() if _is_linear(child) and id(child) not in owners
@@ -151,7 +153,7 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLine
     if len(bases) != 1 or not all(matrices):
         raise SliceError(
             f"{name} ({type(module).__name__}) has {len(bases)} linear layers and "
-            f"{len(matrices[0])} times {' and '.join(named or _PEFT)}; expected one "
+            f"{len(matrices[0])} times {' and '.join(adapter_names or _PEFT)}; expected one "
             "layer, itself or a part of it, and A and B that are parameters, "
             "linear layers or lists of these",
             code="lora-ambiguous",
@@ -160,15 +162,13 @@ def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> LoraLine
     rows, columns = matrix_of(base).shape
     downs = [_with_dimension(*matrix, columns, f"{name}'s A") for matrix in matrices[0]]
     ups = [_with_dimension(*matrix, rows, f"{name}'s B") for matrix in matrices[1]]
-    supported = [matrix.owner.get_parameter(matrix.key) for matrix in (*downs, *ups)]
-    supported += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
-    supported_ids = {id(parameter) for parameter in supported}
-    others = [
-        key for key, parameter in module.named_parameters() if id(parameter) not in supported_ids
-    ]
-    if others or getattr(module, "lora_variant", None):
+    known = [matrix.owner.get_parameter(matrix.key) for matrix in (*downs, *ups)]
+    known += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
+    known_ids = {id(parameter) for parameter in known}
+    extra = [key for key, parameter in module.named_parameters() if id(parameter) not in known_ids]
+    if extra or getattr(module, "lora_variant", None):
         raise SliceError(
-            f"{name} ({type(module).__name__}) has {', '.join(others) or 'a variant of LoRA'} "
+            f"{name} ({type(module).__name__}) has {', '.join(extra) or 'a variant of LoRA'} "
             "in addition to W, its bias, A and B\n  use LoRA without biases and variants, or "
             "leave --tp out",
             code="lora-extra-parameters",
@@ -181,8 +181,8 @@ def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
     value = getattr(module, key, None)
     if isinstance(value, nn.Parameter):
         return [(module, key)]
-    several = isinstance(value, nn.ModuleDict | nn.ModuleList)
-    parts: list[Any] = list(value.children()) if several else [value]
+    is_container = isinstance(value, nn.ModuleDict | nn.ModuleList)
+    parts: list[Any] = list(value.children()) if is_container else [value]
     return [(part, "weight") for part in parts if isinstance(part, nn.Linear)]
 
 
@@ -208,24 +208,25 @@ def _without_bias(base: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, matrix_of(base))
 
 
-def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _copy_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: Any) -> Any:
         return (copy_to_group(args[0], group), *args[1:])
 
     return hook
 
 
-def _finishing(finish: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def _map_output_hook(finish: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return finish(output)
 
     return hook
 
 
-def _summing(group: dist.ProcessGroup, inner: str) -> Callable[..., Tensor]:
+def _reduce_hook(group: dist.ProcessGroup, inner: str) -> Callable[..., Tensor]:
     def hook(module: nn.Module, _: Any, output: Tensor) -> Tensor:
         total = reduce_from_group(output, group)
-        bias: Tensor | None = getattr(module.get_submodule(inner), "bias", None)  # added once
+        # `_without_bias` left the bias out of the partial results, so it is added once here.
+        bias: Tensor | None = getattr(module.get_submodule(inner), "bias", None)
         return total if bias is None else total + bias
 
     return hook

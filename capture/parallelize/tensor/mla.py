@@ -1,13 +1,13 @@
 """Tensor parallelism of multi-head latent attention.
 
-Projections down to the latents are replicated; projections up from them are sliced, each with its
-own boundary, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). The rotary
-part of the keys bypasses the up projections, so its gradient is summed separately.
+Projections down to the latents are replicated; projections up from them are sliced, each with a
+separate collective, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). The
+rotary part of the keys bypasses the up projections, so its gradient has another all-reduce.
 
 With sequence parallelism the down projections and latent norms run on a shard of the sequence. Each
-up projection gathers its latents and the rotary part is gathered separately: 3 all-gathers into a
-block where other attention has one. Attention reads the sequence length from its input, so it gets
-a placeholder of the whole length.
+up projection gathers its latents and the rotary part is gathered separately: 3 all-gathers per
+block, where other attention has 1. Attention reads the sequence length from its input, so it gets a
+placeholder of the whole length.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def rotary_width(model: nn.Module, name: str) -> int:
     return width
 
 
-def sum_rotary(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
+def sum_rotary_gradient(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
     """Sum the gradient of the last `width` features of a module's output over the group."""
 
     def split(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -108,7 +108,9 @@ class LatentSequence:
         attention.register_forward_hook(self._leave, always_call=True)
         for key in (_QUERY_DOWN, _QUERY_NORM, _DOWN, _NORM):
             if isinstance(child := children.get(key), nn.Module):
-                child.register_forward_pre_hook(_on_shard)
+                child.register_forward_pre_hook(_unwrap_shard)
+                # Keys and values share the gather after their latent norm; queries are gathered by
+                # their up projection, from the placeholder.
                 child.register_forward_hook(self._gather if key == _NORM else self._replace_output)
 
     def __deepcopy__(self, _: Any) -> "LatentSequence":
@@ -189,7 +191,7 @@ def _without_rotary(
     )
 
 
-def _on_shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _unwrap_shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.shard if isinstance(value, LatentPlaceholder) else value for value in args)
 
 

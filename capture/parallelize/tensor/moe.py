@@ -1,17 +1,20 @@
 """Tensor parallelism of mixture-of-experts layers.
 
 Each expert is sliced like a dense MLP: the first projection by output features, the second by input
-features (Megatron-LM's expert tensor parallelism with the size of --tp, its default). Routers are
-replicated. With sequence parallelism, which Megatron-LM requires for mixtures of experts under
-tensor parallelism, each rank routes its own shard of the sequence; tokens, indices and weights are
-all-gathered before the experts and the sums reduce-scattered after them, as in its allgather
-dispatcher (megatron/core/transformer/moe/token_dispatcher.py). Without it, tokens are replicated
-and the collectives stand around the experts module, as in transformers (`moe_tp_experts`).
+features. This is Megatron-LM's expert tensor parallelism with its default size, that of --tp.
+Routers are replicated.
 
-Biases of the second projection are whole on every rank, and each rank adds its share of them to the
-partial sums, as in torchtitan (torchtitan/models/gpt_oss/moe.py); Megatron-LM's experts have no
-bias under expert tensor parallelism. Experts that return their input (LongCat-Flash) return this
-rank's share of it. Llama-4's experts, which compute every token, are sliced in the same way.
+With sequence parallelism, which Megatron-LM requires for mixtures of experts under tensor
+parallelism, each rank routes its shard of the sequence. Tokens, indices and weights are
+all-gathered before the experts and the partial sums reduce-scattered after them, as in its
+allgather dispatcher (megatron/core/transformer/moe/token_dispatcher.py). Without sequence
+parallelism, tokens are replicated: the copy precedes the experts module and an all-reduce follows
+it, as in transformers (`moe_tp_experts`).
+
+Biases of the second projection are replicated. Each rank adds bias / size to its partial sums, as
+in torchtitan (torchtitan/models/gpt_oss/moe.py); Megatron-LM's experts have no bias under expert
+tensor parallelism. Experts that return their input (LongCat-Flash) return 1 / size of it.
+Llama-4's experts, which compute every token, are sliced in the same way.
 """
 
 from collections.abc import Callable
@@ -37,7 +40,7 @@ from onerank.capture.parallelize.tensor.shard_parameters import cut_parameter
 from onerank.ir.errors import SliceError
 
 _DOWN_BIAS = "down_proj_bias"
-_OWN_FORWARD = ("LongcatFlashExperts",)
+_OUTSIDE_INTERFACE = ("LongcatFlashExperts",)
 """Experts in the memory layout of transformers' interface that do not go through it."""
 
 
@@ -57,7 +60,7 @@ class _WeightLayout:
 def cut_experts(
     module: Any, name: str, group: dist.ProcessGroup, *, sequence: bool = False
 ) -> None:
-    """Keep this rank's features of every expert, and place the boundaries around the module.
+    """Keep this rank's features of every expert, and place the collectives around the module.
 
     Args:
         module: the fused experts of a layer.
@@ -79,7 +82,7 @@ def cut_experts(
                 "of the sequence is not supported\n  leave --sp out",
                 code="sp-dense-experts",
             )
-    elif type(module).__name__ in _OWN_FORWARD:
+    elif type(module).__name__ in _OUTSIDE_INTERFACE:
         layout = _WeightLayout(transposed=False, fused=2)
     elif is_fused(module):
         layout = _WeightLayout(
@@ -111,19 +114,19 @@ def cut_experts(
             fused=layout.fused if output else 1,
         )
     if hasattr(module, _DOWN_BIAS):
-        module.register_forward_pre_hook(_sharing_bias(group))
-        module.register_forward_hook(_whole_bias, always_call=True)
+        module.register_forward_pre_hook(_divide_bias_hook(group))
+        module.register_forward_hook(_restore_bias, always_call=True)
     if hasattr(module, "intermediate_dim"):
         module.intermediate_dim //= group.size()
     if not sequence:
-        module.register_forward_pre_hook(_entering(group))
-        module.register_forward_hook(_leaving(group))
+        module.register_forward_pre_hook(_copy_hook(group))
+        module.register_forward_hook(_reduce_hook(group))
     elif not are_sharded(module):
-        module.register_forward_pre_hook(_gathering(group))
-        module.register_forward_hook(_scattering(group))
+        module.register_forward_pre_hook(_gather_hook(group))
+        module.register_forward_hook(_scatter_hook(group))
 
 
-class _ShareOfBias(torch.autograd.Function):
+class _DividedBias(torch.autograd.Function):
     """A bias divided by the group's size, so that the sum over the ranks adds it once.
 
     The backward does not divide: each rank receives the gradient of the sum, which is the whole
@@ -139,27 +142,27 @@ class _ShareOfBias(torch.autograd.Function):
         return grads[0], None
 
 
-def _sharing_bias(group: dist.ProcessGroup) -> Callable[..., None]:
+def _divide_bias_hook(group: dist.ProcessGroup) -> Callable[..., None]:
     def hook(module: nn.Module, _: Any) -> None:
         bias = module.get_parameter(_DOWN_BIAS)
         # An instance attribute shadows the registered parameter of the same name, which stays.
-        module.__dict__[_DOWN_BIAS] = _ShareOfBias.apply(bias, group.size())
+        module.__dict__[_DOWN_BIAS] = _DividedBias.apply(bias, group.size())
 
     return hook
 
 
-def _whole_bias(module: nn.Module, *_: Any) -> None:
+def _restore_bias(module: nn.Module, *_: Any) -> None:
     module.__dict__.pop(_DOWN_BIAS, None)
 
 
-def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _copy_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(copy_to_group(x, group) if x.is_floating_point() else x for x in args)
 
     return hook
 
 
-def _gathering(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _gather_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
         all_indices = index.new_empty((group.size() * index.shape[0], index.shape[1]))
@@ -169,14 +172,14 @@ def _gathering(group: dist.ProcessGroup) -> Callable[..., Any]:
     return hook
 
 
-def _scattering(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _scatter_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return scatter_sum_to_sequence(output, group)
 
     return hook
 
 
-def _leaving(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _reduce_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return reduce_from_group(output, group)
 

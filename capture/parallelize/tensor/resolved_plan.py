@@ -24,7 +24,7 @@ from onerank.capture.parallelize.tensor.layer_stack import (
     two_stacks_of,
 )
 from onerank.capture.parallelize.tensor.linear import BlockBoundary
-from onerank.capture.parallelize.tensor.lora import LoraLinear, adapted
+from onerank.capture.parallelize.tensor.lora import LoraLinear, lora_linear_of
 from onerank.capture.parallelize.tensor.mla import LatentSequence, latent_styles, rotary_width
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -281,7 +281,7 @@ def _adapted(
     layers: dict[str, LoraLinear] = {}
     for name in styles.keys() | {name for name, rule in rules.items() if rule.adapter}:
         rule = rules.get(name, ModuleRule())
-        lora = adapted(model.get_submodule(name), name, rule.adapter or ())
+        lora = lora_linear_of(model.get_submodule(name), name, rule.adapter or ())
         if lora is None:
             continue
         if name not in styles:

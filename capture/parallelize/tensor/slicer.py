@@ -1,15 +1,18 @@
 """Slice a model to one tensor-parallel rank, in place and with plain tensors.
 
-A plan says what is sliced: the Hugging Face model's own tensor-parallel plan, a plan that ships
-with onerank, or the user's plan file. The style says where collectives stand:
+A plan lists the modules to slice: the Hugging Face model's tensor-parallel plan, a plan that ships
+with onerank, or the user's plan file. The style determines where the collectives are placed:
 
 - `megatron`: one all-reduce per block and direction (4 per layer and step); embedding, head and
   loss parallel over the vocabulary; fused projections sliced part by part. With sequence
   parallelism, all-gathers and reduce-scatters replace the all-reduces (see `sequence_parallel`).
-- `hf`: as transformers distributes the model itself. Every column-parallel layer has its own
+- `hf`: as in transformers' tensor parallelism. Every column-parallel layer has a separate
   collective (7 per layer and step); fused projections and the head's logits are gathered.
 
-Both styles gather where a plan requires it (OLMo2 normalises queries over all heads).
+Both styles gather outputs if a plan requires it (OLMo2 normalises queries over all heads).
+
+Parameters are plain tensors, not DTensors, because scripts written for one GPU fail on DTensors:
+`clip_grad_norm_` and foreach optimizers refuse a mixture of both.
 """
 
 import functools
@@ -39,7 +42,7 @@ from onerank.capture.parallelize.tensor.linear import (
     matrix_of,
     row_linear,
 )
-from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary
+from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary_gradient
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
     EMBEDDING,
@@ -120,7 +123,7 @@ def slice_model(
     Args:
         model: a model whose parameters are whole, on any device.
         group: the tensor-parallel group.
-        tp_style: where the collectives stand.
+        tp_style: where the collectives are placed.
         peers_absent: whether the group's other ranks do not exist to add partial sums.
         plan: what to slice; None selects transformers' plan, or a plan that ships with onerank.
         sequence: whether norms and residuals are sharded along the sequence.
@@ -131,7 +134,7 @@ def slice_model(
     """
     rules = rules_for(model, plan)
     resolved = resolve_plan(model, rules, group, tp_style, sequence=sequence)
-    whole = {name: p.numel() for name, p in model.named_parameters()}
+    whole_sizes = {name: p.numel() for name, p in model.named_parameters()}
     slicer = _Slicer(
         model,
         group,
@@ -152,12 +155,12 @@ def slice_model(
         count_one_head(model.get_submodule(name), ranks)
     return Sliced(
         dict(Counter(s for s in resolved.styles.values() if s not in WHOLE)),
-        sum(whole.values()),
+        sum(whole_sizes.values()),
         sum(p.numel() for p in model.parameters()),
         duplicates=frozenset(
             name
             for name, p in model.named_parameters()
-            if group.rank() > 0 and p.numel() == whole[name]
+            if group.rank() > 0 and p.numel() == whole_sizes[name]
         ),
     )
 
@@ -196,7 +199,8 @@ class _Slicer:
             self._head_boundary = shard_sequence(
                 model, stack, group, resolved.cuts, peers_absent=peers_absent
             )
-        self._cut: set[int] = set()  # ids of cut parameters: tied ones occur in two modules
+        # ids of parameters that are cut already: a tied parameter occurs in two modules
+        self._cut: set[int] = set()
 
     def cut(self, name: str, style: str) -> None:
         """Keep this rank's share of a module and insert the collectives of its style."""
@@ -204,7 +208,7 @@ class _Slicer:
         if name == self._resolved.head:
             refuse_unused_head(self._model, module, name)
         if name == self._resolved.head and self._parallel_loss:
-            cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
+            cut_module(_checked_linear(module, name), name, self._group, output=True, cut=self._cut)
             _place_head(
                 self._model,
                 module,
@@ -223,13 +227,13 @@ class _Slicer:
         elif style in EXPERTS:
             cut_experts(module, name, self._group, sequence=self._stack is not None)
         elif style in IDENTITY:
-            module.register_forward_hook(_dividing(self._group))
+            module.register_forward_hook(_divide_hook(self._group))
         elif style in HEADS:
             self._cut_heads(module, name)
         elif style in SPLIT_OUTPUT:
-            module.register_forward_hook(_splitting(self._group))
+            module.register_forward_hook(_split_hook(self._group))
         elif style in LATENT and self._stack is None:
-            sum_rotary(module, rotary_width(self._model, parent_of(name)), self._group)
+            sum_rotary_gradient(module, rotary_width(self._model, parent_of(name)), self._group)
 
     def _cut_heads(self, module: nn.Module, name: str) -> None:
         ranks = self._resolved.ranks_per_head.get(parent_of(name))
@@ -267,7 +271,9 @@ class _Slicer:
             return
         if shared is not None:
             reorder_rows(module.parameters(recurse=False), shared.row_order)
-        cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
+        cut_module(
+            _checked_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut
+        )
         finish = None if shared is None else shared.select
         if style in (*GATHERED, HEAD):
             finish = functools.partial(gather_from_group, group=group)
@@ -283,7 +289,7 @@ class _Slicer:
         if (adapted := self._resolved.adapted.get(name)) is not None:
             adapted.cut_row(self._group, self._cut)
             return
-        columns = matrix_of(_linear(module, name)).shape[1]
+        columns = matrix_of(_checked_linear(module, name)).shape[1]
         proportions = self._rules.get(name, ModuleRule()).proportions
         blocks = parts_of(name, columns, proportions, "input")
         cut_module(module, name, self._group, output=False, blocks=blocks, cut=self._cut)
@@ -295,7 +301,8 @@ class _Slicer:
     def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
         if not isinstance(module, nn.Embedding):
             raise SliceError(
-                f"{name} is planned as {style} but is a {_kind(module)}", code="tp-module-type"
+                f"{name} is planned as {style} but is a {_qualified_class(module)}",
+                code="tp-module-type",
             )
         cut_module(module, name, self._group, output=True, cut=self._cut)
         reduces = self._stack is None or self._stack.learns_positions
@@ -321,14 +328,14 @@ def _divide_heads(
         slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
 
 
-def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _split_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return split_to_group(output, group)
 
     return hook
 
 
-def _dividing(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _divide_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     """Return a hook that divides an output by the group size.
 
     Every rank computes the whole output, and a later sum over the ranks would multiply it.
@@ -356,22 +363,23 @@ def _place_head(
         boundary.leave_after(head)
 
 
-def _kind(module: nn.Module) -> str:
+def _qualified_class(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _linear(module: nn.Module, name: str) -> nn.Module:
+def _checked_linear(module: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, nn.Linear | Conv1D):
         raise SliceError(
-            f"{name} is planned as a sliced linear layer but is a {_kind(module)}",
+            f"{name} is planned as a sliced linear layer but is a {_qualified_class(module)}",
             code="tp-not-linear",
         )
-    # transformers' subclasses compute the same product in their own forward (Falcon)
-    known = type(module).__module__.startswith("transformers.")
-    if not known and type(module).forward is not nn.Linear.forward:  # adapters, quantised weights
+    # Subclasses in transformers compute the same product in their own forward (Falcon). Other
+    # forwards (adapters, quantised weights) would be lost in the slice.
+    from_transformers = type(module).__module__.startswith("transformers.")
+    if not from_transformers and type(module).forward is not nn.Linear.forward:
         extra = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
         raise SliceError(
-            f"{name} is a {_kind(module)} with its own forward"
+            f"{name} is a {_qualified_class(module)} with its own forward"
             + (f" (it has {', '.join(extra)} besides weight and bias)" if extra else "")
             + ", which a slice would replace by a plain linear layer\n  use nn.Linear, name its "
             'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out',

@@ -1,9 +1,9 @@
 """Vocabulary-parallel embedding, language-model head and cross-entropy, as in Megatron-LM.
 
-Follows megatron/core/tensor_parallel (layers.py, cross_entropy.py) and launches the same kernels. A
-rank without peers receives no partial sums, and the speed of a GEMM depends on its data: on an
-H200, hidden states with three quarters of their rows equal made the GEMMs 2.4% faster. So the
-missing rows are filled without launching a kernel.
+The collectives and kernels are those of megatron/core/tensor_parallel (layers.py,
+cross_entropy.py). A rank without peers receives no partial sums for the rows of other shards, and
+the speed of a GEMM depends on its data: on an H200, hidden states with three quarters of their rows
+equal made the GEMMs 2.4% faster. So these rows get substitute values, without a kernel launch.
 """
 
 import inspect
@@ -27,11 +27,14 @@ IGNORED_LABEL = -100
 
 # Whether the running backward retains its graph, so that a second one may follow. torch offers no
 # public name for it.
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
 
 
 class _ReduceWithAbsentPeers(torch.autograd.Function):
-    """All-reduce that returns substitute values; identity backward, like `ReduceFromGroup`."""
+    """All-reduce that returns substitute values instead of the sum.
+
+    The backward is the identity, like that of `ReduceFromGroup`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, substitute: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,7 +59,7 @@ class RandomFill:
     def __init__(self, embedding: nn.Embedding, seed: int) -> None:
         self._embedding = embedding
         self._seed = seed
-        self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._random_values: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, like: Tensor) -> Tensor:
         """Return values with the shape and dtype of `like`, which stays unchanged."""
@@ -65,13 +68,13 @@ class RandomFill:
         if weights.numel() >= size and weights.dtype == like.dtype and weights.is_contiguous():
             return weights.view(-1)[:size].view(like.shape)
         key = (like.dtype, like.device)
-        if key not in self._drawn or self._drawn[key].numel() < size:
+        if key not in self._random_values or self._random_values[key].numel() < size:
             # Only the first call and a batch larger than all before launch kernels, so measured
             # steps after the warm-up have none.
             generator = torch.Generator(like.device).manual_seed(self._seed)
             values = torch.empty(size, dtype=like.dtype, device=like.device)
-            self._drawn[key] = values.normal_(generator=generator).mul_(like.std())
-        return self._drawn[key][:size].view(like.shape)
+            self._random_values[key] = values.normal_(generator=generator).mul_(like.std())
+        return self._random_values[key][:size].view(like.shape)
 
 
 def parallel_embedding(
@@ -97,14 +100,14 @@ def parallel_embedding(
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002
         ids = input
-        outside = (ids < start) | (ids >= start + rows)
+        outside_shard = (ids < start) | (ids >= start + rows)
         local = ids - start
-        local[outside] = 0
+        local[outside_shard] = 0
         embedded = look_up(self, local)
         substitute = (
             fill(embedded.detach()) if peers_absent and reduce and not embedded.is_meta else None
         )
-        embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
+        embedded = embedded.masked_fill(outside_shard.unsqueeze(-1), 0.0)
         if not reduce:
             return embedded
         if substitute is None:
@@ -122,7 +125,8 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy per token from logits sharded over the vocabulary.
 
     Takes logits [tokens, vocabulary / size] in fp32, which it overwrites, and labels [tokens].
-    Returns losses [tokens].
+    Returns losses [tokens]. As in Megatron-LM, three all-reduces of [tokens]: the maxima, the
+    labels' logits and the sums of exponentials. The backward needs no collective.
     """
 
     @staticmethod
@@ -131,21 +135,22 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[-1]
         start = group.rank() * width
-        highest = logits.max(dim=-1)[0]
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        logits = logits.sub_(highest.unsqueeze(-1))
-        outside = (labels < start) | (labels >= start + width)
+        max_logits = logits.max(dim=-1)[0]
+        dist.all_reduce(max_logits, op=dist.ReduceOp.MAX, group=group)
+        logits = logits.sub_(max_logits.unsqueeze(-1))
+        outside_shard = (labels < start) | (labels >= start + width)
         local = labels - start
-        local[outside] = 0
+        local[outside_shard] = 0
         rows = torch.arange(logits.shape[0], device=logits.device)
-        predicted = logits[rows, local].masked_fill_(outside, 0.0)
-        dist.all_reduce(predicted, group=group)
+        label_logits = logits[rows, local].masked_fill_(outside_shard, 0.0)
+        dist.all_reduce(label_logits, group=group)
+        # In place, as in Megatron-LM: no second tensor [tokens, vocabulary / size] is allocated.
         exponentials = torch.exp(logits, out=logits)
         total = exponentials.sum(dim=-1)
         dist.all_reduce(total, group=group)
-        losses = torch.log(total) - predicted
+        losses = torch.log(total) - label_logits
         softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, outside, local)
+        ctx.save_for_backward(softmax, outside_shard, local)
         # Without peers the sum of exponentials lacks their parts, so the softmax is about `size`
         # times too large. Scaling the one-hot part by `size` too makes the gradient `size` times
         # the true one; unscaled, the logits would drift until the softmax is all zeros.
@@ -154,12 +159,12 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, outside, local = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and _keeps_graph():
+        softmax, outside_shard, local = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and _retains_graph():
             softmax = softmax.clone()  # another backward of the same forward reads it
         rows = torch.arange(softmax.shape[0], device=softmax.device)
-        inside = torch.rsub(outside.float(), ctx.scale, alpha=ctx.scale)
-        softmax[rows, local] -= inside
+        scaled_one_hot = torch.rsub(outside_shard.float(), ctx.scale, alpha=ctx.scale)
+        softmax[rows, local] -= scaled_one_hot
         return softmax.mul_(grads[0].unsqueeze(-1)), None, None, None
 
 
@@ -275,14 +280,14 @@ def causal_loss(
         labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
         shift_labels = labels[..., 1:].contiguous()
     flat = shift_labels.reshape(-1).to(logits.device)
-    # a copy: the function overwrites its logits
+    # A copy also of logits that are in fp32 already, because the function overwrites its input.
     scores = logits.reshape(flat.shape[0], -1).to(torch.float32, copy=True)
     losses: Tensor = VocabularyParallelCrossEntropy.apply(scores, flat, group, peers_absent)  # pyright: ignore[reportAssignmentType]
-    counted = flat != ignore_index
-    total = (losses * counted).sum()
+    has_label = flat != ignore_index
+    total = (losses * has_label).sum()
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / (has_label.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
@@ -293,7 +298,7 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
     """
     called = False
     weight = head.get_parameter("weight")
-    tied = [
+    tied_names = [
         tied_name
         for tied_name, module in model.named_modules()
         if any(parameter is weight for parameter in module.parameters(recurse=False))
@@ -303,7 +308,7 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
         nonlocal called
         called = False
 
-    def note(*_: Any) -> None:
+    def record_call(*_: Any) -> None:
         nonlocal called
         called = True
 
@@ -316,12 +321,12 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
                 "multiplies by its weight (fused loss of TRL or Liger), which is a shard\n"
                 "  call the head, or keep it whole with --sharding-plan FILE, which adds to the "
                 "model's plan:\n\n"
-                f"{whole_plan(model, tied)}",
+                f"{whole_plan(model, tied_names)}",
                 code="head-weight-read",
             )
 
     model.register_forward_pre_hook(before)
-    head.register_forward_pre_hook(note)
+    head.register_forward_pre_hook(record_call)
     model.register_forward_hook(after)
 
 
@@ -335,7 +340,7 @@ def computes_loss_in_forward(model: PreTrainedModel) -> bool:
 # Dynamo of torch 2.11 traces no exception with keyword arguments, so this runs outside its graphs.
 @untraced
 def _refuse_cross_entropy(
-    model: str, changed: list[str], logits: Tensor, target: Tensor
+    model: str, unsupported: list[str], logits: Tensor, target: Tensor
 ) -> NoReturn:
     """Refuse a loss over sharded logits that is not a mean over tokens.
 
@@ -343,7 +348,7 @@ def _refuse_cross_entropy(
         SliceError: always.
     """
     raise SliceError(
-        f"{model} calls cross_entropy with {', '.join(changed) or 'classes'} on input "
+        f"{model} calls cross_entropy with {', '.join(unsupported) or 'classes'} on input "
         f"{tuple(logits.shape)} and target {tuple(target.shape)}; sharded logits support only the "
         "mean loss of input [tokens, vocabulary] and target [tokens]\n"
         '  give the head style = "colwise_gather_output" in a plan file (--sharding-plan)',
@@ -387,11 +392,13 @@ def cross_entropy_head(
         if not sharded or input.shape[-1] != width:
             return _TORCH_CROSS_ENTROPY(input, target, *args, **kwargs)
         has_loss = True
-        options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        options = dict(zip(_CROSS_ENTROPY_ARGUMENTS, args, strict=False)) | kwargs
         ignored = options.pop("ignore_index", IGNORED_LABEL)
-        changed = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
-        if changed or input.dim() != 2 or target.dim() != 1:
-            _refuse_cross_entropy(type(model).__name__, list(changed), input, target)
+        unsupported = {
+            key: value for key, value in options.items() if value != _CROSS_ENTROPY_DEFAULTS[key]
+        }
+        if unsupported or input.dim() != 2 or target.dim() != 1:
+            _refuse_cross_entropy(type(model).__name__, list(unsupported), input, target)
         return causal_loss(
             group, peers_absent, input, target, width, ignore_index=ignored, shift_labels=target
         )
@@ -423,6 +430,7 @@ def cross_entropy_head(
 
     def record_logits(_: nn.Module, __: Any, output: Tensor) -> None:
         if running is not None:
+            # once per forward: a model may call its head several times
             if not sharded:
                 _set_shard_vocabulary(running, group, width, patches)
             sharded.append(output)
@@ -493,11 +501,11 @@ _TORCH_CROSS_ENTROPY = nn.functional.cross_entropy
 
 _VOCABULARY_KEYS = ("vocab_size", "decoder_vocab_size")
 
-_ARGUMENTS = (
+_CROSS_ENTROPY_ARGUMENTS = (
     *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
 )
 
-_DEFAULTS: dict[str, object] = {
+_CROSS_ENTROPY_DEFAULTS: dict[str, object] = {
     "weight": None,
     "size_average": None,
     "reduce": None,
@@ -512,8 +520,8 @@ def _gather_logits(output: Any, logits: list[Tensor], group: dist.ProcessGroup) 
         is_shard = any(output is logit for logit in logits)
         return gather_from_group(output, group) if is_shard else output
     if isinstance(output, dict):
-        changed = {key: _gather_logits(value, logits, group) for key, value in output.items()}
-        return type(output)(**changed)
+        gathered = {key: _gather_logits(value, logits, group) for key, value in output.items()}
+        return type(output)(**gathered)
     if isinstance(output, tuple | list):
         parts = [_gather_logits(value, logits, group) for value in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
