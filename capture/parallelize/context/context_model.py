@@ -566,8 +566,8 @@ def _attention(
         keys = attention_mask.longest
     elif attention_mask is not None and attention_mask.shape[-1] != keys:
         raise SliceError(
-            f"--cp: {kind} makes its mask itself, for {attention_mask.shape[-1]} keys of the "
-            f"sequence's {keys}: leave --cp out",
+            f"--cp: {kind} builds a mask outside transformers' mask functions, for "
+            f"{attention_mask.shape[-1]} keys of the sequence's {keys}: leave --cp out",
             code="cp-own-mask",
         )
     window = options.get("sliding_window")

@@ -263,8 +263,8 @@ def _unwrap_received(
     if not any(x.data_ptr() == boundary.received_address for x in inputs):
         raise SliceError(
             f"{type(layer).__name__}, the stage's first layer, does not get the received "
-            "tensor: the model changes hidden states between embedding and layers in a way that "
-            "the first stage cannot do by itself\n  leave --pp out",
+            "tensor: the model changes hidden states between embedding and layers, and the change "
+            "cannot be left to the first stage\n  leave --pp out",
             code="pp-work-before-layer",
         )
     return args, kwargs

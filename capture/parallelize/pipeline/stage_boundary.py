@@ -204,8 +204,8 @@ class StageBoundary:
         if hidden.data_ptr() != self.output_address:
             raise SliceError(
                 f"stage {self.stage} would send a tensor that is not its last layer's output: "
-                "the model changes hidden states between layers and head in a way that the last "
-                "stage cannot do by itself\n  leave --pp out",
+                "the model changes hidden states between layers and head, and the change cannot "
+                "be left to the last stage\n  leave --pp out",
                 code="pp-work-after-layer",
             )
         if hidden.dtype != self.dtype:
