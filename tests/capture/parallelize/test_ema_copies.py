@@ -1,4 +1,4 @@
-"""Copies of a model: those that a script holds, and no other module."""
+"""Copies of a model that a script references, and no other module."""
 
 import copy
 import gc
@@ -8,12 +8,12 @@ from torch import nn
 from onerank.capture.parallelize.ema_copies import copies_of, references_of
 
 
-def test_a_copy_is_one_as_long_as_somebody_holds_it():
+def test_a_copy_counts_while_it_is_referenced():
     model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
     average = copy.deepcopy(model)
-    other = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))  # random numbers of its own
+    other = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))  # other random numbers
     assert copies_of(model) == [average]
-    average.itself = [average]  # only the collector of cycles finds out that nobody holds it
+    average.itself = [average]  # a cycle, which only the garbage collector frees
     gc.disable()
     try:
         del average
@@ -23,15 +23,17 @@ def test_a_copy_is_one_as_long_as_somebody_holds_it():
     assert copies_of(other) == []
 
 
-def test_a_reference_is_alike_and_trains_nothing():
-    def made() -> nn.Module:
+def test_a_reference_has_equal_shapes_and_no_trained_parameters():
+    def build() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
 
-    model, reference, trained = made(), made().requires_grad_(False), made()
+    model, reference, trained = build(), build().requires_grad_(False), build()
     other = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)).requires_grad_(False)
-    larger = nn.ModuleList([made(), nn.Linear(5, 3)]).requires_grad_(False)
-    outer = nn.ModuleList([made()]).requires_grad_(False)  # adds nothing, as torch.compile's
-    held = [trained, other, larger, outer]
+    larger = nn.ModuleList([build(), nn.Linear(5, 3)]).requires_grad_(False)
+    outer = nn.ModuleList([build()]).requires_grad_(
+        False
+    )  # adds no parameters, like the wrapper of torch.compile
+    referenced = [trained, other, larger, outer]
     assert references_of(model) == [reference, outer[0]]
     assert references_of(trained) == [reference, outer[0]]
-    assert len(held) == 4
+    assert len(referenced) == 4

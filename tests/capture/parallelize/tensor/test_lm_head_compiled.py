@@ -1,4 +1,4 @@
-"""Models that call cross_entropy by themselves, compiled: the loss stays parallel."""
+"""Compiled models that call cross_entropy in their forward: the loss stays parallel."""
 
 from collections import Counter
 from typing import Any
@@ -47,7 +47,7 @@ STYLES = {"words": "embedding_rowwise", "block.0": "colwise", "block.2": "rowwis
 PLAN = ShardingPlan("Model", {name: ModuleRule(style) for name, style in STYLES.items()})
 
 
-def made(kind: str) -> tuple[Any, dict[str, Any], ShardingPlan | None]:
+def build_case(kind: str) -> tuple[Any, dict[str, Any], ShardingPlan | None]:
     if kind not in LOSSES:
         return (*encoder_decoder(kind), None)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def loss_of(output: Any) -> torch.Tensor:
 def recorded(
     kind: str, *, compiled: bool, normed: bool = True
 ) -> tuple[float, Counter[tuple[str, int]]]:
-    model, batch, plan = made(kind)
+    model, batch, plan = build_case(kind)
     if not normed:
         model.norm = nn.Identity()
     recorder = Recorder(1, SIZE)
@@ -80,7 +80,7 @@ def recorded(
 
 
 @pytest.mark.parametrize("kind", [*LOSSES, "T5", "Bart", "Whisper"])
-def test_what_is_communicated_is_what_it_is_uncompiled(kind):
+def test_compiled_collectives_match_uncompiled_ones(kind):
     torch.compiler.reset()
     plain, whole = nn.functional.cross_entropy, nn.CrossEntropyLoss
     loss, calls = recorded(kind, compiled=True)
@@ -93,8 +93,8 @@ def test_what_is_communicated_is_what_it_is_uncompiled(kind):
     assert nn.CrossEntropyLoss is whole
 
 
-def test_an_embedding_may_lead_right_into_a_block():
-    """As OLMo-2's does, whose norms stand behind the blocks."""
+def test_an_embedding_directly_before_a_block():
+    """As in OLMo-2, whose norms follow the blocks."""
     torch.compiler.reset()
     loss, calls = recorded("function", compiled=True, normed=False)
     assert (loss, calls) == recorded("function", compiled=False, normed=False)
@@ -103,9 +103,9 @@ def test_an_embedding_may_lead_right_into_a_block():
 CASES = ("T5", "class", "function")
 
 
-def one_rank(rank: int, results: Any) -> None:
+def run_rank(rank: int, results: Any) -> None:
     for kind in CASES:
-        model, batch, plan = made(kind)
+        model, batch, plan = build_case(kind)
         slice_model(model, dist.group.WORLD, "megatron", peers_absent=False, plan=plan)
         model.compile(backend="aot_eager", fullgraph=kind in LOSSES)
         loss = loss_of(model(**batch))
@@ -116,27 +116,27 @@ def one_rank(rank: int, results: Any) -> None:
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
-    return run_ranks(one_rank, SIZE)
+    return run_ranks(run_rank, SIZE)
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_compiled_slices_compute_what_the_whole_model_does(slices, kind):
-    whole, batch, _ = made(kind)
+def test_compiled_slices_match_the_whole_model(slices, kind):
+    whole, batch, _ = build_case(kind)
     expected = loss_of(whole(**batch))
     expected.backward()
     for rank in range(SIZE):
         loss, gradients = slices[kind, rank]
         assert loss == pytest.approx(expected.item(), abs=1e-5)
         for name, parameter in whole.named_parameters():
-            wanted, found = parameter.grad, gradients[name]
-            for dim in range(wanted.dim()):
-                if wanted.shape[dim] != found.shape[dim]:
-                    wanted = wanted.chunk(SIZE, dim)[rank]
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4, msg=name)
+            expected, gradient = parameter.grad, gradients[name]
+            for dim in range(expected.dim()):
+                if expected.shape[dim] != gradient.shape[dim]:
+                    expected = expected.chunk(SIZE, dim)[rank]
+            torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["T5", "Llama"])
-def test_logits_beside_the_loss_are_gathered_as_they_are_used(kind):
+def test_logits_read_in_addition_to_the_loss_are_gathered_on_use(kind):
     torch.compiler.reset()
     torch.manual_seed(0)
     if kind == "T5":
@@ -166,9 +166,9 @@ def test_logits_beside_the_loss_are_gathered_as_they_are_used(kind):
         recorder.stop()
 
 
-def test_a_compiled_loss_that_is_not_known_sharded_is_refused():
+def test_a_compiled_loss_unsupported_on_sharded_logits_is_refused():
     torch.compiler.reset()
-    model, batch, plan = made("class")
+    model, batch, plan = build_case("class")
     model.how = lambda self, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(x, y)
     recorder = Recorder(1, SIZE)
     recorder.start()

@@ -1,4 +1,4 @@
-"""Slices of recent families of transformers' models, held against the whole model."""
+"""Slices of recent families of transformers' models, compared with the whole model."""
 
 from collections import Counter
 from typing import Any
@@ -198,14 +198,14 @@ def compared(
 
 
 @pytest.mark.parametrize(("kind", "sizes"), AGREE)
-def test_slices_agree_with_the_whole(kind, sizes):
+def test_slices_match_the_whole_model(kind, sizes):
     rows = compared(kind, sizes)
     assert not [row for row in rows if row.breaches]
     assert {row.what for row in rows} >= {"loss", "gradients", "weights"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "why"),
+    ("kind", "sizes", "message"),
     [
         ("Bloom", SEQUENCE, r"other modules: transformer\.word_embeddings_layernorm"),
         ("CodeGen", {"tp": 4}, r"--tp 4 times 4 must divide .*heads = 8 \(8 = 16 x 0 \+ 8\)"),
@@ -213,7 +213,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
         ("Dots3NoteText", {"tp": 4}, r"must divide the model's 2 attention heads \(2 = 4 x 0"),
         ("Dots3NoteText", {"cp": 2}, r"has layers of indexed_attention"),
         ("LongcatFlash", SHARED, r"has 4 experts, but not in the fused form"),
-        ("Doge", {"cp": 2}, r"makes its mask itself, for 8 keys of the sequence's 16"),
+        ("Doge", {"cp": 2}, r"for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes layer_types in a property"),
         ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
         (
@@ -230,33 +230,33 @@ def test_slices_agree_with_the_whole(kind, sizes):
         ("Qwen3Next", {"cp": 2}, r"has layers of linear_attention"),
     ],
 )
-def test_what_is_not_known_is_refused(kind, sizes, why):
-    with pytest.raises(SliceError, match=why):
+def test_unsupported_models_are_refused(kind, sizes, message):
+    with pytest.raises(SliceError, match=message):
         compared(kind, sizes)
 
 
 @pytest.mark.parametrize(
-    ("kind", "left_out"),
+    ("kind", "missing"),
     [("GraniteMoeHybrid", r"mamba\.in_proj"), ("Dots3NoteText", r"self_attn\.indexer\.wq_b")],
 )
-def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(kind, left_out, tmp_path):
+def test_a_refusal_shows_a_plan_that_completes_the_models_plan(kind, missing, tmp_path):
     with pytest.raises(
-        SliceError, match=rf"{left_out} is in no .* give --sharding-plan FILE"
-    ) as told:
+        SliceError, match=rf"{missing} is in no .* give --sharding-plan FILE"
+    ) as refused:
         compared(kind, TENSOR)
     plan = tmp_path / "plan.toml"
-    plan.write_text(str(told.value).partition("\n\n")[2])
+    plan.write_text(str(refused.value).partition("\n\n")[2])
     assert not [row for row in compared(kind, TENSOR, read_plan(plan)) if row.breaches]
 
 
-def test_a_gate_of_heads_beside_a_latent_attention_as_transformers_slices_it():
-    """Its heads differ by layer, and so does the rotary part of its keys."""
+def test_head_gates_of_latent_attention_in_the_hf_style():
+    """The number of heads and the rotary width differ by layer."""
     rows = compared("Dots3NoteText", TENSOR, tp_style="hf")
     assert not [row for row in rows if row.breaches]
 
 
-def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
-    """Under --sp they are partial sums until the first layer."""
+def test_nonlinear_operations_on_embeddings_are_refused():
+    """Under --sp embeddings are partial sums before the first layer."""
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     embedding = llama.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, output: output + 1)
@@ -298,7 +298,7 @@ def test_an_encoder_and_its_decoder(kind, tp_style, labelled):
 
 
 @pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "Whisper", "Bart", "Marian"])
-def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
+def test_an_encoder_and_its_decoder_under_sequence_parallelism(kind):
     one, batch = encoder_decoder(kind)
     options = Options(tp=2, sp=True)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
@@ -308,7 +308,7 @@ def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
 
 
 @pytest.mark.parametrize("kind", ["T5", "Bart", "Whisper"])
-def test_an_encoder_and_its_decoder_are_refused_as_such(kind):
+def test_unsupported_encoder_decoders_are_refused(kind):
     one, batch = encoder_decoder(kind)
     options = Options(cp=2)
     with raises_code("encoder-decoder-unsupported"):
@@ -334,7 +334,7 @@ def communicated(**options: Any) -> Counter[tuple[str, int]]:
 ENCODED, DECODED, BIAS = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4, 2 * 4  # heads of a rank x 4 bytes
 
 
-def test_what_an_encoder_and_its_decoder_communicate():
+def test_collectives_of_an_encoder_decoder():
     assert communicated() == {
         # its embedding and two layers of two sums, there and back; a gradient from each layer that
         # attends to it
@@ -346,8 +346,8 @@ def test_what_an_encoder_and_its_decoder_communicate():
     }
 
 
-def test_what_an_encoder_and_its_decoder_communicate_on_shards_of_their_sequences():
-    """Each layer that attends to the encoder gathers its output, there and back."""
+def test_collectives_of_an_encoder_decoder_under_sequence_parallelism():
+    """Each decoder layer gathers the encoder's output, forward and backward."""
     assert communicated(sequence=True) == {
         ("reduce_scatter", ENCODED): 1 + 4 + 4 + 2,
         # a third for the weights' gradients; the gradient of the encoder's biases is as large
@@ -360,7 +360,7 @@ def test_what_an_encoder_and_its_decoder_communicate_on_shards_of_their_sequence
     }
 
 
-def test_logits_that_are_read_beside_a_loss_of_the_model_itself_are_whole():
+def test_logits_read_in_addition_to_the_loss_are_whole():
     one, batch = encoder_decoder("Whisper")
     recorder = Recorder(0, 2)
     recorder.start()
@@ -375,7 +375,7 @@ def test_logits_that_are_read_beside_a_loss_of_the_model_itself_are_whole():
         recorder.stop()
 
 
-def test_what_experts_that_compute_every_token_communicate():
+def test_collectives_of_experts_that_compute_every_token():
     one = model("Llama4Text")
     recorder = Recorder(0, 2)
     recorder.start()
@@ -395,7 +395,7 @@ def test_what_experts_that_compute_every_token_communicate():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_biases_that_come_as_a_mask(attention):
+def test_biases_passed_as_a_mask(attention):
     torch.manual_seed(0)
     config = transformers.FalconConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
@@ -411,7 +411,7 @@ def test_biases_that_come_as_a_mask(attention):
     assert not [row for row in rows if row.breaches]
 
 
-def test_a_model_that_multiplies_past_its_layers_is_refused():
+def test_a_model_that_bypasses_its_linear_layers_is_refused():
     shape = {**SHAPE, "pretraining_tp": 2, "slow_but_exact": True}
     one = transformers.BloomForCausalLM(transformers.BloomConfig(**shape))
     ids = torch.randint(3, 64, (2, 16))

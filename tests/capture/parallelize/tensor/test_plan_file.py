@@ -1,4 +1,4 @@
-"""Plan files, on a GPT of its own modules: two gloo ranks against the whole model, and refusals."""
+"""Plan files for a GPT of plain modules: two Gloo ranks against the whole model, and refusals."""
 
 import subprocess
 import textwrap
@@ -45,7 +45,7 @@ FORMS: Any = {
 
 
 class CausalSelfAttention(nn.Module):
-    """One projection for q, k and v, split by the width; head width read off the input."""
+    """One projection for q, k and v, split by the width; head width taken from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Adapted(nn.Linear):
 
 
 class Wrapped(nn.Module):
-    """LoRA around a linear layer, its parts named as PEFT's."""
+    """LoRA around a linear layer, with PEFT's names."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randint(-1, VOCABULARY, (3, CONTEXT), generator=generator)
 
 
-def one_rank(rank: int, results: Any) -> None:
+def run_rank(rank: int, results: Any) -> None:
     for form, (tp_style, sequence) in FORMS.items():
         model, plan = gpt(form), read_plan(NANOGPT)
         if "adapters" in form:
@@ -172,11 +172,11 @@ def one_rank(rank: int, results: Any) -> None:
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
-    return run_ranks(one_rank, SIZE)
+    return run_ranks(run_rank, SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_slices_compute_what_the_whole_model_does(slices, form):
+def test_two_slices_match_the_whole_model(slices, form):
     whole = gpt(form)
     tokens, targets = batch()
     expected_loss = whole(tokens, targets)[1]
@@ -186,13 +186,13 @@ def test_two_slices_compute_what_the_whole_model_does(slices, form):
         assert loss == pytest.approx(expected_loss.item(), abs=1e-6)
         torch.testing.assert_close(logits, whole(tokens)[0].detach(), atol=1e-5, rtol=1e-4)
         for name, parameter in whole.named_parameters():
-            expected, found = parameter.grad, gradients[name]
+            expected, gradient = parameter.grad, gradients[name]
             if "c_attn" in name:
                 expected = torch.cat([part.chunk(SIZE)[rank] for part in expected.split(WIDTH)])
             for dim in range(expected.dim()):
-                if expected.shape[dim] != found.shape[dim]:
+                if expected.shape[dim] != gradient.shape[dim]:
                     expected = expected.chunk(SIZE, dim)[rank]
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4, msg=name)
+            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def recorder():
     recorder.stop()
 
 
-def test_the_collectives_are_those_of_any_sliced_model(recorder):
+def test_collectives_match_those_of_transformers_models(recorder):
     model = gpt()
     slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=read_plan(NANOGPT))
     tokens, targets = batch()
@@ -227,7 +227,7 @@ def test_a_compiled_model_keeps_its_logits_sharded(recorder):
     }
 
 
-def test_a_plan_may_be_for_several_classes(tmp_path):
+def test_a_plan_for_several_classes(tmp_path):
     path = tmp_path / "plan.toml"
     text = NANOGPT.read_text()
     path.write_text(text.replace('model = "GPT"', 'model = ["MinGPT", "GPT"]'))
@@ -246,7 +246,7 @@ def test_a_plan_may_be_for_several_classes(tmp_path):
         (("Bart", "MBart", "M2M100", "Pegasus"), "model.encoder.embed_tokens"),
     ],
 )
-def test_families_laid_out_alike_have_one_plan(kinds, embedding):
+def test_families_of_equal_structure_share_a_plan(kinds, embedding):
     plans: list[Any] = []
     for kind in kinds:
         with torch.device("meta"):
@@ -257,8 +257,8 @@ def test_families_laid_out_alike_have_one_plan(kinds, embedding):
     assert all(plan is plans[0] for plan in plans)
 
 
-class OneOf:
-    """As much of a process group as slicing itself needs."""
+class FirstOfGroup:
+    """Rank 0 of a process group, with the methods that slicing calls."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -297,7 +297,7 @@ BAD = {
         'model = "GPT"\n[modules]\n"transformer.h.*.attn" = { divide = ["heads"] }',
         r"divides transformer\.h\.0\.attn\.heads, .* it has n_head = 4, n_embd = 32",
     ),
-    "a bias of nobody's heads": (
+    "a bias without heads": (
         'model = "GPT"\n[modules]\n"transformer.h.*.attn" = { head_bias = ["alibi"] }',
         r"slices alibi of transformer\.h\.0\.attn by heads, and divides no number of its heads",
     ),
@@ -340,15 +340,15 @@ ADAPTERS: Any = {
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_adapters_that_are_not_known_are_refused(case):
-    kind, rule, complaint = ADAPTERS[case]
+def test_unsupported_adapters_are_refused(case):
+    kind, rule, message = ADAPTERS[case]
     model, plan = gpt(), read_plan(NANOGPT)
     for block in model.transformer.h:
         block.mlp.c_fc = kind(block.mlp.c_fc, 3)
     rules = {"transformer.h.*.mlp.c_fc": ModuleRule(**{"style": "colwise", **rule})}
-    with pytest.raises(SliceError, match=complaint):
+    with pytest.raises(SliceError, match=message):
         slice_model(
-            model, OneOf(2), "megatron", plan=ShardingPlan(plan.model, plan.modules | rules)
+            model, FirstOfGroup(2), "megatron", plan=ShardingPlan(plan.model, plan.modules | rules)
         )
 
 
@@ -367,26 +367,26 @@ def test_adapters_that_come_after_the_slicing_are_refused(recorder):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_plan_is_told(tmp_path, case):
-    text, complaint = BAD[case]
+def test_malformed_plans_are_refused(tmp_path, case):
+    text, message = BAD[case]
     path = tmp_path / "plan.toml"
     path.write_text(text)
-    with pytest.raises(SliceError, match=complaint):
-        slice_model(gpt(), OneOf(2), "megatron", plan=read_plan(path))
+    with pytest.raises(SliceError, match=message):
+        slice_model(gpt(), FirstOfGroup(2), "megatron", plan=read_plan(path))
 
 
 @pytest.mark.parametrize(
-    ("size", "complaint"),
+    ("size", "message"),
     [
         (3, r"c_attn\.weight's 32 rows \(32 = 3 x 10 \+ 2\), a fused part of 96"),
         (8, r"--tp 8 must divide transformer\.h\.0\.attn\.n_head = 4 \(4 = 8 x 0 \+ 4\)"),
     ],
 )
-def test_sizes_that_do_not_divide_show_the_arithmetic(size, complaint):
+def test_sizes_that_do_not_divide_show_the_arithmetic(size, message):
     model = gpt()
     model.transformer.wte = nn.Embedding(VOCABULARY, WIDTH)
-    with pytest.raises(SliceError, match=complaint):
-        slice_model(model, OneOf(size), "megatron", plan=read_plan(NANOGPT))
+    with pytest.raises(SliceError, match=message):
+        slice_model(model, FirstOfGroup(size), "megatron", plan=read_plan(NANOGPT))
 
 
 def test_a_bias_of_other_heads_is_refused():
@@ -395,17 +395,17 @@ def test_a_bias_of_other_heads_is_refused():
             return alibi
 
     attention = Attention()
-    slice_head_bias(attention, "attn", ["alibi"], 3, OneOf(2))
+    slice_head_bias(attention, "attn", ["alibi"], 3, FirstOfGroup(2))
     whole = torch.arange(12).view(12, 1)  # two sequences of six heads
     assert attention(alibi=whole).flatten().tolist() == [0, 1, 2, 6, 7, 8]
-    alike = torch.zeros(2, 1, 4, 4)
-    assert attention(alibi=alike) is alike
+    unsplit = torch.zeros(2, 1, 4, 4)
+    assert attention(alibi=unsplit) is unsplit
     for shape in ((8, 1), (2, 12, 4, 4)):
         with pytest.raises(SliceError, match=r"given alibi of shape .* not those of 2 x 3 heads"):
             attention(alibi=torch.zeros(shape))
 
 
-def test_a_loss_that_is_not_known_sharded_is_refused(recorder):
+def test_a_loss_unsupported_on_sharded_logits_is_refused(recorder):
     model = gpt()
     slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=read_plan(NANOGPT))
     smoothing, kept = 0.1, functional.cross_entropy
@@ -422,7 +422,7 @@ def test_a_loss_that_is_not_known_sharded_is_refused(recorder):
     assert functional.cross_entropy is kept
 
 
-def test_a_skeleton_is_a_plan_once_it_is_filled_in(tmp_path):
+def test_a_skeleton_becomes_a_plan_when_filled_in(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(skeleton(gpt()))
     plan = read_plan(path)

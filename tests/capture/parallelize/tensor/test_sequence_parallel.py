@@ -85,8 +85,8 @@ def test_the_collectives_of_a_step_and_their_bytes(recorder, checkpointed):
     }
 
 
-def test_hidden_states_differ_from_token_to_token(recorder):
-    """A GEMM runs faster on rows that are alike, and absent peers add none of theirs."""
+def test_substitute_hidden_states_differ_by_token(recorder):
+    """A GEMM runs faster on equal rows, and absent peers add no partial sums."""
     model = sliced(recorder)
     seen: list[torch.Tensor] = []
     model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -96,7 +96,7 @@ def test_hidden_states_differ_from_token_to_token(recorder):
     assert len(torch.unique(states.flatten(0, 1), dim=0)) == BATCH * SEQUENCE // TP
 
 
-def test_training_alone_stays_finite(recorder):
+def test_training_without_peers_stays_finite(recorder):
     model = sliced(recorder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(5):
@@ -110,7 +110,7 @@ def test_training_alone_stays_finite(recorder):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gathers_in_its_own_type(recorder, dtype):
+def test_autocast_gathers_in_its_dtype(recorder, dtype):
     model = sliced(recorder)
     with torch.autocast("cpu", dtype=dtype):
         loss = model(input_ids=tokens(), labels=tokens()).loss
@@ -140,7 +140,7 @@ def mixture(kind: str, **changes: Any) -> Any:
 
 
 def test_the_experts_get_the_tokens_of_all_shards(recorder):
-    """Each rank routes its own; tokens, choices and weights are gathered, the sums scattered."""
+    """Each rank routes its shard; tokens, indices and weights are gathered, sums scattered."""
     one = mixture("Mixtral", num_local_experts=EXPERTS)
     slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
     loss = one(input_ids=tokens(), labels=tokens()).loss
@@ -162,7 +162,7 @@ def test_the_experts_get_the_tokens_of_all_shards(recorder):
     assert in_backward[scatter] == 3
 
 
-def test_shared_out_experts_get_the_tokens_of_all_shards_after_their_travel():
+def test_sharded_experts_get_the_tokens_of_all_shards_after_the_all_to_all():
     recorder = Recorder(0, 4)
     recorder.start()
     one = mixture("Mixtral", num_local_experts=EXPERTS)
@@ -194,7 +194,7 @@ LATENT = {"q_lora_rank": LATENTS, "kv_lora_rank": LATENTS, "qk_rope_head_dim": R
 
 
 def test_latent_attention_gathers_its_latents_and_the_rotary_part(recorder):
-    """As Megatron-LM's multi_latent_attention.py; norms and projections down run on the shard."""
+    """As in Megatron-LM's multi_latent_attention.py; down projections run on the shard."""
     one = mixture("DeepseekV3", **LATENT)
     slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
     widths: list[tuple[int, ...]] = []
@@ -222,7 +222,7 @@ def test_latent_attention_gathers_its_latents_and_the_rotary_part(recorder):
     assert backward[("all_reduce", LATENTS * 4)] == 2  # of their norms
 
 
-def test_latent_attention_that_computes_something_else_of_its_input_is_refused(recorder):
+def test_latent_attention_with_other_uses_of_its_input_is_refused(recorder):
     one = mixture("DeepseekV3", **LATENT)
     slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
     attention = one.model.layers[0].self_attn
@@ -237,7 +237,7 @@ def test_latent_attention_that_computes_something_else_of_its_input_is_refused(r
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 
-def test_shared_experts_beside_the_others_compute_the_same():
+def test_shared_experts_match_the_whole_model():
     one = mixture("Qwen2Moe", **QWEN, shared_expert_intermediate_size=32)
     batch = {"input_ids": tokens(), "labels": tokens()}
     for world in (World.of(tp=2), World.of(tp=2, dp=2, ep=2)):
@@ -257,7 +257,7 @@ def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
         sliced(recorder)(input_ids=tokens(18))
 
 
-def test_what_is_not_known_is_refused(recorder):
+def test_unsupported_models_are_refused(recorder):
     with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-style megatron"):
         sliced(recorder, "hf")
     embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)

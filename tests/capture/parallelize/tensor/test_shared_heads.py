@@ -68,7 +68,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def one_rank(rank: int, results: Any) -> None:
+def run_rank(rank: int, results: Any) -> None:
     for style, (tp_style, sequence) in STYLES.items():
         for case in MODELS:
             sliced = model(case)
@@ -82,7 +82,7 @@ def one_rank(rank: int, results: Any) -> None:
 @pytest.fixture(scope="module")
 def slices() -> Any:
     """Loss, gradients and logits of every case, style and rank."""
-    return run_ranks(one_rank, RANKS)
+    return run_ranks(run_rank, RANKS)
 
 
 def rows_of_rank(case: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def rows_of_rank(case: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("case", MODELS)
-def test_ranks_that_share_heads_compute_what_the_whole_model_does(slices, case, style):
+def test_ranks_that_share_heads_match_the_whole_model(slices, case, style):
     whole = model(case)
     output = whole(**batch())
     output.loss.backward()
@@ -120,7 +120,7 @@ def test_ranks_that_share_heads_compute_what_the_whole_model_does(slices, case, 
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_a_rank_has_a_fourth_of_each_projection_and_one_head():
+def test_a_rank_holds_a_quarter_of_each_projection_and_one_head():
     llama = model("plain")
     slice_on_recorder(llama, "megatron")
     attention = llama.model.layers[0].self_attn
@@ -130,7 +130,7 @@ def test_a_rank_has_a_fourth_of_each_projection_and_one_head():
 
 
 def slice_on_recorder(whole: Any, tp_style: Any) -> Counter[tuple[str, int]]:
-    """Slice as rank 1 of absent peers; return the collectives of a step that are not reductions."""
+    """Slice as rank 1 without peers; return the collectives of a step that are not reductions."""
     recorder = Recorder(1, RANKS)
     recorder.start()
     try:
@@ -143,23 +143,23 @@ def slice_on_recorder(whole: Any, tp_style: Any) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("case", "gathers"), [("plain", 3), ("fused", 1)])
-def test_the_bytes_that_megatron_gathers(case, gathers):
-    """Its fused projection: all query heads, and twice the key-value heads, of each token."""
-    found = slice_on_recorder(model(case), "megatron")
+def test_bytes_gathered_in_the_megatron_style(case, gathers):
+    """It gathers the fused projection of each token: queries, keys and values."""
+    collectives = slice_on_recorder(model(case), "megatron")
     layers, features = SHAPE["num_hidden_layers"], (8 + 2 * HEADS) * HEAD_DIM
     whole = 2 * TOKENS * features * 4
-    shards = {size: n for (kind, size), n in found.items() if kind == "all_gather"}
-    sums = {size: n for (kind, size), n in found.items() if kind == "reduce_scatter"}
+    shards = {size: n for (kind, size), n in collectives.items() if kind == "all_gather"}
+    sums = {size: n for (kind, size), n in collectives.items() if kind == "reduce_scatter"}
     assert sum(size * n for size, n in shards.items()) == layers * whole // RANKS  # a rank's part
     assert sum(size * n for size, n in sums.items()) == layers * whole
     assert sum(shards.values()) == sum(sums.values()) == layers * gathers
 
 
-def test_the_style_of_transformers_gathers_keys_and_values_alone():
+def test_the_hf_style_gathers_only_keys_and_values():
     whole = 2 * TOKENS * HEADS * HEAD_DIM * 4
-    found = slice_on_recorder(model("plain"), "hf")
-    sums = {call: n for call, n in found.items() if call[0] == "reduce_scatter"}
-    assert found["all_gather", whole // RANKS] == 2 * SHAPE["num_hidden_layers"]
+    collectives = slice_on_recorder(model("plain"), "hf")
+    sums = {call: n for call, n in collectives.items() if call[0] == "reduce_scatter"}
+    assert collectives["all_gather", whole // RANKS] == 2 * SHAPE["num_hidden_layers"]
     assert sums == {("reduce_scatter", whole): 2 * SHAPE["num_hidden_layers"]}
 
 
@@ -176,7 +176,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
-def agrees(whole: Any, world: World, **options: Any) -> bool:
+def matches_whole(whole: Any, world: World, **options: Any) -> bool:
     rows, why_not, _ = compare_slices(
         whole, (), batch(), Options(**axes(world), **options), lambda _: None
     )
@@ -186,7 +186,7 @@ def agrees(whole: Any, world: World, **options: Any) -> bool:
 
 @pytest.mark.parametrize("case", ["plain", "fused", "fused by head"])
 @pytest.mark.parametrize("tp_style", ["megatron", "hf"])
-def test_adapters(case, tp_style):
+def test_adapters_on_shared_heads(case, tp_style):
     if case == "fused" and tp_style == "hf":
         pytest.skip("transformers' plan gathers Phi-3's projection, so its adapters are refused")
     whole = model(case)
@@ -194,18 +194,18 @@ def test_adapters(case, tp_style):
         for key in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"):
             if isinstance(linear := getattr(module, key, None), nn.Linear):
                 setattr(module, key, Adapted(linear))
-    assert agrees(whole, World.of(tp=RANKS), tp_style=tp_style)
+    assert matches_whole(whole, World.of(tp=RANKS), tp_style=tp_style)
 
 
 @pytest.mark.parametrize("axis", ["cp", "pp", "dp"])
-def test_beside_another_axis(axis):
-    assert agrees(model("plain"), World.of(tp=RANKS, **{axis: 2}))
+def test_shared_heads_with_another_axis(axis):
+    assert matches_whole(model("plain"), World.of(tp=RANKS, **{axis: 2}))
 
 
 def test_a_norm_with_a_row_for_each_head():
     torch.manual_seed(0)
     whole = transformers.CohereForCausalLM(transformers.CohereConfig(**SHAPE, use_qk_norm=True))
-    assert agrees(whole, World.of(tp=RANKS))
+    assert matches_whole(whole, World.of(tp=RANKS))
 
 
 def test_heads_that_neither_divide_nor_are_divided_are_refused_with_sizes_that_fit():
@@ -213,7 +213,7 @@ def test_heads_that_neither_divide_nor_are_divided_are_refused_with_sizes_that_f
     heads = {"num_key_value_heads": 3, "num_attention_heads": 12}
     whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes, **heads}))
     with raises_code("tp-indivisible-heads") as caught:
-        agrees(whole, World.of(tp=RANKS))
+        matches_whole(whole, World.of(tp=RANKS))
     assert "(3 = 4 x 0 + 3)" in str(caught.value)
     assert str(caught.value).endswith("--tp 1, 3, 6, 12")
 
@@ -232,8 +232,8 @@ def changed_plan(whole: Any, module: str, **changes: Any) -> ShardingPlan:
         ("model.layers.*.self_attn.k_proj", {"parts": 2}, "plan-kv-heads-parts"),
     ],
 )
-def test_a_plan_that_does_not_say_what_heads_a_layer_has(module, changes, code):
+def test_a_plan_without_the_heads_of_a_layer_is_refused(module, changes, code):
     whole = model("a plan")
     with raises_code(code):
         plan = changed_plan(whole, module, **changes)
-        agrees(whole, World.of(tp=RANKS), sharding_plan=plan)
+        matches_whole(whole, World.of(tp=RANKS), sharding_plan=plan)

@@ -1,4 +1,4 @@
-"""The slicer against the whole model: two gloo ranks that really communicate."""
+"""The slicer against the whole model, on two Gloo ranks that communicate."""
 
 import copy
 from typing import Any
@@ -121,10 +121,10 @@ LOSSES = {
         model(input_ids=tokens(), labels=tokens(), shift_labels=tokens()).loss
     ),
     "smoothed": smoothed,
-    "last logits alone": lambda model: (
+    "last logits only": lambda model: (
         model(input_ids=tokens(), logits_to_keep=1).logits.square().sum()
     ),
-    "logits beside the loss": lambda model: (
+    "logits and loss": lambda model: (
         (out := model(input_ids=tokens(), labels=tokens())).loss + out[1].square().mean()
     ),
     "tuple": lambda model: model(input_ids=tokens(), labels=tokens(), return_dict=False)[0],
@@ -134,7 +134,7 @@ LOSSES = {
 }
 
 
-def one_rank(rank: int, results: Any) -> None:
+def run_rank(rank: int, results: Any) -> None:
     for form, (tp_style, sequence) in FORMS.items():
         for case, (kind, changes) in CASES.items():
             sliced = model(kind, **changes)
@@ -155,12 +155,12 @@ def one_rank(rank: int, results: Any) -> None:
 @pytest.fixture(scope="module")
 def slices() -> Any:
     """Losses, gradients and logits of every case, tp_style and rank."""
-    return run_ranks(one_rank, SIZE)
+    return run_ranks(run_rank, SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_two_slices_compute_what_the_whole_model_does(slices, case, form):
+def test_two_slices_match_the_whole_model(slices, case, form):
     kind, changes = CASES[case]
     whole = model(kind, **changes)
     output = whole(input_ids=tokens(), labels=labels_with_one_ignored())
@@ -171,21 +171,21 @@ def test_two_slices_compute_what_the_whole_model_does(slices, case, form):
         torch.testing.assert_close(logits, output.logits.detach(), atol=1e-5, rtol=1e-4)
         for name, parameter in whole.named_parameters():
             expected = parameter.grad
-            found = gradients[name]
+            gradient = gradients[name]
             parts = FUSED.get(name.split(".")[-2])
             if parts and (form != "hf" or kind == "gpt2"):
                 dim = expected.dim() - 1 if kind == "gpt2" else 0  # whose weights are [in, out]
-                mine = [part.chunk(SIZE, dim)[rank] for part in expected.split(parts, dim)]
-                expected = torch.cat(mine, dim)
+                rank_parts = [part.chunk(SIZE, dim)[rank] for part in expected.split(parts, dim)]
+                expected = torch.cat(rank_parts, dim)
             for dim in range(expected.dim()):
-                if expected.shape[dim] != found.shape[dim]:
+                if expected.shape[dim] != gradient.shape[dim]:
                     expected = expected.chunk(SIZE, dim)[rank]
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
+            torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_every_sort(slices, name, form):
+def test_losses_and_gradients_of_many_scripts(slices, name, form):
     whole = model("llama")
     expected = LOSSES[name](whole)
     expected.backward()
@@ -195,8 +195,8 @@ def test_losses_of_every_sort(slices, name, form):
         torch.testing.assert_close(gradient, whole.model.norm.weight.grad, atol=1e-5, rtol=1e-4)
 
 
-class OneOf:
-    """As much of a process group as slicing itself needs."""
+class FirstOfGroup:
+    """Rank 0 of a process group, with the methods that slicing calls."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -217,32 +217,32 @@ class OneOf:
 )
 def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, arithmetic):
     with raises_code("tp-indivisible-heads") as caught:
-        slice_model(model("llama", **changes), OneOf(size), "megatron")
+        slice_model(model("llama", **changes), FirstOfGroup(size), "megatron")
     assert arithmetic in str(caught.value)
 
 
-def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
+def test_a_model_without_a_plan_is_refused_with_a_skeleton():
     from transformers import CodeGenConfig, CodeGenForCausalLM
 
     class Own(CodeGenForCausalLM): ...
 
-    one = Own(CodeGenConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4))
+    unplanned = Own(CodeGenConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4))
     with pytest.raises(SliceError, match="Own has no tensor-parallel plan") as refused:
-        slice_model(one, OneOf(2), "megatron")
-    told = str(refused.value)
-    assert 'model = "Own"\n[modules]\n' in told
-    assert '"transformer.h.*.mlp.fc_in" = { style = "" }  # Linear 32 -> 128' in told
-    assert '"transformer.h.*.attn" = { divide = [] }  # ' in told
-    assert "num_attention_heads = 4, head_dim = 8" in told
+        slice_model(unplanned, FirstOfGroup(2), "megatron")
+    message = str(refused.value)
+    assert 'model = "Own"\n[modules]\n' in message
+    assert '"transformer.h.*.mlp.fc_in" = { style = "" }  # Linear 32 -> 128' in message
+    assert '"transformer.h.*.attn" = { divide = [] }  # ' in message
+    assert "num_attention_heads = 4, head_dim = 8" in message
 
 
-def test_an_unknown_style_is_named():
+def test_an_unknown_style_is_refused():
     llama = model("llama")
     llama._tp_plan["model.layers.*.mlp.up_proj"] = "sideways"
     with pytest.raises(
         SliceError, match=r"model\.layers\.0\.mlp\.up_proj is planned as 'sideways'"
     ):
-        slice_model(llama, OneOf(2), "megatron")
+        slice_model(llama, FirstOfGroup(2), "megatron")
 
 
 REFUSED = {
@@ -259,13 +259,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_that_leaves_something_out_is_refused(case):
-    kind, changes, tp_style, complaint = REFUSED[case]
-    with torch.device("meta"), pytest.raises(SliceError, match=complaint):
-        slice_model(model(kind, **PADDED, **changes), OneOf(2), tp_style)
+def test_a_plan_that_omits_a_module_is_refused(case):
+    kind, changes, tp_style, message = REFUSED[case]
+    with torch.device("meta"), pytest.raises(SliceError, match=message):
+        slice_model(model(kind, **PADDED, **changes), FirstOfGroup(2), tp_style)
 
 
-def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
+def test_a_linear_layer_with_another_forward_is_refused():
     class Adapted(torch.nn.Linear):
         def __init__(self) -> None:
             super().__init__(32, 32, bias=False)
@@ -276,14 +276,14 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
 
     llama = model("llama")
     llama.model.layers[1].self_attn.q_proj = Adapted()
-    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted with its own .* \(it has down besides"
-    with pytest.raises(SliceError, match=complaint):
-        slice_model(llama, OneOf(2), "megatron")
+    message = r"layers\.1\.self_attn\.q_proj is a .*Adapted with its own .* \(it has down besides"
+    with pytest.raises(SliceError, match=message):
+        slice_model(llama, FirstOfGroup(2), "megatron")
 
 
-def test_a_deep_copy_runs_on_its_own_weights():
+def test_a_deep_copy_uses_its_copied_weights():
     llama = model("llama")
-    slice_model(llama, OneOf(1), "hf")
+    slice_model(llama, FirstOfGroup(1), "hf")
     twin = copy.deepcopy(llama)
     assert twin.lm_head.forward.__self__ is twin.lm_head
     assert twin.model.embed_tokens.forward.__self__ is twin.model.embed_tokens
