@@ -122,11 +122,11 @@ def slices() -> Any:
 @pytest.mark.parametrize("kind", CASES)
 def test_compiled_slices_match_the_whole_model(slices, kind):
     whole, batch, _ = build_case(kind)
-    expected = loss_of(whole(**batch))
-    expected.backward()
+    expected_loss = loss_of(whole(**batch))
+    expected_loss.backward()
     for rank in range(SIZE):
         loss, gradients = slices[kind, rank]
-        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        assert loss == pytest.approx(expected_loss.item(), abs=1e-5)
         for name, parameter in whole.named_parameters():
             expected, gradient = parameter.grad, gradients[name]
             for dim in range(expected.dim()):
