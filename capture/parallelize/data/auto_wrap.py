@@ -230,7 +230,8 @@ class DataParallelism:
         if torch.is_grad_enabled():
             reduced_before = trained.communicates and trained.rounds.within_step
             trained.communicates = trained.rounds.begin_micro_batch()
-            # Until the last backward of a step is known, each backward reduces all gradients of it.
+            # Until the last backward of a step is known, each one communicates, and DDP reduces the
+            # accumulated gradients again.
             if reduced_before and trained.communicates:
                 trained.distributed.prepare_repeated_reduction()
         with self._recording_failure():
