@@ -66,16 +66,16 @@ LATENT = {
 }  # fmt: skip
 
 
-def write(directory: Path, kind: str = "Llama", **given: Any) -> Path:
+def write(directory: Path, kind: str = "Llama", **script_options: Any) -> Path:
     path = directory / "train.py"
     text = textwrap.dedent(SCRIPT).format(
         kind=kind,
         model=kind.removesuffix("Text"),
-        changes=given.get("changes", {}),
-        prepare=given.get("prepare", ""),
-        optimizer=given.get("optimizer", {}),
-        batches=given.get("batches", 1),
-        groups=given.get("groups", "model.parameters()"),
+        changes=script_options.get("changes", {}),
+        prepare=script_options.get("prepare", ""),
+        optimizer=script_options.get("optimizer", {}),
+        batches=script_options.get("batches", 1),
+        groups=script_options.get("groups", "model.parameters()"),
     )
     path.write_text(text)
     return path
@@ -142,13 +142,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
-    given, options, layers, pattern = CASES[case]
-    script = write(tmp_path, **given)
-    made, whole = extrapolated_and_whole(script, options, layers, WHOLE, Pattern(*pattern))
-    compare(made, whole, layers, WHOLE)
-    made.write(tmp_path / "made.et")
+    script_options, options, layers, pattern = CASES[case]
+    script = write(tmp_path, **script_options)
+    extrapolated, whole = extrapolated_and_whole(script, options, layers, WHOLE, Pattern(*pattern))
+    compare(extrapolated, whole, layers, WHOLE)
+    extrapolated.write(tmp_path / "made.et")
     assert check(tmp_path / "made.et") == []
-    assert onerank.read(tmp_path / "made.et").job == made.job
+    assert onerank.read(tmp_path / "made.et").job == extrapolated.job
 
 
 STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tuple[int, int]]] = {
@@ -224,14 +224,14 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tu
 
 @pytest.mark.parametrize("case", STAGES)
 def test_an_extrapolated_stage_is_the_stage_captured_whole(tmp_path, case):
-    given, options, layers, depth, pattern = STAGES[case]
-    script = write(tmp_path, **given)
-    made, whole = extrapolated_and_whole(script, options, layers, depth, Pattern(*pattern))
-    compare(made, whole, layers, depth, NUMBER_BYTES)
-    assert made.job.pipeline == whole.job.pipeline
-    assert made.job.classes == whole.job.classes
-    made.write(tmp_path / "made.et")
-    assert onerank.read(tmp_path / "made.et").job == made.job
+    script_options, options, layers, depth, pattern = STAGES[case]
+    script = write(tmp_path, **script_options)
+    extrapolated, whole = extrapolated_and_whole(script, options, layers, depth, Pattern(*pattern))
+    compare(extrapolated, whole, layers, depth, NUMBER_BYTES)
+    assert extrapolated.job.pipeline == whole.job.pipeline
+    assert extrapolated.job.classes == whole.job.classes
+    extrapolated.write(tmp_path / "made.et")
+    assert onerank.read(tmp_path / "made.et").job == extrapolated.job
 
 
 def test_a_shard_of_the_optimizer_grows_with_the_layers_of_the_stage(tmp_path):
@@ -239,13 +239,13 @@ def test_a_shard_of_the_optimizer_grows_with_the_layers_of_the_stage(tmp_path):
     script = write(tmp_path, batches=2, changes={"num_hidden_layers": 8})
     stage = {"dp": 4, "pp": 3, "rank": 4, "pp_layers": (1, 6, 1)}
     options = {**stage, "zero": 1}
-    made, whole = extrapolated_and_whole(script, options, (2, 4), 6, Pattern(0, 1))
-    assert calls(made) == calls(whole)
-    difference = (nodes(made) - nodes(whole)) + (nodes(whole) - nodes(made))
+    extrapolated, whole = extrapolated_and_whole(script, options, (2, 4), 6, Pattern(0, 1))
+    assert calls(extrapolated) == calls(whole)
+    difference = (nodes(extrapolated) - nodes(whole)) + (nodes(whole) - nodes(extrapolated))
     assert {key[1] for key in difference} == {"aten::linalg_vector_norm", "aten::cat"}
-    assert len(whole) - len(made) == 5
+    assert len(whole) - len(extrapolated) == 5
     noted = "4 operators outside the layers are in only one of the captures, and stay as captured"
-    assert any(note.startswith(noted) for note in made.job.measurement.notes)
+    assert any(note.startswith(noted) for note in extrapolated.job.measurement.notes)
 
 
 def test_a_stage_of_too_few_layers_is_refused_by_name(tmp_path):
@@ -269,41 +269,41 @@ def extrapolated_and_whole(
     script: Path, options: dict[str, Any], layers: tuple[int, ...], depth: int, pattern: Pattern
 ) -> tuple[Graph, Graph]:
     captures = {count: at(script, layers, count, **options) for count in layers}
-    assert {one.layers.depth for one in captures.values()} == {depth}
-    assert {one.layers.pattern for one in captures.values()} == {pattern}
-    graphs = {n: in_steps_of(one.graph, (9 - n) * 10**6) for n, one in captures.items()}
-    made = extrapolate(graphs, depth, pattern)
+    assert {captured.layers.depth for captured in captures.values()} == {depth}
+    assert {captured.layers.pattern for captured in captures.values()} == {pattern}
+    graphs = {n: in_steps_of(captured.graph, (9 - n) * 10**6) for n, captured in captures.items()}
+    extrapolated = extrapolate(graphs, depth, pattern)
     gc.collect()
-    return made, capture(script, [], Options(windows=PLAN, **options)).graph
+    return extrapolated, capture(script, [], Options(windows=PLAN, **options)).graph
 
 
 def compare(
-    made: Graph, whole: Graph, layers: tuple[int, ...], depth: int, above_bytes: int = 0
+    extrapolated: Graph, whole: Graph, layers: tuple[int, ...], depth: int, above_bytes: int = 0
 ) -> None:
-    assert nodes(made) == nodes(whole)
-    assert calls(made) == calls(whole)
-    assert edges(made) == edges(whole)
-    assert made.job.modules == whole.job.modules
-    scopes, expected_scopes = made.job.measurement.scopes, whole.job.measurement.scopes
+    assert nodes(extrapolated) == nodes(whole)
+    assert calls(extrapolated) == calls(whole)
+    assert edges(extrapolated) == edges(whole)
+    assert extrapolated.job.modules == whole.job.modules
+    scopes, expected_scopes = extrapolated.job.measurement.scopes, whole.job.measurement.scopes
     assert {(s.path, s.phase): s.calls for s in scopes} == {
         (s.path, s.phase): s.calls for s in expected_scopes
     }
-    told, expected = summarise(made), summarise(whole)
-    assert (told.flops, told.bytes) == (expected.flops, expected.bytes)
+    summary, expected = summarise(extrapolated), summarise(whole)
+    assert (summary.flops, summary.bytes) == (expected.flops, expected.bytes)
     # the rise, since other tests of this process leave live tensors behind
-    rise, expected_rise = (t.peak_memory_bytes - t.start_memory_bytes for t in (told, expected))
+    rise, expected_rise = (t.peak_memory_bytes - t.start_memory_bytes for t in (summary, expected))
     assert rise == pytest.approx(expected_rise, rel=1e-4)
-    assert blocks(made, above_bytes) == blocks(whole, above_bytes)
+    assert blocks(extrapolated, above_bytes) == blocks(whole, above_bytes)
 
     falls = "step time: the line through the captures falls by 1000000 ns with each layer"
-    assert any(note.startswith(falls) for note in made.job.measurement.notes)
-    depths = made.job.measurement.depths
+    assert any(note.startswith(falls) for note in extrapolated.job.measurement.notes)
+    depths = extrapolated.job.measurement.depths
     assert depths is not None
     assert depths.comm_bytes.at_depth == expected_bytes(whole)
-    assert depths.comm_bytes.at_depth == expected_bytes(made)
+    assert depths.comm_bytes.at_depth == expected_bytes(extrapolated)
     assert (depths.module, depths.depth) == ("model.layers", depth)
     assert depths.copied == depth - layers[-1]
-    added = made.job.measurement.activation_bytes
+    added = extrapolated.job.measurement.activation_bytes
     assert added == pytest.approx(whole.job.measurement.activation_bytes, rel=1e-4)
 
 
@@ -345,12 +345,12 @@ def blocks(graph: Graph, above_bytes: int = 0) -> Counter[Any]:
     """The blocks that the step allocates, by what they are for and who does."""
     log = graph.job.measurement.memory
     assert log is not None
-    told, node = log.blocks, {int(one): place for place, one in enumerate(graph.nodes.id)}
-    columns = (told.bytes, told.memory_class, told.phase, told.node, told.allocated_at)
+    logged, node = log.blocks, {int(id_): place for place, id_ in enumerate(graph.nodes.id)}
+    columns = (logged.bytes, logged.memory_class, logged.phase, logged.node, logged.allocated_at)
     return Counter(
-        (size, kind, phase, graph.node(node[one]).name, graph.node(node[one]).text("module"))
-        for size, kind, phase, one, made in zip(*columns, strict=True)
-        if made >= 0 and size > above_bytes
+        (size, kind, phase, graph.node(node[id_]).name, graph.node(node[id_]).text("module"))
+        for size, kind, phase, id_, allocated_at in zip(*columns, strict=True)
+        if allocated_at >= 0 and size > above_bytes
     )
 
 
@@ -391,9 +391,9 @@ def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
         "extrapolated to 6 layers from captures with 1, 2 and 3: 3 layers of model.layers",
     ):
         assert part in show, show
-    told = json.loads(run_command("show", trace, "--json").stdout)
-    assert told["depths"]["peak_memory_bytes"]["values"] == list(peaks.values)
-    assert told["evidence"]["extrapolated"] > 0
+    output = json.loads(run_command("show", trace, "--json").stdout)
+    assert output["depths"]["peak_memory_bytes"]["values"] == list(peaks.values)
+    assert output["evidence"]["extrapolated"] > 0
 
 
 UNLIKE = {**LATENT, "first_k_dense_replace": 5}
@@ -422,9 +422,9 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_extrapolated_is_refused_as_the_model_is_built(tmp_path, case):
-    given, layers, message = REFUSED[case]
+    script_options, layers, message = REFUSED[case]
     with pytest.raises(DepthError) as caught:
-        at(write(tmp_path, **given), layers, layers[0])
+        at(write(tmp_path, **script_options), layers, layers[0])
     assert message in str(caught.value)
 
 

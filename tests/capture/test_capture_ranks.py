@@ -28,7 +28,7 @@ from onerank.ir.errors import CaptureError
 SHORT = ["--warm-up", "1", "--timed-steps", "1"]
 
 
-def told(*command: Any, status: int = 0) -> Any:
+def run_onerank(*command: Any, status: int = 0) -> Any:
     done = run_command(*command)
     assert done.returncode == status, done.stderr
     return done
@@ -49,14 +49,18 @@ def experts(layers: int) -> Any:
 
 def classes(world: World, routing: Routing, stages: int = 1) -> list[Any]:
     loads = expert_loads(experts(4), routing, world.ep)
-    each = (4 // stages,) * stages
-    alike = tuple((at == 0, at == stages - 1) for at in range(stages))
-    stage = PipelineStage(Pipeline(0, each), alike, "model.layers", 0, 0) if stages > 1 else None
-    found = rank_classes(world, stage, loads)
-    members = [one.members(world) for one in found]
-    assert sorted(rank for some in members for rank in some) == [*range(world.size)]
-    assert [one.representative for one in found] == [some[0] for some in members]
-    return [(one.where, some) for one, some in zip(found, members, strict=True)]
+    layers_per_stage = (4 // stages,) * stages
+    work_keys = tuple((at == 0, at == stages - 1) for at in range(stages))
+    stage = (
+        PipelineStage(Pipeline(0, layers_per_stage), work_keys, "model.layers", 0, 0)
+        if stages > 1
+        else None
+    )
+    derived = rank_classes(world, stage, loads)
+    members = [rank_class.members(world) for rank_class in derived]
+    assert sorted(rank for ranks in members for rank in ranks) == [*range(world.size)]
+    assert [rank_class.representative for rank_class in derived] == [ranks[0] for ranks in members]
+    return [(rank_class.where, ranks) for rank_class, ranks in zip(derived, members, strict=True)]
 
 
 def test_ranks_whose_experts_are_as_popular_are_alike():
@@ -89,10 +93,17 @@ def test_stages_whose_layers_are_routed_otherwise_are_not_alike():
 
 def test_named_ranks_stand_for_those_that_agree_where_they_differ():
     world = World.of(tp=2, dp=2, pp=3)
-    found = classes_along(world, [0, 4, 8])
-    assert [one.members(world) for one in found] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-    found = classes_along(world, [0, 1])
-    assert [one.members(world) for one in found] == [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)]
+    derived = classes_along(world, [0, 4, 8])
+    assert [rank_class.members(world) for rank_class in derived] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, 9, 10, 11),
+    ]
+    derived = classes_along(world, [0, 1])
+    assert [rank_class.members(world) for rank_class in derived] == [
+        (0, 2, 4, 6, 8, 10),
+        (1, 3, 5, 7, 9, 11),
+    ]
     assert classes_along(world, [5])[0].members(world) == tuple(range(12))
 
 
@@ -120,8 +131,22 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
     script, stages = tmp_path / "train.py", tmp_path / "stages"
     script.write_text(LLAMA)
     stages.mkdir()
-    done = told("capture", "run", script, "--pp", 2, "--tp", 2, "--ranks", "distinct", *SHORT,
-                "--raw-dir", tmp_path / "raw", "-o", stages / "t.et")  # fmt: skip
+    done = run_onerank(
+        "capture",
+        "run",
+        script,
+        "--pp",
+        2,
+        "--tp",
+        2,
+        "--ranks",
+        "distinct",
+        *SHORT,
+        "--raw-dir",
+        tmp_path / "raw",
+        "-o",
+        stages / "t.et",
+    )
     assert "· one rank of each class of equivalent ranks: 0, 2" in done.stderr
     assert "· rank 2: linking the traces" in done.stderr
     graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 2)}
@@ -133,18 +158,29 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
         [str(rank), f"{rank}-{rank + 1}", str(len(graph))] for rank, graph in graphs.items()
     ]
     for graph in graphs.values():
-        assert [one.where for one in graph.job.classes] == [{"pp": (at,)} for at in range(2)]
-    shown = told("show", stages / "t.2.et").stdout
+        assert [rank_class.where for rank_class in graph.job.classes] == [
+            {"pp": (at,)} for at in range(2)
+        ]
+    shown = run_onerank("show", stages / "t.2.et").stdout
     assert "rank classes    2; one rank of each: 0, 2\n" in shown
     for rank, graph in graphs.items():
         recost(graph, "H100").write(stages / f"t.{rank}.et")
-    told("export", "astra-sim", stages, "--schedule", "1f1b", "--micro-batches", 4,
-         "-o", tmp_path / "out")  # fmt: skip
+    run_onerank(
+        "export",
+        "astra-sim",
+        stages,
+        "--schedule",
+        "1f1b",
+        "--micro-batches",
+        4,
+        "-o",
+        tmp_path / "out",
+    )
     assert {path.name for path in (tmp_path / "out").glob("workload.*.et")} == {
         f"workload.{rank}.et" for rank in range(4)
     }
     assert check(tmp_path / "out") == []
-    refused = told("export", "astra-sim", stages, "-o", tmp_path / "other", status=2)
+    refused = run_onerank("export", "astra-sim", stages, "-o", tmp_path / "other", status=2)
     assert "is of stage 0 of a pipeline" in refused.stderr
 
 
@@ -152,8 +188,20 @@ def test_stages_extrapolated_to_their_own_depths_become_a_workload_of_all(tmp_pa
     script, stages = tmp_path / "train.py", tmp_path / "stages"
     script.write_text(LLAMA.replace("num_hidden_layers=3", "num_hidden_layers=9"))
     stages.mkdir()
-    told("capture", "run", script, "--pp", 2, "--capture-layers", "2,3", "--ranks", "distinct",
-         *SHORT, "-o", stages / "t.et")  # fmt: skip
+    run_onerank(
+        "capture",
+        "run",
+        script,
+        "--pp",
+        2,
+        "--capture-layers",
+        "2,3",
+        "--ranks",
+        "distinct",
+        *SHORT,
+        "-o",
+        stages / "t.et",
+    )
     graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 1)}
     lists: list[Any] = []
     for rank, graph in graphs.items():
@@ -166,8 +214,17 @@ def test_stages_extrapolated_to_their_own_depths_become_a_workload_of_all(tmp_pa
     assert lists == [
         [f"model.layers.{number}" for number in numbers] for numbers in (range(5), range(5, 9))
     ]
-    told("export", "astra-sim", stages, "--schedule", "1f1b", "--micro-batches", 4,
-         "-o", tmp_path / "out")  # fmt: skip
+    run_onerank(
+        "export",
+        "astra-sim",
+        stages,
+        "--schedule",
+        "1f1b",
+        "--micro-batches",
+        4,
+        "-o",
+        tmp_path / "out",
+    )
     assert check(tmp_path / "out") == []
 
 
@@ -189,15 +246,15 @@ while True:
 
 
 def captured(script: Path, world: World, ranks: list[int]) -> dict[int, Graph]:
-    made: dict[int, Graph] = {}
+    graphs: dict[int, Graph] = {}
     for rank in ranks:
         routed = Options(
             **axes(world), rank=rank, windows=WindowPlan(1, 1), moe_routing="zipf:1", zero=1
         )  # replicas broadcast what is no parameter, which ASTRA-sim cannot
         graph = capture(script, [], routed).graph
-        assert [one.representative for one in graph.job.classes] == ranks
-        made[rank] = graph
-    return made
+        assert [rank_class.representative for rank_class in graph.job.classes] == ranks
+        graphs[rank] = graph
+    return graphs
 
 
 def exchanged(graph: Graph) -> list[int]:
@@ -212,9 +269,9 @@ def test_uneven_experts_meet_in_one_workload(tmp_path):
     busy, idle = 2 * 36 * 128, 2 * 14 * 128
     assert exchanged(graphs[0]) == [50 * 128, busy] * 4
     assert exchanged(graphs[1]) == [50 * 128, idle] * 4
-    made = expand_ranks([recost(graph, "H100") for graph in graphs.values()])
-    assert [one.ranks for one in made] == [(0, 2), (1, 3)]
-    done = export_ranks(made, tmp_path / "out")
+    rank_graphs = expand_ranks([recost(graph, "H100") for graph in graphs.values()])
+    assert [entry.ranks for entry in rank_graphs] == [(0, 2), (1, 3)]
+    done = export_ranks(rank_graphs, tmp_path / "out")
     assert done.ranks == 4
     assert any("All-to-alls of uneven sizes" in note for note in done.notes)
     for rank in range(4):
@@ -227,10 +284,10 @@ def test_uneven_experts_of_a_pipeline_s_stages(tmp_path):
     script.write_text(EXPERTS)
     graphs = captured(script, World.of(dp=2, pp=2, ep=2), [0, 1, 2, 3])
     on_h100 = [recost(graph, "H100") for graph in graphs.values()]
-    made = expand(on_h100, Schedule("1f1b"), 4)
-    assert [(one.ranks, one.stages) for one in made] == [
+    rank_graphs = expand(on_h100, Schedule("1f1b"), 4)
+    assert [(entry.ranks, entry.stages) for entry in rank_graphs] == [
         ((0,), (0,)), ((1,), (0,)), ((2,), (1,)), ((3,), (1,))]  # fmt: skip
-    done = export_ranks(made, tmp_path / "out")
+    done = export_ranks(rank_graphs, tmp_path / "out")
     assert {(0, 1), (2, 3)} <= {*done.groups.values()}
 
 
@@ -265,16 +322,31 @@ def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     done = capture_ranks(script, [], options, [2, 0])
     assert done.represents == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
-    on_h100 = [recost(one.graph, "H100") for one in done.captures.values()]
-    made = export_ranks(expand_ranks(on_h100), tmp_path / "out")  # checks that they meet
-    assert {*made.groups.values()} == {(0, 1, 2, 3), (0, 1), (2, 3)}
+    on_h100 = [recost(captured_rank.graph, "H100") for captured_rank in done.captures.values()]
+    exported = export_ranks(expand_ranks(on_h100), tmp_path / "out")  # checks that they meet
+    assert {*exported.groups.values()} == {(0, 1, 2, 3), (0, 1), (2, 3)}
 
 
 def test_a_rank_that_fails_is_named_and_nothing_is_written(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ITSELF)
-    done = told("capture", "run", script, "--pp", 2, "--dp", 2, "--ranks", "0,2", *SHORT,
-                "--raw-dir", tmp_path / "raw", "-o", tmp_path / "t.et", status=2)  # fmt: skip
+    done = run_onerank(
+        "capture",
+        "run",
+        script,
+        "--pp",
+        2,
+        "--dp",
+        2,
+        "--ranks",
+        "0,2",
+        *SHORT,
+        "--raw-dir",
+        tmp_path / "raw",
+        "-o",
+        tmp_path / "t.et",
+        status=2,
+    )
     assert "rank 2: " in done.stderr
     assert "raised AssertionError after 0 optimizer steps: not this one" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
@@ -291,13 +363,13 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
     options = Options(tp=2, pp=2, windows=WindowPlan(1, 1))
     both = capture_ranks(script, [], options, None)
     assert both.represents == {0: (0, 1), 2: (2, 3)}
-    alone = capture_ranks(script, [], options, [2]).captures[2].graph
+    only_rank = capture_ranks(script, [], options, [2]).captures[2].graph
     second = both.captures[2].graph
-    assert second.gpu_compute.sum() == alone.gpu_compute.sum() > 0
-    measured, expected = second.job.measurement, alone.job.measurement
+    assert second.gpu_compute.sum() == only_rank.gpu_compute.sum() > 0
+    measured, expected = second.job.measurement, only_rank.job.measurement
     assert measured.start_memory_bytes == expected.start_memory_bytes
     assert measured.peak_memory_bytes == expected.peak_memory_bytes
-    graphs = [one.graph for one in both.captures.values()]
+    graphs = [captured_rank.graph for captured_rank in both.captures.values()]
     assert export_ranks(expand(graphs, Schedule("1f1b"), 4), tmp_path / "out").ranks == 4
 
 
@@ -332,29 +404,58 @@ def test_what_cannot_be_captured_in_turn_is_refused_before_it_runs(tmp_path, cas
 def test_options_that_go_without_ranks(tmp_path, more):
     script = tmp_path / "train.py"
     script.write_text(LLAMA)
-    done = told("capture", "run", script, "--tp", 2, "--ranks", "0,1", *more,
-                "-o", tmp_path / "t.et", status=2)  # fmt: skip
+    done = run_onerank(
+        "capture",
+        "run",
+        script,
+        "--tp",
+        2,
+        "--ranks",
+        "0,1",
+        *more,
+        "-o",
+        tmp_path / "t.et",
+        status=2,
+    )
     assert f"leave out {more[0]}" in done.stderr
 
 
 def test_ranks_are_numbers_with_commas_between(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LLAMA)
-    done = told("capture", "run", script, "--ranks", "0;1", "-o", tmp_path / "t.et", status=2)
+    done = run_onerank(
+        "capture", "run", script, "--ranks", "0;1", "-o", tmp_path / "t.et", status=2
+    )
     assert "'0;1': expected distinct, or ranks such as 0,8,16" in done.stderr
 
 
 def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LLAMA.replace("range(3)", "range(1)"))
-    done = told("capture", "run", script, "--tp", 2, "--ranks", "distinct",
-                "--capture-layers", "1,3",
-                *SHORT, "--json", "-o", tmp_path / "t.et")  # fmt: skip
-    found = json.loads(done.stdout)
-    assert found["missing"] == []
-    (one,) = found["ranks"]
-    assert (one["rank"], one["represents"], one["trace"]) == (0, [0, 1], str(tmp_path / "t.0.et"))
-    assert one["step_ns"] > 0
+    done = run_onerank(
+        "capture",
+        "run",
+        script,
+        "--tp",
+        2,
+        "--ranks",
+        "distinct",
+        "--capture-layers",
+        "1,3",
+        *SHORT,
+        "--json",
+        "-o",
+        tmp_path / "t.et",
+    )
+    output = json.loads(done.stdout)
+    assert output["missing"] == []
+    (entry,) = output["ranks"]
+    assert (entry["rank"], entry["represents"], entry["trace"]) == (
+        0,
+        [0, 1],
+        str(tmp_path / "t.0.et"),
+    )
+    assert entry["step_ns"] > 0
     depths = onerank.read(tmp_path / "t.0.et").job.measurement.depths
     assert depths is not None
     assert depths.layers == (1, 3)
@@ -392,15 +493,27 @@ while True:
 def test_no_rank_inherits_what_the_one_before_changed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CHANGES_ALL)
-    done = told("capture", "run", script, "--dp", 2, "--ranks", "0,1", *SHORT,
-                "-o", tmp_path / "t.et", "--", "-x")  # fmt: skip
+    done = run_onerank(
+        "capture",
+        "run",
+        script,
+        "--dp",
+        2,
+        "--ranks",
+        "0,1",
+        *SHORT,
+        "-o",
+        tmp_path / "t.et",
+        "--",
+        "-x",
+    )
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    (parent, first), (same, second) = [one[1:] for one in lines if one[0] == "seen"]
+    (parent, first), (same, second) = [fields[1:] for fields in lines if fields[0] == "seen"]
     assert parent == same  # both are forks of the command, which imported torch for both
-    assert len({one[2] for one in lines if one[:2] == ["ends", "as"]}) == 2
-    (found, seeds), (again, others) = json.loads(first), json.loads(second)
+    assert len({fields[2] for fields in lines if fields[:2] == ["ends", "as"]}) == 2
+    (first_state, seeds), (second_state, others) = json.loads(first), json.loads(second)
     expected = [str(Path.cwd()), False, False, ["-x"], "__main__", "default_int_handler"]
-    assert found == again == expected
+    assert first_state == second_state == expected
     assert not {*seeds} & {*others}
 
 

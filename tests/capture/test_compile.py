@@ -73,7 +73,7 @@ def test_generated_kernels_name_what_they_stand_for(captured):
     done = compiled.job.compilation
     assert (done.mode, done.graphs, done.unknown_ops, done.shared_ops) == ("default", 2, 0, 0)
     activation = next(
-        one for one in done.fusions if set(one.operators) == {"aten.silu", "aten.mul"}
+        kernel for kernel in done.fusions if set(kernel.operators) == {"aten.silu", "aten.mul"}
     )
     assert activation.operators == {"aten.silu": 2, "aten.mul": 2}  # one of each per layer
     assert activation.modules == ("model.layers.*.mlp",)
@@ -97,8 +97,8 @@ def test_show_prints_the_comparison(captured):
     shown = run_command("show", captured[2]).stdout
     assert "Compute by sub-module, eager and compiled" in shown
     assert "2 silu" in shown
-    told = json.loads(run_command("show", captured[2], "--json").stdout)
-    assert told["compilation"]["mode"] == "default"
+    output = json.loads(run_command("show", captured[2], "--json").stdout)
+    assert output["compilation"]["mode"] == "default"
 
 
 def script(directory: Path, text: str) -> Path:
@@ -125,7 +125,9 @@ def test_a_script_that_compiles_by_itself_is_left_to_it(tmp_path):
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
     assert graph.job.compilation.mode == "the script's own"
-    kernels = [one for one in graph.job.compilation.fusions if "aten.gelu" in one.operators]
+    kernels = [
+        kernel for kernel in graph.job.compilation.fusions if "aten.gelu" in kernel.operators
+    ]
     assert kernels[0].modules == ("1",)
     eager = onerank.read(tmp_path / "t.eager.et")
     assert "aten::gelu" in {node.name for node in eager}
@@ -160,13 +162,13 @@ def test_layers_that_a_script_compiles_and_shards_keep_their_names(tmp_path):
     done = run(path, "--dp", "4", "-o", tmp_path / "t.et", "--timed-steps", "2")
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
-    found = Counter(
+    kernel_counts = Counter(
         (node.text("module"), node.phase)
         for node in graph
         if node.name in ("aten::mm", "aten::addmm")
     )
     layers = ("1.0", "1.1")
-    assert {one: count for one, count in found.items() if one[0] in layers} == {
+    assert {key: count for key, count in kernel_counts.items() if key[0] in layers} == {
         **{(layer, Phase.FORWARD): 1 for layer in layers},
         **{(layer, Phase.BACKWARD): 3 for layer in layers},  # recomputed, and two gradients
     }

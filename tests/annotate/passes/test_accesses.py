@@ -41,9 +41,9 @@ TRACES = Path(__file__).parents[3] / "traces"
 def test_tensors_are_six_values_the_last_a_device(text: str, tensors: list[tuple[int, int, int]]):
     other = '[[7,8,9,1,2,"cpu"]]'
     counts, *columns = parse_tensor_ids([other, text, other])
-    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
     assert counts.tolist() == [1, len(tensors), 1]
-    assert found == [(7, 8, 9), *tensors, (7, 8, 9)]
+    assert rows == [(7, 8, 9), *tensors, (7, 8, 9)]
 
 
 def test_every_call_of_a_capture_is_read_as_one_by_one():
@@ -52,22 +52,22 @@ def test_every_call_of_a_capture_is_read_as_one_by_one():
     rows = [row for row in range(len(graph)) if call_of(row) is not None]
     pairs = [(call_of(row), graph.strings[int(nodes.input_values[row])]) for row in rows]
     wanted = [parse_locations(call.inputs, text) for call, text in pairs]
-    counts = [len(one) for one in wanted]
+    counts = [len(locations) for locations in wanted]
     places = np.arange(len(rows))
-    found = tensor_accesses(
+    accesses = tensor_accesses(
         ValueTexts([text for _, text in pairs], places, np.zeros(len(rows), dtype=np.int64)),
         (np.array(counts), np.zeros(len(rows), dtype=np.int64)),
         lambda call, result, text: () if result else parse_locations(pairs[call][0].inputs, text),
     )
-    assert [tuple(found.places(call)) for call in range(len(rows))] == wanted
+    assert [tuple(accesses.places(call)) for call in range(len(rows))] == wanted
 
 
 def test_what_nobody_tells_stays_untold():
-    one = np.array([1])
-    found = tensor_accesses(
-        ValueTexts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], one, one - 1),
-        (one, one),
+    single = np.array([1])
+    accesses = tensor_accesses(
+        ValueTexts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], single, single - 1),
+        (single, single),
         lambda call, result, text: (None,) if result else (TensorLocation(1, 2, 3),),
     )
-    assert found.places(0) == [TensorLocation(1, 2, 3), None]
-    assert found.result.tolist() == [False, True]
+    assert accesses.places(0) == [TensorLocation(1, 2, 3), None]
+    assert accesses.result.tolist() == [False, True]

@@ -27,12 +27,12 @@ def classes(before: Graph, after: Graph) -> dict[str, int]:
 def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name: str):
     """The products near what float16 sustains: 8.588 TFLOP, 99 TFLOP/s on a V100, 33 on a T4."""
     gpu = load_gpu(name)
-    slow, made = recost(h200, name), recost(h200, name, passes=FP16)
+    slow, converted = recost(h200, name), recost(h200, name, passes=FP16)
     (note,) = [n for n in slow.job.measurement.notes if "no matrix units for bfloat16" in n]
     assert "111 kernels of products and of attention run in float32, at " in note
     assert "give `--dtype fp16`" in note
-    assert "no matrix units" not in " ".join(made.job.measurement.notes)
-    was, now = classes(h200, slow), classes(h200, made)
+    assert "no matrix units" not in " ".join(converted.job.measurement.notes)
+    was, now = classes(h200, slow), classes(h200, converted)
     rate = gpu.tensor_flops_per_s("float16")
     assert rate is not None
     assert 0.75 < 8.588e12 / rate * 1e9 / now["gemm"] < 1.25
@@ -48,8 +48,8 @@ def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
     same = recost(h200, "H200", passes=FP16)
     assert (same.nodes.duration_ns == h200.nodes.duration_ns).all()
     assert set(same.nodes.evidence[same.gpu_compute].tolist()) == {Evidence.MEASURED}
-    there, made = recost(h200, "H100"), recost(h200, "H100", passes=FP16)
-    assert np.abs(there.nodes.duration_ns - made.nodes.duration_ns).max() <= 1
+    there, converted = recost(h200, "H100"), recost(h200, "H100", passes=FP16)
+    assert np.abs(there.nodes.duration_ns - converted.nodes.duration_ns).max() <= 1
     with pytest.raises(AnnotateError, match="TPU-v6e has no matrix units for fp16; it has them"):
         recost(h200, "TPU-v6e", passes=FP16)
 
@@ -57,8 +57,8 @@ def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
 def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
     """4096^3 at 13.5 TFLOP/s take 10.2 ms, at 99.2 1.385 ms; and a floor of 4.1 us each."""
     graph = trace(mm(4096, 4096, 4096, ns=11_000_000), device="V100")
-    made = recost(graph, "V100", passes=FP16)
-    (now,) = made.nodes.duration_ns[made.gpu_compute]
+    converted = recost(graph, "V100", passes=FP16)
+    (now,) = converted.nodes.duration_ns[converted.gpu_compute]
     flops = 2 * 4096**3
     rates = [load_gpu("V100").tensor_flops_per_s(name) for name in ("float16", "float32")]
     new, old = (4_100 + flops / (rate or 1) * 1e9 for rate in rates)
@@ -68,10 +68,10 @@ def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
 def test_of_a_cpu_capture():
     """Captured in float32: its products change by their width, as for bf16 on an A100."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    slow, made = recost(graph, "T4"), recost(graph, "T4", passes=FP16)
+    slow, converted = recost(graph, "T4"), recost(graph, "T4", passes=FP16)
     assert "give `--dtype fp16`" not in " ".join(slow.job.measurement.notes)
-    assert classes(graph, made)["gemm"] < classes(graph, slow)["gemm"]
-    assert "45 of 49 kernels" in " ".join(made.job.measurement.notes)
+    assert classes(graph, converted)["gemm"] < classes(graph, slow)["gemm"]
+    assert "45 of 49 kernels" in " ".join(converted.job.measurement.notes)
 
 
 def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
@@ -84,8 +84,8 @@ def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
         product[side] = [("Tensor(float)", shape) for _, shape in product[side]]
     took: list[int] = []
     for dtype in (None, "tf32", "bf16"):
-        made = recost(trace(product), "TPU-v5p", passes=PassOptions(dtype=dtype))
-        took += made.nodes.duration_ns[made.gpu_compute].tolist()
+        converted = recost(trace(product), "TPU-v5p", passes=PassOptions(dtype=dtype))
+        took += converted.nodes.duration_ns[converted.gpu_compute].tolist()
     assert took[0] / took[1] == pytest.approx(2, rel=0.02)
     assert took[1] / took[2] == pytest.approx(3, rel=0.03)
 

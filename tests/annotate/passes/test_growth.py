@@ -50,18 +50,18 @@ def twice(graph: Graph) -> Graph:
 def test_a_step_that_comes_again_is_told_again() -> None:
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
     sizing = infer_sizing(graph, Change(0, 8192), None)
-    once, again = step_growth(graph, sizing), step_growth(twice(graph), sizing)
+    once, repeated = step_growth(graph, sizing), step_growth(twice(graph), sizing)
     count = len(graph)
-    told = once.of >= 0
-    assert told.sum() > 3000
-    assert len(again.operands) == len(once.operands) < 700, "distinct ones, however many calls"
-    for half in (again.of[:count], again.of[count:]):
-        assert (half >= 0).tolist() == told.tolist()
-        rows = np.flatnonzero(told).tolist()
-        assert all(again.operands[half[row]] == once.at(row) for row in rows)
+    has_operands = once.of >= 0
+    assert has_operands.sum() > 3000
+    assert len(repeated.operands) == len(once.operands) < 700, "distinct ones, however many calls"
+    for half in (repeated.of[:count], repeated.of[count:]):
+        assert (half >= 0).tolist() == has_operands.tolist()
+        rows = np.flatnonzero(has_operands).tolist()
+        assert all(repeated.operands[half[row]] == once.at(row) for row in rows)
     assert {
         name: 2 * n for name, n in once.inferred_from_sizes.items()
-    } == again.inferred_from_sizes
+    } == repeated.inferred_from_sizes
 
 
 @pytest.mark.parametrize("length", [0, 8, 512, 1 << 32])
@@ -71,6 +71,6 @@ def test_the_length_of_segments_does_not_change_the_growth(monkeypatch, length: 
     sizing = infer_sizing(graph, Change(0, 512), None)
     usual = step_growth(graph, sizing)
     monkeypatch.setattr(tensor_growth, "SEGMENT_LENGTH", length)
-    found = step_growth(graph, sizing)
-    assert all(found.at(node) == usual.at(node) for node in range(len(graph)))
-    assert found.inferred_from_sizes == usual.inferred_from_sizes
+    growth = step_growth(graph, sizing)
+    assert all(growth.at(node) == usual.at(node) for node in range(len(graph)))
+    assert growth.inferred_from_sizes == usual.inferred_from_sizes

@@ -35,12 +35,12 @@ TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"
 def ranks(tmp_path_factory) -> dict[str, Graph]:
     """Rank 0 of TP=2 on two H200s, and its slice on the same GPU."""
     directory = tmp_path_factory.mktemp("ranks")
-    found = {}
+    graphs = {}
     for name in ("slice", "real"):
         path = directory / f"{name}.et"
         path.write_bytes(gzip.decompress((TRACES / f"{name}.0.et.gz").read_bytes()))
-        found[name] = onerank.read(path)
-    return found
+        graphs[name] = onerank.read(path)
+    return graphs
 
 
 def time_ns(graph: Graph, *classes: OpClass) -> int:
@@ -82,70 +82,73 @@ def call(name: str = "all_reduce") -> dict:
 
 def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), add(1 << 28, ns=400_000), call())
-    made = NvlinkActive().apply(recost(graph, "H200"), load_gpu("H200"))
-    nodes = made.nodes
-    product, addition = np.flatnonzero(compute_mask(made))
+    slowed = NvlinkActive().apply(recost(graph, "H200"), load_gpu("H200"))
+    nodes = slowed.nodes
+    product, addition = np.flatnonzero(compute_mask(slowed))
     factor = ((700 - 124) / (700 - 23 - 124)) ** 0.5
     assert nodes.duration_ns[product] == pytest.approx(1_700_000 * factor, abs=1)
     assert nodes.p10_ns[product] == pytest.approx(1_700_000 * (1 + 0.7 * (factor - 1)), abs=1)
     assert nodes.p90_ns[product] == pytest.approx(1_700_000 * (1 + 1.5 * (factor - 1)), abs=1)
     assert nodes.duration_ns[addition] == 400_000
     assert nodes.p90_ns[addition] == UNKNOWN
-    low, high = made.job.annotations[-1].details["interval"]
+    low, high = slowed.job.annotations[-1].details["interval"]
     assert nodes.p10_ns[product] + 400_000 == pytest.approx(low, abs=1)
     assert nodes.p90_ns[product] + 400_000 == pytest.approx(high, abs=1)
-    assert "1 kernels at the limit take up to 2.1% longer" in made.job.measurement.notes[-1]
+    assert "1 kernels at the limit take up to 2.1% longer" in slowed.job.measurement.notes[-1]
 
 
 def test_the_command_tells_that_links_slept(ranks, tmp_path):
     path = tmp_path / "t.et"
     ranks["slice"].write(path)
-    said = "at the power limit take 0.492 ms longer in total"
-    for options, told in ((["--target", "H200"], True), (["--target", "H200", "--nvlink-active"],
-                          False), (["--target", "A100"], False)):  # fmt: skip
+    phrase = "at the power limit take 0.492 ms longer in total"
+    for options, is_noted in (
+        (["--target", "H200"], True),
+        (["--target", "H200", "--nvlink-active"], False),
+        (["--target", "A100"], False),
+    ):
         done = CliRunner().invoke(annotate, [*options, str(path)])
         assert done.exit_code == 0, done.output
-        assert (said in " ".join(done.output.split())) == told
+        assert (phrase in " ".join(done.output.split())) == is_noted
 
 
 def test_operators_of_a_capture_on_a_cpu():
     graph = convert_directory(TRACES.parent / "cpu-llama-2l-tp4")[0]
     big = PassOptions(sizes=parse_sizes("64=65536", None))
-    plain, made = (
+    plain, slowed = (
         recost(graph, "H100", passes=replace(big, nvlink_active=active)) for active in (False, True)
     )
-    factor = made.nodes.duration_ns[made.gpu_compute] / plain.nodes.duration_ns[made.gpu_compute]
+    factor = slowed.nodes.duration_ns[slowed.gpu_compute] / plain.nodes.duration_ns[slowed.gpu_compute]
     assert (factor >= 1).all()
     assert factor.max() == pytest.approx(((700 - 123) / (700 - 23 - 123)) ** 0.5, rel=1e-4)
 
 
 def test_intervals_of_a_prediction_move_with_it(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
-    plain, made = (recost(graph, "H100", passes=one) for one in (PassOptions(), ACTIVE))
+    plain, slowed = (recost(graph, "H100", passes=options) for options in (PassOptions(), ACTIVE))
     (product,) = np.flatnonzero(compute_mask(graph))
     factors = [
-        getattr(made.nodes, name)[product] / getattr(plain.nodes, name)[product]
+        getattr(slowed.nodes, name)[product] / getattr(plain.nodes, name)[product]
         for name in ("duration_ns", "p10_ns", "p90_ns")
     ]
     factor = ((700 - 123) / (700 - 23 - 123)) ** 0.5
     assert factors == pytest.approx([factor] * 3, rel=1e-5)
-    assert made.nodes.evidence[product] == plain.nodes.evidence[product]
+    assert slowed.nodes.evidence[product] == plain.nodes.evidence[product]
 
 
 def test_links_that_draw_nothing_change_nothing(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
     gpu = with_figures(load_gpu("H200"), {"nvlink_active_w": 0})
-    made = recost(graph, gpu, passes=ACTIVE)
-    assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
+    slowed = recost(graph, gpu, passes=ACTIVE)
+    assert (slowed.nodes.duration_ns == graph.nodes.duration_ns).all()
 
 
 def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
     graph = trace(add(1 << 28, ns=400_000), call())
-    made = recost(graph, "H200", passes=ACTIVE)
-    assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
-    assert made.job.measurement.step_ns == graph.job.measurement.step_ns
-    assert made.job.annotations[-1].details["nvlink_active_w"] == 23
-    assert "0 kernels at the limit" in made.job.measurement.notes[-1]
+    slowed = recost(graph, "H200", passes=ACTIVE)
+    assert (slowed.nodes.duration_ns == graph.nodes.duration_ns).all()
+    assert slowed.job.measurement.step_ns == graph.job.measurement.step_ns
+    assert slowed.job.annotations[-1].details["nvlink_active_w"] == 23
+    assert "0 kernels at the limit" in slowed.job.measurement.notes[-1]
 
 
 def test_links_that_would_draw_all_the_power_are_refused(trace, mm):

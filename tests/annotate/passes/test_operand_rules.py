@@ -28,8 +28,8 @@ def test_what_index_select_takes_goes_by_its_axis():
     types = '["Tensor(float)","Int","Tensor(long int)"]'
     call = Call.parse("index_select", (shapes, types), ("", ""), "[null,1,null]")
     growths, fixed = (1, 0), (0, 0)
-    made = RULES["index_select"](call, [((growths, fixed),), (), ((fixed,),)], 0, (512, 70))
-    assert made == (growths, fixed)
+    powers = RULES["index_select"](call, [((growths, fixed),), (), ((fixed,),)], 0, (512, 70))
+    assert powers == (growths, fixed)
     assert "index_select" in NEED_VALUES  # else its axis is not read
 
 
@@ -39,11 +39,11 @@ def test_a_padded_convolution_goes_over_the_sequence_and_keeps_its_channels():
     shapes, types = "[[4,64,64],[64,1,4],[64]]", '["Tensor(float)","Tensor(float)","Tensor(float)"]'
     for op in ("mkldnn_convolution", "thnn_conv2d", "cudnn_convolution"):
         call = Call.parse(op, (shapes, types), ("[[4,64,67]]", types[:16] + "]"))
-        made = infer_powers(call, [TOKENS, CONSTANT, CONSTANT], sizing)
-        assert made.inputs[0] == (BATCH, CONSTANT, SEQ)
-        assert made.outputs == ((BATCH, CONSTANT, SEQ),)
-        assert sizing.shape((4, 64, 67), made.outputs[0]) == (4, 64, 131)
-        assert made.ruled
+        powers = infer_powers(call, [TOKENS, CONSTANT, CONSTANT], sizing)
+        assert powers.inputs[0] == (BATCH, CONSTANT, SEQ)
+        assert powers.outputs == ((BATCH, CONSTANT, SEQ),)
+        assert sizing.shape((4, 64, 67), powers.outputs[0]) == (4, 64, 131)
+        assert powers.ruled
 
 
 def test_what_a_recurrent_layer_keeps_for_backward_grows_with_the_tokens():
@@ -105,6 +105,6 @@ def test_bags_hold_as_many_indices_each():
     met = CallInstance(0, form, (None, None, None), (), ())
     growths = input_growth(met, Storages(), sizing).growths
     assert growths[1:] == (BATCH, BATCH)
-    made = infer_powers(call, (CONSTANT, *growths[1:]), sizing)
-    assert made.inputs == ((CONSTANT, CONSTANT), (BATCH,), (BATCH,))
-    assert made.outputs == ((BATCH, CONSTANT), (BATCH,), (BATCH,))
+    powers = infer_powers(call, (CONSTANT, *growths[1:]), sizing)
+    assert powers.inputs == ((CONSTANT, CONSTANT), (BATCH,), (BATCH,))
+    assert powers.outputs == ((BATCH, CONSTANT), (BATCH,), (BATCH,))

@@ -43,15 +43,15 @@ def kernels_of(graph):
 def test_a_short_kernel_gains_what_its_bytes_take(trace, add, gpu_file, ns, becomes):
     small, large = (kernels_of(trace(add(4096 * n, ns=ns))) for n in (1, 1000))
     gpu = load_gpu(gpu_file())
-    (made,) = scale_to_size(small.duration_ns, small, large, gpu, predict)
-    assert made == pytest.approx(becomes, rel=1e-3)
+    (scaled_ns,) = scale_to_size(small.duration_ns, small, large, gpu, predict)
+    assert scaled_ns == pytest.approx(becomes, rel=1e-3)
 
 
 def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
     # 24.6 MB in 3 us, of an H200 whose cache holds 52.43 MB; 64 times that are 1.57 GB, of 4.8 TB/s
     small, large = (kernels_of(trace(add(4096 * 1000 * n, ns=3_000))) for n in (1, 64))
-    (made,) = scale_to_size(small.duration_ns, small, large, load_gpu("H200"), predict)
-    assert made == pytest.approx((6 * 4096 * 1000 * 64 - 52.43e6) / 4800)
+    (scaled_ns,) = scale_to_size(small.duration_ns, small, large, load_gpu("H200"), predict)
+    assert scaled_ns == pytest.approx((6 * 4096 * 1000 * 64 - 52.43e6) / 4800)
 
 
 @pytest.mark.parametrize(("finds", "refused"), [("aten::scatter", False), ("aten::nonzero", True)])
@@ -88,22 +88,26 @@ def test_a_sequence_that_misaligns_products_is_noted_in_the_trace(tmp_path, seq,
     kept = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
     (tmp_path / "trace.et").write_bytes(gzip.decompress(kept.read_bytes()))
     resize = PassOptions(sizes=Resize(Change(4096, seq)))
-    made = recost(onerank.read(tmp_path / "trace.et"), "H100", passes=resize)
-    notes = [note for note in made.job.measurement.notes if "multiple of 8" in note]
+    resized = recost(onerank.read(tmp_path / "trace.et"), "H100", passes=resize)
+    notes = [note for note in resized.job.measurement.notes if "multiple of 8" in note]
     assert len(notes) == (products > 0)
     assert all(f"the rows of {products} matrix products" in note for note in notes)
     assert all("Compare with 1024 or 1032" in note for note in notes)
 
 
 def test_operands_that_no_longer_fit_are_told(trace, add):
-    def made(*sizes: int):
+    def additions(*sizes: int):
         both = {"inputs": [("Tensor(float)", [size, 64]) for size in sizes]}
         return trace({**add(64), **both})
 
-    changed = np.ones(len(made(56, 56)), dtype=bool)
-    assert mismatch_notes(made(56, 56), changed) == mismatch_notes(made(56, 1), changed) == ()
-    (told,) = mismatch_notes(made(56, 40), changed)
-    assert told.startswith("2 calls of aten::add have operands that no longer broadcast")
+    changed = np.ones(len(additions(56, 56)), dtype=bool)
+    assert (
+        mismatch_notes(additions(56, 56), changed)
+        == mismatch_notes(additions(56, 1), changed)
+        == ()
+    )
+    (note,) = mismatch_notes(additions(56, 40), changed)
+    assert note.startswith("2 calls of aten::add have operands that no longer broadcast")
 
 
 def test_factors_that_no_longer_fit_are_refused(trace, mm):

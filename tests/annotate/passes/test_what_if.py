@@ -44,7 +44,7 @@ def above_floor(graph, gpu):
     return kernels(graph)[0] - load_gpu(gpu).launch_floor_ns
 
 
-def asked(graph, gpu, **what):
+def recost_with(graph, gpu, **what):
     return recost(graph, gpu, passes=PassOptions(**what))
 
 
@@ -91,13 +91,13 @@ def test_a_kernels_name_tells_its_family(name, family):
     ],
 )
 def test_the_kernel_that_the_target_usually_runs(ran, source, target, runs, forward):
-    found = resolve(ran, load_gpu(source), load_gpu(target))
-    assert (found.runs, found.forward) == (runs, pytest.approx(forward))
+    resolution = resolve(ran, load_gpu(source), load_gpu(target))
+    assert (resolution.runs, resolution.forward) == (runs, pytest.approx(forward))
 
 
 def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):
     graph = trace(attention(FLASH2), device="A100")
-    usual, second = recost(graph, "H100"), asked(graph, "H100", attention="flash2")
+    usual, second = recost(graph, "H100"), recost_with(graph, "H100", attention="flash2")
     ratio = above_floor(second, "H100") / above_floor(usual, "H100")
     assert ratio == pytest.approx(1.73, abs=1e-4)
     assert any(
@@ -105,51 +105,53 @@ def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):
         for note in usual.job.measurement.notes
     )
     assert "measured on an H200" in second.job.measurement.notes[-1]
-    assert kernels(usual) == kernels(asked(graph, "H100", attention="same"))
+    assert kernels(usual) == kernels(recost_with(graph, "H100", attention="same"))
 
 
 def test_the_slowness_of_what_was_measured_is_not_taken_off_twice():
     c, gpus = shipped(), [load_gpu(name) for name in ("H100", "A100")]
-    found = resolve("flash2", *gpus)
+    resolution = resolve("flash2", *gpus)
     share = attention_share(*gpus, c)
     # by tiles the deviation is ln 1.73, of which half is carried over; the factor takes that off
-    assert found.forward_with(share) * 1.73**share == pytest.approx(1)
+    assert resolution.forward_with(share) * 1.73**share == pytest.approx(1)
 
 
 def test_another_kernel_on_the_same_gpu(trace, mm):
     graph = trace(attention(FLASH2, 1_002_690), mm(64, 64, 64, ns=5000), device="H100")
-    made = asked(graph, "H100", attention="flash3")
+    changed = recost_with(graph, "H100", attention="flash3")
     # floor 2690 ns; 2690 + 1,000,000 / 1.73
-    assert kernels(made) == [580_725, 5000]
-    assert kernels(made, "evidence") == [Evidence.CALIBRATED, Evidence.MEASURED]
-    low, high = (kernels(made, name)[0] for name in ("p10_ns", "p90_ns"))
+    assert kernels(changed) == [580_725, 5000]
+    assert kernels(changed, "evidence") == [Evidence.CALIBRATED, Evidence.MEASURED]
+    low, high = (kernels(changed, name)[0] for name in ("p10_ns", "p90_ns"))
     assert low < 580_725 < high
     assert kernels(recost(graph, "H100")) == [1_002_690, 5000]
 
 
 def test_a_kernel_without_a_figure_is_kept_and_told(trace):
     graph = trace(attention(CUDNN), device="A100")
-    made = asked(graph, "H100", attention="flash2")
-    assert kernels(made) == kernels(recost(graph, "H100"))
-    assert "no figure for cudnn on ampere" in made.job.measurement.notes[-1]
-    unknown = asked(trace(attention("my_attention"), device="H200"), "H100", attention="flash2")
+    changed = recost_with(graph, "H100", attention="flash2")
+    assert kernels(changed) == kernels(recost(graph, "H100"))
+    assert "no figure for cudnn on ampere" in changed.job.measurement.notes[-1]
+    unknown = recost_with(
+        trace(attention("my_attention"), device="H200"), "H100", attention="flash2"
+    )
     assert "none became flash2" in unknown.job.measurement.notes[-1]
 
 
 def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add):
     graph = trace(mm(4096, 4096, 4096, ns=250_000), mm(4096, 4096, 100), add(1 << 20))
-    plain, made = recost(graph, "H100"), asked(graph, "H100", dtype="fp8")
-    before, after = kernels(plain), kernels(made)
+    plain, changed = recost(graph, "H100"), recost_with(graph, "H100", dtype="fp8")
+    before, after = kernels(plain), kernels(changed)
     assert after[1:] == before[1:]  # k = 100 is no multiple of 16
     # 137.4 GFLOP at 0.516 of 1979 TFLOPS: 134.6 us; at 0.737 of 989: 188.6 us; floor 2.7 us
     assert before[0] / after[0] == pytest.approx((188.6 + 2.69) / (134.6 + 2.69), rel=1e-3)
-    assert kernels(made, "bytes_read")[0] == 2 * 4096 * 4096
+    assert kernels(changed, "bytes_read")[0] == 2 * 4096 * 4096
     assert kernels(plain, "bytes_read")[0] == 4 * 4096 * 4096
-    assert kernels(made, "bytes_written") == kernels(plain, "bytes_written")
-    assert kernels(made, "flops") == kernels(plain, "flops")
-    note = made.job.measurement.notes[-1]
+    assert kernels(changed, "bytes_written") == kernels(plain, "bytes_written")
+    assert kernels(changed, "flops") == kernels(plain, "flops")
+    note = changed.job.measurement.notes[-1]
     assert note.startswith("What if fp8: 1 of 2 kernels of products in bfloat16 or float16 change")
-    widths = [kernels(g, "p90_ns")[0] / kernels(g)[0] for g in (plain, made)]
+    widths = [kernels(g, "p90_ns")[0] / kernels(g)[0] for g in (plain, changed)]
     assert widths == [pytest.approx(1.091, abs=0.01), pytest.approx(2.17, abs=0.01)]
 
 
@@ -165,10 +167,10 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
     gpu = load_gpu("A100")
     sgemm = flops / gpu.tensor_flops_per_s("float32") + gpu.launch_floor_ns / 1e9
     for dtype, torch_name, operand in (("bf16", "bfloat16", 2), ("tf32", "tfloat32", 4)):
-        made = recost(graph, "A100", model="roofline", passes=PassOptions(dtype=dtype))
+        changed = recost(graph, "A100", model="roofline", passes=PassOptions(dtype=dtype))
         faster = flops / gpu.tensor_flops_per_s(torch_name) + gpu.launch_floor_ns / 1e9
-        assert kernels(made) == [round(3_000_000 * faster / sgemm)]
-        assert kernels(made, "bytes_read") == [2 * 4096 * 4096 * operand]
+        assert kernels(changed) == [round(3_000_000 * faster / sgemm)]
+        assert kernels(changed, "bytes_read") == [2 * 4096 * 4096 * operand]
     assert kernels(recost(graph, "A100")) == [3_000_000]  # never unasked
 
 
@@ -186,14 +188,14 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
 def test_what_cannot_be_is_refused(trace, mm, what, target, message):
     graph = trace(mm(64, 64, 64), attention(CUDNN))
     with pytest.raises(AnnotateError, match=message):
-        asked(graph, target, **what)
+        recost_with(graph, target, **what)
 
 
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"auto", "learned"}))
 def test_other_models_take_a_type_but_no_kernel(trace, mm, model):
     graph = trace(mm(4096, 4096, 4096), attention(CUDNN))
-    made = recost(graph, "H100", model=model, passes=PassOptions(dtype="fp8"))
-    assert kernels(made)[0] < kernels(recost(graph, "H100", model=model))[0]
+    changed = recost(graph, "H100", model=model, passes=PassOptions(dtype="fp8"))
+    assert kernels(changed)[0] < kernels(recost(graph, "H100", model=model))[0]
     with raises_code("kernel-needs-learned-model"):
         recost(graph, "H100", model=model, passes=PassOptions(attention="flash2"))
 
@@ -209,12 +211,12 @@ def test_the_command_says_what_it_changed(trace, mm, tmp_path):
     path = tmp_path / "t.et"
     trace(mm(4096, 4096, 4096), attention(CUDNN)).write(path)
     options = ["--target", "H100", "--dtype", "fp8", "--kernel", "attention=same", str(path)]
-    made = CliRunner().invoke(annotate, options)
-    assert made.exit_code == 0, made.output
-    text = " ".join(made.output.split())
+    result = CliRunner().invoke(annotate, options)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
     assert "What if fp8: 1 of 2 kernels of products" in text
     assert "1 cudnn kernels on H200 -> cudnn on H100-SXM" in text
     refused = CliRunner().invoke(annotate, ["--target", "A100", "--dtype", "fp8", str(path)])
     assert refused.exit_code == 2
     assert "no matrix units for fp8" in refused.output
-    assert [parse_kernels((f"attention={one}",)) for one in CHOICES] == [*CHOICES]
+    assert [parse_kernels((f"attention={kernel}",)) for kernel in CHOICES] == [*CHOICES]

@@ -58,14 +58,14 @@ def capture(tmp_path_factory):
 def test_experts_get_their_share_of_the_tokens(capture):
     before = capture(64, 2, "--ep", 4)
     first, real = characterise(before), characterise(capture(96, 7, "--ep", 4))
-    made = characterise(LONGER.apply(before).graph)
-    both = (made, real)
+    resized = characterise(LONGER.apply(before).graph)
+    both = (resized, real)
     ops = [[op.replace("zero_", "fill_") for op in graph.text("op")] for graph in both]
     assert ops[0] == ops[1]
     fills = np.array([op == "aten::fill_" for op in ops[0]])
     shapes = [np.array(graph.text("input_shapes"), dtype=object)[~fills] for graph in both]
     assert (shapes[0] == shapes[1]).all()
-    assert made.text("output_shapes") == real.text("output_shapes")
+    assert resized.text("output_shapes") == real.text("output_shapes")
     for name in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
         columns = [getattr(graph.nodes, name) for graph in (*both, first)]
         assert (columns[0] == columns[1]).all(), name
@@ -73,9 +73,11 @@ def test_experts_get_their_share_of_the_tokens(capture):
     grouped = Counter(op for op, change in zip(ops[0], first.nodes.flops, strict=True) if change)
     assert grouped["aten::_grouped_mm"] == 2 * 6  # a layer: two products, each with two gradients
     memory = [report_memory(graph) for graph in (*both, first)]
-    own = [one.peak_bytes - one.start_bytes for one in memory]
-    assert own[0] == pytest.approx(own[1], rel=2e-3)  # buffers of counts under 1 kB stay
-    assert own[0] > 2 * own[2]
+    step_bytes = [report.peak_bytes - report.start_bytes for report in memory]
+    assert step_bytes[0] == pytest.approx(
+        step_bytes[1], rel=2e-3
+    )  # buffers of counts under 1 kB stay
+    assert step_bytes[0] > 2 * step_bytes[2]
 
 
 def test_a_router_of_its_own_mind_is_refused(capture):

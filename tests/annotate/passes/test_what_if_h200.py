@@ -46,8 +46,8 @@ def h200() -> Graph:
 
 
 def longer(graph: Graph, target="H200", model="learned", **more) -> Graph:
-    asked = PassOptions(sizes=Resize(Change(0, 8192)), **more)
-    return recost(graph, target, model=model, passes=asked)
+    passes = PassOptions(sizes=Resize(Change(0, 8192)), **more)
+    return recost(graph, target, model=model, passes=passes)
 
 
 def by_class(before: Graph, after: Graph):
@@ -56,8 +56,8 @@ def by_class(before: Graph, after: Graph):
 
 class TestTwiceTheSequence:
     def test_products_double_attention_quadruples_and_the_optimizer_stays(self, h200):
-        plain, made = recost(h200, "H200"), longer(h200)
-        was, now = by_class(h200, plain), by_class(h200, made)
+        plain, resized = recost(h200, "H200"), longer(h200)
+        was, now = by_class(h200, plain), by_class(h200, resized)
         # 6 FLOPs a parameter and token, and rotary embeddings' small product
         assert now[OpClass.GEMM].flops == pytest.approx(2 * was[OpClass.GEMM].flops, rel=1e-5)
         assert now[OpClass.ATTENTION].flops == 4 * was[OpClass.ATTENTION].flops
@@ -67,42 +67,44 @@ class TestTwiceTheSequence:
         assert 3.2 < ratio < 4  # 2.95 forward and 3.1 back by the database's rows
 
     def test_communication_of_activations_doubles(self, h200):
-        made, calls = longer(h200), h200.communication
+        resized, calls = longer(h200), h200.communication
         assert calls.sum() == 21
-        assert (made.nodes.comm_bytes[calls] == 2 * h200.nodes.comm_bytes[calls]).all()
+        assert (resized.nodes.comm_bytes[calls] == 2 * h200.nodes.comm_bytes[calls]).all()
 
     def test_what_streams_memory_takes_its_bytes_longer(self, h200):
-        made = longer(h200)
+        resized = longer(h200)
         node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")
         taken = int(h200.nodes.duration_ns[node])
         # twice what is above 1 us; of that 1 us' part, what 4096 x 3584 read and written take
         in_proportion, gained = 1000 + 2 * (taken - 1000), taken + 4 * 4096 * 3584 / 4108.8
         longer_ns = in_proportion ** (1 - 1000 / taken) * gained ** (1000 / taken)
-        assert made.nodes.duration_ns[node] == round(longer_ns)
-        assert made.nodes.bytes_read[node] == 2 * 8192 * 3584
-        assert made.nodes.evidence[node] == Evidence.EXTRAPOLATED
-        low, high = (getattr(made.nodes, name)[node] for name in ("p10_ns", "p90_ns"))
-        assert low / made.nodes.duration_ns[node] == pytest.approx(np.exp(-0.1743), abs=1e-3)
-        assert high / made.nodes.duration_ns[node] == pytest.approx(np.exp(0.1743), abs=1e-3)
+        assert resized.nodes.duration_ns[node] == round(longer_ns)
+        assert resized.nodes.bytes_read[node] == 2 * 8192 * 3584
+        assert resized.nodes.evidence[node] == Evidence.EXTRAPOLATED
+        low, high = (getattr(resized.nodes, name)[node] for name in ("p10_ns", "p90_ns"))
+        assert low / resized.nodes.duration_ns[node] == pytest.approx(np.exp(-0.1743), abs=1e-3)
+        assert high / resized.nodes.duration_ns[node] == pytest.approx(np.exp(0.1743), abs=1e-3)
         untouched = h200.gpu_compute & (h200.nodes.phase == Phase.OPTIMIZER)
-        assert (made.nodes.evidence[untouched] == Evidence.MEASURED).all()
-        assert (made.nodes.duration_ns == h200.nodes.duration_ns)[untouched].all()
+        assert (resized.nodes.evidence[untouched] == Evidence.MEASURED).all()
+        assert (resized.nodes.duration_ns == h200.nodes.duration_ns)[untouched].all()
 
     def test_memory(self, h200):
         before, after = h200.job.measurement, longer(h200).job.measurement
         assert after.activation_bytes[0] == pytest.approx(2 * before.activation_bytes[0], rel=1e-3)
-        held = before.start_memory_bytes
-        grown = (after.peak_memory_bytes - held) / (before.peak_memory_bytes - held)
+        start_bytes = before.start_memory_bytes
+        grown = (after.peak_memory_bytes - start_bytes) / (before.peak_memory_bytes - start_bytes)
         assert grown == pytest.approx(2, rel=0.001)
 
     def test_it_goes_with_another_gpu_and_another_type(self, h200):
-        made = longer(h200, "H100", dtype="fp8")
-        rules = summarise(h200, made).rules
+        resized = longer(h200, "H100", dtype="fp8")
+        rules = summarise(h200, resized).rules
         assert rules["matrix product in another data type, by floor and roofline of both"] == 87
-        alone, both = recost(h200, "H100"), longer(h200, "H100")
+        recosted, both = recost(h200, "H100"), longer(h200, "H100")
         silu = next(n.index for n in h200 if n.text("name") and n.text("op") == "aten::silu"
                     and n.kind is Kind.KERNEL)  # fmt: skip
-        widths = [np.log(g.nodes.p90_ns[silu] / g.nodes.duration_ns[silu]) for g in (alone, both)]
+        widths = [
+            np.log(g.nodes.p90_ns[silu] / g.nodes.duration_ns[silu]) for g in (recosted, both)
+        ]
         # of memory on another GPU, and of memory at another size on top
         assert widths == pytest.approx([0.1541, np.hypot(0.1541, 0.1743)], abs=1e-3)
         evidence = both.nodes.evidence[both.gpu_compute]
@@ -110,7 +112,7 @@ class TestTwiceTheSequence:
 
     def test_rows_of_both_sizes_tell_more_than_a_model(self, h200):
         """The shipped database has this call at both sequence lengths, cold rows and warm ones."""
-        made = longer(h200, model="auto")
+        resized = longer(h200, model="auto")
         (node, *_) = [
             n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu"
         ]
@@ -126,31 +128,35 @@ class TestTwiceTheSequence:
         assert took[1] is not None
         ratio = took[1].kernel_ns / took[0].kernel_ns
         assert 1.8 < ratio < 2.3
-        assert made.nodes.duration_ns[node] == round(int(h200.nodes.duration_ns[node]) * ratio)
-        assert made.nodes.evidence[node] == Evidence.LOOKED_UP
-        told = summarise(h200, made).rules
-        assert told["measured at another size, times the ratio of both calls, looked up"] > 300
-        assert "Kernel database: " in made.job.measurement.notes[-1]
+        assert resized.nodes.duration_ns[node] == round(int(h200.nodes.duration_ns[node]) * ratio)
+        assert resized.nodes.evidence[node] == Evidence.LOOKED_UP
+        rules = summarise(h200, resized).rules
+        assert rules["measured at another size, times the ratio of both calls, looked up"] > 300
+        assert "Kernel database: " in resized.job.measurement.notes[-1]
         elsewhere = longer(h200, "H100", model="auto")
         assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"
 
     def test_nothing_that_was_timed_here_is_told_of_another_gpu(self, h200):
         timed = ScopeTime("model.layers.0", "forward", 1, 2_000_000, 1000, 3)
-        told = msgspec.structs.replace(
+        measurement = msgspec.structs.replace(
             h200.job.measurement,
             scopes=(timed,),
             timed_step_ns=(33_000_000,) * 3,
             gpu_busy_ns=30_000_000,
             step_ns=(32_000_000,) * 5,
         )
-        graph = replace(h200, job=msgspec.structs.replace(h200.job, measurement=told))
+        graph = replace(h200, job=msgspec.structs.replace(h200.job, measurement=measurement))
         kept = recost(graph, "H200").job.measurement
         assert (kept.scopes, kept.gpu_busy_ns) == ((timed,), 30_000_000)
-        for made in (recost(graph, "H100"), longer(graph), scale_host(graph, 2.0)):
-            left = made.job.measurement
-            assert (left.scopes, left.timed_step_ns, left.step_ns) == ((), (), ())
-            assert (left.gpu_busy_ns, left.profiled_step_ns) == (0, 0)
-            assert left.peak_memory_bytes > 0
+        for changed in (recost(graph, "H100"), longer(graph), scale_host(graph, 2.0)):
+            changed_measurement = changed.job.measurement
+            assert (
+                changed_measurement.scopes,
+                changed_measurement.timed_step_ns,
+                changed_measurement.step_ns,
+            ) == ((), (), ())
+            assert (changed_measurement.gpu_busy_ns, changed_measurement.profiled_step_ns) == (0, 0)
+            assert changed_measurement.peak_memory_bytes > 0
 
     def test_a_resized_trace_is_no_measurement(self, h200):
         with raises_code("recost-not-measured"):
@@ -158,18 +164,18 @@ class TestTwiceTheSequence:
 
 
 def test_four_sequences_in_the_micro_batch(h200):
-    made = recost(h200, "H200", passes=PassOptions(sizes=parse_sizes(None, "1=4")))
-    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
+    resized = recost(h200, "H200", passes=PassOptions(sizes=parse_sizes(None, "1=4")))
+    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, resized)
     for sort in (OpClass.ATTENTION, OpClass.GEMM):
         assert now[sort].flops == pytest.approx(4 * was[sort].flops, rel=1e-4)
-    shapes = {n.text("input_shapes") for n in made if n.text("op") == "aten::silu"}
+    shapes = {n.text("input_shapes") for n in resized if n.text("op") == "aten::silu"}
     assert shapes == {"[[4,4096,3584]]"}
 
 
 class TestFused:
     def test_a_norm_is_one_kernel_that_reads_once(self, h200):
-        made = FuseChains("norm").apply(h200)
-        norm = next(n for n in made if n.text("name").startswith("fused: copy_ x2 pow mean add"))
+        fused = FuseChains("norm").apply(h200)
+        norm = next(n for n in fused if n.text("name").startswith("fused: copy_ x2 pow mean add"))
         assert norm.text("module") == "model.layers.0.input_layernorm"
         tokens, hidden = 4096, 4096
         # its input and the weight
@@ -178,26 +184,26 @@ class TestFused:
         assert norm.value("bytes_written") == tokens * hidden * (4 + 2 + 2) + tokens * 4
 
     def test_all_but_the_first_of_a_chain_are_gone_and_the_rest_is_as_it_was(self, h200):
-        made = FuseChains("norm").apply(h200)
-        named = made.job.measurement.notes[-1]
+        fused = FuseChains("norm").apply(h200)
+        named = fused.job.measurement.notes[-1]
         count = int(named.split("): ")[1].split(" kernels")[0])
-        left = int(named.split("become ")[1].split(",")[0])
-        assert len(h200) - len(made) == count - left > 300
-        assert len(made.topological_order()) == len(made)
-        kept = np.isin(h200.nodes.id, made.nodes.id)
-        same = np.array([not n.startswith("fused") for n in made.text("name")])
-        assert (made.nodes.duration_ns[same] == h200.nodes.duration_ns[kept][same]).all()
-        assert made.communication.sum() == h200.communication.sum()
-        times = [replay(graph, bandwidth_gb_per_s=300) for graph in (h200, made)]
+        fused_count = int(named.split("become ")[1].split(",")[0])
+        assert len(h200) - len(fused) == count - fused_count > 300
+        assert len(fused.topological_order()) == len(fused)
+        kept = np.isin(h200.nodes.id, fused.nodes.id)
+        same = np.array([not n.startswith("fused") for n in fused.text("name")])
+        assert (fused.nodes.duration_ns[same] == h200.nodes.duration_ns[kept][same]).all()
+        assert fused.communication.sum() == h200.communication.sum()
+        times = [replay(graph, bandwidth_gb_per_s=300) for graph in (h200, fused)]
         saved = times[0].compute_ns - times[1].compute_ns
-        columns = [graph.nodes.duration_ns[graph.gpu_compute].sum() for graph in (h200, made)]
+        columns = [graph.nodes.duration_ns[graph.gpu_compute].sum() for graph in (h200, fused)]
         assert saved == columns[0] - columns[1] > 0
 
     def test_elementwise_leaves_reductions(self, h200):
-        made = recost(h200, "H200", passes=PassOptions(fuse="elementwise"))
-        reductions = [by_class(h200, g)[OpClass.REDUCTION] for g in (recost(h200, "H200"), made)]
+        fused = recost(h200, "H200", passes=PassOptions(fuse="elementwise"))
+        reductions = [by_class(h200, g)[OpClass.REDUCTION] for g in (recost(h200, "H200"), fused)]
         assert reductions[0].count == reductions[1].count
-        assert summarise(h200, made).interval == ()
+        assert summarise(h200, fused).interval == ()
 
     def test_nothing_to_fuse(self, trace, mm):
         with raises_code("fusion-nothing-to-fuse"):
@@ -207,41 +213,41 @@ class TestFused:
 
 
 def test_eager_attention_writes_its_scores(h200):
-    made = recost(h200, "H200", passes=PassOptions(attention="eager"))
+    unfused = recost(h200, "H200", passes=PassOptions(attention="eager"))
     scores = 8 * 4096 * 4096
-    softmax = [n for n in made if n.text("op") == "aten::_softmax"]
+    softmax = [n for n in unfused if n.text("op") == "aten::_softmax"]
     assert len(softmax) == 4
     assert softmax[0].value("bytes_written") == 4 * scores
     assert softmax[0].evidence is Evidence.DATASHEET
     # what an H200 ran of one layer of a bfloat16 model with attn_implementation="eager"
-    eager = [n for n in made if n.text("name").startswith("eager attention: ")]
+    eager = [n for n in unfused if n.text("name").startswith("eager attention: ")]
     half, single = "Tensor(c10::BFloat16)", "Tensor(float)"
     ran = [
         (n.text("op"), *json.loads(n.text("input_types"))[:2], *json.loads(n.text("output_types")))
         for n in eager
         if json.loads(n.text("output_shapes"))[0] == [1, 8, 4096, 4096]
     ]
-    each = len(ran) // (2 * len(softmax))
-    assert ran[:each] == [
+    per_pass = len(ran) // (2 * len(softmax))
+    assert ran[:per_pass] == [
         ("aten::mul", half, "Tensor(double)", half),
         ("aten::add", half, half, half),
         ("aten::copy_", single, half, single),
         ("aten::_softmax", single, single),
         ("aten::copy_", half, single, half),
     ]
-    assert ran[-each:] == [
+    assert ran[-per_pass:] == [
         ("aten::copy_", single, half, single),
         ("aten::mul", single, single, single),
         ("aten::_softmax_backward_data", single, single, single),
         ("aten::copy_", half, single, half),
         ("aten::mul", half, "Tensor(double)", half),
     ]
-    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
+    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, unfused)
     assert OpClass.ATTENTION not in now
     # without the causal mask's saving, and without backward's recomputation: 2 x 6 / 7
     products = now[OpClass.GEMM].flops - was[OpClass.GEMM].flops
     assert products / was[OpClass.ATTENTION].flops == pytest.approx(12 / 7)
-    peaks = [g.job.measurement.peak_memory_bytes for g in (h200, made)]
+    peaks = [g.job.measurement.peak_memory_bytes for g in (h200, unfused)]
     assert peaks[1] - peaks[0] > 4 * scores * (4 + 2)
 
 
@@ -281,8 +287,8 @@ def test_a_compiled_step_is_refused(h200):
     compiled = replace(h200, job=msgspec.structs.replace(h200.job, compilation=compilation))
     with raises_code("resize-compiled-trace"):
         longer(compiled)
-    own = Module("model", "OptimizedModule", "other")
-    by_script = replace(h200, job=msgspec.structs.replace(h200.job, modules=(own,)))
+    module = Module("model", "OptimizedModule", "other")
+    by_script = replace(h200, job=msgspec.structs.replace(h200.job, modules=(module,)))
     with raises_code("resize-compiled-script"):
         longer(by_script)
 
@@ -293,10 +299,12 @@ def test_kernels_that_tell_no_operands_are_counted(h200):
     node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")
     for column in texts.values():
         column[node] = ""
-    made = longer(h200.with_columns(**texts))
-    assert made.nodes.duration_ns[node] == h200.nodes.duration_ns[node]
-    said = f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not record"
-    assert any(note.startswith(said) for note in made.job.measurement.notes)
+    resized = longer(h200.with_columns(**texts))
+    assert resized.nodes.duration_ns[node] == h200.nodes.duration_ns[node]
+    note_start = (
+        f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not record"
+    )
+    assert any(note.startswith(note_start) for note in resized.job.measurement.notes)
 
 
 def test_the_command(h200, tmp_path):
@@ -305,13 +313,13 @@ def test_the_command(h200, tmp_path):
     h200.write(path)
     options = ["--target", "H200", "--seq", "4096=2048", "--micro-batch", "2", "--fuse", "norm",
                "--kernel", "attention=eager", "-o", str(out), str(path)]  # fmt: skip
-    made = CliRunner().invoke(annotate, options)
-    assert made.exit_code == 0, made.output
-    text = " ".join(made.output.split())
-    for said in ("What if the sequence were 2048 instead of 4096", "What if attention were eager",
+    result = CliRunner().invoke(annotate, options)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    for phrase in ("What if the sequence were 2048 instead of 4096", "What if attention were eager",
                  "What if fused (norm)"):  # fmt: skip
-        assert said in text
-    for options, said in (
+        assert phrase in text
+    for options, phrase in (
         (["--overlap", "off"], "error[serialize-already-serial]"),
         (["--seq", "8k"], "--seq 8k: expected a size"),
         (["--seq", "4096"], "nothing changes"),
@@ -319,4 +327,4 @@ def test_the_command(h200, tmp_path):
     ):
         refused = CliRunner().invoke(annotate, ["--target", "H200", *options, str(path)])
         assert refused.exit_code == 2
-        assert said in " ".join(refused.output.split())
+        assert phrase in " ".join(refused.output.split())

@@ -49,25 +49,25 @@ def capture(tmp_path_factory):
 
 
 def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
-    made, before = (
+    resized, before = (
         characterise(g) for g in (Resize(batch=Change(3, 5)).apply(capture).graph, capture)
     )
-    products = [i for i, op in enumerate(made.text("op")) if op.endswith("mm") or "conv" in op]
-    first = [json.loads(made.text("input_shapes")[i])[:2] for i in products]
+    products = [i for i, op in enumerate(resized.text("op")) if op.endswith("mm") or "conv" in op]
+    first = [json.loads(resized.text("input_shapes")[i])[:2] for i in products]
     assert sorted(first) == sorted([
         [[5, 3, 32, 32], [16, 3, 3, 3]], [[5, 16, 32, 32], [16, 1, 3, 3]], [[10], [5, 16]],
         [[10, 5], [5, 16]], [[5, 10], [10, 16]],
         [[5, 16, 15, 15], [5, 16, 32, 32]], [[5, 16, 32, 32], [5, 3, 32, 32]],
     ])  # fmt: skip
-    assert (3 * made.nodes.flops == 5 * before.nodes.flops)[products].all()
+    assert (3 * resized.nodes.flops == 5 * before.nodes.flops)[products].all()
 
 
 def test_what_the_script_keeps_from_step_to_step_grows(capture):
-    before, made = capture.job.measurement, Resize(batch=Change(3, 5)).apply(capture).graph
-    after = made.job.measurement
+    before, resized = capture.job.measurement, Resize(batch=Change(3, 5)).apply(capture).graph
+    after = resized.job.measurement
     kept = 4 * 3 * 32 * 32 + 2 * 10  # bytes of an image and its scores, until the next are made
     assert after.start_memory_bytes - before.start_memory_bytes == 2 * kept
-    others = [sum(one.resident_bytes["other"]) for one in (before, after)]
+    others = [sum(measurement.resident_bytes["other"]) for measurement in (before, after)]
     assert others[1] - others[0] == 2 * kept
     assert after.resident_bytes["parameters"] == before.resident_bytes["parameters"]
 

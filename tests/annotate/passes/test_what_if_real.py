@@ -70,44 +70,48 @@ def operators(graph):
 @pytest.mark.parametrize(("before", "after"), [((64, 2), (128, 3)), ((128, 3), (64, 2))])
 def test_a_resized_step_is_the_step_captured_at_that_size(capture, before, after):
     first, real = characterise(capture(*before)), characterise(capture(*after))
-    asked = Resize(Change(0, after[0]), Change(0, after[1]))
-    made = characterise(asked.apply(capture(*before)).graph)
-    assert operators(made) == operators(real)
-    fills = np.array([op == "aten::fill_" for op in operators(made)])
-    shapes = [np.array(graph.text("input_shapes"), dtype=object)[~fills] for graph in (made, real)]
+    resize = Resize(Change(0, after[0]), Change(0, after[1]))
+    resized = characterise(resize.apply(capture(*before)).graph)
+    assert operators(resized) == operators(real)
+    fills = np.array([op == "aten::fill_" for op in operators(resized)])
+    shapes = [
+        np.array(graph.text("input_shapes"), dtype=object)[~fills] for graph in (resized, real)
+    ]
     assert (shapes[0] == shapes[1]).all()
-    assert made.text("output_shapes") == real.text("output_shapes")
+    assert resized.text("output_shapes") == real.text("output_shapes")
     for name in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
-        columns = [getattr(graph.nodes, name) for graph in (made, real, first)]
+        columns = [getattr(graph.nodes, name) for graph in (resized, real, first)]
         assert (columns[0] == columns[1]).all(), name
         assert (columns[0] != columns[2]).any(), name
-    gradients = made.nodes.phase == onerank.ir.Phase.BACKWARD
-    gradients &= np.array([group == "dp" for group in made.text("group")])
+    gradients = resized.nodes.phase == onerank.ir.Phase.BACKWARD
+    gradients &= np.array([group == "dp" for group in resized.text("group")])
     assert gradients.any()
-    assert (made.nodes.comm_bytes == first.nodes.comm_bytes)[gradients].all()
-    tokens = np.array([group == "tp" for group in made.text("group")])
+    assert (resized.nodes.comm_bytes == first.nodes.comm_bytes)[gradients].all()
+    tokens = np.array([group == "tp" for group in resized.text("group")])
     factor = after[0] * after[1] / (before[0] * before[1])
-    assert (made.nodes.comm_bytes == factor * first.nodes.comm_bytes)[tokens].all()
-    memory = [report_memory(graph) for graph in (made, real, first)]
-    own = [one.peak_bytes - one.start_bytes for one in memory]  # beside what was held before
-    assert own[0] == own[1] != own[2]
+    assert (resized.nodes.comm_bytes == factor * first.nodes.comm_bytes)[tokens].all()
+    memory = [report_memory(graph) for graph in (resized, real, first)]
+    step_bytes = [
+        report.peak_bytes - report.start_bytes for report in memory
+    ]  # beside what was held before
+    assert step_bytes[0] == step_bytes[1] != step_bytes[2]
 
 
 def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):
-    asked = PassOptions(sizes=Resize(Change(64, 128), Change(2, 3)))
-    made = recost(capture(64, 2), "H100", passes=asked)
+    passes = PassOptions(sizes=Resize(Change(64, 128), Change(2, 3)))
+    resized = recost(capture(64, 2), "H100", passes=passes)
     real = recost(capture(128, 3), "H100")
-    assert (made.nodes.duration_ns == real.nodes.duration_ns).all()
+    assert (resized.nodes.duration_ns == real.nodes.duration_ns).all()
     assert any(
         note.startswith("What if the sequence were 128 instead of 64 and the micro-batch were 3")
-        for note in made.job.measurement.notes
+        for note in resized.job.measurement.notes
     )
 
 
 def test_eager_attention_is_what_the_eager_model_runs(capture):
     fused = recost(capture(64, 2), "H100")
     real = recost(capture(64, 2, "eager"), "H100")
-    made = EagerAttention().apply(fused, load_gpu("H100"))
+    unfused = EagerAttention().apply(fused, load_gpu("H100"))
 
     def inside(graph, *classes):
         kinds = [CLASSES[code].value for code in classify(graph, np.arange(len(graph)))]
@@ -121,11 +125,11 @@ def test_eager_attention_is_what_the_eager_model_runs(capture):
         )  # fmt: skip
 
     for kind in ("gemm", "softmax"):
-        assert inside(made, kind) == inside(real, kind) != inside(fused, kind)
-    total = [int(g.nodes.flops[g.gpu_compute].clip(0).sum()) for g in (made, real, fused)]
+        assert inside(unfused, kind) == inside(real, kind) != inside(fused, kind)
+    total = [int(g.nodes.flops[g.gpu_compute].clip(0).sum()) for g in (unfused, real, fused)]
     assert total[0] == pytest.approx(total[1], rel=1e-3)
     assert total[1] > 1.02 * total[2]
-    peaks = [report_memory(graph).peak_bytes for graph in (made, real, fused)]
+    peaks = [report_memory(graph).peak_bytes for graph in (unfused, real, fused)]
     # the scores, float32: 2 sequences, 2 of 4 heads (TP 2), 64 x 64, in each of two layers
     assert peaks[0] - peaks[2] > 2 * 4 * 2 * 2 * 64 * 64
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
@@ -148,7 +152,7 @@ def product_flops(graph):
 
 def test_fused_attention_is_what_the_fused_model_runs(capture):
     eager = capture(64, 2, "eager")
-    made = recost(eager, "H100", passes=PassOptions(attention="fused"))
+    fused = recost(eager, "H100", passes=PassOptions(attention="fused"))
     real, before = recost(capture(64, 2), "H100"), recost(eager, "H100")
 
     def kernels(graph):
@@ -160,24 +164,24 @@ def test_fused_attention_is_what_the_fused_model_runs(capture):
             )
         )
 
-    assert only_positions(kernels(made) - kernels(real))
-    assert not kernels(real) - kernels(made)
-    attention = Counter(op for op, _ in kernels(made).elements())["attention"]
+    assert only_positions(kernels(fused) - kernels(real))
+    assert not kernels(real) - kernels(fused)
+    attention = Counter(op for op, _ in kernels(fused).elements())["attention"]
     assert attention == 4  # two layers, forward and backward
-    flops = [product_flops(graph) for graph in (made, real, before)]
+    flops = [product_flops(graph) for graph in (fused, real, before)]
     assert flops[0] == flops[1] < flops[2]
-    peaks = [report_memory(graph).peak_bytes for graph in (made, real, before)]
+    peaks = [report_memory(graph).peak_bytes for graph in (fused, real, before)]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert peaks[1] < 0.95 * peaks[2]
-    kept = [graph.job.measurement.activation_bytes[0] for graph in (made, real, before)]
+    kept = [graph.job.measurement.activation_bytes[0] for graph in (fused, real, before)]
     assert kept[0] == pytest.approx(kept[1], rel=1e-3)
     assert kept[1] < 0.9 * kept[2]
-    told = [note for note in made.job.measurement.notes if note.startswith("What if attention")]
-    assert "fused (cudnn): 2 calls" in told[0]
-    assert "2 are causal, because their masks come from comparing positions" in told[0]
-    again = EagerAttention().apply(made, load_gpu("H100"))
-    back = EagerAttention().apply(real, load_gpu("H100"))
-    assert only_positions(kernels(again) - kernels(back))
+    notes = [note for note in fused.job.measurement.notes if note.startswith("What if attention")]
+    assert "fused (cudnn): 2 calls" in notes[0]
+    assert "2 are causal, because their masks come from comparing positions" in notes[0]
+    unfused = EagerAttention().apply(fused, load_gpu("H100"))
+    unfused_capture = EagerAttention().apply(real, load_gpu("H100"))
+    assert only_positions(kernels(unfused) - kernels(unfused_capture))
     with raises_code("fuse-no-eager-attention"):
         FusedAttention().apply(capture(64, 2), load_gpu("H100"))
     with pytest.raises(AnnotateError, match="flash3 does not run on A100"):
@@ -190,66 +194,66 @@ def launched(graph):
     nodes = graph.nodes.take(np.argsort(graph.nodes.start_ns, kind="stable"))
     kernels = np.isin(nodes.kind, [Kind.KERNEL, Kind.MEMSET])
     host = nodes.take(np.flatnonzero(kernels))
-    each = len(host.id)
-    asked = 10_000 * np.arange(each)
+    launches = len(host.id)
+    issued_ns = 10_000 * np.arange(launches)
     host = replace(
         host,
         id=(host.id + np.uint64(nodes.id.max() + 1)).astype(np.uint64),
-        kind=np.full(each, Kind.HOST_OP, dtype=np.uint8),
-        thread=np.ones(each, dtype=np.int64),
-        stream=np.full(each, UNKNOWN, dtype=np.int64),
-        start_ns=asked,
-        duration_ns=np.full(each, 5_000, dtype=np.int64),
-        bytes_allocated=np.zeros(each, dtype=np.int64),
-        bytes_freed=np.zeros(each, dtype=np.int64),
+        kind=np.full(launches, Kind.HOST_OP, dtype=np.uint8),
+        thread=np.ones(launches, dtype=np.int64),
+        stream=np.full(launches, UNKNOWN, dtype=np.int64),
+        start_ns=issued_ns,
+        duration_ns=np.full(launches, 5_000, dtype=np.int64),
+        bytes_allocated=np.zeros(launches, dtype=np.int64),
+        bytes_freed=np.zeros(launches, dtype=np.int64),
     )
     start = np.full(count, 0, dtype=np.int64)
-    start[kernels] = asked + 6_000
+    start[kernels] = issued_ns + 6_000
     nodes = replace(nodes, start_ns=np.maximum.accumulate(start))
-    own, rows = np.flatnonzero(kernels), np.arange(count, count + each)
-    pairs = [(rows, own, Reason.LAUNCH), (own[:-1], own[1:], Reason.STREAM_ORDER),
+    device, rows = np.flatnonzero(kernels), np.arange(count, count + launches)
+    pairs = [(rows, device, Reason.LAUNCH), (device[:-1], device[1:], Reason.STREAM_ORDER),
              (rows[:-1], rows[1:], Reason.PROGRAM_ORDER)]  # fmt: skip
     source, target = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
     reason = np.repeat([pair[2] for pair in pairs], [len(pair[0]) for pair in pairs])
-    edges = Edges.from_pairs(count + each, source, target, reason.astype(np.uint8))
+    edges = Edges.from_pairs(count + launches, source, target, reason.astype(np.uint8))
     return replace(graph, nodes=Nodes.joined([nodes, host]), edges=edges)
 
 
 def test_host_operators_go_with_what_they_launched(capture):
     h100 = load_gpu("H100")
     before = launched(recost(capture(64, 2, "eager"), h100))
-    made = FusedAttention("flash2").apply(before, h100)
-    host, kernels = ([graph.mask(kind) for graph in (before, made)]
+    changed = FusedAttention("flash2").apply(before, h100)
+    host, kernels = ([graph.mask(kind) for graph in (before, changed)]
                      for kind in (Kind.HOST_OP, Kind.KERNEL))  # fmt: skip
     gone = int(kernels[0].sum() - kernels[1].sum())
     assert gone > 30
     assert int(host[0].sum() - host[1].sum()) == gone
-    ops = np.array(made.text("op"))
+    ops = np.array(changed.text("op"))
     fused = np.array(["_flash_attention_" in op for op in ops])
     assert fused[kernels[1]].sum() == fused[host[1]].sum() == 4
-    source, reason = made.edges.source, made.edges.reason
+    source, reason = changed.edges.source, changed.edges.reason
     launch = reason == Reason.LAUNCH
-    assert (ops[source[launch]] == ops[made.edges.target[launch]]).all()
+    assert (ops[source[launch]] == ops[changed.edges.target[launch]]).all()
     assert launch.sum() == kernels[1].sum()
-    nodes = made.nodes
+    nodes = changed.nodes
     assert (nodes.evidence[fused & kernels[1]] == Evidence.DATASHEET).all()
     assert (nodes.p10_ns < nodes.duration_ns)[fused & kernels[1]].all()
     assert (nodes.duration_ns < nodes.p90_ns)[fused & kernels[1]].all()
     # between neighbours that go the host spends 10 us, before one that stays its own 5
-    last = [int(g.nodes.start_ns[g.mask(Kind.HOST_OP)].max()) for g in (before, made)]
+    last = [int(g.nodes.start_ns[g.mask(Kind.HOST_OP)].max()) for g in (before, changed)]
     assert 5_000 * gone < last[0] - last[1] <= 10_000 * gone
     assert (np.diff(nodes.start_ns[kernels[1]]) >= 0).all()
-    assert replay(made).step_time_ns < replay(before).step_time_ns
-    note = made.job.measurement.notes[-1]
+    assert replay(changed).step_time_ns < replay(before).step_time_ns
+    note = changed.job.measurement.notes[-1]
     assert f"2 calls, {gone + 4} kernels become 4" in note
     assert f"{gone} host operators are removed" in note
 
 
 def test_taken_apart_and_put_together(capture):
     """Kernels of `EagerAttention` have no storages: they are not found again, and it is told."""
-    apart = EagerAttention().apply(recost(capture(64, 2), "H100"), load_gpu("H100"))
+    unfused = EagerAttention().apply(recost(capture(64, 2), "H100"), load_gpu("H100"))
     with raises_code("fuse-no-eager-attention"):
-        FusedAttention().apply(apart, load_gpu("H100"))
+        FusedAttention().apply(unfused, load_gpu("H100"))
 
 
 CHECKPOINTED = """
@@ -282,15 +286,15 @@ def test_fused_attention_that_is_run_again(tmp_path):
         done = run_command("capture", "run", script, "-o", out, "--", attention)
         assert done.returncode == 0, done.stderr
         graphs.append(onerank.read(out))
-    made = recost(graphs[0], "H100", passes=PassOptions(attention="fused"))
+    fused = recost(graphs[0], "H100", passes=PassOptions(attention="fused"))
     real = recost(graphs[1], "H100")
-    assert any("fused (cudnn): 8 calls" in note for note in made.job.measurement.notes)
-    assert product_flops(made) == product_flops(real)
-    assert 0 <= len(made) - len(real) <= 12  # positions of masks that nobody reads
-    peaks = [report_memory(graph).peak_bytes for graph in (made, real, graphs[0])]
+    assert any("fused (cudnn): 8 calls" in note for note in fused.job.measurement.notes)
+    assert product_flops(fused) == product_flops(real)
+    assert 0 <= len(fused) - len(real) <= 12  # positions of masks that nobody reads
+    peaks = [report_memory(graph).peak_bytes for graph in (fused, real, graphs[0])]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert peaks[1] < 0.95 * peaks[2]
-    kept = [graph.job.measurement.activation_bytes for graph in (made, real)]
+    kept = [graph.job.measurement.activation_bytes for graph in (fused, real)]
     assert kept[0] == pytest.approx(kept[1], rel=1e-3)
     assert len(kept[0]) == 2
 
@@ -343,18 +347,20 @@ def test_attention_by_hand(tmp_path):
         done = run_command("capture", "run", script, "-o", out, "--", sorts)
         assert done.returncode == 0, done.stderr
         graphs.append(onerank.read(out))
-    made, real = (recost(g, "H100", passes=PassOptions(attention="flash2")) for g in graphs)
-    note = next(n for n in made.job.measurement.notes if n.startswith("What if attention"))
+    fused, real = (recost(g, "H100", passes=PassOptions(attention="flash2")) for g in graphs)
+    note = next(n for n in fused.job.measurement.notes if n.startswith("What if attention"))
     assert "fused (flash2): 2 calls" in note
     assert "1 are assumed to be causal: they add a square mask shared by all sequences" in note
     assert "1 use dropout" in note
     assert "1 more calls stay eager" in note
-    assert made.text("op").count("aten::_softmax") == real.text("op").count("aten::_softmax") == 1
-    assert product_flops(made) == product_flops(real)
-    one = 2 * 3 * 4 * 32 * 32 * 16 * 2  # both products of all scores
-    found = characterise(made)
-    attention = found.nodes.flops[["_flash_attention" in op for op in found.text("op")]]
-    assert sorted(attention.tolist()) == sorted([one // 2, one, one // 2 * 5 // 2, one * 5 // 2])
+    assert fused.text("op").count("aten::_softmax") == real.text("op").count("aten::_softmax") == 1
+    assert product_flops(fused) == product_flops(real)
+    forward_flops = 2 * 3 * 4 * 32 * 32 * 16 * 2  # both products of all scores
+    costs = characterise(fused)
+    attention = costs.nodes.flops[["_flash_attention" in op for op in costs.text("op")]]
+    assert sorted(attention.tolist()) == sorted(
+        [forward_flops // 2, forward_flops, forward_flops // 2 * 5 // 2, forward_flops * 5 // 2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -374,18 +380,18 @@ def test_the_command_for_fused_attention(capture, tmp_path):
     eager, fused, out = (tmp_path / name for name in ("eager.et", "fused.et", "out.et"))
     capture(64, 2, "eager").write(eager)
     capture(64, 2).write(fused)
-    asked = ("--target", "H100", "--kernel")
-    done = run_command("annotate", *asked, "attention=fused", "-o", out, eager)
+    options = ("--target", "H100", "--kernel")
+    done = run_command("annotate", *options, "attention=fused", "-o", out, eager)
     assert done.returncode == 0, done.stderr
     assert "What if attention were fused (cudnn): 2 calls" in " ".join(done.stdout.split())
     assert onerank.read(out).text("op").count("aten::_softmax") == 0
-    for trace, kernel, said in (
+    for trace, kernel, phrase in (
         (fused, "fused", "error[fuse-no-eager-attention]"),
         (eager, "aiter", "aiter does not run on H100"),
         (eager, "flash9", 'kernel "attention=flash9": expected attention=KERNEL'),
     ):
         refused = tmp_path / "refused.et"
-        done = run_command("annotate", *asked, f"attention={kernel}", "-o", refused, trace)
+        done = run_command("annotate", *options, f"attention={kernel}", "-o", refused, trace)
         assert done.returncode == 2
-        assert said in " ".join(done.stderr.split())
+        assert phrase in " ".join(done.stderr.split())
         assert not refused.exists()

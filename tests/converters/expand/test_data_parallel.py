@@ -29,14 +29,14 @@ def job(rank: int, names: dict[str, str], **sizes: int) -> Job:
     return Job(world=world, rank=rank, groups=tuple(groups))
 
 
-def step(given: Job, *calls: tuple[Collective, int, str], **message: Any) -> Graph:
+def step(captured_job: Job, *calls: tuple[Collective, int, str], **message: Any) -> Graph:
     builder = GraphBuilder()
     for collective, size, group in calls:
         columns = {"collective": collective, "comm_bytes": size, "group": group}
         builder.add(name="nccl", kind=Kind.COLLECTIVE, **columns)
     if message:
         builder.add(name="message", comm_bytes=64, **message)
-    return builder.build(given)
+    return builder.build(captured_job)
 
 
 def groups(graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -45,27 +45,31 @@ def groups(graph: Graph) -> dict[str, tuple[int, ...]]:
 
 def test_lines_of_every_axis():
     names = {"t": "tp", "c": "cp", "d": "dp", "both": "cp+dp", "p": "pp", "one": ""}
-    given = job(13, names, tp=2, cp=2, dp=2, pp=2)  # tp 1, cp 0, dp 1, pp 1
-    made = with_replicas(step(given), 64)
+    captured_job = job(13, names, tp=2, cp=2, dp=2, pp=2)  # tp 1, cp 0, dp 1, pp 1
+    scaled = with_replicas(step(captured_job), 64)
     # rank = tp + 2 * (cp + 2 * (dp + 64 * pp)): 1 + 4 * (1 + 64)
-    assert made.job.rank == 261
-    assert made.job.world == World.of(tp=2, cp=2, dp=64, pp=2)
-    found = groups(made)
-    assert (found["t"], found["c"], found["p"]) == ((260, 261), (261, 263), (5, 261))
-    assert found["d"] == tuple(range(257, 512, 4))
-    assert found["both"] == tuple(range(257, 512, 2))
-    assert found["one"] == (261,)
+    assert scaled.job.rank == 261
+    assert scaled.job.world == World.of(tp=2, cp=2, dp=64, pp=2)
+    scaled_groups = groups(scaled)
+    assert (scaled_groups["t"], scaled_groups["c"], scaled_groups["p"]) == (
+        (260, 261),
+        (261, 263),
+        (5, 261),
+    )
+    assert scaled_groups["d"] == tuple(range(257, 512, 4))
+    assert scaled_groups["both"] == tuple(range(257, 512, 2))
+    assert scaled_groups["one"] == (261,)
 
 
 def test_experts_stay_where_they_are_and_get_more_copies():
     names = {"ep": "ep", "edp": "edp"}
-    made = with_replicas(step(job(5, names, dp=8, ep=4)), 16)
-    assert groups(made) == {"ep": (4, 5, 6, 7), "edp": (1, 5, 9, 13)}
+    scaled = with_replicas(step(job(5, names, dp=8, ep=4)), 16)
+    assert groups(scaled) == {"ep": (4, 5, 6, 7), "edp": (1, 5, 9, 13)}
 
 
 def test_the_world_and_groups_within_a_replica():
     world = World.of(tp=2, dp=2, pp=2)
-    given = Job(
+    captured_job = Job(
         world=world,
         rank=3,
         groups=(
@@ -75,19 +79,19 @@ def test_the_world_and_groups_within_a_replica():
         ),
         classes=(RankClass(2, {"pp": (0,)}), RankClass(6, {"pp": (1,)})),
     )
-    made = with_replicas(step(given), 4)
-    assert groups(made) == {
+    scaled = with_replicas(step(captured_job), 4)
+    assert groups(scaled) == {
         "all": tuple(range(16)),
         "ends": (3, 11),
         "model": (2, 3, 10, 11),
     }
-    assert [one.representative for one in made.job.classes] == [2, 10]
+    assert [rank_class.representative for rank_class in scaled.job.classes] == [2, 10]
 
 
 def test_bytes_of_shards_alone_change():
-    given = job(1, {"dp": "dp", "tp": "tp"}, tp=2, dp=4)
+    captured_job = job(1, {"dp": "dp", "tp": "tp"}, tp=2, dp=4)
     graph = step(
-        given,
+        captured_job,
         (Collective.ALL_REDUCE, 4096, "dp"),
         (Collective.REDUCE_SCATTER, 4096, "dp"),
         (Collective.ALL_GATHER, 1024, "dp"),
@@ -107,10 +111,10 @@ def test_bytes_of_shards_alone_change():
 
 
 def test_peers_go_with_their_replica():
-    given = job(1, {}, dp=2, pp=2)
-    made = with_replicas(step(given, kind=Kind.SEND, comm_dst=3), 8)
-    assert made.nodes.comm_dst.tolist() == [9]
-    assert made.nodes.comm_src.tolist() == [-1]
+    captured_job = job(1, {}, dp=2, pp=2)
+    scaled = with_replicas(step(captured_job, kind=Kind.SEND, comm_dst=3), 8)
+    assert scaled.nodes.comm_dst.tolist() == [9]
+    assert scaled.nodes.comm_src.tolist() == [-1]
 
 
 def cut(ranks: tuple[int, ...], **sizes: int) -> Graph:

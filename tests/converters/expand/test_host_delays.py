@@ -33,8 +33,8 @@ def late(graph: Graph, operator: str) -> Graph:
     first = int(begins[lasts > 0].min())
     measurement = Measurement(step_ns=(int((begins + lasts).max()) - first,))
     job = msgspec.structs.replace(graph.job, measurement=measurement)
-    made = graph.with_columns(start_ns=begins)
-    return Graph(made.nodes, made.edges, made.strings, job)
+    delayed = graph.with_columns(start_ns=begins)
+    return Graph(delayed.nodes, delayed.edges, delayed.strings, job)
 
 
 def step_ns(graphs: list[Graph], schedule: str, micro_batches: int, path: Path) -> int:
@@ -48,8 +48,8 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
     graphs, notes = insert_host_delays_by_rank([late(graph, "weight") for graph in captures()])
     # (M + P - 1)(f + b), the backward 100 us longer
     expected = (8 + 3) * (WORK_NS + WAIT_NS) + OPTIMIZER_NS
-    found = step_ns(graphs, schedule, 8, tmp_path / "job.goal")
-    assert found == pytest.approx(expected, abs=1000)
+    duration_ns = step_ns(graphs, schedule, 8, tmp_path / "job.goal")
+    assert duration_ns == pytest.approx(expected, abs=1000)
     assert [note.split(":")[0] for note in notes] == [f"Rank {r} as captured" for r in (0, 1, 3)]
     assert all("waits 300000 ns for its host, in 3 nodes" in note for note in notes)
 
@@ -57,9 +57,9 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
 def test_a_bubble_hides_waits(tmp_path: Path) -> None:
     """Before forwards but the step's first: the last rank, which never idles, waits for 7 of 8."""
     graphs, _ = insert_host_delays_by_rank([late(graph, "forward") for graph in captures()])
-    found = step_ns(graphs, "1f1b", 8, tmp_path / "job.goal")
+    duration_ns = step_ns(graphs, "1f1b", 8, tmp_path / "job.goal")
     expected = (8 + 3) * WORK_NS + 7 * WAIT_NS + OPTIMIZER_NS
-    assert found == pytest.approx(expected, abs=1000)
+    assert duration_ns == pytest.approx(expected, abs=1000)
 
 
 def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
     late_ones = [late(graph, "input") for graph in captures(8)]
     graphs, _ = insert_host_delays_by_rank(late_ones)
     ranks = expand(graphs, Schedule.parse("zbv"), 8)
-    waits = [one.graph.text("name").count(NAME) for one in ranks]
+    waits = [rank_graph.graph.text("name").count(NAME) for rank_graph in ranks]
     assert waits == [16] * 4  # before each input gradient of two chunks
     graph = ranks[0].graph
     names, ops = graph.text("name"), graph.text("op")
@@ -89,12 +89,12 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
     assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
     assert note.endswith("Streams overlap by 500 ns, divided among the operations.")
-    alone, note = insert_host_delays(graph)
-    assert alone.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
+    delayed, note = insert_host_delays(graph)
+    assert delayed.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
     assert "overlap" not in note
-    made = export(graph, tmp_path, ranks=2, host_time=True)
-    assert made.gpu_time_ns == 1800  # the median step
-    assert "GPU compute is on 2 streams; ASTRA-sim runs one node at a time." in made.notes
+    exported = export(graph, tmp_path, ranks=2, host_time=True)
+    assert exported.gpu_time_ns == 1800  # the median step
+    assert "GPU compute is on 2 streams; ASTRA-sim runs one node at a time." in exported.notes
 
 
 def test_communication_keeps_its_order(tmp_path: Path) -> None:
@@ -140,6 +140,8 @@ def test_the_commands_take_several_traces(tmp_path: Path) -> None:
             ["export", simulator, *traces, *pipeline, "-o", str(tmp_path / output), "--json"],
         )
         assert done.exit_code == 0, done.output
-        told = msgspec.json.decode(done.output)
-        assert told["gpu_time_ns"] == pytest.approx(4 * (WORK_NS + WAIT_NS) + OPTIMIZER_NS, abs=99)
-        assert not any("idle time are not" in note for note in told["notes"])
+        summary = msgspec.json.decode(done.output)
+        assert summary["gpu_time_ns"] == pytest.approx(
+            4 * (WORK_NS + WAIT_NS) + OPTIMIZER_NS, abs=99
+        )
+        assert not any("idle time are not" in note for note in summary["notes"])

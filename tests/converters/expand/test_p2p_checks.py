@@ -40,7 +40,7 @@ def stages(axis: str) -> list[Graph]:
 
 
 def test_ranks_named_along_the_scripts_pipeline_stand_for_the_others():
-    assert [one.ranks for one in expand_ranks(stages("dp"))] == [(0, 2), (1, 3)]
+    assert [entry.ranks for entry in expand_ranks(stages("dp"))] == [(0, 2), (1, 3)]
 
 
 def test_ranks_named_along_another_axis_are_refused():
@@ -73,4 +73,4 @@ def test_messages_of_no_phase_tell_nothing():
 
 def test_real_ranks_stand_for_themselves_alone():
     wrong = [stage(rank, rank ^ 1, FIRST, LAST) for rank in range(4)]
-    assert [one.ranks for one in expand_ranks(wrong)] == [(0,), (1,), (2,), (3,)]
+    assert [entry.ranks for entry in expand_ranks(wrong)] == [(0,), (1,), (2,), (3,)]

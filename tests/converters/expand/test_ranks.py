@@ -46,35 +46,39 @@ def exchange(rank: int, sent: int, received: int, **job: Any) -> Graph:
     )  # fmt: skip
     builder.edge(moved, summed, Reason.STREAM_ORDER)
     groups = tuple(ProcessGroup(axis, WORLD.line(axis, rank), axis) for axis in ("ep", "edp"))
-    given = {"world": WORLD, "rank": rank, "groups": groups, "classes": CLASSES, **job}
-    return builder.build(Job(**given))
+    columns = {"world": WORLD, "rank": rank, "groups": groups, "classes": CLASSES, **job}
+    return builder.build(Job(**columns))
 
 
-def sizes(made: Any, rank: int) -> list[int]:
-    nodes = read_records(made.directory / f"workload.{rank}.et").nodes
+def sizes(exported: Any, rank: int) -> list[int]:
+    nodes = read_records(exported.directory / f"workload.{rank}.et").nodes
     return [node.attributes["comm_size"].value for node in nodes if node.type == 7]
 
 
 def test_each_graph_goes_to_the_ranks_of_its_class():
-    made = expand_ranks([exchange(2, 64, 64), exchange(0, 64, 64)])
-    assert [one.ranks for one in made] == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert [one.graph.job.rank for one in made] == [0, 2]
+    rank_graphs = expand_ranks([exchange(2, 64, 64), exchange(0, 64, 64)])
+    assert [entry.ranks for entry in rank_graphs] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert [entry.graph.job.rank for entry in rank_graphs] == [0, 2]
 
 
 def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
     """Rank 0 gets 96 bytes, more than any rank sends."""
-    made = export_ranks(expand_ranks([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out")
-    assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
-    assert any("uneven sizes run as even ones" in note for note in made.notes)
+    exported = export_ranks(
+        expand_ranks([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out"
+    )
+    assert [sizes(exported, rank) for rank in range(8)] == [[96, 512]] * 8
+    assert any("uneven sizes run as even ones" in note for note in exported.notes)
     even = export_ranks(expand_ranks([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even")
     assert [sizes(even, rank) for rank in range(8)] == [[64, 512]] * 8
     assert not any("uneven" in note for note in even.notes)
 
 
 def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
-    made = export_ranks(expand_ranks([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out")
-    assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
-    assert made.dropped == {}
+    exported = export_ranks(
+        expand_ranks([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out"
+    )
+    assert [sizes(exported, rank) for rank in range(8)] == [[96, 512]] * 8
+    assert exported.dropped == {}
 
 
 REFUSED: dict[str, tuple[list[Graph], str, str]] = {
@@ -144,13 +148,15 @@ def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
     """The second place of the middle stage takes half the time; the others are captured once."""
     graphs = [part(0), part(1, 0), part(1, 1, scale=2), part(2)]
     assert [graph.job.rank for graph in graphs] == [0, 4, 6, 8]
-    made = expand(graphs, Schedule("1f1b"), 2)
-    assert [one.ranks for one in made] == [
+    rank_graphs = expand(graphs, Schedule("1f1b"), 2)
+    assert [entry.ranks for entry in rank_graphs] == [
         *[(0, 1), (2, 3)], *[(4, 5), (6, 7)], *[(8, 9), (10, 11)]]  # fmt: skip
-    assert all(one.graph.job.rank in one.ranks for one in made)
-    forward = [next(n.duration_ns for n in one.graph if n.name == "forward") for one in made]
+    assert all(entry.graph.job.rank in entry.ranks for entry in rank_graphs)
+    forward = [
+        next(n.duration_ns for n in entry.graph if n.name == "forward") for entry in rank_graphs
+    ]
     assert forward == [1_000_000] * 3 + [500_000] + [1_000_000] * 2
-    done = export_ranks(made, tmp_path / "out")  # checked: every send meets its receive
+    done = export_ranks(rank_graphs, tmp_path / "out")  # checked: every send meets its receive
     groups = {*done.groups.values()}
     assert {(0, 1), (2, 3), (4, 6), (5, 7), (0, 8), (2, 10), (3, 11)} <= groups
     messages = {

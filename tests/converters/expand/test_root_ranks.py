@@ -53,11 +53,17 @@ def test_a_root_is_where_the_payload_comes_from_or_goes(tmp_path: Path) -> None:
     assert roots(ROOTED) == [0, 3, 0, 3, -1, 2, -1]
     write(ROOTED, tmp_path / "t.et")
     assert roots(read(tmp_path / "t.et")) == roots(ROOTED)
-    held = [
-        {name: one.value for name, one in node.attributes.items() if name in ENDS}
+    recorded_ends = [
+        {name: attribute.value for name, attribute in node.attributes.items() if name in ENDS}
         for node in read_records(tmp_path / "t.et").nodes
     ]
-    assert held[:5] == [{"comm_src": 0}, {"comm_src": 3}, {"comm_dst": 0}, {"comm_dst": 3}, {}]
+    assert recorded_ends[:5] == [
+        {"comm_src": 0},
+        {"comm_src": 3},
+        {"comm_dst": 0},
+        {"comm_dst": 3},
+        {},
+    ]
 
 
 def test_roots_go_with_their_replica() -> None:
@@ -73,8 +79,10 @@ def test_a_broadcast_of_the_job_comes_from_its_root(
     text = (tmp_path / "job.goal").read_text()
     ranks = re.split(r"rank \d+ \{", text)[1:]
     # each pair of tensor-parallel ranks has the root at the same place
-    assert [bool(re.search(r": send", one)) for one in ranks] == sends * 2
-    assert [bool(re.search(r": recv", one)) for one in ranks] == [not one for one in sends] * 2
+    assert [bool(re.search(r": send", program)) for program in ranks] == sends * 2
+    assert [bool(re.search(r": recv", program)) for program in ranks] == [
+        not is_sender for is_sender in sends
+    ] * 2
 
 
 def with_broadcasts(graph: Graph, root: int) -> Graph:
@@ -91,26 +99,28 @@ def broadcasts(graph: Graph) -> set[int]:
 
 def test_roots_go_with_the_stages_of_a_pipeline() -> None:
     # the first and last of 4 stages share an embedding; stages 0 and 2 come to rank 0, 1 and 3 to 1
-    given = [with_broadcasts(graph, 3) for graph in captures()]
-    made = expand(given, Schedule.parse("interleaved:2"), 4)
-    assert {one.graph.job.rank: broadcasts(one.graph) for one in made} == {0: {1}, 1: {1}}
+    stages = [with_broadcasts(graph, 3) for graph in captures()]
+    expanded = expand(stages, Schedule.parse("interleaved:2"), 4)
+    assert {entry.graph.job.rank: broadcasts(entry.graph) for entry in expanded} == {0: {1}, 1: {1}}
 
 
 def test_roots_go_with_the_place_beside_the_pipeline() -> None:
     """Ranks 4 to 7 of the middle stage: two data-parallel groups, 4 and 6, 5 and 7."""
     grid = World.of(tp=2, dp=2, pp=3)
-    given = []
+    stages = []
     for number, place in ((0, 0), (1, 0), (1, 1), (2, 0)):
         graph = stage(number, 3, world=grid, at={"tp": place})
         middle = tuple(RankClass(4 + tp, {"pp": (1,), "tp": (tp,)}) for tp in (0, 1))
         classes = (RankClass(0, {"pp": (0,)}), *middle, RankClass(8, {"pp": (2,)}))
         graph = replace(graph, job=msgspec.structs.replace(graph.job, classes=classes))
-        given.append(with_broadcasts(graph, graph.job.rank))
-    made = {one.graph.job.rank: one.graph for one in expand(given, Schedule.parse("1f1b"), 2)}
+        stages.append(with_broadcasts(graph, graph.job.rank))
+    expanded = {
+        entry.graph.job.rank: entry.graph for entry in expand(stages, Schedule.parse("1f1b"), 2)
+    }
     # captured rank 0 is the root of its lines. As rank 1 it is the second of its tensor-parallel
     # line, whose root is still the first; of its other lines it is the first
     for rank, root_of_tp in ((0, 0), (1, 0), (4, 4), (5, 5), (8, 8), (9, 8)):
-        for node in made[rank]:
+        for node in expanded[rank]:
             if node.collective is Collective.BROADCAST:
                 expected = root_of_tp if node.text("group") == "tp" else rank
                 assert node.root == expected

@@ -30,7 +30,7 @@ def step(*work, waits=()):
     """
     builder = GraphBuilder()
     last, nodes = dict[int, int](), list[int]()
-    for place, (kind, duration, alone) in enumerate(work):
+    for place, (kind, duration, uncontended_ns) in enumerate(work):
         host = builder.add(kind=Kind.HOST_OP, name="op", thread=1, start_ns=10 * place)
         stream = COMPUTE if kind is Kind.KERNEL else NETWORK
         about = (
@@ -40,7 +40,7 @@ def step(*work, waits=()):
         )
         node = builder.add(
             kind=kind, name="work", stream=stream, start_ns=10 * place + 5, duration_ns=duration,
-            uncontended_ns=alone, evidence=Evidence.MEASURED, **about,
+            uncontended_ns=uncontended_ns, evidence=Evidence.MEASURED, **about,
         )  # fmt: skip
         builder.edge(host, node, Reason.LAUNCH)
         if stream in last:
@@ -60,29 +60,31 @@ DDP = step((K, 1000, -1), (C, 3000, -1), (K, 5000, 4000), (C, 2000, -1), (K, 700
 
 
 def test_compute_and_communication_take_turns():
-    made = SerializeOverlap().apply(DDP)
+    serialized = SerializeOverlap().apply(DDP)
     # beside each other: 1000 + 5000 + 2000 + 700; in turns, the second kernel at its time alone
     assert replay(DDP).step_time_ns == pytest.approx(8700, abs=20)
-    assert replay(made).step_time_ns == pytest.approx(1000 + 3000 + 4000 + 2000 + 700, abs=20)
-    assert replay(made).exposed_communication_ns == 5000
-    assert len(made.edges) == len(DDP.edges) + 1  # the first collective before the second kernel
-    assert made.job.measurement.step_ns == ()
-    assert made.job.measurement.notes[-1].startswith("Overlap off: 1 added edges")
-    assert "1 kernels have the time" in made.job.measurement.notes[-1]
+    assert replay(serialized).step_time_ns == pytest.approx(1000 + 3000 + 4000 + 2000 + 700, abs=20)
+    assert replay(serialized).exposed_communication_ns == 5000
+    assert (
+        len(serialized.edges) == len(DDP.edges) + 1
+    )  # the first collective before the second kernel
+    assert serialized.job.measurement.step_ns == ()
+    assert serialized.job.measurement.notes[-1].startswith("Overlap off: 1 added edges")
+    assert "1 kernels have the time" in serialized.job.measurement.notes[-1]
 
 
 def test_it_is_the_source_whose_times_alone_count():
-    made = recost(DDP, "H100", passes=PassOptions(overlap="off"))
+    serialized = recost(DDP, "H100", passes=PassOptions(overlap="off"))
     plain = recost(DDP, "H100")
-    assert len(made.edges) == len(plain.edges) + 1
-    kernels = made.gpu_compute
-    assert (made.nodes.duration_ns[kernels] <= plain.nodes.duration_ns[kernels]).all()
-    assert made.nodes.duration_ns[kernels][1] < plain.nodes.duration_ns[kernels][1]
+    assert len(serialized.edges) == len(plain.edges) + 1
+    kernels = serialized.gpu_compute
+    assert (serialized.nodes.duration_ns[kernels] <= plain.nodes.duration_ns[kernels]).all()
+    assert serialized.nodes.duration_ns[kernels][1] < plain.nodes.duration_ns[kernels][1]
 
 
 def test_several_streams_wait_for_all_of_the_other_sort():
-    made = SerializeOverlap().apply(step((C, 100, -1), (K, 50, -1), (K, 60, -1), (C, 10, -1)))
-    assert replay(made).step_time_ns == pytest.approx(220, abs=20)
+    serialized = SerializeOverlap().apply(step((C, 100, -1), (K, 50, -1), (K, 60, -1), (C, 10, -1)))
+    assert replay(serialized).step_time_ns == pytest.approx(220, abs=20)
 
 
 @pytest.mark.parametrize(

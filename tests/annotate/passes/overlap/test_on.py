@@ -53,19 +53,19 @@ def operands(side, places):
 
 def kernel(ns, reads=(), writes=(), *, op="aten::mm"):
     """Return a kernel that makes tensors of others."""
-    about = {"op": op, "kind": Kind.KERNEL, "duration_ns": ns}
-    return about | operands("input", reads) | operands("output", writes)
+    columns = {"op": op, "kind": Kind.KERNEL, "duration_ns": ns}
+    return columns | operands("input", reads) | operands("output", writes)
 
 
 def call(ns, *places, collective=Collective.ALL_REDUCE, **more):
     """Return a call that blocks, on tensors in these storages."""
-    about = {
+    columns = {
         "kind": Kind.COLLECTIVE, "name": "call", "collective": collective, "duration_ns": ns,
         "comm_bytes": ELEMENTS * ITEM, "group": "dp", **more,
     }  # fmt: skip
-    if about["kind"] is not Kind.COLLECTIVE:
-        about["collective"] = Collective.NONE
-    return about | operands("input", places)
+    if columns["kind"] is not Kind.COLLECTIVE:
+        columns["collective"] = Collective.NONE
+    return columns | operands("input", places)
 
 
 def allocation(storage):
@@ -77,24 +77,24 @@ def step(*work, apart_ns=10, job=None):
     """Return a graph of host operators that launch these on one stream, in this order."""
     builder = GraphBuilder()
     before, host = list[int](), None
-    for place, about in enumerate(work):
-        op = about.get("op", "c10d::call")
-        on_host = {k: v for k, v in about.items() if k.startswith(("input_", "output_"))}
-        asked = builder.add(
+    for place, columns in enumerate(work):
+        op = columns.get("op", "c10d::call")
+        on_host = {k: v for k, v in columns.items() if k.startswith(("input_", "output_"))}
+        launcher = builder.add(
             **({"kind": Kind.HOST_OP, "name": op, "op": op, "thread": 1} | on_host),
             start_ns=apart_ns * place,
         )
         if host is not None:
-            builder.edge(host, asked, Reason.PROGRAM_ORDER)
-        host = asked
-        if about["kind"] is Kind.HOST_OP:
+            builder.edge(host, launcher, Reason.PROGRAM_ORDER)
+        host = launcher
+        if columns["kind"] is Kind.HOST_OP:
             continue
         start = apart_ns * place + 5
         node = builder.add(
-            **({"name": op, "stream": COMPUTE, "evidence": Evidence.MEASURED} | about),
+            **({"name": op, "stream": COMPUTE, "evidence": Evidence.MEASURED} | columns),
             start_ns=start,
         )
-        builder.edge(asked, node, Reason.LAUNCH)
+        builder.edge(launcher, node, Reason.LAUNCH)
         if before:
             builder.edge(before[-1], node, Reason.STREAM_ORDER)
         before.append(node)
@@ -105,15 +105,15 @@ def step(*work, apart_ns=10, job=None):
 
 
 def replace_job(job, groups, measurement):
-    about = {"groups": groups, "measurement": measurement, "device": Device("cuda", "H200")}
-    return msgspec.structs.replace(job, **about)
+    columns = {"groups": groups, "measurement": measurement, "device": Device("cuda", "H200")}
+    return msgspec.structs.replace(job, **columns)
 
 
 def overlapped(*work, **more):
     return MaximizeOverlap().apply(step(*work, **more))
 
 
-def begun(graph, kind=Kind.COLLECTIVE):
+def start_times_us(graph, kind=Kind.COLLECTIVE):
     """Return when each node of a kind begins, replayed, in us."""
     starts = schedule(graph).start_ns
     return [round(int(starts[node.index]) / 1000, 1) for node in graph if node.kind is kind]
@@ -130,42 +130,42 @@ GRADIENTS = (
 
 
 def test_sums_behind_the_backward_begin_as_their_gradients_are_made():
-    captured, made = step(*GRADIENTS), overlapped(*GRADIENTS)
+    captured, rewired = step(*GRADIENTS), overlapped(*GRADIENTS)
     assert replay(captured).step_time_ns == pytest.approx(7200_000, abs=100)
     # 1000, then 3000 of the first gradient's sum beside 2000; 500 of the other's; 700
-    assert begun(made) == [4000, 1000]  # the one that is ready first goes first
-    assert begun(made, Kind.KERNEL) == [0, 1000, 4500]
-    assert replay(made).step_time_ns == pytest.approx(5200_000, abs=100)
-    assert replay(made).exposed_communication_ns == pytest.approx(1500_000, abs=100)
-    note = made.job.measurement.notes[-1]
+    assert start_times_us(rewired) == [4000, 1000]  # the one that is ready first goes first
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 4500]
+    assert replay(rewired).step_time_ns == pytest.approx(5200_000, abs=100)
+    assert replay(rewired).exposed_communication_ns == pytest.approx(1500_000, abs=100)
+    note = rewired.job.measurement.notes[-1]
     assert note.startswith(
         "Overlap on: of 2 calls, 1 overlap more compute than captured; 1 are exposed"
     )
-    assert made.job.measurement.step_ns == ()
+    assert rewired.job.measurement.step_ns == ()
 
 
 def test_calls_get_a_stream_of_their_own_and_are_launched_behind_their_data():
-    made = overlapped(*GRADIENTS)
-    calls = [node for node in made if node.kind is Kind.COLLECTIVE]
+    rewired = overlapped(*GRADIENTS)
+    calls = [node for node in rewired if node.kind is Kind.COLLECTIVE]
     assert {call.value("stream") for call in calls} == {COMPUTE + 1}
     launched = [
-        made.node(source).value("start_ns")
-        for one in calls
-        for source, reason in made.edges.of(one.index)
+        rewired.node(source).value("start_ns")
+        for collective in calls
+        for source, reason in rewired.edges.of(collective.index)
         if reason is Reason.LAUNCH
     ]
     assert launched == [10, 0]  # by the operators of the products, not at 20 and 30
-    kernels = [node.index for node in made if node.kind is Kind.KERNEL]
+    kernels = [node.index for node in rewired if node.kind is Kind.KERNEL]
     for before, after in pairwise(kernels):
-        assert (before, Reason.STREAM_ORDER) in made.edges.of(after)
+        assert (before, Reason.STREAM_ORDER) in rewired.edges.of(after)
 
 
 def test_the_host_may_ask_late():
     """The launch of a call does not hold it back, where the host asks 5 ms later."""
-    made = overlapped(*GRADIENTS, apart_ns=5000_000)
+    rewired = overlapped(*GRADIENTS, apart_ns=5000_000)
     captured = step(*GRADIENTS, apart_ns=5000_000)
-    assert begun(captured) == [10_000, 15_000]
-    assert begun(made) == [7000, 1000]
+    assert start_times_us(captured) == [10_000, 15_000]
+    assert start_times_us(rewired) == [7000, 1000]
 
 
 def test_what_needs_the_data_at_once_stays_exposed():
@@ -174,13 +174,13 @@ def test_what_needs_the_data_at_once_stays_exposed():
 
 
 def test_kernels_wait_where_they_use_the_data():
-    made = overlapped(
+    rewired = overlapped(
         kernel(1000_000, [1], [2]),
         call(500_000, 2),
         kernel(300_000, [1], [3]),
         kernel(100_000, [2], [4], op="aten::add"),
     )
-    assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1500]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_kernels_wait_where_they_use_the_data():
 def test_who_waits_for_a_call(last, begins):
     summed, reader = call(500_000, 2, 8), kernel(10, [8], [9])
     work = [kernel(1000_000, [1], [2]), summed, kernel(300_000, [1], [3]), last, reader]
-    assert begun(overlapped(*work), Kind.KERNEL)[-2] == begins
+    assert start_times_us(overlapped(*work), Kind.KERNEL)[-2] == begins
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_who_waits_for_a_call(last, begins):
 )
 def test_a_call_waits_for_who_uses_what_it_writes(between, begins):
     rest = kernel(900_000, [1], [5]), kernel(10, [2], [6])
-    made = overlapped(kernel(1000_000, [1], [2]), between, call(500_000, 2), *rest)
-    assert begun(made) == [begins]
+    rewired = overlapped(kernel(1000_000, [1], [2]), between, call(500_000, 2), *rest)
+    assert start_times_us(rewired) == [begins]
 
 
 def test_memory_that_a_call_fills():
@@ -219,17 +219,17 @@ def test_memory_that_a_call_fills():
     scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
     work = [kernel(1000_000, [1], [2]), kernel(300_000, [9], [3])]
     rest = [scatter, kernel(100_000, [1], [5]), kernel(10, [9], [6])]
-    assert begun(overlapped(*work, allocation(9), *rest)) == [1000]
-    assert begun(overlapped(*work, *rest)) == [1300]
+    assert start_times_us(overlapped(*work, allocation(9), *rest)) == [1000]
+    assert start_times_us(overlapped(*work, *rest)) == [1300]
 
 
-@pytest.mark.parametrize(("given_out", "begins"), [([], 1500), ([allocation(2)], 1300)])
-def test_memory_that_a_kernel_fills(given_out, begins):
+@pytest.mark.parametrize(("allocations", "begins"), [([], 1500), ([allocation(2)], 1300)])
+def test_memory_that_a_kernel_fills(allocations, begins):
     """Zeros where a call's data lie: in place, or in memory that was given out anew."""
     zeros = kernel(100_000, [2], [2], op="aten::fill_")
     work = [kernel(1000_000, [1], [2]), call(500_000, 2, 8), kernel(300_000, [1], [3])]
-    made = overlapped(*work, *given_out, zeros, kernel(10, [8], [9]))
-    assert begun(made, Kind.KERNEL)[2] == begins
+    rewired = overlapped(*work, *allocations, zeros, kernel(10, [8], [9]))
+    assert start_times_us(rewired, Kind.KERNEL)[2] == begins
 
 
 def test_what_nobody_reads_is_awaited_as_captured():
@@ -237,80 +237,83 @@ def test_what_nobody_reads_is_awaited_as_captured():
     work = [kernel(1000_000, [1], [2]), call(500_000, 2), kernel(300_000, [1], [3])]
     with raises_code("overlap-data-dependent"):
         overlapped(*work)
-    made = overlapped(*work, kernel(10, [2], [4]))
-    assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
-    made = overlapped(*work, *work, kernel(10, [2], [4]))
-    assert begun(made, Kind.KERNEL) == [0, 1500, 1800, 2800, 3300]
+    rewired = overlapped(*work, kernel(10, [2], [4]))
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1500]
+    rewired = overlapped(*work, *work, kernel(10, [2], [4]))
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1500, 1800, 2800, 3300]
     assert (
-        "1 are awaited as captured, because nothing in the step" in made.job.measurement.notes[-1]
+        "1 are awaited as captured, because nothing in the step"
+        in rewired.job.measurement.notes[-1]
     )
 
 
 def test_a_call_behind_a_call():
     scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
-    made = overlapped(
+    rewired = overlapped(
         kernel(1000_000, [1], [2]),
         kernel(800_000, [1], [3]),
         scatter,
         call(200_000, 9, group="pp"),
         kernel(100_000, [9], [5]),
     )
-    assert begun(made) == [1000, 1500]
-    assert begun(made, Kind.KERNEL) == [0, 1000, 1800]
-    streams = [node.value("stream") for node in made if node.kind is Kind.COLLECTIVE]
+    assert start_times_us(rewired) == [1000, 1500]
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1800]
+    streams = [node.value("stream") for node in rewired if node.kind is Kind.COLLECTIVE]
     assert streams == [COMPUTE + 1, COMPUTE + 2]
 
 
 def test_calls_that_do_not_tell_stay():
     untold = {"input_shapes": "", "input_types": "", "input_values": ""}
-    made = overlapped(*GRADIENTS[:2], call(3000_000, 11), call(500_000, 12) | untold, GRADIENTS[-1])
-    assert begun(made) == [1000, 4000]  # behind the other of its group
-    assert begun(made, Kind.KERNEL) == [0, 1000, 4500]
-    first, second = (node.value("stream") for node in made if node.kind is Kind.COLLECTIVE)
+    rewired = overlapped(
+        *GRADIENTS[:2], call(3000_000, 11), call(500_000, 12) | untold, GRADIENTS[-1]
+    )
+    assert start_times_us(rewired) == [1000, 4000]  # behind the other of its group
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 4500]
+    first, second = (node.value("stream") for node in rewired if node.kind is Kind.COLLECTIVE)
     assert (first, second) == (COMPUTE + 1, COMPUTE)
     assert (
         "1 stay as captured, because their tensors are not recorded"
-        in made.job.measurement.notes[-1]
+        in rewired.job.measurement.notes[-1]
     )
     with raises_code("overlap-no-operands"):
         overlapped(kernel(1000, [1], [2]), call(500, 2) | untold)
 
 
 @pytest.mark.parametrize(
-    ("about", "world", "order"),
+    ("columns", "world", "order"),
     [
         ({}, World.of(dp=2), [4000, 1000]),
         ({"group": "pp"}, World.of(pp=2), [3000, 3500]),
         ({"kind": Kind.SEND, "comm_dst": 1}, World.of(dp=2), [3000, 3500]),
     ],
 )
-def test_the_order_of_a_group(about, world, order):
+def test_the_order_of_a_group(columns, world, order):
     """Ranks that run other programs, and two that meet, agree on the order as captured alone."""
-    calls = call(500_000, 12, **about), call(3000_000, 11, **about)
+    calls = call(500_000, 12, **columns), call(3000_000, 11, **columns)
     work = [*GRADIENTS[:2], *calls, kernel(9000_000, [1], [14]), kernel(10, [11, 12], [15])]
-    made = overlapped(*work, job=Job(world=world))
-    assert begun(made, calls[0]["kind"]) == order
+    rewired = overlapped(*work, job=Job(world=world))
+    assert start_times_us(rewired, calls[0]["kind"]) == order
 
 
 def test_what_is_received_is_awaited_where_it_is_read():
     receive = call(500_000, 21, kind=Kind.RECV, comm_src=1)
-    made = overlapped(
+    rewired = overlapped(
         kernel(1000_000, [1], [2]), receive, kernel(300_000, [1], [3]), kernel(100, [21], [4])
     )
-    (begins,) = begun(made, Kind.RECV)
+    (begins,) = start_times_us(rewired, Kind.RECV)
     assert begins < 1  # as soon as the script asks for it
-    assert begun(made, Kind.KERNEL) == [0, 1000, 1300]
+    assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1300]
 
 
 def test_there_and_back():
-    made = overlapped(*GRADIENTS)
-    apart = SerializeOverlap().apply(made)
-    assert replay(apart).step_time_ns == pytest.approx(7200_000, abs=100)
-    again = MaximizeOverlap().apply(apart)
-    assert replay(again).step_time_ns == pytest.approx(5200_000, abs=100)
-    assert begun(again) == begun(made)
+    rewired = overlapped(*GRADIENTS)
+    serialized = SerializeOverlap().apply(rewired)
+    assert replay(serialized).step_time_ns == pytest.approx(7200_000, abs=100)
+    maximized = MaximizeOverlap().apply(serialized)
+    assert replay(maximized).step_time_ns == pytest.approx(5200_000, abs=100)
+    assert start_times_us(maximized) == start_times_us(rewired)
     with raises_code("overlap-data-dependent"):
-        MaximizeOverlap().apply(made)
+        MaximizeOverlap().apply(rewired)
 
 
 def test_an_operator_that_launches_behind_what_it_calls():
@@ -328,23 +331,23 @@ def test_an_operator_that_launches_behind_what_it_calls():
     ordered = edges.reason == Reason.STREAM_ORDER
     source, target = edges.source.copy(), edges.target
     both = ordered & np.isin(source, [first, second])
-    source[both] = [swapped[one] for one in source[both]]
+    source[both] = [swapped[collective] for collective in source[both]]
     target[ordered & (target == second)] = first
     start[first] = start[second] + 1
     behind = Edges.from_pairs(len(graph), source, target, edges.reason)
-    made = MaximizeOverlap().apply(replace(graph, edges=behind).with_columns(start_ns=start))
-    (one,) = (node for node in made if node.kind is Kind.COLLECTIVE)
-    launched = [s for s, reason in made.edges.of(one.index) if reason is Reason.LAUNCH]
-    assert made.nodes.start_ns[launched].tolist() == [10]
-    assert begun(made) == [40]
-    assert replay(SerializeOverlap().apply(made)).exposed_communication_ns == 50_000
+    rewired = MaximizeOverlap().apply(replace(graph, edges=behind).with_columns(start_ns=start))
+    (collective,) = (node for node in rewired if node.kind is Kind.COLLECTIVE)
+    launched = [s for s, reason in rewired.edges.of(collective.index) if reason is Reason.LAUNCH]
+    assert rewired.nodes.start_ns[launched].tolist() == [10]
+    assert start_times_us(rewired) == [40]
+    assert replay(SerializeOverlap().apply(rewired)).exposed_communication_ns == 50_000
 
 
 def test_it_goes_with_another_gpu():
-    made = recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="on"))
+    rewired = recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="on"))
     plain = recost(step(*GRADIENTS), "H100")
-    assert (made.nodes.duration_ns == plain.nodes.duration_ns).all()
-    assert replay(made).step_time_ns < replay(plain).step_time_ns
+    assert (rewired.nodes.duration_ns == plain.nodes.duration_ns).all()
+    assert replay(rewired).step_time_ns < replay(plain).step_time_ns
 
 
 def test_names():
@@ -366,8 +369,8 @@ def test_extrapolated_graphs():
     graph = step(*GRADIENTS)
     line = Line((1, 2), 0, 1, None, 4)
     depths = LayerExtrapolation((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
-    told = msgspec.structs.replace(graph.job.measurement, depths=depths)
+    measurement = msgspec.structs.replace(graph.job.measurement, depths=depths)
     with raises_code("overlap-extrapolated-trace"):
         MaximizeOverlap().apply(
-            replace(graph, job=msgspec.structs.replace(graph.job, measurement=told))
+            replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
         )

@@ -75,8 +75,8 @@ def by_hand(tmp_path_factory) -> Graph:
 
 
 def times_of(graph: Graph) -> tuple[int, int]:
-    found = replay(graph, bandwidth_gb_per_s=BUS_GB_PER_S)
-    return found.step_time_ns, found.exposed_communication_ns
+    step_times = replay(graph, bandwidth_gb_per_s=BUS_GB_PER_S)
+    return step_times.step_time_ns, step_times.exposed_communication_ns
 
 
 def times(graph: Graph, overlap: str) -> tuple[int, int]:
@@ -87,11 +87,11 @@ def times(graph: Graph, overlap: str) -> tuple[int, int]:
 def test_sums_behind_the_backward_become_those_of_hooks(by_hand, tmp_path):
     hooks = captured(tmp_path, START, HOOKS, STEPS.format(reduce=AWAITED))
     blocking, asynchronous = times(by_hand, "as-captured"), times(hooks, "as-captured")
-    made = times(by_hand, "on")
-    assert made[0] < asynchronous[0] * 1.001 < blocking[0] * 0.9
+    maximized = times(by_hand, "on")
+    assert maximized[0] < asynchronous[0] * 1.001 < blocking[0] * 0.9
     # beyond the hooks', the optimizer waits for the gradients of each kernel alone
-    assert made[0] == pytest.approx(asynchronous[0], rel=0.03)
-    assert made == times(hooks, "on")
+    assert maximized[0] == pytest.approx(asynchronous[0], rel=0.03)
+    assert maximized == times(hooks, "on")
     assert times(hooks, "off") == blocking
 
 
@@ -106,8 +106,8 @@ def test_fsdp_gathers_and_scatters_beside_compute(tmp_path):
 def test_tensor_parallelism_has_little_to_gain(name):
     """A sum's reader is mostly the very next kernel; it is beside them that the rest gains."""
     graph = convert_directory(TRACES / name)[0]
-    made = MaximizeOverlap().apply(graph)
-    note = made.job.measurement.notes[-1]
+    maximized = MaximizeOverlap().apply(graph)
+    note = maximized.job.measurement.notes[-1]
     # the H200's slice makes up what its embedding's sum would hold, so nobody reads that
     moved, calls = {
         "cpu-llama-2l-tp4": (
@@ -125,31 +125,31 @@ def test_tensor_parallelism_has_little_to_gain(name):
 
 def test_it_goes_with_other_what_ifs():
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
-    asked = {"sizes": parse_sizes("4096=8192", "2"), "attention": "eager"}
-    plain = recost(graph, "H100", passes=PassOptions(**asked))
-    made = recost(graph, "H100", passes=PassOptions(**asked, overlap="on"))
-    assert made.nodes.duration_ns.sum() == plain.nodes.duration_ns.sum()
-    assert times_of(made) < times_of(plain)
+    options = {"sizes": parse_sizes("4096=8192", "2"), "attention": "eager"}
+    plain = recost(graph, "H100", passes=PassOptions(**options))
+    maximized = recost(graph, "H100", passes=PassOptions(**options, overlap="on"))
+    assert maximized.nodes.duration_ns.sum() == plain.nodes.duration_ns.sum()
+    assert times_of(maximized) < times_of(plain)
 
 
 def test_sums_of_gradients_run_beside_the_next_product():
     """The gradient of up_proj's input is summed while gate_proj's products run."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    made = MaximizeOverlap().apply(graph)
-    (call,) = [node.index for node in made if node.kind is Kind.COLLECTIVE and
+    maximized = MaximizeOverlap().apply(graph)
+    (call,) = [node.index for node in maximized if node.kind is Kind.COLLECTIVE and
                node.text("module") == "model.layers.1.mlp.up_proj"]  # fmt: skip
-    following = np.flatnonzero(made.nodes.start_ns > graph.nodes.start_ns[call])[:3].tolist()
-    assert [made.node(i).text("op") for i in following] == [
+    following = np.flatnonzero(maximized.nodes.start_ns > graph.nodes.start_ns[call])[:3].tolist()
+    assert [maximized.node(i).text("op") for i in following] == [
         "aten::silu_backward", "aten::mm", "aten::mm",
     ]  # fmt: skip
-    assert not any(call in dict(made.edges.of(i)) for i in following)
+    assert not any(call in dict(maximized.edges.of(i)) for i in following)
 
 
 def test_exports_have_no_findings(by_hand, tmp_path):
-    made = recost(by_hand, "H200", passes=PassOptions(overlap="on"))
-    to_astra_sim(made, tmp_path / "out")
+    maximized = recost(by_hand, "H200", passes=PassOptions(overlap="on"))
+    to_astra_sim(maximized, tmp_path / "out")
     assert check(tmp_path / "out") == []
-    to_goal(made, tmp_path / "step.goal")
+    to_goal(maximized, tmp_path / "step.goal")
     assert (tmp_path / "step.goal").stat().st_size
 
 
@@ -157,10 +157,10 @@ def test_the_command(by_hand, tmp_path):
     path, out = tmp_path / "t.et", tmp_path / "o.et"
     by_hand.write(path)
     options = ["--target", "H200", "--overlap", "on", "-o", str(out), str(path)]
-    made = CliRunner().invoke(annotate, options)
-    assert made.exit_code == 0, made.output
-    assert "of 12 calls, 12 overlap more compute" in " ".join(made.output.split())
+    result = CliRunner().invoke(annotate, options)
+    assert result.exit_code == 0, result.output
+    assert "of 12 calls, 12 overlap more compute" in " ".join(result.output.split())
     assert check(out) == []
-    again = CliRunner().invoke(annotate, ["--target", "H200", "--overlap", "half", str(path)])
-    assert again.exit_code == 2
+    refused = CliRunner().invoke(annotate, ["--target", "H200", "--overlap", "half", str(path)])
+    assert refused.exit_code == 2
     assert onerank.read(out).job.measurement.notes

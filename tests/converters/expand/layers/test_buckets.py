@@ -20,7 +20,7 @@ def backward(megabytes: list[int], calls: list[tuple[int, int]]) -> Graph:
     """Return a CPU's backward of gradients in bf16, and calls (after which gradient, MiB)."""
     builder = GraphBuilder()
     before, now, chained = -1, 0, -1
-    asked: list[int] = []
+    launchers: list[int] = []
 
     def host(name: str, phase: Phase, shapes: Any, types: Any) -> int:
         nonlocal before, now
@@ -50,9 +50,9 @@ def backward(megabytes: list[int], calls: list[tuple[int, int]]) -> Graph:
                 if chained >= 0:
                     builder.edge(chained, call, Reason.STREAM_ORDER)
                 chained = call
-                asked.append(call)
+                launchers.append(call)
     emptied = [host(EMPTY, Phase.NONE, [shape], [tensor]) for shape in shapes]
-    for call in asked:
+    for call in launchers:
         builder.edge(call, emptied[0], Reason.SYNC)
     return builder.build(Job())
 
@@ -80,23 +80,25 @@ def test_buckets_follow_from_the_sizes():
 
 def test_calls_are_taken_out_and_put_back_as_they_were():
     graph = backward(SIZES, CALLS)
-    found = find_bucket_calls(graph)
-    assert found is not None
-    without = found.without()
+    bucket_calls = find_bucket_calls(graph)
+    assert bucket_calls is not None
+    without = bucket_calls.without()
     assert not without.communication.any()
     assert len(without) == len(graph) - 4
-    again = insert_bucket_calls(without, found)
-    assert calls(again) == calls(graph)
-    assert len(again.edges) == len(graph.edges)
-    assert find_bucket_calls(again) is not None
+    restored = insert_bucket_calls(without, bucket_calls)
+    assert calls(restored) == calls(graph)
+    assert len(restored.edges) == len(graph.edges)
+    assert find_bucket_calls(restored) is not None
 
 
 def test_a_longer_backward_has_the_calls_of_its_own_sizes():
-    found = find_bucket_calls(backward(SIZES, CALLS))
-    assert found is not None
+    bucket_calls = find_bucket_calls(backward(SIZES, CALLS))
+    assert bucket_calls is not None
     longer = [2, 10, 10, 10, 1, 10, 10, 10, 1, 40, 3]
-    made = insert_bucket_calls(backward(longer, []), found)
-    assert calls(made) == calls(backward(longer, [(0, 2), (3, 30), (7, 31), (9, 41), (10, 3)]))
+    longer_step = insert_bucket_calls(backward(longer, []), bucket_calls)
+    assert calls(longer_step) == calls(
+        backward(longer, [(0, 2), (3, 30), (7, 31), (9, 41), (10, 3)])
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,11 @@ class Step:
         row = self.builder.row(launcher)
         start = max(self.now, self.free_at[stream])
         self.free_at[stream] = start + duration_ns
-        given = {"name": f"{row['name']}_kernel", "kind": Kind.KERNEL, **columns}
+        kernel_columns = {"name": f"{row['name']}_kernel", "kind": Kind.KERNEL, **columns}
         index = self.builder.add(
             op=row["op"], stream=stream, start_ns=start, duration_ns=duration_ns,
             module=row["module"], phase=row["phase"], micro_batch=0,
-            evidence=Evidence.MEASURED, **given,
+            evidence=Evidence.MEASURED, **kernel_columns,
         )  # fmt: skip
         self.builder.edge(launcher, index, Reason.LAUNCH)
         self.after(("stream", stream), index, Reason.STREAM_ORDER)
@@ -129,20 +129,20 @@ class Step:
         return self.builder.build(Job(measurement=measurement))
 
 
-def step(layers: int, **given: Any) -> Graph:
-    return Step(layers, **given).graph()
+def step(layers: int, **options: Any) -> Graph:
+    return Step(layers, **options).graph()
 
 
 def by_lane(graph: Graph) -> dict[int, tuple[Any, int]]:
     """Return per node its thread or stream, and its place there."""
     count: dict[Any, int] = defaultdict(int)
-    found: dict[int, tuple[Any, int]] = {}
+    places: dict[int, tuple[Any, int]] = {}
     for index in graph.topological_order().tolist():
         node = graph.node(index)
         lane = node.value("stream"), node.value("thread")
-        found[index] = lane, count[lane]
+        places[index] = lane, count[lane]
         count[lane] += 1
-    return found
+    return places
 
 
 def structure(graph: Graph) -> tuple[dict[Any, Any], set[Any]]:
@@ -169,23 +169,23 @@ def structure(graph: Graph) -> tuple[dict[Any, Any], set[Any]]:
      ((3, 6), 15, 3)],
 )  # fmt: skip
 def test_nodes_and_every_edge_are_those_of_the_deeper_step(layers, depth, turns):
-    made = extrapolate({count: step(count, turns=turns) for count in layers}, depth)
-    nodes, edges = structure(made)
+    extrapolated = extrapolate({count: step(count, turns=turns) for count in layers}, depth)
+    nodes, edges = structure(extrapolated)
     expected_nodes, expected_edges = structure(step(depth, turns=turns))
     assert nodes == expected_nodes
     assert edges == expected_edges
     for stream in (COMPUTE, COMMUNICATION):
-        on = made.nodes.stream == stream
-        ends = made.nodes.start_ns[on] + made.nodes.duration_ns[on]
-        assert (made.nodes.start_ns[on][1:] >= ends[:-1]).all()
-    assert len(set(made.nodes.id.tolist())) == len(made)
+        on = extrapolated.nodes.stream == stream
+        ends = extrapolated.nodes.start_ns[on] + extrapolated.nodes.duration_ns[on]
+        assert (extrapolated.nodes.start_ns[on][1:] >= ends[:-1]).all()
+    assert len(set(extrapolated.nodes.id.tolist())) == len(extrapolated)
 
 
 def test_copies_take_the_median_and_what_grows_follows_the_line():
-    made = extrapolate({2: step(2), 4: step(4)}, 8)
+    extrapolated = extrapolate({2: step(2), 4: step(4)}, 8)
     took = {
         (node.text("module"), node.phase): (node.duration_ns, node.evidence)
-        for node in made
+        for node in extrapolated
         if node.name == "mm_kernel"
     }
     forward = [took[f"model.layers.{n}.mlp", Phase.FORWARD] for n in range(8)]
@@ -193,7 +193,7 @@ def test_copies_take_the_median_and_what_grows_follows_the_line():
     assert forward[:3] == [(2000, measured), (2010, measured), (2020, measured)]
     assert forward[3:7] == [(2015, copied)] * 4  # the median of layers 1 and 2
     assert forward[7] == (2030, measured)
-    launches = [node for node in made if node.name == "multi_tensor_apply"]
+    launches = [node for node in extrapolated if node.name == "multi_tensor_apply"]
     assert len(launches) == 9
     assert sum(node.duration_ns for node in launches) == 9 * 600
     assert {node.evidence for node in launches} == {copied}
@@ -219,16 +219,16 @@ def test_a_wait_for_the_launch_queue_is_left_out():
         free.strings,
         free.job,
     ).with_columns(start_ns=late, blocked_ns=queued)
-    made = extrapolate({2: step(2), 4: full}, 8)
-    assert not (made.edges.reason == Reason.LAUNCH_QUEUE).any()
+    extrapolated = extrapolate({2: step(2), 4: full}, 8)
+    assert not (extrapolated.edges.reason == Reason.LAUNCH_QUEUE).any()
     expected = replay(extrapolate({2: step(2), 4: free}, 8)).step_time_ns
-    assert replay(made).step_time_ns == expected
+    assert replay(extrapolated).step_time_ns == expected
     assert replay(full).step_time_ns == 27_500 + 50_000  # when its last operator ends
 
 
 def test_the_lines_and_the_replay_of_memory():
-    made = extrapolate({count: step(count) for count in (1, 2, 4)}, 8)
-    measurement = made.job.measurement
+    extrapolated = extrapolate({count: step(count) for count in (1, 2, 4)}, 8)
+    measurement = extrapolated.job.measurement
     depths = measurement.depths
     assert depths is not None
     assert (depths.module, depths.first, depths.period, depths.copied) == ("model.layers", 0, 1, 4)
@@ -240,38 +240,40 @@ def test_the_lines_and_the_replay_of_memory():
     assert depths.replayed_peak_bytes == 8000 + 8 * 100 + 30  # in the first backward operator
     assert measurement.peak_memory_bytes == 1130 * 8 + 7
     assert (measurement.step_ns, measurement.profiled_step_ns) == ((), 0)
-    assert depths.composed_compute_ns == int(made.nodes.duration_ns[made.gpu_compute].sum())
+    assert depths.composed_compute_ns == int(
+        extrapolated.nodes.duration_ns[extrapolated.gpu_compute].sum()
+    )
     assert depths.layer_mismatch == pytest.approx(0, abs=0.002)
 
 
 def test_a_peak_that_moves_is_taken_from_the_replay():
     def loss_peaks(layers: int, peak: int) -> Graph:
-        made = step(layers)
-        allocated = made.nodes.bytes_allocated.copy()
-        freed = made.nodes.bytes_freed.copy()
-        loss = made.text("name").index("loss")
+        captured = step(layers)
+        allocated = captured.nodes.bytes_allocated.copy()
+        freed = captured.nodes.bytes_freed.copy()
+        loss = captured.text("name").index("loss")
         allocated[loss] += 10_000
         freed[loss] += 10_000
-        optimizer = made.text("name").index("_foreach_mul_")
+        optimizer = captured.text("name").index("_foreach_mul_")
         allocated[optimizer] += 3000 * layers
         freed[optimizer] += 3000 * layers
-        graph = made.with_columns(bytes_allocated=allocated, bytes_freed=freed)
+        graph = captured.with_columns(bytes_allocated=allocated, bytes_freed=freed)
         measurement = Measurement(start_memory_bytes=1000 * layers, peak_memory_bytes=peak)
         return Graph(graph.nodes, graph.edges, graph.strings, Job(measurement=measurement))
 
-    made = extrapolate({2: loss_peaks(2, 12_200), 3: loss_peaks(3, 13_300)}, 8)
+    extrapolated = extrapolate({2: loss_peaks(2, 12_200), 3: loss_peaks(3, 13_300)}, 8)
     # the optimizer's moment: 8 layers of weights, of gradients, and of temporaries
-    assert made.job.measurement.peak_memory_bytes == 8000 + 8 * 30 + 8 * 3000
-    assert any("another moment of the step" in note for note in made.job.measurement.notes)
+    assert extrapolated.job.measurement.peak_memory_bytes == 8000 + 8 * 30 + 8 * 3000
+    assert any("another moment of the step" in note for note in extrapolated.job.measurement.notes)
 
 
 def test_at_its_own_depth_the_capture_is_returned_with_the_lines():
     whole = step(4)
-    made = extrapolate({2: step(2), 4: whole}, 4)
-    assert made.nodes is whole.nodes
-    assert made.job.measurement.step_ns == whole.job.measurement.step_ns
-    assert made.job.measurement.depths is not None
-    assert made.job.measurement.depths.copied == 0
+    extrapolated = extrapolate({2: step(2), 4: whole}, 4)
+    assert extrapolated.nodes is whole.nodes
+    assert extrapolated.job.measurement.step_ns == whole.job.measurement.step_ns
+    assert extrapolated.job.measurement.depths is not None
+    assert extrapolated.job.measurement.depths.copied == 0
 
 
 REFUSED = {
@@ -310,10 +312,10 @@ def test_captures_that_do_not_suffice(case):
 
 
 def test_first_and_last_layers_may_differ():
-    made = extrapolate({4: step(4), 6: step(6, extra=(1, 5))}, 8)
-    notes = made.job.measurement.notes
+    extrapolated = extrapolate({4: step(4), 6: step(6, extra=(1, 5))}, 8)
+    notes = extrapolated.job.measurement.notes
     assert "layers 1 of the 6 captured differ from the others, and stay as captured" in notes
-    names = [node.text("module") for node in made if node.name == "relu"]
+    names = [node.text("module") for node in extrapolated if node.name == "relu"]
     assert names == ["model.layers.1", "model.layers.7"]
 
 
@@ -334,9 +336,9 @@ def test_operators_of_only_one_capture_are_noted():
     long.host("print", FORWARD_THREAD, "", Phase.OPTIMIZER)
     short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
     short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
-    made = extrapolate({2: short.graph(), 4: long.graph()}, 8)
-    assert any("1 print" in note for note in made.job.measurement.notes)
-    names = made.text("name")
+    extrapolated = extrapolate({2: short.graph(), 4: long.graph()}, 8)
+    assert any("1 print" in note for note in extrapolated.job.measurement.notes)
+    names = extrapolated.text("name")
     assert (names.count("print"), names.count("item"), names.count("read")) == (1, 8, 8)
 
 
@@ -344,21 +346,21 @@ def test_operators_that_run_once_per_process_are_ignored():
     """DTensor infers the operands of a new shape, which the later capture has in its cache."""
 
     def loop(layers: int, cached: bool) -> Graph:
-        made, known = Step(layers), set[str]()
+        builder, known = Step(layers), set[str]()
         for shape in ("[[50]]", *("[[8,8]]", "[[8]]") * layers, "[[9]]"):
-            made.host("sqrt", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
+            builder.host("sqrt", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
             if not cached and shape not in known:
-                made.host("empty_permuted", FORWARD_THREAD, "", Phase.OPTIMIZER)
+                builder.host("empty_permuted", FORWARD_THREAD, "", Phase.OPTIMIZER)
             known.add(shape)
-            made.host("div", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
-        return made.graph()
+            builder.host("div", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
+        return builder.graph()
 
     for first, later in ((False, True), (True, False)):
-        made = extrapolate({2: loop(2, first), 4: loop(4, later)}, 8)
-        assert structure(made) == structure(loop(8, later))
-        assert any("4 empty_permuted" in note for note in made.job.measurement.notes)
-    made = extrapolate({2: loop(2, False), 4: loop(4, False)}, 8)
-    assert structure(made) == structure(loop(8, False))
+        extrapolated = extrapolate({2: loop(2, first), 4: loop(4, later)}, 8)
+        assert structure(extrapolated) == structure(loop(8, later))
+        assert any("4 empty_permuted" in note for note in extrapolated.job.measurement.notes)
+    extrapolated = extrapolate({2: loop(2, False), 4: loop(4, False)}, 8)
+    assert structure(extrapolated) == structure(loop(8, False))
 
 
 @pytest.mark.parametrize(
@@ -370,9 +372,9 @@ def test_operators_that_run_once_per_process_are_ignored():
     ],
 )
 def test_a_surplus_is_a_unit_repeated(shallow, deep, between, expected):
-    found = align(shallow, deep, between)
-    assert found is not None
-    assert "".join(repeat_units(deep, found.units, beyond=2)) == expected
+    alignment = align(shallow, deep, between)
+    assert alignment is not None
+    assert "".join(repeat_units(deep, alignment.units, beyond=2)) == expected
 
 
 def test_a_surplus_that_is_no_repetition():

@@ -22,5 +22,5 @@ def test_the_example_s_order(schedule, script, chunks, monkeypatch):
     for ranks, micro_batches in ((2, 8), (4, 8), (4, 4)):
         expanded = Schedule.parse(schedule).actions(ranks, micro_batches)
         for rank, expected in enumerate(expanded):
-            own = actions(script, rank, ranks, micro_batches, chunks)
-            assert [*own] == [(a.phase == "B", a.micro_batch, a.chunk) for a in expected]
+            script_actions = actions(script, rank, ranks, micro_batches, chunks)
+            assert [*script_actions] == [(a.phase == "B", a.micro_batch, a.chunk) for a in expected]

@@ -21,7 +21,9 @@ H200 = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4"
 LETTERS = {"forward": "F", "input": "I", "weight": "W", "evaluation": "E"}
 
 
-def made(schedule: str, micro_batches: int, graphs: list[Graph] | None = None) -> list[RankGraph]:
+def expanded(
+    schedule: str, micro_batches: int, graphs: list[Graph] | None = None
+) -> list[RankGraph]:
     return expand(graphs or captures(), Schedule.parse(schedule), micro_batches)
 
 
@@ -34,15 +36,15 @@ def order(graph: Graph) -> str:
 
 
 def test_kernels_run_in_the_schedule_s_order():
-    first, *_, last = made("1f1b", 5)
+    first, *_, last = expanded("1f1b", 5)
     assert order(last.graph) == "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 F4 I4 W4"
     assert order(first.graph) == "F0 F1 F2 F3 I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4"
-    assert order(made("gpipe", 2)[1].graph) == "F0 F1 I0 W0 I1 W1"
+    assert order(expanded("gpipe", 2)[1].graph) == "F0 F1 I0 W0 I1 W1"
 
 
 def test_a_split_backward_runs_its_parts_apart():
     """ZB-V on two ranks: the last has both middle stages, the first the ends."""
-    first, last = made("zbv", 3)
+    first, last = expanded("zbv", 3)
     assert (first.stages, last.stages) == ((0, 3), (1, 2))
     assert order(last.graph) == ("F0 F0 F1 F1 I0 W0 F2 I0 W0 F2 I1 W1 I1 I2 I2 W1 W2 W2")
     assert last.ranks == (1,)
@@ -57,18 +59,18 @@ def test_every_send_meets_its_receive_and_nothing_stalls(
     """The export is checked as it is written; more and fewer micro-batches than were captured."""
     if schedule == "interleaved:2" and micro_batches == 3:
         micro_batches = 4
-    ranks = made(schedule, micro_batches, captures(captured=captured))
+    ranks = expanded(schedule, micro_batches, captures(captured=captured))
     done = export_ranks(ranks, tmp_path / "out")
     assert done.ranks == len(ranks)
     sends: set[tuple[int, int, int]] = set()
     receives: set[tuple[int, int, int]] = set()
     for rank in range(done.ranks):
         for node in read_records(tmp_path / "out" / f"workload.{rank}.et").nodes:
-            given = {name: one.value for name, one in node.attributes.items()}
+            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
             if node.type in (5, 6):
-                message = given["comm_src"], given["comm_dst"], given["comm_tag"]
+                message = attributes["comm_src"], attributes["comm_dst"], attributes["comm_tag"]
                 (sends if node.type == 5 else receives).add(message)
-                assert given["comm_size"] == HIDDEN_BYTES
+                assert attributes["comm_size"] == HIDDEN_BYTES
     # each border that two ranks share is crossed both ways by each micro-batch, on its own tag
     borders = {"zbv": 2, "interleaved:2": 3}.get(schedule, 3)
     assert sends == receives
@@ -93,25 +95,25 @@ def test_the_first_and_last_micro_batch_stand_for_themselves():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
 def test_an_evaluation_is_laid_once(schedule, evaluated, tmp_path):
     """Before the first micro-batch, or else behind the last; each stage's once."""
-    ranks = made(schedule, 8, captures(evaluated=evaluated))
-    plain = made(schedule, 8)
-    for one, without in zip(ranks, plain, strict=True):
-        own = "E-1 " * len(one.stages)
+    ranks = expanded(schedule, 8, captures(evaluated=evaluated))
+    plain = expanded(schedule, 8)
+    for rank_graph, without in zip(ranks, plain, strict=True):
+        evaluation = "E-1 " * len(rank_graph.stages)
         expected = order(without.graph)
-        expected = own + expected if evaluated == 0 else f"{expected} {own}"
-        assert order(one.graph) == expected.strip()
+        expected = evaluation + expected if evaluated == 0 else f"{expected} {evaluation}"
+        assert order(rank_graph.graph) == expected.strip()
     export_ranks(ranks, tmp_path / "out")  # checks that messages meet
 
 
 def test_sends_do_not_hold_up_what_follows():
-    graph = made("1f1b", 4)[1].graph
+    graph = expanded("1f1b", 4)[1].graph
     for index in range(len(graph)):
         kinds = {graph.node(source).kind for source, _ in graph.edges.of(index)}
         assert Kind.SEND not in kinds
 
 
 def test_optimizer_and_gradient_sums_come_after_the_last_backward():
-    graph = made("1f1b", 8, captures(world=World.of(dp=2, pp=4)))[0].graph
+    graph = expanded("1f1b", 8, captures(world=World.of(dp=2, pp=4)))[0].graph
     nodes = [graph.node(index) for index in graph.topological_order().tolist()]
     tail = [node.name for node in nodes if node.phase is Phase.OPTIMIZER]
     assert tail == [node.name for node in nodes[-3:]] == ["dp", "embedding", "optimizer"]
@@ -119,7 +121,7 @@ def test_optimizer_and_gradient_sums_come_after_the_last_backward():
 
 def test_groups_of_all_ranks_of_tp_dp_and_pp(tmp_path):
     world = World.of(tp=2, dp=2, pp=4)
-    done = export_ranks(made("1f1b", 4, captures(world=world)), tmp_path / "out")
+    done = export_ranks(expanded("1f1b", 4, captures(world=world)), tmp_path / "out")
     assert done.ranks == 16
     groups = {*done.groups.values()}
     assert {(0, 1), (2, 3), (14, 15)} <= groups  # tp
@@ -131,7 +133,7 @@ def test_groups_of_all_ranks_of_tp_dp_and_pp(tmp_path):
 def test_groups_over_two_axes_and_two_chunks(tmp_path):
     """dp+cp; eight stages on four ranks, the embedding's group between their ends."""
     world = World.of(cp=2, dp=2, pp=8)
-    ranks = made("interleaved:2", 4, captures(8, world=world))
+    ranks = expanded("interleaved:2", 4, captures(8, world=world))
     assert ranks[1].graph.job.world == World.of(cp=2, dp=2, pp=4)
     done = export_ranks(ranks, tmp_path / "out")
     groups = {*done.groups.values()}
@@ -143,7 +145,7 @@ def test_groups_over_two_axes_and_two_chunks(tmp_path):
 
 
 def test_an_embedding_whose_stages_share_a_rank_needs_no_sum(tmp_path):
-    done = export_ranks(made("zbv", 4), tmp_path / "out")
+    done = export_ranks(expanded("zbv", 4), tmp_path / "out")
     assert done.dropped == {"collectives of one-rank groups": 2}
 
 
@@ -151,7 +153,7 @@ def test_peak_memory_counts_the_micro_batches_in_flight():
     """1000 at the start, 500 per micro-batch, 100 more in passing."""
 
     def peaks(schedule: str, micro_batches: int) -> list[int]:
-        return [one.peak_memory_bytes for one in made(schedule, micro_batches)]
+        return [rank_graph.peak_memory_bytes for rank_graph in expanded(schedule, micro_batches)]
 
     assert peaks("1f1b", 8) == [1100 + n * 500 for n in (4, 3, 2, 1)]
     assert peaks("gpipe", 8) == [1100 + 8 * 500] * 4
@@ -276,7 +278,7 @@ REFUSED = {
 def test_graphs_that_cannot_be_scheduled_are_refused(case):
     graphs, schedule, code, detail = REFUSED[case]
     with raises_code(code) as caught:
-        made(schedule, 5, graphs)
+        expanded(schedule, 5, graphs)
     assert detail in str(caught.value)
 
 

@@ -73,7 +73,7 @@ def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> A
         for chunk in range(chunks)
     ]
     try:
-        made = getattr(schedules, name)(
+        torch_schedule = getattr(schedules, name)(
             stages if chunks > 1 else stages[0], micro_batches, loss_fn=lambda *_: None
         )
     except ValueError as error:
@@ -82,7 +82,7 @@ def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> A
     return [
         [
             (letters[action.computation_type.name], action.microbatch_index, action.stage_index)
-            for action in made.pipeline_order[rank]
+            for action in torch_schedule.pipeline_order[rank]
             if action is not None and action.computation_type.name in letters
         ]
         for rank in range(ranks)
@@ -93,17 +93,17 @@ def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> A
 @pytest.mark.parametrize(("ranks", "micro_batches"), NUMBERS)
 def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
     theirs = tables_of_torch(name, ranks, micro_batches, chunks)
-    made = Schedule.parse(schedule)
+    parsed = Schedule.parse(schedule)
     if schedule == "1f1b" and micro_batches < ranks:
         assert "microbatches" in theirs  # torch refuses it
         return
     if isinstance(theirs, str):
         with raises_code("schedule-unequal-rounds"):
-            made.actions(ranks, micro_batches)
+            parsed.actions(ranks, micro_batches)
         return
     ours = [
-        [(a.phase, a.micro_batch, made.stage(ranks, rank, a.chunk)) for a in actions]
-        for rank, actions in enumerate(made.actions(ranks, micro_batches))
+        [(a.phase, a.micro_batch, parsed.stage(ranks, rank, a.chunk)) for a in actions]
+        for rank, actions in enumerate(parsed.actions(ranks, micro_batches))
     ]
     if schedule == "1f1b":  # the table, not the runtime, numbers the last stage's forwards from 1
         theirs[-1] = [(p, m - (p == "F"), stage) for p, m, stage in theirs[-1]]
@@ -114,28 +114,28 @@ def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
 @pytest.mark.parametrize(("ranks", "micro_batches"), [*NUMBERS, (16, 64)])
 def test_no_rank_waits_for_ever(schedule, ranks, micro_batches):
     """Run the table: an action may run once the stage before it (behind it) has done its part."""
-    made = Schedule.parse(schedule)
+    parsed = Schedule.parse(schedule)
     try:
-        left = made.actions(ranks, micro_batches)
+        pending = parsed.actions(ranks, micro_batches)
     except ExportError:
         assert micro_batches % max(1, micro_batches // ranks)
         return
-    stages = ranks * made.chunks
+    stages = ranks * parsed.chunks
     done: set[tuple[str, int, int]] = set()
-    while any(left):
+    while any(pending):
         before = len(done)
-        for rank, actions in enumerate(left):
-            while actions and ready(actions[0], made.stage(ranks, rank, actions[0].chunk), done):
+        for rank, actions in enumerate(pending):
+            while actions and ready(actions[0], parsed.stage(ranks, rank, actions[0].chunk), done):
                 action = actions.pop(0)
-                stage = made.stage(ranks, rank, action.chunk)
+                stage = parsed.stage(ranks, rank, action.chunk)
                 done.add((action.phase, action.micro_batch, stage))
-        assert len(done) > before, f"stuck at {[row[0] for row in left if row]}"
+        assert len(done) > before, f"stuck at {[row[0] for row in pending if row]}"
     phases = 3 if schedule == "zbv" else 2
     assert len(done) == stages * micro_batches * phases
     assert all(
-        made.place(ranks, made.stage(ranks, rank, chunk)) == (rank, chunk)
+        parsed.place(ranks, parsed.stage(ranks, rank, chunk)) == (rank, chunk)
         for rank in range(ranks)
-        for chunk in range(made.chunks)
+        for chunk in range(parsed.chunks)
     )
 
 
@@ -153,15 +153,15 @@ def ready(action: Action, stage: int, done: set[tuple[str, int, int]]) -> bool:
 def test_micro_batches_in_flight():
     """1F1B holds as many as there are stages ahead, GPipe all, the interleaved ones per chunk."""
 
-    def held(schedule: str) -> list[int]:
-        made = Schedule.parse(schedule)
-        weights = dict.fromkeys(range(made.chunks), 1)
-        return [most_in_flight(actions, weights) for actions in made.actions(4, 8)]
+    def in_flight(schedule: str) -> list[int]:
+        parsed = Schedule.parse(schedule)
+        weights = dict.fromkeys(range(parsed.chunks), 1)
+        return [most_in_flight(actions, weights) for actions in parsed.actions(4, 8)]
 
-    assert held("gpipe") == [8, 8, 8, 8]
-    assert held("1f1b") == [4, 3, 2, 1]
-    assert held("interleaved:2") == [11, 9, 7, 5]
-    assert held("zbv") == [8, 8, 8, 8]
+    assert in_flight("gpipe") == [8, 8, 8, 8]
+    assert in_flight("1f1b") == [4, 3, 2, 1]
+    assert in_flight("interleaved:2") == [11, 9, 7, 5]
+    assert in_flight("zbv") == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize("wrong", ["", "dualpipe", "1f1b:2", "interleaved", "interleaved:1"])
