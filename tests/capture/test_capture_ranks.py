@@ -1,4 +1,4 @@
-"""Several ranks captured in turn: which are alike, what is written, and what is refused."""
+"""Several ranks captured in turn: classes of equivalent ranks, outputs, and refusals."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def classes(world: World, routing: Routing, stages: int = 1) -> list[Any]:
     return [(rank_class.where, ranks) for rank_class, ranks in zip(derived, members, strict=True)]
 
 
-def test_ranks_whose_experts_are_as_popular_are_alike():
+def test_ranks_whose_experts_have_equal_loads_are_equivalent():
     world = World.of(tp=2, dp=4, ep=2)
     assert classes(world, Routing("balanced")) == [({}, (0, 1, 2, 3, 4, 5, 6, 7))]
     assert classes(world, Routing("zipf:1", 1.0)) == [
@@ -74,7 +74,7 @@ def test_ranks_whose_experts_are_as_popular_are_alike():
     assert classes(world, Routing("f", table=((3, 1, 1, 3),))) == [({}, (0, 1, 2, 3, 4, 5, 6, 7))]
 
 
-def test_stages_whose_layers_are_routed_otherwise_are_not_alike():
+def test_stages_with_other_routing_are_not_equivalent():
     world = World.of(dp=2, pp=4, ep=2)
     even, uneven = (1.0,) * 4, (3.0, 3.0, 1.0, 1.0)
     assert classes(world, Routing("balanced"), 4) == [
@@ -91,7 +91,7 @@ def test_stages_whose_layers_are_routed_otherwise_are_not_alike():
     ]
 
 
-def test_named_ranks_stand_for_those_that_agree_where_they_differ():
+def test_named_ranks_represent_ranks_with_their_coordinates():
     world = World.of(tp=2, dp=2, pp=3)
     derived = classes_along(world, [0, 4, 8])
     assert [rank_class.members(world) for rank_class in derived] == [

@@ -207,7 +207,7 @@ CODE = [  # a layer's code, as Inductor orders it
     kernel("torch.ops.aten._scaled_dot_product_flash_attention.default", "attention"),
     kernel("triton_poi_fused_add_1", "mlp"),
     kernel("triton_poi_fused_add_0", "last"),
-    kernel("triton_red_fused_2", "mixed", called=False),  # inductor does not tell of its call
+    kernel("triton_red_fused_2", "mixed", called=False),  # Inductor does not report its call
 ]
 
 

@@ -58,7 +58,7 @@ def test_the_slice_is_the_real_rank(ranks):
     assert len(peaks) == 1
 
 
-def test_products_then_take_what_they_do_in_the_real_job(ranks):
+def test_products_take_as_long_as_in_the_real_job(ranks):
     real, idle = ranks["real"], ranks["slice"]
     active = recost(idle, "H200", passes=ACTIVE)
     rows = {row.op_class: row for row in summarise(idle, active).classes}
@@ -80,7 +80,7 @@ def call(name: str = "all_reduce") -> dict:
     return {"op": "c10d::allreduce_", "kernels": [(name, 1000, Kind.COLLECTIVE)]}
 
 
-def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
+def test_a_product_at_the_power_limit_slows_down(trace, mm, add):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), add(1 << 28, ns=400_000), call())
     slowed = NvlinkActive().apply(recost(graph, "H200"), load_gpu("H200"))
     nodes = slowed.nodes
@@ -97,7 +97,7 @@ def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
     assert "1 kernels at the limit take up to 2.1% longer" in slowed.job.measurement.notes[-1]
 
 
-def test_the_command_tells_that_links_slept(ranks, tmp_path):
+def test_the_command_notes_idle_links(ranks, tmp_path):
     path = tmp_path / "t.et"
     ranks["slice"].write(path)
     phrase = "at the power limit take 0.492 ms longer in total"
@@ -151,7 +151,7 @@ def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
     assert "0 kernels at the limit" in slowed.job.measurement.notes[-1]
 
 
-def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
+def test_links_that_draw_all_the_power_are_refused(trace, mm):
     gpu = with_figures(load_gpu("H200"), {"nvlink_active_w": 576})
     with raises_code("nvlink-power-above-limit"):
         recost(trace(mm(64, 64, 64), call()), gpu, passes=ACTIVE)
@@ -165,7 +165,7 @@ def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
         ([call()], "A100", "nvlink-gpu-incomplete"),
     ],
 )
-def test_what_cannot_be_told(trace, mm, tmp_path, *, operators, target, code):
+def test_graphs_and_gpus_that_are_refused(trace, mm, tmp_path, *, operators, target, code):
     graph = trace(mm(4096, 4096, 4096, ns=250_000), *operators)
     with raises_code(code):
         recost(graph, target, passes=ACTIVE)

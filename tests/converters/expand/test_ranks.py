@@ -1,4 +1,4 @@
-"""Graphs of ranks that are not all alike, for all ranks of their job."""
+"""Graphs of several classes of ranks, expanded to all ranks of their job."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What-ifs against captures of what they ask for: each figure is held against a real one."""
+"""Passes compared with captures of what they predict."""
 
 import textwrap
 from collections import Counter
@@ -91,9 +91,7 @@ def test_a_resized_step_is_the_step_captured_at_that_size(capture, before, after
     factor = after[0] * after[1] / (before[0] * before[1])
     assert (resized.nodes.comm_bytes == factor * first.nodes.comm_bytes)[tokens].all()
     memory = [report_memory(graph) for graph in (resized, real, first)]
-    step_bytes = [
-        report.peak_bytes - report.start_bytes for report in memory
-    ]  # beside what was held before
+    step_bytes = [report.peak_bytes - report.start_bytes for report in memory]
     assert step_bytes[0] == step_bytes[1] != step_bytes[2]
 
 
@@ -108,7 +106,7 @@ def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):
     )
 
 
-def test_eager_attention_is_what_the_eager_model_runs(capture):
+def test_unfused_attention_equals_the_eager_model(capture):
     fused = recost(capture(64, 2), "H100")
     real = recost(capture(64, 2, "eager"), "H100")
     unfused = EagerAttention().apply(fused, load_gpu("H100"))
@@ -138,7 +136,7 @@ def test_eager_attention_is_what_the_eager_model_runs(capture):
 
 
 def only_positions(kernels):
-    """Return whether kernels are a few of those that make a mask: some are read by nobody."""
+    """Return whether kernels are a few of those that make a mask; nothing reads some of them."""
     allowed = {"aten::arange", "aten::add", "aten::scalar_tensor", "aten::zero_"}
     return kernels.total() <= 6 and {op for op, _ in kernels} <= allowed
 
@@ -150,7 +148,7 @@ def product_flops(graph):
     return int(graph.nodes.flops[index][np.isin(sorts, ["gemm", "attention"])].sum())
 
 
-def test_fused_attention_is_what_the_fused_model_runs(capture):
+def test_fused_attention_equals_the_fused_model(capture):
     eager = capture(64, 2, "eager")
     fused = recost(eager, "H100", passes=PassOptions(attention="fused"))
     real, before = recost(capture(64, 2), "H100"), recost(eager, "H100")
@@ -219,7 +217,7 @@ def launched(graph):
     return replace(graph, nodes=Nodes.joined([nodes, host]), edges=edges)
 
 
-def test_host_operators_go_with_what_they_launched(capture):
+def test_host_operators_are_removed_with_their_kernels(capture):
     h100 = load_gpu("H100")
     before = launched(recost(capture(64, 2, "eager"), h100))
     changed = FusedAttention("flash2").apply(before, h100)
@@ -239,7 +237,7 @@ def test_host_operators_go_with_what_they_launched(capture):
     assert (nodes.evidence[fused & kernels[1]] == Evidence.DATASHEET).all()
     assert (nodes.p10_ns < nodes.duration_ns)[fused & kernels[1]].all()
     assert (nodes.duration_ns < nodes.p90_ns)[fused & kernels[1]].all()
-    # between neighbours that go the host spends 10 us, before one that stays its own 5
+    # the host spends 10 us between removed neighbours, and 5 us before a kept operator
     last = [int(g.nodes.start_ns[g.mask(Kind.HOST_OP)].max()) for g in (before, changed)]
     assert 5_000 * gone < last[0] - last[1] <= 10_000 * gone
     assert (np.diff(nodes.start_ns[kernels[1]]) >= 0).all()
@@ -249,8 +247,8 @@ def test_host_operators_go_with_what_they_launched(capture):
     assert f"{gone} host operators are removed" in note
 
 
-def test_taken_apart_and_put_together(capture):
-    """Kernels of `EagerAttention` have no storages: they are not found again, and it is told."""
+def test_unfused_attention_cannot_be_fused_again(capture):
+    """Kernels of `EagerAttention` have no storages, so they cannot be matched."""
     unfused = EagerAttention().apply(recost(capture(64, 2), "H100"), load_gpu("H100"))
     with raises_code("fuse-no-eager-attention"):
         FusedAttention().apply(unfused, load_gpu("H100"))
@@ -276,7 +274,7 @@ CHECKPOINTED = """
 """
 
 
-def test_fused_attention_that_is_run_again(tmp_path):
+def test_fused_attention_with_recomputation(tmp_path):
     """Recomputed in backward, in each of two micro-batches: 4 calls run once, 4 with backward."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(CHECKPOINTED))
@@ -290,7 +288,7 @@ def test_fused_attention_that_is_run_again(tmp_path):
     real = recost(graphs[1], "H100")
     assert any("fused (cudnn): 8 calls" in note for note in fused.job.measurement.notes)
     assert product_flops(fused) == product_flops(real)
-    assert 0 <= len(fused) - len(real) <= 12  # positions of masks that nobody reads
+    assert 0 <= len(fused) - len(real) <= 12  # positions of masks that nothing reads
     peaks = [report_memory(graph).peak_bytes for graph in (fused, real, graphs[0])]
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
     assert peaks[1] < 0.95 * peaks[2]
@@ -371,7 +369,7 @@ def test_attention_by_hand(tmp_path):
         (Change(1000, 500), Change(77, 77), "no operand grows with a sequence length of 1000"),
     ],
 )
-def test_sizes_that_are_not_the_steps(capture, seq, batch, message):
+def test_sizes_that_the_step_does_not_have(capture, seq, batch, message):
     with pytest.raises(AnnotateError, match=message):
         Resize(seq, batch).apply(capture(64, 2))
 

@@ -1,4 +1,4 @@
-"""How the results of single operators grow."""
+"""Growth of the results of single operators."""
 
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.dimensions import readings

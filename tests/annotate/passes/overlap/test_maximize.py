@@ -1,4 +1,4 @@
-"""Communication beside compute as far as the data allow: times that a person can add up."""
+"""Overlap as far as data allow, on steps whose times can be added up by hand."""
 
 import json
 from dataclasses import replace
@@ -52,13 +52,13 @@ def operands(side, places):
 
 
 def kernel(ns, reads=(), writes=(), *, op="aten::mm"):
-    """Return a kernel that makes tensors of others."""
+    """Return a kernel that reads and writes tensors in these storages."""
     columns = {"op": op, "kind": Kind.KERNEL, "duration_ns": ns}
     return columns | operands("input", reads) | operands("output", writes)
 
 
 def call(ns, *places, collective=Collective.ALL_REDUCE, **more):
-    """Return a call that blocks, on tensors in these storages."""
+    """Return a blocking call on tensors in these storages."""
     columns = {
         "kind": Kind.COLLECTIVE, "name": "call", "collective": collective, "duration_ns": ns,
         "comm_bytes": ELEMENTS * ITEM, "group": "dp", **more,
@@ -69,12 +69,12 @@ def call(ns, *places, collective=Collective.ALL_REDUCE, **more):
 
 
 def allocation(storage):
-    """Return an operator that gives out memory and launches nothing."""
+    """Return an operator that allocates memory and launches nothing."""
     return {"op": "aten::empty", "kind": Kind.HOST_OP} | operands("output", [storage])
 
 
-def step(*work, apart_ns=10, job=None):
-    """Return a graph of host operators that launch these on one stream, in this order."""
+def step(*work, launch_interval_ns=10, job=None):
+    """Return a graph of host operators that launch this work on one stream, in this order."""
     builder = GraphBuilder()
     before, host = list[int](), None
     for place, columns in enumerate(work):
@@ -82,14 +82,14 @@ def step(*work, apart_ns=10, job=None):
         on_host = {k: v for k, v in columns.items() if k.startswith(("input_", "output_"))}
         launcher = builder.add(
             **({"kind": Kind.HOST_OP, "name": op, "op": op, "thread": 1} | on_host),
-            start_ns=apart_ns * place,
+            start_ns=launch_interval_ns * place,
         )
         if host is not None:
             builder.edge(host, launcher, Reason.PROGRAM_ORDER)
         host = launcher
         if columns["kind"] is Kind.HOST_OP:
             continue
-        start = apart_ns * place + 5
+        start = launch_interval_ns * place + 5
         node = builder.add(
             **({"name": op, "stream": COMPUTE, "evidence": Evidence.MEASURED} | columns),
             start_ns=start,
@@ -114,12 +114,12 @@ def overlapped(*work, **more):
 
 
 def start_times_us(graph, kind=Kind.COLLECTIVE):
-    """Return when each node of a kind begins, replayed, in us."""
+    """Return the replayed start time of each node of a kind, in us."""
     starts = schedule(graph).start_ns
     return [round(int(starts[node.index]) / 1000, 1) for node in graph if node.kind is kind]
 
 
-# two gradients, summed behind the backward in the order of the parameters, and a step with both
+# two gradients, summed after the backward in the order of the parameters, and an optimizer step
 GRADIENTS = (
     kernel(1000_000, [1], [11]),
     kernel(2000_000, [2], [12]),
@@ -129,11 +129,11 @@ GRADIENTS = (
 )
 
 
-def test_sums_behind_the_backward_begin_as_their_gradients_are_made():
+def test_sums_after_the_backward_start_when_their_gradients_are_ready():
     captured, rewired = step(*GRADIENTS), overlapped(*GRADIENTS)
     assert replay(captured).step_time_ns == pytest.approx(7200_000, abs=100)
-    # 1000, then 3000 of the first gradient's sum beside 2000; 500 of the other's; 700
-    assert start_times_us(rewired) == [4000, 1000]  # the one that is ready first goes first
+    # 1000, then 3000 of the first gradient's sum overlapping 2000; 500 of the second's sum; 700
+    assert start_times_us(rewired) == [4000, 1000]  # the sum that is ready first runs first
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 4500]
     assert replay(rewired).step_time_ns == pytest.approx(5200_000, abs=100)
     assert replay(rewired).exposed_communication_ns == pytest.approx(1500_000, abs=100)
@@ -144,7 +144,7 @@ def test_sums_behind_the_backward_begin_as_their_gradients_are_made():
     assert rewired.job.measurement.step_ns == ()
 
 
-def test_calls_get_a_stream_of_their_own_and_are_launched_behind_their_data():
+def test_calls_get_a_separate_stream_and_are_launched_after_their_data():
     rewired = overlapped(*GRADIENTS)
     calls = [node for node in rewired if node.kind is Kind.COLLECTIVE]
     assert {call.value("stream") for call in calls} == {COMPUTE + 1}
@@ -160,20 +160,20 @@ def test_calls_get_a_stream_of_their_own_and_are_launched_behind_their_data():
         assert (before, Reason.STREAM_ORDER) in rewired.edges.of(after)
 
 
-def test_the_host_may_ask_late():
-    """The launch of a call does not hold it back, where the host asks 5 ms later."""
-    rewired = overlapped(*GRADIENTS, apart_ns=5000_000)
-    captured = step(*GRADIENTS, apart_ns=5000_000)
+def test_a_late_issue_by_the_host_does_not_delay_a_call():
+    """The launch of a call does not delay it if the host issues it 5 ms later."""
+    rewired = overlapped(*GRADIENTS, launch_interval_ns=5000_000)
+    captured = step(*GRADIENTS, launch_interval_ns=5000_000)
     assert start_times_us(captured) == [10_000, 15_000]
     assert start_times_us(rewired) == [7000, 1000]
 
 
-def test_what_needs_the_data_at_once_stays_exposed():
+def test_a_call_whose_data_are_needed_at_once_stays_exposed():
     with raises_code("overlap-data-dependent"):
         overlapped(kernel(1000, [1], [2]), call(500, 2), kernel(300, [2], [3], op="aten::add"))
 
 
-def test_kernels_wait_where_they_use_the_data():
+def test_kernels_wait_only_if_they_use_the_data():
     rewired = overlapped(
         kernel(1000_000, [1], [2]),
         call(500_000, 2),
@@ -186,7 +186,7 @@ def test_kernels_wait_where_they_use_the_data():
 @pytest.mark.parametrize(
     ("last", "begins"),
     [
-        (kernel(100_000, [5], [2], op="aten::add_"), 1300),  # other data in memory given out anew
+        (kernel(100_000, [5], [2], op="aten::add_"), 1300),  # other data in newly allocated memory
         (kernel(100_000, [5, 2], [2], op="aten::add_"), 1500),  # written in place
         (kernel(100_000, [5, 2], op="mine::scale"), 1500),  # may write its operands
         (kernel(100_000, [(2, ELEMENTS)], [6]), 1300),  # the bytes behind it
@@ -194,7 +194,7 @@ def test_kernels_wait_where_they_use_the_data():
         ({"op": "mine::untold", "kind": Kind.KERNEL, "duration_ns": 100_000}, 1500),
     ],
 )
-def test_who_waits_for_a_call(last, begins):
+def test_nodes_that_wait_for_a_call(last, begins):
     summed, reader = call(500_000, 2, 8), kernel(10, [8], [9])
     work = [kernel(1000_000, [1], [2]), summed, kernel(300_000, [1], [3]), last, reader]
     assert start_times_us(overlapped(*work), Kind.KERNEL)[-2] == begins
@@ -208,14 +208,14 @@ def test_who_waits_for_a_call(last, begins):
         ({"op": "mine::untold", "kind": Kind.KERNEL, "duration_ns": 300_000}, 1300),
     ],
 )
-def test_a_call_waits_for_who_uses_what_it_writes(between, begins):
+def test_a_call_waits_for_users_of_the_memory_that_it_writes(between, begins):
     rest = kernel(900_000, [1], [5]), kernel(10, [2], [6])
     rewired = overlapped(kernel(1000_000, [1], [2]), between, call(500_000, 2), *rest)
     assert start_times_us(rewired) == [begins]
 
 
 def test_memory_that_a_call_fills():
-    """A shard is summed into memory that a kernel read before it was given out anew."""
+    """A shard is summed into memory that a kernel read before a new allocation."""
     scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
     work = [kernel(1000_000, [1], [2]), kernel(300_000, [9], [3])]
     rest = [scatter, kernel(100_000, [1], [5]), kernel(10, [9], [6])]
@@ -225,15 +225,15 @@ def test_memory_that_a_call_fills():
 
 @pytest.mark.parametrize(("allocations", "begins"), [([], 1500), ([allocation(2)], 1300)])
 def test_memory_that_a_kernel_fills(allocations, begins):
-    """Zeros where a call's data lie: in place, or in memory that was given out anew."""
+    """Zeros in the memory of a call's data: in place, or after a new allocation."""
     zeros = kernel(100_000, [2], [2], op="aten::fill_")
     work = [kernel(1000_000, [1], [2]), call(500_000, 2, 8), kernel(300_000, [1], [3])]
     rewired = overlapped(*work, *allocations, zeros, kernel(10, [8], [9]))
     assert start_times_us(rewired, Kind.KERNEL)[2] == begins
 
 
-def test_what_nobody_reads_is_awaited_as_captured():
-    """Of a slice, what stands for a sum of absent peers may lie elsewhere."""
+def test_an_unread_result_is_awaited_as_captured():
+    """In a slice, the emulated sum over absent peers may lie in other memory."""
     work = [kernel(1000_000, [1], [2]), call(500_000, 2), kernel(300_000, [1], [3])]
     with raises_code("overlap-data-dependent"):
         overlapped(*work)
@@ -247,7 +247,7 @@ def test_what_nobody_reads_is_awaited_as_captured():
     )
 
 
-def test_a_call_behind_a_call():
+def test_a_call_that_depends_on_a_call():
     scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
     rewired = overlapped(
         kernel(1000_000, [1], [2]),
@@ -262,7 +262,7 @@ def test_a_call_behind_a_call():
     assert streams == [COMPUTE + 1, COMPUTE + 2]
 
 
-def test_calls_that_do_not_tell_stay():
+def test_calls_without_recorded_tensors_stay():
     untold = {"input_shapes": "", "input_types": "", "input_values": ""}
     rewired = overlapped(
         *GRADIENTS[:2], call(3000_000, 11), call(500_000, 12) | untold, GRADIENTS[-1]
@@ -288,14 +288,14 @@ def test_calls_that_do_not_tell_stay():
     ],
 )
 def test_the_order_of_a_group(columns, world, order):
-    """Ranks that run other programs, and two that meet, agree on the order as captured alone."""
+    """Ranks of other stages, and two ranks of a message, keep the captured order."""
     calls = call(500_000, 12, **columns), call(3000_000, 11, **columns)
     work = [*GRADIENTS[:2], *calls, kernel(9000_000, [1], [14]), kernel(10, [11, 12], [15])]
     rewired = overlapped(*work, job=Job(world=world))
     assert start_times_us(rewired, calls[0]["kind"]) == order
 
 
-def test_what_is_received_is_awaited_where_it_is_read():
+def test_received_data_are_awaited_where_they_are_read():
     receive = call(500_000, 21, kind=Kind.RECV, comm_src=1)
     rewired = overlapped(
         kernel(1000_000, [1], [2]), receive, kernel(300_000, [1], [3]), kernel(100, [21], [4])
@@ -305,7 +305,7 @@ def test_what_is_received_is_awaited_where_it_is_read():
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1300]
 
 
-def test_there_and_back():
+def test_serialize_and_maximize_again():
     rewired = overlapped(*GRADIENTS)
     serialized = SerializeOverlap().apply(rewired)
     assert replay(serialized).step_time_ns == pytest.approx(7200_000, abs=100)
@@ -316,8 +316,8 @@ def test_there_and_back():
         MaximizeOverlap().apply(rewired)
 
 
-def test_an_operator_that_launches_behind_what_it_calls():
-    """The call is issued as the operator ends: behind what that called, which began later."""
+def test_an_operator_that_launches_after_its_inner_operators():
+    """The call is issued when the operator ends: after the inner operators, which began later."""
     graph = step(
         kernel(10_000, [1], [2]),  # launched by the operator at 0, behind the kernel of that at 10
         kernel(30_000, [1], [3]),
@@ -343,7 +343,7 @@ def test_an_operator_that_launches_behind_what_it_calls():
     assert replay(SerializeOverlap().apply(rewired)).exposed_communication_ns == 50_000
 
 
-def test_it_goes_with_another_gpu():
+def test_overlap_of_a_trace_recosted_for_another_gpu():
     rewired = recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="on"))
     plain = recost(step(*GRADIENTS), "H100")
     assert (rewired.nodes.duration_ns == plain.nodes.duration_ns).all()
@@ -356,7 +356,7 @@ def test_names():
         recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="never"))
 
 
-def test_graphs_in_which_nothing_can_be_followed():
+def test_graphs_without_communication_or_compute():
     for work, code in (
         (GRADIENTS[:2], "overlap-nothing-to-overlap"),
         (GRADIENTS[2:3], "overlap-nothing-to-overlap"),

@@ -1,4 +1,4 @@
-"""Where tensors are, from the texts of operand values."""
+"""Tensor locations from the texts of operand values."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ TRACES = Path(__file__).parents[3] / "traces"
         ('[[7,8,9,1,2,"ünïcode:0"],[7,8,9,1,2,"cpu"]]', [(7, 8, 9), (7, 8, 9)]),
     ],
 )
-def test_tensors_are_six_values_the_last_a_device(text: str, tensors: list[tuple[int, int, int]]):
+def test_a_tensor_is_six_values_the_last_a_device(text: str, tensors: list[tuple[int, int, int]]):
     other = '[[7,8,9,1,2,"cpu"]]'
     counts, *columns = parse_tensor_ids([other, text, other])
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -46,7 +46,7 @@ def test_tensors_are_six_values_the_last_a_device(text: str, tensors: list[tuple
     assert rows == [(7, 8, 9), *tensors, (7, 8, 9)]
 
 
-def test_every_call_of_a_capture_is_read_as_one_by_one():
+def test_all_calls_of_a_capture_equal_calls_read_one_by_one():
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
     nodes, call_of = graph.nodes, calls_of(graph)
     rows = [row for row in range(len(graph)) if call_of(row) is not None]
@@ -62,7 +62,7 @@ def test_every_call_of_a_capture_is_read_as_one_by_one():
     assert [tuple(accesses.places(call)) for call in range(len(rows))] == wanted
 
 
-def test_what_nobody_tells_stays_untold():
+def test_an_unrecorded_location_stays_unknown():
     single = np.array([1])
     accesses = tensor_accesses(
         ValueTexts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], single, single - 1),

@@ -1,4 +1,4 @@
-"""Following tensors through a step: calls alike are read once."""
+"""Growth of the tensors of a step; equal segments are analysed once."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ FURTHER = 1_000_000
 
 
 def twice(graph: Graph) -> Graph:
-    """Return a step and the same again, later and with tensors of its own."""
+    """Return a step followed by a copy with other tensors."""
     nodes, count = graph.nodes, len(graph)
     strings = graph.strings.copy()
 
@@ -47,7 +47,7 @@ def twice(graph: Graph) -> Graph:
     )
 
 
-def test_a_step_that_comes_again_is_told_again() -> None:
+def test_a_repeated_step_has_the_same_growth() -> None:
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
     sizing = infer_sizing(graph, Change(0, 8192), None)
     once, repeated = step_growth(graph, sizing), step_growth(twice(graph), sizing)
@@ -66,7 +66,7 @@ def test_a_step_that_comes_again_is_told_again() -> None:
 
 @pytest.mark.parametrize("length", [0, 8, 512, 1 << 32])
 def test_the_length_of_segments_does_not_change_the_growth(monkeypatch, length: int) -> None:
-    """From no cut but the longest stretch's to one before every call."""
+    """From cuts only at the maximum length to a cut before every call."""
     graph = twice(convert_directory(TRACES / "cpu-llama-2l-tp4")[0])
     sizing = infer_sizing(graph, Change(0, 512), None)
     usual = step_growth(graph, sizing)

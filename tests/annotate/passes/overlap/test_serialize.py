@@ -1,4 +1,4 @@
-"""Communication beside compute or after it: times that a person can add up."""
+"""Serialized communication and compute, on steps whose times can be added up by hand."""
 
 import pytest
 from raised import raises_code
@@ -61,7 +61,7 @@ DDP = step((K, 1000, -1), (C, 3000, -1), (K, 5000, 4000), (C, 2000, -1), (K, 700
 
 def test_compute_and_communication_take_turns():
     serialized = SerializeOverlap().apply(DDP)
-    # beside each other: 1000 + 5000 + 2000 + 700; in turns, the second kernel at its time alone
+    # overlapped: 1000 + 5000 + 2000 + 700; serialized: the second kernel at its uncontended time
     assert replay(DDP).step_time_ns == pytest.approx(8700, abs=20)
     assert replay(serialized).step_time_ns == pytest.approx(1000 + 3000 + 4000 + 2000 + 700, abs=20)
     assert replay(serialized).exposed_communication_ns == 5000

@@ -1,4 +1,4 @@
-"""What-ifs of the capture on an H200: sequence and hidden size 4096, micro-batch 1."""
+"""Passes over a capture on an H200 with sequence and hidden size 4096 and micro-batch 1."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ class TestTwiceTheSequence:
         assert calls.sum() == 21
         assert (resized.nodes.comm_bytes[calls] == 2 * h200.nodes.comm_bytes[calls]).all()
 
-    def test_what_streams_memory_takes_its_bytes_longer(self, h200):
+    def test_memory_bound_kernels_scale_by_their_bytes(self, h200):
         resized = longer(h200)
         node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")
         taken = int(h200.nodes.duration_ns[node])
@@ -95,7 +95,7 @@ class TestTwiceTheSequence:
         grown = (after.peak_memory_bytes - start_bytes) / (before.peak_memory_bytes - start_bytes)
         assert grown == pytest.approx(2, rel=0.001)
 
-    def test_it_goes_with_another_gpu_and_another_type(self, h200):
+    def test_resize_with_another_gpu_and_dtype(self, h200):
         resized = longer(h200, "H100", dtype="fp8")
         rules = summarise(h200, resized).rules
         assert rules["matrix product in another data type, by floor and roofline of both"] == 87
@@ -110,7 +110,7 @@ class TestTwiceTheSequence:
         evidence = both.nodes.evidence[both.gpu_compute]
         assert set(np.unique(evidence)) == {Evidence.CALIBRATED, Evidence.MEASURED}
 
-    def test_rows_of_both_sizes_tell_more_than_a_model(self, h200):
+    def test_database_rows_of_both_sizes_take_precedence(self, h200):
         """The shipped database has this call at both sequence lengths, cold rows and warm ones."""
         resized = longer(h200, model="auto")
         (node, *_) = [
@@ -136,7 +136,7 @@ class TestTwiceTheSequence:
         elsewhere = longer(h200, "H100", model="auto")
         assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"
 
-    def test_nothing_that_was_timed_here_is_told_of_another_gpu(self, h200):
+    def test_measured_times_are_dropped_for_another_gpu(self, h200):
         timed = ScopeTime("model.layers.0", "forward", 1, 2_000_000, 1000, 3)
         measurement = msgspec.structs.replace(
             h200.job.measurement,
@@ -183,7 +183,7 @@ class TestFused:
         # for backward the input in float32, one root a token, the normed rows; and the result
         assert norm.value("bytes_written") == tokens * hidden * (4 + 2 + 2) + tokens * 4
 
-    def test_all_but_the_first_of_a_chain_are_gone_and_the_rest_is_as_it_was(self, h200):
+    def test_fusion_keeps_the_first_of_a_chain_and_all_other_nodes(self, h200):
         fused = FuseChains("norm").apply(h200)
         named = fused.job.measurement.notes[-1]
         count = int(named.split("): ")[1].split(" kernels")[0])
@@ -257,7 +257,7 @@ def test_nothing_overlaps_where_collectives_block(h200):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "8k", "4096=", "=4096", "4096=0", "1=2=3"])
-def test_a_size_that_is_none(text):
+def test_a_malformed_size(text):
     with pytest.raises(AnnotateError, match=f"--seq {text}: expected a size"):
         parse_change("--seq", text)
 
@@ -276,7 +276,7 @@ def test_sizes_follow():
         odd.resized(512, (1, 0))
 
 
-def test_steps_that_do_not_tell(trace, mm, add):
+def test_steps_without_the_sizes_are_refused(trace, mm, add):
     for operators, message in (([mm(64, 64, 64)], "have no tensor ids|no token ids"),):
         with pytest.raises(AnnotateError, match=message):
             Resize(Change(0, 128)).apply(trace(*operators))
@@ -293,7 +293,7 @@ def test_a_compiled_step_is_refused(h200):
         longer(by_script)
 
 
-def test_kernels_that_tell_no_operands_are_counted(h200):
+def test_kernels_without_operands_are_counted(h200):
     texts = {name: h200.text(name) for name in ("input_shapes", "input_types", "output_shapes",
                                                      "output_types")}  # fmt: skip
     node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")

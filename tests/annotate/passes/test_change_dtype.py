@@ -1,4 +1,4 @@
-"""Products in 16 bits of the other sort, and on GPUs that lack units for one."""
+"""Products in the other 16-bit dtype, and on GPUs that lack units for one of them."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name
     }
 
 
-def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
+def test_nothing_changes_where_both_dtypes_run_at_one_rate(h200: Graph):
     same = recost(h200, "H200", passes=FP16)
     assert (same.nodes.duration_ns == h200.nodes.duration_ns).all()
     assert set(same.nodes.evidence[same.gpu_compute].tolist()) == {Evidence.MEASURED}
@@ -54,7 +54,7 @@ def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
         recost(h200, "TPU-v6e", passes=FP16)
 
 
-def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
+def test_a_measurement_without_bf16_units_scales_by_rooflines(trace, mm):
     """4096^3 at 13.5 TFLOP/s take 10.2 ms, at 99.2 1.385 ms; and a floor of 4.1 us each."""
     graph = trace(mm(4096, 4096, 4096, ns=11_000_000), device="V100")
     converted = recost(graph, "V100", passes=FP16)
@@ -65,7 +65,7 @@ def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
     assert now == pytest.approx(11_000_000 * new / old, rel=1e-3)
 
 
-def test_of_a_cpu_capture():
+def test_fp16_from_a_cpu_capture():
     """Captured in float32: its products change by their width, as for bf16 on an A100."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
     slow, converted = recost(graph, "T4"), recost(graph, "T4", passes=FP16)
@@ -90,7 +90,7 @@ def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
     assert took[1] / took[2] == pytest.approx(3, rel=0.03)
 
 
-def test_products_whose_sizes_fp8_does_not_take_are_told(trace, mm):
+def test_products_whose_sizes_fp8_does_not_support_are_reported(trace, mm):
     bf16 = "Tensor(c10::BFloat16)"
     image, weight = (bf16, [2, 32, 8, 8]), (bf16, [32, 32, 1, 1])
     convolution = {"op": "aten::cudnn_convolution", "inputs": [image, weight], "outputs": [image]}

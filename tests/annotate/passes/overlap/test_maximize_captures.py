@@ -1,4 +1,4 @@
-"""Communication beside compute, of captures: against scripts that overlap it themselves."""
+"""Maximized overlap of captures, compared with scripts that overlap communication themselves."""
 
 import textwrap
 from pathlib import Path
@@ -70,7 +70,7 @@ def captured(directory: Path, *parts: str) -> Graph:
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory) -> Graph:
-    """Gradients summed one after another behind the backward."""
+    """Gradients summed one after another after the backward."""
     return captured(tmp_path_factory.mktemp("hand"), START, STEPS.format(reduce=BEHIND))
 
 
@@ -80,22 +80,22 @@ def times_of(graph: Graph) -> tuple[int, int]:
 
 
 def times(graph: Graph, overlap: str) -> tuple[int, int]:
-    """Return the step on an H200, and the communication in it beside no compute, in ns."""
+    """Return the step time on an H200 and its exposed communication, in ns."""
     return times_of(recost(graph, "H200", passes=PassOptions(overlap=overlap)))
 
 
-def test_sums_behind_the_backward_become_those_of_hooks(by_hand, tmp_path):
+def test_sums_after_the_backward_overlap_like_those_of_hooks(by_hand, tmp_path):
     hooks = captured(tmp_path, START, HOOKS, STEPS.format(reduce=AWAITED))
     blocking, asynchronous = times(by_hand, "as-captured"), times(hooks, "as-captured")
     maximized = times(by_hand, "on")
     assert maximized[0] < asynchronous[0] * 1.001 < blocking[0] * 0.9
-    # beyond the hooks', the optimizer waits for the gradients of each kernel alone
+    # Unlike with hooks, each kernel of the optimizer waits only for its gradients.
     assert maximized[0] == pytest.approx(asynchronous[0], rel=0.03)
     assert maximized == times(hooks, "on")
     assert times(hooks, "off") == blocking
 
 
-def test_fsdp_gathers_and_scatters_beside_compute(tmp_path):
+def test_fsdp_overlaps_gathers_and_scatters(tmp_path):
     graph = captured(tmp_path, START, FSDP, STEPS.format(reduce="pass"))
     before, after = times(graph, "as-captured"), times(graph, "on")
     assert after[0] < before[0]
@@ -104,11 +104,11 @@ def test_fsdp_gathers_and_scatters_beside_compute(tmp_path):
 
 @pytest.mark.parametrize("name", ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4"])
 def test_tensor_parallelism_has_little_to_gain(name):
-    """A sum's reader is mostly the very next kernel; it is beside them that the rest gains."""
+    """The next kernel mostly reads the sum, so few calls can overlap more compute."""
     graph = convert_directory(TRACES / name)[0]
     maximized = MaximizeOverlap().apply(graph)
     note = maximized.job.measurement.notes[-1]
-    # the H200's slice makes up what its embedding's sum would hold, so nobody reads that
+    # the slice on the H200 emulates the sum of its embedding in other memory, so nothing reads it
     moved, calls = {
         "cpu-llama-2l-tp4": (
             5,
@@ -123,7 +123,7 @@ def test_tensor_parallelism_has_little_to_gain(name):
     assert ("1 are awaited as captured" in note) == (moved == 1)
 
 
-def test_it_goes_with_other_what_ifs():
+def test_overlap_with_other_passes():
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
     options = {"sizes": parse_sizes("4096=8192", "2"), "attention": "eager"}
     plain = recost(graph, "H100", passes=PassOptions(**options))
@@ -132,7 +132,7 @@ def test_it_goes_with_other_what_ifs():
     assert times_of(maximized) < times_of(plain)
 
 
-def test_sums_of_gradients_run_beside_the_next_product():
+def test_sums_of_gradients_overlap_the_next_product():
     """The gradient of up_proj's input is summed while gate_proj's products run."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
     maximized = MaximizeOverlap().apply(graph)

@@ -1,4 +1,4 @@
-"""Other sizes: what short kernels take, which sizes were captured, and what cannot be followed."""
+"""Resizes: times of short kernels, the captured sizes, and sizes that cannot be followed."""
 
 import gzip
 from pathlib import Path
@@ -40,7 +40,7 @@ def kernels_of(graph):
         (1_000_000, (1000 + 999_000 * 1000) ** 0.999 * (1_000_000 + 24_551) ** 0.001),
     ],
 )
-def test_a_short_kernel_gains_what_its_bytes_take(trace, add, gpu_file, ns, becomes):
+def test_a_short_kernel_grows_by_the_time_of_its_bytes(trace, add, gpu_file, ns, becomes):
     small, large = (kernels_of(trace(add(4096 * n, ns=ns))) for n in (1, 1000))
     gpu = load_gpu(gpu_file())
     (scaled_ns,) = scale_to_size(small.duration_ns, small, large, gpu, predict)
@@ -55,7 +55,7 @@ def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
 
 
 @pytest.mark.parametrize(("finds", "refused"), [("aten::scatter", False), ("aten::nonzero", True)])
-def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, refused):
+def test_experts_that_compute_every_token_are_resized(trace, finds, refused):
     scores = {"inputs": [("Tensor(float)", [120, 4])], "outputs": [("Tensor(float)", [120, 2])]}
     values = [[7, 8, 0, 480, 4, "cpu"]]
     graph = trace(*({"op": op, "values": values, **scores} for op in ("aten::topk", finds)))
@@ -95,7 +95,7 @@ def test_a_sequence_that_misaligns_products_is_noted_in_the_trace(tmp_path, seq,
     assert all("Compare with 1024 or 1032" in note for note in notes)
 
 
-def test_operands_that_no_longer_fit_are_told(trace, add):
+def test_operands_that_no_longer_broadcast_are_noted(trace, add):
     def additions(*sizes: int):
         both = {"inputs": [("Tensor(float)", [size, 64]) for size in sizes]}
         return trace({**add(64), **both})

@@ -1,4 +1,4 @@
-"""Mixtures of experts at another size, held against captures at that size."""
+"""Resized mixtures of experts, compared with captures at that size."""
 
 import textwrap
 from collections import Counter
@@ -39,7 +39,7 @@ LONGER = Resize(Change(0, 96), Change(0, 7))
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory):
-    """Return the function that captures the script as it is asked to."""
+    """Return a function that captures the script with the given arguments."""
     folder = tmp_path_factory.mktemp("experts")
     script = folder / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
@@ -80,7 +80,7 @@ def test_experts_get_their_share_of_the_tokens(capture):
     assert step_bytes[0] > 2 * step_bytes[2]
 
 
-def test_a_router_of_its_own_mind_is_refused(capture):
+def test_an_unbalanced_router_is_refused(capture):
     uneven = capture(64, 2, "--ep", 4, "--moe-routing", "zipf:1")
     with pytest.raises(AnnotateError, match=r"got \d+ rows of tokens, no multiple of the 128"):
         LONGER.apply(uneven)

@@ -1,4 +1,4 @@
-"""A micro-batch of another size of a model without sequences."""
+"""Resized micro-batches of a model without sequences."""
 
 import json
 import textwrap

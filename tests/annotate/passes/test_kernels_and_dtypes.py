@@ -1,4 +1,4 @@
-"""What if products ran in another type, attention by another kernel: figures to check by hand."""
+"""Products in another dtype and attention by another kernel, with figures to check by hand."""
 
 import pytest
 from click.testing import CliRunner
@@ -69,7 +69,7 @@ def recost_with(graph, gpu, **what):
         ("_ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS_40", "ck"),
     ],
 )
-def test_a_kernels_name_tells_its_family(name, family):
+def test_the_family_of_a_kernel_from_its_name(name, family):
     assert family_of(name) == family
 
 
@@ -108,7 +108,7 @@ def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):
     assert kernels(usual) == kernels(recost_with(graph, "H100", attention="same"))
 
 
-def test_the_slowness_of_what_was_measured_is_not_taken_off_twice():
+def test_the_slowdown_of_the_measured_kernel_is_removed_once():
     c, gpus = shipped(), [load_gpu(name) for name in ("H100", "A100")]
     resolution = resolve("flash2", *gpus)
     share = attention_share(*gpus, c)
@@ -127,7 +127,7 @@ def test_another_kernel_on_the_same_gpu(trace, mm):
     assert kernels(recost(graph, "H100")) == [1_002_690, 5000]
 
 
-def test_a_kernel_without_a_figure_is_kept_and_told(trace):
+def test_a_kernel_without_a_figure_is_kept_and_noted(trace):
     graph = trace(attention(CUDNN), device="A100")
     changed = recost_with(graph, "H100", attention="flash2")
     assert kernels(changed) == kernels(recost(graph, "H100"))
@@ -185,14 +185,14 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
         ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; choose one of usual'),
     ],
 )
-def test_what_cannot_be_is_refused(trace, mm, what, target, message):
+def test_impossible_changes_are_refused(trace, mm, what, target, message):
     graph = trace(mm(64, 64, 64), attention(CUDNN))
     with pytest.raises(AnnotateError, match=message):
         recost_with(graph, target, **what)
 
 
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"auto", "learned"}))
-def test_other_models_take_a_type_but_no_kernel(trace, mm, model):
+def test_other_models_change_dtypes_but_not_kernels(trace, mm, model):
     graph = trace(mm(4096, 4096, 4096), attention(CUDNN))
     changed = recost(graph, "H100", model=model, passes=PassOptions(dtype="fp8"))
     assert kernels(changed)[0] < kernels(recost(graph, "H100", model=model))[0]
@@ -201,7 +201,7 @@ def test_other_models_take_a_type_but_no_kernel(trace, mm, model):
 
 
 @pytest.mark.parametrize("text", ["flash2", "gemm=cublas", "attention=", "attention=fast"])
-def test_a_setting_that_is_none(text):
+def test_a_malformed_kernel_setting(text):
     with raises_code("kernel-option-malformed"):
         parse_kernels((text,))
 
