@@ -49,6 +49,8 @@ def capture_at_depths(
     captures: dict[int, Capture] = {}
     with scratch_directory() as directory:
         raw = directory / "raw"
+        if options.raw_dir is not None:
+            raw.mkdir()  # each capture completes its traces in this directory before it renames them
         for count in layers:
             depth_options = replace(
                 options,
