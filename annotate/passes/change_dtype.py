@@ -89,6 +89,7 @@ def _has_equal_rates(gpu: Gpu) -> bool:
 
 def missing_units_notes(costs: OpCosts, target: Gpu) -> tuple[str, ...]:
     """Return a sentence if the target has matrix units for float16, but none for bfloat16."""
+    # A V100 or a T4 runs bfloat16 products at its float32 rate, so training there uses float16.
     rates = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
     count = int((_has_dtype(costs, "bfloat16") & costs.matmul).sum())
     rate = target.tensor_flops_per_s("float32")

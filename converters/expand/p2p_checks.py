@@ -19,7 +19,8 @@ def check_messages(rank_graphs: Sequence[RankGraph]) -> None:
 
     Neighbouring stages of a pipeline exchange equally many bytes, activations one way and
     gradients the other. If one graph wrongly represents both stages, every send still meets a
-    receive, but one of another phase.
+    receive, but one of another phase. This happens for a script whose pipeline lies along another
+    axis than in the given world, such as picotron's inside its data parallelism.
 
     Args:
         rank_graphs: graphs that together represent every rank of one world.

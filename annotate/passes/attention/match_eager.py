@@ -84,6 +84,7 @@ _EACH_SCORE = frozenset(
 
 _COPY = "copy_"
 
+# Dropout is one operator, or a mask by `bernoulli_` that a product applies.
 _DROPS = frozenset({"native_dropout", "bernoulli_", "_fused_dropout"})
 
 

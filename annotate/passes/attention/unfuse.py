@@ -325,7 +325,8 @@ def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
     zero = np.zeros(len(rows), dtype=np.int64)
     first = int(nodes.id.max(initial=0)) + 1
     positions = np.array(rows)
-    offset = np.arange(len(rows)) - np.searchsorted(positions, positions)  # rows ascend
+    # Distinct start times keep the kernels of a call in order; rows of one call are neighbours.
+    offset = np.arange(len(rows)) - np.searchsorted(positions, positions)
     columns = {
         "id": np.arange(first, first + len(rows)).astype(np.uint64),
         "kind": np.full(len(rows), Kind.KERNEL, dtype=np.uint8),

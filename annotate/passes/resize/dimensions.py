@@ -49,6 +49,8 @@ def readings(
             for cost_of_size, power in options
             if growth is None or _within((*powers, power), growth)
         ]
+        # Sort only if there are too many: in the unsorted order, equal costs keep the first of two
+        # multiples of the micro-batch, which is the one that grows.
         if len(candidates) > 16 * _MAX_READINGS:
             candidates = sorted(candidates, key=lambda candidate: candidate[0])[
                 : 16 * _MAX_READINGS

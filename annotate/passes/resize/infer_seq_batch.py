@@ -46,6 +46,7 @@ def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizi
                     f"nothing changes: the micro-batch is {count} before and after",
                     code="resize-same-batch",
                 )
+            # Only the user names the micro-batch, and a wrong one would grow sizes that equal it.
             _check_leads(graph, count)
             return Sizing.of(NO_SEQUENCE, batch, graph.job)
         fits = {
@@ -110,6 +111,7 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     codes = {strings[int(code)]: int(code) for code in np.unique(nodes.op)}
     products = [code for op, code in codes.items() if op in _GROUPED]
     if not products:
+        # Experts that compute every token grow with the tokens and need no routes.
         if "aten::topk" in codes and _selects_tokens(graph):
             raise AnnotateError(
                 "the step routes tokens to experts (aten::topk) one expert at a time, and the "
@@ -122,6 +124,7 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     routes: set[int] = set()
     tokens = {length * sizing.batch.before for length in sizing.lengths}
     for code in np.unique(nodes.input_shapes[rows]).tolist():
+        # The rows are tokens times experts per token.
         count = int(msgspec.json.decode(strings[code])[0][0])
         multiples = {
             count // token_count for token_count in tokens if count and count % token_count == 0
@@ -156,6 +159,7 @@ def _check(graph: Graph) -> None:
             "  use the eager capture next to it (--compile writes trace.eager.et)",
             code="resize-compiled-trace",
         )
+    # The job records a compilation only for `--compile`; torch.compile in a script leaves this.
     if any(module.type == "OptimizedModule" for module in graph.job.modules):
         raise AnnotateError(
             "the script compiled its model, and generated kernels do not record their operands\n"

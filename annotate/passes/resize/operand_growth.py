@@ -160,6 +160,7 @@ def _convolution(
     _: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape
 ) -> Powers | None:
     """Rule for convolutions: batch and spatial dimensions keep their powers."""
+    # Sizes alone lose the sequence behind a padded convolution, as a Mamba has.
     x = by_argument[0][0]
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 

@@ -334,6 +334,7 @@ def _growth_of_bags(
     """Return the growth of table, indices and bag offsets; all bags have equally many indices."""
     if len(tensors) < 3 or numel(tensors[1].shape) % max(1, numel(tensors[2].shape)):
         return growths
+    # Without this rule the rows that a DLRM looks up did not grow with its micro-batch.
     bag_growth = growths[2]
     if bag_growth is None:
         bag_growth = total(cheapest_reading(tensors[2].shape, sizing, None))

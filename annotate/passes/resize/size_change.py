@@ -178,6 +178,9 @@ _BINARY = frozenset(
 def check_products(before: Graph, after: Graph, changed: Mask) -> None:
     """Raise for products whose factors do not match, because a size was not followed.
 
+    Mamba-2, for example, pads its sequences to whole chunks. Its resized products would have no
+    FLOPs and be faster than at the captured size.
+
     Args:
         before: the step as captured.
         after: the same at another size.

@@ -224,7 +224,8 @@ def _peak(
     captured peaks.
     """
     # A peak is the highest of many levels, each linear in the depth. The line through two peaks is
-    # therefore a lower bound: at another depth another moment of the step may be the highest.
+    # therefore a lower bound: at another depth another moment of the step may be the highest. With
+    # activation checkpoints it was 5% low for 8 layers.
     replay_errors = [
         measured.peak_memory_bytes - replayed_peak_bytes(graph, measured.start_memory_bytes)
         for graph in (captured.graphs[count] for count in captured.layers)

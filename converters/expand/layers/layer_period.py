@@ -232,6 +232,7 @@ def _difference(layered: LayeredGraph, signatures: list[Signature], a: int, b: i
     names = layered.graph.text("name")
     for layer_pass in layered.passes:
         first, second = layer_pass.blocks[a], layer_pass.blocks[b]
+        # No next layer marks the end of the last layer, so it is compared as far as the other goes.
         for node, other in zip(first, second, strict=False):
             if not _do_same_work(signatures[node], signatures[other]):
                 return f"{names[node]} versus {names[other]} in the {layer_pass.label} pass"

@@ -126,6 +126,7 @@ def _gpipe(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[A
 def _one_forward_one_backward(
     rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> Iterator[Action]:
+    # One forward per later rank keeps the pipeline busy until the first backward arrives.
     warmup = min(ranks - 1 - rank, micro_batches)
     yield from (Action(FORWARD, micro_batch) for micro_batch in range(warmup))
     for micro_batch in range(micro_batches):
@@ -145,6 +146,7 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iter
             code="schedule-unequal-rounds",
         )
     size, total = micro_batches // rounds, micro_batches * chunks
+    # As many as in Megatron-LM's forward_backward_pipelining_with_interleaving.
     warmup = min((chunks - 1) * size + 2 * (ranks - 1 - rank), total)
 
     def action(phase: str, step: int) -> Action:

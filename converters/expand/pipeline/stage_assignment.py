@@ -50,6 +50,7 @@ def group_stages(graphs: Sequence[Graph]) -> list[StageGroup]:
     captured: set[int] = set()
     for graph in graphs:
         _check(graph.job, graphs[0].job)
+        # A directory may also contain traces re-costed for another GPU; the user must choose.
         if graph.job.rank in captured:
             raise ExportError(
                 f"two traces are of rank {graph.job.rank}, perhaps for two GPUs\n"
