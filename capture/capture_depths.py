@@ -50,7 +50,7 @@ def capture_at_depths(
     with scratch_directory() as directory:
         raw = directory / "raw"
         if options.raw_dir is not None:
-            raw.mkdir()  # each capture completes its traces in this directory before it renames them
+            raw.mkdir()  # each capture writes its traces here before it renames them
         for count in layers:
             depth_options = replace(
                 options,
