@@ -323,7 +323,7 @@ def test_the_command(h200, tmp_path):
         (["--overlap", "off"], "error[serialize-already-serial]"),
         (["--seq", "8k"], "--seq 8k: expected a size"),
         (["--seq", "4096"], "nothing changes"),
-        (["--explain", "57", "--fuse", "norm"], "leave --dtype, --kernel, --seq"),
+        (["--explain", "57", "--fuse", "norm"], "leave out --dtype, --kernel, --seq"),
     ):
         refused = CliRunner().invoke(annotate, ["--target", "H200", *options, str(path)])
         assert refused.exit_code == 2

@@ -117,7 +117,9 @@ def test_operators_of_a_capture_on_a_cpu():
     plain, slowed = (
         recost(graph, "H100", passes=replace(big, nvlink_active=active)) for active in (False, True)
     )
-    factor = slowed.nodes.duration_ns[slowed.gpu_compute] / plain.nodes.duration_ns[slowed.gpu_compute]
+    factor = (
+        slowed.nodes.duration_ns[slowed.gpu_compute] / plain.nodes.duration_ns[slowed.gpu_compute]
+    )
     assert (factor >= 1).all()
     assert factor.max() == pytest.approx(((700 - 123) / (700 - 23 - 123)) ** 0.5, rel=1e-4)
 
