@@ -101,7 +101,7 @@ def main() -> None:
     problems = missing_figures(rows)
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()
-        # The site holds the pages alone, so a link to a result file would leave it.
+        # The site has only the pages, so a link to a result file would be broken there.
         links = "benchmarks/results" if path.parent == ROOT else ""
         new = filled(text, rows, links)
         if new != text and "--check" in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""A call as a point among comparable calls: what they share, and the sizes that differ."""
+"""A call as a point among comparable calls: shared properties, and the sizes that differ."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

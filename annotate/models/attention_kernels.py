@@ -6,7 +6,7 @@ Hopper only. Kernels written for a generation reach about the same share of the 
 the sustained and the peak GEMM rate: 0.73 (A100), 0.68 (H100), 0.70 (H200) and 0.74 (L40S) in the
 campaign of `coefficients.toml` at 2 TFLOP and more. The learned model uses one share for all.
 
-Kernels of an older generation need figures of their own. cuDNN's kernel belongs to its generation:
+Kernels of an older generation need separate figures. cuDNN's kernel belongs to its generation:
 0.53 to 0.58 of the peak on an H200, where FlashAttention-3 reaches 0.56; on a B200, 0.88 of its
 published rates is predicted. Where cuDNN has no figure, its share of the peak is assumed equal to
 the measured one.

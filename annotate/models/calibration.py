@@ -2,7 +2,7 @@
 
 A description's figures are off by some percent, and so are coefficients fitted to other GPUs. Two
 microbenchmarks, of large and of skinny GEMMs, determine the matrix-unit rate and the memory
-bandwidth with which the tile model gives their mean rates. Known by these two alone, with its die
+bandwidth with which the tile model gives their mean rates. Known by these two only, with its die
 family left out of the fit, a GPU's bf16 GEMMs over 10 us are predicted from their shapes within
 7.9% on average (benchmarks/results/2026-11-23-gemm-calibration-size.txt).
 """

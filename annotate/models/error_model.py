@@ -101,11 +101,11 @@ KINDS = (
     "gemm_8bit",
     "attention",
     "attention_same_die",
-    "attention_alone",
+    "attention_unmeasured",
     "product",
     "retyped",
     "memory",
-    "memory_alone",
+    "memory_unmeasured",
     "resized_product",
     "resized_attention",
     "resized_memory",
@@ -117,9 +117,9 @@ KINDS = (
 """Kinds of prediction with separate errors; "kept" has none.
 
 "resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
-without a measurement ("memory_alone") are much less certain than measured ones. So are GEMMs with
-misaligned rows, of which eight were measured, up to 1.5 times off, and unmeasured attention
-("attention_alone"). Unmeasured convolutions and recurrent layers ("composed") have errors from
+without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
+with misaligned rows, of which eight were measured, up to 1.5 times off, and unmeasured attention
+("attention_unmeasured"). Unmeasured convolutions and recurrent layers ("composed") have errors from
 DeepBench, of two GPUs that differ from the fitted ones (benchmarks/deepbench.py), so they are not
 widened.
 """
@@ -129,7 +129,7 @@ _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 _UNFITTED = ("retyped",)
 """Kinds of GEMM predictions by rules without fitted coefficients."""
 
-_OTHER_VENDORS = {"memory": 2.1, "memory_alone": 1.8, "composed": 1.8}
+_OTHER_VENDORS = {"memory": 2.1, "memory_unmeasured": 1.8, "composed": 1.8}
 
 _FARTHER = 2.0
 """Widening of errors on GPUs of other vendors, to which nothing was fitted.
@@ -211,14 +211,14 @@ def kinds_of(
         product = np.where(eight_bit, product, _AT["gemm_same_die"])
     attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
-        attention_kind = _AT["attention_alone"]
-    memory = "memory_alone" if source is None else "memory"
+        attention_kind = _AT["attention_unmeasured"]
+    memory = "memory_unmeasured" if source is None else "memory"
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
     other = np.where(multiplied, _AT["product"], _AT[memory])
-    # Eight misaligned GEMMs were measured, up to 1.5 times off: as uncertain as memory alone.
+    # Eight misaligned GEMMs were measured, up to 1.5 times off.
     if not die:
-        product = np.where(rules == Rule.MISALIGNED, _AT["memory_alone"], product)
+        product = np.where(rules == Rule.MISALIGNED, _AT["memory_unmeasured"], product)
     kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)

@@ -1,4 +1,4 @@
-"""Summarise what a re-costing changed."""
+"""Summarise the changes of a re-costing by class of work."""
 
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class Recosting:
 
 
 def summarise(before: Graph, after: Graph) -> Recosting:
-    """Return what the last re-costing changed between `before` and `after`.
+    """Return the changes of the last re-costing, between `before` and `after`.
 
     Nodes are matched by id, since passes add and remove nodes.
     """

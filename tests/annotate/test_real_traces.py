@@ -213,13 +213,13 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     made = predict_from_description(kernels, gpu)
     (low, high), step = intervals(kernels, made, None, gpu, shipped())
     measured = kernels.duration_ns
-    memory = kinds_of(kernels, made, None, gpu) == KINDS.index("memory_alone")
+    memory = kinds_of(kernels, made, None, gpu) == KINDS.index("memory_unmeasured")
     each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
     assert step.p10_ns < measured.sum() < step.p90_ns
     # products are surer: the step is between them and what streams memory
-    alone = shipped().errors["memory_alone"].shared
+    alone = shipped().errors["memory_unmeasured"].shared
     assert 1.2 < step.p90_ns / made[0].sum() < np.exp(1.2816 * alone)
 
 

@@ -166,7 +166,7 @@ def test_another_tools_trace(elsewhere, tmp_path):
     args = ("--target", "A100", "--source", "H100", elsewhere, "-o", out)
     made = invoke(annotate, *args).stdout
     assert "1 of unknown origin (0.0% of the time), 1 calibrated (100.0% of the time)" in made
-    assert "1 node: flops and bytes unknown: memory bandwidth" in made
+    assert "1 node: FLOPs and bytes unknown: memory bandwidth" in made
     assert "1 node: kept: the trace has no duration to scale" in made
     assert "2 nodes without a class or formula" in made
     workload = tmp_path / "workload"

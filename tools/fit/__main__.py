@@ -16,7 +16,7 @@ from onerank.annotate.models.error_model import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
-from tools.fit.datasheet_eval import Case, alone_cases
+from tools.fit.datasheet_eval import Case, unmeasured_cases
 from tools.fit.leave_one_out import (
     datasheet_cases,
     errors_of,
@@ -33,14 +33,15 @@ _PROVENANCE = {
     "attention": "flash-attention forward of A100, L40S, H100, H200 in that campaign, which also "
     "writes keys and values to a cache",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
-    "layer operators of A100 and H100 from microsoft/vidur (MIT), memory_alone: the same by the "
-    "datasheet; attention_alone: attention of that campaign by its shape, and cuDNN's both passes "
-    "in the shipped H200's database; resized: 2, 4 and 8 times the "
-    "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that campaign "
-    "beside another of aiconfigurator on H200 and B200 and beside the layers' products of vidur; "
-    "looked_up: captured steps of Llama-3-8B on an H200 (four layers of tp 4, eight whole ones, "
-    "sequences of 2048) beside rows of the same versions; composed: convolutions and recurrent "
-    "layers of baidu-research/DeepBench (Apache-2.0) on V100 and T4, beside the shipped tiles",
+    "layer operators of A100 and H100 from microsoft/vidur (MIT), memory_unmeasured: the "
+    "same by the datasheet; attention_unmeasured: attention of that campaign by its shape, "
+    "and cuDNN's both passes in the shipped H200's database; resized: 2, 4 and 8 times the "
+    "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that "
+    "campaign against another of aiconfigurator on H200 and B200, and against the layers' "
+    "products of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
+    "tp 4, eight whole ones, sequences of 2048) against rows of the same versions; "
+    "composed: convolutions and recurrent layers of baidu-research/DeepBench (Apache-2.0) "
+    "on V100 and T4, by the shipped tiles",
 }
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     cases = [
         *every_case(options.data, fits),
         *looked_up_cases(options.data),
-        *alone_cases(options.data),
+        *unmeasured_cases(options.data),
     ]
     for step in options.step:
         cases += _looked_up(step)

@@ -67,7 +67,7 @@ def as_shipped(gpu: Gpu) -> Gpu:
     return gpu
 
 
-def alone_cases(folder: Path, described: Described = as_shipped) -> Iterator[Case]:
+def unmeasured_cases(folder: Path, described: Described = as_shipped) -> Iterator[Case]:
     """Yield norms, rotary embeddings, activations and additions in fp16, by GPU.
 
     They are predicted like operators of a CPU capture: launch floor and bandwidth. No family is
@@ -85,7 +85,7 @@ def alone_cases(folder: Path, described: Described = as_shipped) -> Iterator[Cas
         gpu = load_gpu(str(name))
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
         predicted_ns, _ = predict(of_layers(times, table), described(gpu))
-        yield Case("memory_alone", gpu, gpu, times, predicted_ns, np.zeros(len(times)))
+        yield Case("memory_unmeasured", gpu, gpu, times, predicted_ns, np.zeros(len(times)))
 
 
 def attention_cases(
@@ -98,7 +98,7 @@ def attention_cases(
         gpu = load_gpu(name)
         predicted_ns, _ = model(family(gpu))(of_attention(attention, times), described(gpu))
         predicted_ns = predicted_ns + stored_ns(gpu, attention.shapes)
-        yield Case("attention_alone", gpu, gpu, times, predicted_ns, attention.shapes[:, 3])
+        yield Case("attention_unmeasured", gpu, gpu, times, predicted_ns, attention.shapes[:, 3])
 
 
 def database_cases(
@@ -118,7 +118,7 @@ def database_cases(
     rows = np.array([work.attention[3] for work in works], dtype=np.float64)
     predicted_ns = modelled_ns(works, described(gpu), model(family(gpu)))
     measured_ns = np.array(times, dtype=np.float64)
-    yield Case("attention_alone", gpu, gpu, measured_ns, predicted_ns, rows)
+    yield Case("attention_unmeasured", gpu, gpu, measured_ns, predicted_ns, rows)
 
 
 _ESTIMATED = ("memory_achievable_fraction", "launch_floor_ns")

@@ -22,11 +22,11 @@ from tools.fit.datasheet_eval import (
     VIDUR_FILE,
     Case,
     Described,
-    alone_cases,
     as_by_datasheet,
     as_shipped,
+    unmeasured_cases,
 )
-from tools.fit.datasheet_eval import attention_cases as attention_alone
+from tools.fit.datasheet_eval import attention_cases as attention_unmeasured
 from tools.fit.datasheet_eval import database_cases as database_attention
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
@@ -143,7 +143,7 @@ Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
 
 
 def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Case]:
-    """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
+    """Yield predictions of fp8 GEMMs from bf16 ones on the GPU that measured both.
 
     No family is excluded, because nothing of the shipped rule is fitted.
     """
@@ -192,7 +192,7 @@ def parted(case: Case) -> Iterator[Case]:
 
 
 def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Case]:
-    """Yield the cases of targets that are known by their datasheet figures alone.
+    """Yield the cases of targets that are known only by their datasheet figures.
 
     The estimates of the other figures, like the coefficients, come from the other die families.
     Kernels at another size or in another dtype on one GPU, and calls of several GEMMs, have no
@@ -216,8 +216,8 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
         cases.append(replace(case, kind="gemm_8bit"))
     cases += attention_cases(attention, learned, described)
     cases += memory_cases(folder, described=described)
-    cases += alone_cases(folder, described)
-    cases += attention_alone(attention, from_description, described)
+    cases += unmeasured_cases(folder, described)
+    cases += attention_unmeasured(attention, from_description, described)
     cases += database_attention(from_description, described)
     for case in cases:
         factor = widening(case.target, fits[family(case.target)], case.kind)
@@ -249,5 +249,8 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     cases += resize_eval.product_cases(products, from_description)
     cases += resize_eval.attention_cases(attention, from_description)
     cases += resize_eval.memory_cases(folder)
-    cases += [*attention_alone(attention, from_description), *database_attention(from_description)]
+    cases += [
+        *attention_unmeasured(attention, from_description),
+        *database_attention(from_description),
+    ]
     return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

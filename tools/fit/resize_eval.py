@@ -35,7 +35,7 @@ def product_cases(
     """Yield products at 2, 4 and 8 times the rows, and back.
 
     Args:
-        products: what was measured.
+        products: the measured GEMMs.
         model: family that is left out -> the model of unmeasured kernels.
     """
     sizes = products.shapes[:, 1:4]

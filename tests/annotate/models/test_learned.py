@@ -80,8 +80,8 @@ def test_the_kernels_of_an_operator_share_its_factor(trace, mm):
 @pytest.mark.parametrize(
     ("operator", "rule"),
     [
-        ({"op": "mylib::x"}, "flops and bytes unknown: memory bandwidth"),
-        ({"op": "aten::mm"}, "matrix product or attention, flops unknown: 16-bit matmul rate"),
+        ({"op": "mylib::x"}, "FLOPs and bytes unknown: memory bandwidth"),
+        ({"op": "aten::mm"}, "matrix product or attention, FLOPs unknown: 16-bit matmul rate"),
         (
             {"op": "aten::mm", "inputs": [("Tensor(c10::Float8_e4m3fn)", [8192, 8192])] * 2,
              "outputs": [("Tensor(c10::BFloat16)", [8192, 8192])]},
@@ -221,7 +221,9 @@ def test_a_gpu_unlike_those_fitted_to_is_less_sure_wherever_the_model_speaks():
 def test_what_goes_by_bandwidth_is_as_sure_on_older_gpus_and_less_on_other_vendors():
     for name in ("V100", "T4"):
         assert outside(load_gpu(name), shipped()) > 2
-        assert [widening(load_gpu(name), shipped(), k) for k in ("memory", "memory_alone")] == [
+        assert [
+            widening(load_gpu(name), shipped(), k) for k in ("memory", "memory_unmeasured")
+        ] == [
             1,
             1,
         ]
@@ -229,6 +231,6 @@ def test_what_goes_by_bandwidth_is_as_sure_on_older_gpus_and_less_on_other_vendo
     assert widening(mine, shipped(), "memory") == 1
     for name in ("TPU-v6e", "MI300X"):  # 10.9 and 2.1 outside
         assert widening(load_gpu(name), shipped(), "memory") == 2.1
-        assert widening(load_gpu(name), shipped(), "memory_alone") == 1.8
+        assert widening(load_gpu(name), shipped(), "memory_unmeasured") == 1.8
         distance = outside(load_gpu(name), shipped())
         assert widening(load_gpu(name), shipped(), "gemm") == pytest.approx(distance + 2)

@@ -39,7 +39,7 @@ class TestRatio:
         graph = trace({"op": "mylib::x", "kernels": [("k", 3350)]})
         made = recost(graph, "H100-SXM", model="ratio")
         assert times(made) == [4800]
-        assert rules(made) == {"flops and bytes unknown: memory bandwidth": 1}
+        assert rules(made) == {"FLOPs and bytes unknown: memory bandwidth": 1}
         assert made.job.annotations[-1].details["unknown_class"] == 1
 
 
@@ -106,7 +106,7 @@ class TestResidual:
         graph = trace({"op": "", "kernels": [("nvjet_gemm", 12_000)]})
         made = self.recost(graph, gpu_file, bf16=50)
         assert times(made) == [22_000]
-        assert rules(made) == {"matrix product or attention, flops unknown: 16-bit matmul rate": 1}
+        assert rules(made) == {"matrix product or attention, FLOPs unknown: 16-bit matmul rate": 1}
 
     def test_a_data_type_that_nothing_on_the_target_takes(self, trace, mm, gpu_file):
         product = mm(64, 64, 64, ns=10_000)

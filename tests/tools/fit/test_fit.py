@@ -13,7 +13,7 @@ from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
-from tools.fit.datasheet_eval import VIDUR_FILE, Case, alone_cases, as_by_datasheet
+from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet, unmeasured_cases
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 
@@ -101,8 +101,8 @@ def test_errors_of_what_the_datasheet_alone_tells(tmp_path):
     rows = [{**each, "bytes": 1_753_540_000, "time_ms": t} for t in (1.0, 2.0, 9.0)]
     rows += [{**rows[0], "kind": "gemm"}, {**rows[0], "tokens": 2, "time_ms": 0.0}]
     pl.DataFrame(rows).write_parquet(tmp_path / VIDUR_FILE)
-    (case,) = alone_cases(tmp_path)
-    assert (case.kind, case.target.name) == ("memory_alone", "A100-SXM-80GB")
+    (case,) = unmeasured_cases(tmp_path)
+    assert (case.kind, case.target.name) == ("memory_unmeasured", "A100-SXM-80GB")
     assert case.measured_ns.tolist() == [2e6]
     assert case.predicted_ns == pytest.approx([1e6 + 1148], rel=1e-6)
 
