@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def have(folder: Path, name: str) -> bool:
-    """Return whether a file is there; tell where it is not."""
+    """Return whether a file exists; print a note if it does not."""
     if (folder / name).is_file():
         return True
     print(f"\n{folder / name}: no such file, so its part is left out")
@@ -129,9 +129,9 @@ def learned(fits: dict[str, Coefficients]) -> Callable[[str], Predict]:
 
 def figures(case: Case, mask: Mask) -> list[float]:
     """Return mean, median, 90th percentile and the time-weighted mean of absolute errors."""
-    times, made = case.measured_ns[mask], case.predicted_ns[mask]
-    error = np.abs(made / times - 1) * 100
-    weighted = float(np.abs(made - times).sum() / times.sum() * 100)
+    times, predicted = case.measured_ns[mask], case.predicted_ns[mask]
+    error = np.abs(predicted / times - 1) * 100
+    weighted = float(np.abs(predicted - times).sum() / times.sum() * 100)
     return [float(x) for x in (error.mean(), np.median(error), np.quantile(error, 0.9), weighted)]
 
 
@@ -147,12 +147,12 @@ def bins(case: Case) -> dict[str, Mask]:
     }
 
 
-def table(title: str, named: Iterable[tuple[str, list[Case]]], columns: list[str]) -> None:
+def table(title: str, cases_of: Iterable[tuple[str, list[Case]]], columns: list[str]) -> None:
     """Print one row for each case, then the means over the pairs of each model."""
     print(f"\n{title}\nmean / median / p90 / time-weighted")
     print(f"{'from':15}{'to':15}{'model':24}" + "".join(f"{name:>29}" for name in columns))
     means: dict[str, F64] = {}
-    for name, cases in named:
+    for name, cases in cases_of:
         rows = [[figures(case, bins(case)[column]) for column in columns] for case in cases]
         for case, row in zip(cases, rows, strict=True):
             print(f"{case.source.name:15}{case.target.name:15}{name:24}" + cells(row))
@@ -167,9 +167,9 @@ def cells(row: list[list[float]]) -> str:
 
 
 def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
-    """Print bf16 products by model and by what is known of the target."""
+    """Print the error for bf16 GEMMs by model and by knowledge about the target."""
     gpus = [load_gpu(name) for name in products.times_ns]
-    own = {gpu.name: fitted(products, None, [gpu]) for gpu in gpus}
+    fits_to_target = {gpu.name: fitted(products, None, [gpu]) for gpu in gpus}
     rows: list[tuple[str, list[Case]]] = []
     for name, model in PLAIN.items():
         rows.append(
@@ -190,7 +190,7 @@ def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
                     lambda gpu: gpu,
                     lambda _: (
                         lambda kernels, source, target: predict_learned(
-                            kernels, source, target, own[target.name]
+                            kernels, source, target, fits_to_target[target.name]
                         )
                     ),
                 )
@@ -202,7 +202,7 @@ def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
 
 
 def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
-    """Print fp8 products, a data type that no coefficient was fitted to."""
+    """Print the error for fp8 GEMMs, a data type without fitted coefficients."""
     products = read_products(folder, "fp8")
     rows = [(f"{n}, described", list(gemm_cases(products, lambda g: g, lambda _, m=m: m)))
             for n, m in PLAIN.items()]  # fmt: skip
@@ -216,7 +216,10 @@ def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
 
 
 def attention(folder: Path, fits: dict[str, Coefficients]) -> None:
-    """Print forward attention; A100 and L40S run flash-attention 2, H100 and H200 its third."""
+    """Print the error for forward attention.
+
+    A100 and L40S run flash-attention 2, H100 and H200 flash-attention 3.
+    """
     measured = read_attention(folder)
     rows = [(n, list(attention_cases(measured, lambda _, m=m: m))) for n, m in PLAIN.items()]
     rows.append(("learned", list(attention_cases(measured, learned(fits)))))
@@ -225,7 +228,7 @@ def attention(folder: Path, fits: dict[str, Coefficients]) -> None:
 
 
 def memory(folder: Path) -> None:
-    """Print norms, rotary embeddings, activations and additions, timed to 1 us."""
+    """Print the error for norms, rotary embeddings, activations and additions, timed to 1 us."""
     rows = [(name, list(memory_cases(folder, model))) for name, model in PLAIN.items()]
     table(
         "fp16 layer operators without products (learned: as residual)", rows, ["over 10 us", "all"]
@@ -237,8 +240,8 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
     rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet")
     index = ["model", "tp", "tokens", "op", "kind", "bytes", "m", "n", "k"]
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
-    both = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
-    both = both.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
+    pairs = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
+    pairs = pairs.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
     models: dict[str, Callable[[str], Predict]] = {n: (lambda _, m=m: m) for n, m in PLAIN.items()}
     models["learned"] = learned(fits)
     print("\nA layer without attention, end to end: percent off, of the sum of its operators")
@@ -249,33 +252,33 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
         for name, model in models.items():
             gpus = load_gpu(source), load_gpu(target)
             parts: list[pl.DataFrame] = []
-            for kind, part in both.partition_by("kind", as_dict=True).items():
+            for kind, part in pairs.partition_by("kind", as_dict=True).items():
                 times = part[source].to_numpy().astype(np.float64) * 1e6
                 if str(kind[0]) == "gemm":
                     sizes = [part[c].to_numpy().astype(np.float64) for c in ("m", "n", "k")]
-                    one = np.ones(len(part))
-                    shapes = np.stack([one, *sizes, 2 * one, 2 * one], axis=1)
+                    ones = np.ones(len(part))
+                    shapes = np.stack([ones, *sizes, 2 * ones, 2 * ones], axis=1)
                     kernels = of_products(Products("float16", shapes, {}), times)
                 else:
                     kernels = of_layers(times, part)
-                made, _ = model(family(gpus[1]))(kernels, *gpus)
-                parts.append(part.with_columns(pl.Series("made", made)))
+                predicted, _ = model(family(gpus[1]))(kernels, *gpus)
+                parts.append(part.with_columns(pl.Series("made", predicted)))
             every = pl.concat(parts).with_columns(pl.col(target) * 1e6)
             cases = {name: every}
             if name == "learned":
                 products = pl.col("kind").cast(pl.String) == "gemm"
-                for known, where in (
+                for measured_part, where in (
                     ("products as measured", products),
                     ("rest as measured", ~products),
                 ):
-                    made = pl.when(where).then(target).otherwise("made").alias("made")
-                    cases[f"learned, {known}"] = every.with_columns(made)
-            for label, told in cases.items():
-                end_to_end(f"{source:6}{target:6}{label:30}", told, target)
+                    predicted = pl.when(where).then(target).otherwise("made").alias("made")
+                    cases[f"learned, {measured_part}"] = every.with_columns(predicted)
+            for label, operators in cases.items():
+                end_to_end(f"{source:6}{target:6}{label:30}", operators, target)
 
 
 def end_to_end(head: str, operators: pl.DataFrame, target: str) -> None:
-    """Print how far the sums of layers are off: columns `made` and that of the target."""
+    """Print the error of the layers' sums: column `made` against the target's column."""
     sums = operators.group_by("model", "tp", "tokens").agg(pl.col("made", target).sum())
     off = (sums["made"] / sums[target] - 1).to_numpy() * 100
     error = np.abs(off)
@@ -285,7 +288,7 @@ def end_to_end(head: str, operators: pl.DataFrame, target: str) -> None:
 
 
 def campaigns(folder: Path, products: Products) -> None:
-    """Print how far two campaigns on one GPU are apart, of the products that both measured."""
+    """Print the difference between two campaigns on one GPU, for GEMMs that both measured."""
     rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet")
     rows = rows.filter(pl.col("kind").cast(pl.String) == "gemm", pl.col("time_ms") > 0)
     index = ["model", "tp", "tokens", "op", "m", "n", "k"]
@@ -296,15 +299,15 @@ def campaigns(folder: Path, products: Products) -> None:
     print(f"{'gpu':6}{'products over 10 us':>20}{'mean':>7}{'layers':>8}{'mean of their sums':>20}")
     for name in ("A100", "H100"):
         sizes = pl.DataFrame(products.shapes[:, 1:4], schema=["m", "n", "k"]).cast(pl.Int64)
-        there = sizes.with_columns(there=pl.Series(products.times_ns[load_gpu(name).name]))
-        own = rows.filter(pl.col("gpu").cast(pl.String) == name).cast(
+        bf16_rows = sizes.with_columns(there=pl.Series(products.times_ns[load_gpu(name).name]))
+        fp16_rows = rows.filter(pl.col("gpu").cast(pl.String) == name).cast(
             dict.fromkeys("mnk", pl.Int64)
         )
-        both = own.join(there, on=["m", "n", "k"], how="left")
+        joined = fp16_rows.join(bf16_rows, on=["m", "n", "k"], how="left")
         off = (pl.col("there") / pl.col("time_ms") - 1).abs() * 100
-        long = both.drop_nulls("there").filter(pl.col("there") > LONG_NS)
+        long = joined.drop_nulls("there").filter(pl.col("there") > LONG_NS)
         sums = (
-            both.group_by("model", "tp", "tokens")
+            joined.group_by("model", "tp", "tokens")
             .agg(pl.col("there").is_null().any().alias("lacks"), pl.col("there", "time_ms").sum())
             .filter(~pl.col("lacks"))
         )
@@ -323,27 +326,27 @@ NEUSIGHT = {
 
 
 def published(folder: Path) -> None:
-    """Print fp32 nodes of language models beside what published predictors said of them."""
+    """Print the error for fp32 nodes of language models, with that of published predictors."""
     rows = pl.read_parquet(folder / "neusight_nodes_fp32.parquet")
-    left_out = sorted({*rows["gpu"].unique()} - {*NEUSIGHT})
+    undescribed = sorted({*rows["gpu"].unique()} - {*NEUSIGHT})
     print("\nfp32 nodes of BERT, GPT-2, GPT-3 and OPT on vector units; no views or lookups")
-    print(f"mean error per node / of the sum of a case's nodes. No description: {left_out}")
+    print(f"mean error per node / of the sum of a case's nodes. No description: {undescribed}")
     keys = ["desc", "name", "ph"]
-    theirs = {n: f"p_{n}" for n in ("roofline", "habitat", "neusight")}
+    published_columns = {n: f"p_{n}" for n in ("roofline", "habitat", "neusight")}
     totals: dict[str, list[tuple[float, F64]]] = {}
-    heads = ["ratio", "roofline", "learned", *(f"{n} (published)" for n in theirs)]
+    heads = ["ratio", "roofline", "learned", *(f"{n} (published)" for n in published_columns)]
     print(f"{'from':10}{'to':10}{'nodes':>6}  " + "".join(f"{head:>23}" for head in heads))
     for source, target in permutations(NEUSIGHT, 2):
         left, right = (rows.filter(pl.col("gpu") == gpu) for gpu in (source, target))
-        both = left.select(*keys, pl.col("T").alias("before")).join(right, on=keys)
-        both = both.filter(pl.col("T") > 0, pl.col("before") > 0, pl.col("By") > 0)
-        both = both.filter(pl.col("kind").cast(pl.String) != "mem")
-        if both.is_empty():
+        pairs = left.select(*keys, pl.col("T").alias("before")).join(right, on=keys)
+        pairs = pairs.filter(pl.col("T") > 0, pl.col("before") > 0, pl.col("By") > 0)
+        pairs = pairs.filter(pl.col("kind").cast(pl.String) != "mem")
+        if pairs.is_empty():
             continue
         before, after, flops, moved = (
-            both[name].to_numpy().astype(np.float64) for name in ("before", "T", "F", "By")
+            pairs[name].to_numpy().astype(np.float64) for name in ("before", "T", "F", "By")
         )
-        product = both["kind"].cast(pl.String).is_in(["Linear", "BMM"]).to_numpy()
+        product = pairs["kind"].cast(pl.String).is_in(["Linear", "BMM"]).to_numpy()
         kernels = replace(
             of_memory(before * 1e6, moved),
             flops=flops,
@@ -352,33 +355,33 @@ def published(folder: Path) -> None:
             dtypes=("float32",),
         )
         gpus = load_gpu(NEUSIGHT[source]), load_gpu(NEUSIGHT[target])
-        made = {
+        predicted = {
             "ratio": predict_by_ratio(kernels, *gpus)[0] / 1e6,
             "roofline": datasheet.predict_by_roofline(kernels, *gpus)[0] / 1e6,
             "learned": predict_learned(kernels, *gpus)[0] / 1e6,
-            **{f"{n} (published)": both[c].to_numpy() for n, c in theirs.items()},
+            **{f"{n} (published)": pairs[c].to_numpy() for n, c in published_columns.items()},
         }
         text = ""
-        for name, times in made.items():
+        for name, times in predicted.items():
             node = float(np.mean(np.abs(times / after - 1)) * 100)
-            sums = both.select("desc").with_columns(
+            sums = pairs.select("desc").with_columns(
                 made=pl.Series(times), measured=pl.Series(after)
             )
             sums = sums.group_by("desc", maintain_order=True).sum()
             off = np.abs((sums["made"] / sums["measured"] - 1).to_numpy()) * 100
             text += f"{node:13.1f} /{off.mean():5.1f} e2e"
             totals.setdefault(name, []).append((node, off))
-        print(f"{source:10}{target:10}{len(both):6}  {text}")
+        print(f"{source:10}{target:10}{len(pairs):6}  {text}")
     line = "".join(
-        f"{np.mean([n for n, _ in found]):13.1f} /"
-        f"{np.concatenate([o for _, o in found]).mean():5.1f} e2e"
-        for found in totals.values()
+        f"{np.mean([n for n, _ in pairs_of_model]):13.1f} /"
+        f"{np.concatenate([o for _, o in pairs_of_model]).mean():5.1f} e2e"
+        for pairs_of_model in totals.values()
     )
     print(f"{'mean':26}  {line}")
 
 
 def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
-    """Print how often the 80% interval holds the measured time of families it has not seen."""
+    """Print how often the 80% interval contains the measured time, for families outside the fit."""
     print(
         "\nThe 80% interval: percent of measured times inside, the target's family left out of it"
     )
@@ -386,21 +389,21 @@ def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
     cases = [*every_case(folder, fits), *looked_up_cases(folder)]
     for kind in dict.fromkeys(case.kind for case in cases):
         inside: list[Mask] = []
-        own = [case for case in cases if case.kind == kind]
-        families = {family(case.target) for case in own}
-        for name in dict.fromkeys(case.target.name for case in own):
-            rest = [
+        of_kind = [case for case in cases if case.kind == kind]
+        families = {family(case.target) for case in of_kind}
+        for name in dict.fromkeys(case.target.name for case in of_kind):
+            other_cases = [
                 case
-                for case in own
+                for case in of_kind
                 if (
                     family(case.target) != family(load_gpu(name))
                     if len(families) > 1
                     else case.target.name != name
                 )
             ]
-            error = errors_of(rest)
+            error = errors_of(other_cases)
             measured = np.concatenate(
-                [case.error / case.widening for case in own if case.target.name == name]
+                [case.error / case.widening for case in of_kind if case.target.name == name]
             )
             below, above = measured < error.low, measured > error.high
             inside.append(~below & ~above)
@@ -416,7 +419,7 @@ def million() -> None:
     strings = StringTable()
     rng = np.random.default_rng(0)
     m, n, k = (64 * rng.integers(1, 128, distinct) for _ in range(3))
-    of = rng.integers(0, distinct, count)
+    call = rng.integers(0, distinct, count)
     product = strings.encode(["aten::mm"])[0]
     addition = strings.encode(["aten::add"])[0]
     shapes = strings.encode([f"[[{a},{c}],[{c},{b}]]" for a, b, c in zip(m, n, k, strict=True)])
@@ -430,9 +433,9 @@ def million() -> None:
         kind=np.full(count, Kind.KERNEL),
         duration_ns=rng.integers(3000, 1_000_000, count),
         evidence=np.full(count, Evidence.MEASURED),
-        input_shapes=shapes[of],
+        input_shapes=shapes[call],
         input_types=np.full(count, types),
-        output_shapes=results[of],
+        output_shapes=results[call],
         output_types=np.full(count, out_types),
     )
     none = np.zeros(0, dtype=np.int64)
@@ -440,9 +443,9 @@ def million() -> None:
     graph = Graph(nodes, edges, strings, Job(device=Device("cuda", "H200")))
     before = peak_bytes()
     begun, worked = time.perf_counter(), time.process_time()
-    made = recost(graph, "A100")
+    recosted = recost(graph, "A100")
     took, worked = time.perf_counter() - begun, time.process_time() - worked
-    assert (made.nodes.p10_ns > 0).all()
+    assert (recosted.nodes.p10_ns > 0).all()
     print(f"\n{count} kernels of {2 * distinct} distinct calls: {took:.2f} s ({worked:.2f} s of "
           f"one core), the process at most "
           f"{peak_bytes() / 1e9:.2f} GB, {before / 1e9:.2f} GB before")  # fmt: skip

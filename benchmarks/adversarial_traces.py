@@ -19,11 +19,11 @@ def host(name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> Event:
             "args": args}  # fmt: skip
 
 
-def call(ts: float, correlation: int, name: str = "cudaLaunchKernel", **other: Any) -> Event:
+def call(ts: float, correlation: int, name: str = "cudaLaunchKernel", **changes: Any) -> Event:
     """Return a call of the CUDA runtime."""
     event = {"ph": "X", "cat": "cuda_runtime", "name": name, "pid": 1, "tid": 1, "ts": ts,
              "dur": 1.0, "args": {"External id": 0, "correlation": correlation}}  # fmt: skip
-    return event | other
+    return event | changes
 
 
 def kernel(ts: float, dur: float, correlation: int, stream: int = 7, name: str = "k") -> Event:

@@ -50,12 +50,12 @@ def measure(batch: int, heads: int, length: int, d: int) -> None:
                     out, operands, gradient, retain_graph=True
                 ),
             }
-            for which, call in passes.items():
+            for direction, call in passes.items():
                 us = microseconds(call)
-                flops = 2 * batch * heads * length**2 * d * (1 if which == "forward" else 2.5)
-                base = first.setdefault(which, us)
+                flops = 2 * batch * heads * length**2 * d * (1 if direction == "forward" else 2.5)
+                base = first.setdefault(direction, us)
                 shape = f"{batch}x{heads}x{length}"
-                print(f"{shape:>16}{d:>5}{which:>10}{name:>9}{us:10.1f}{flops / us / 1e6:9.0f}"
+                print(f"{shape:>16}{d:>5}{direction:>10}{name:>9}{us:10.1f}{flops / us / 1e6:9.0f}"
                       f"{us / base:10.3f}")  # fmt: skip
 
 

@@ -45,20 +45,29 @@ def main() -> None:
     for row in rows:
         gpu = load_gpu(row["gpu"])
         works = [work(row, length) for length in row["lengths"]]
-        own = predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)[0]
-        flops = [one.flops for one in works]
-        made = [one / time / 1e3 for one, time in zip(flops, own.tolist(), strict=True)]
-        told = [one / time / 1e3 for one, time in zip(flops, slower(own, gpu, row), strict=True)]
-        each = zip(row["lengths"], made, row["tflops"], strict=True)
+        usual_ns = predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)[0]
+        flops = [flops_of_call.flops for flops_of_call in works]
+        usual = [
+            flops_of_call / time / 1e3
+            for flops_of_call, time in zip(flops, usual_ns.tolist(), strict=True)
+        ]
+        specific = [
+            flops_of_call / time / 1e3
+            for flops_of_call, time in zip(flops, slower(usual_ns, gpu, row), strict=True)
+        ]
+        columns = zip(row["lengths"], usual, row["tflops"], strict=True)
         print(
             f"{gpu.name[:7]:8}{row['kernel']:10}{row['head_size']:4}{row['causal']:2}"
-            f"{row['backward']:2}{over(made, row):7.2f}{over(told, row):7.2f}  "
-            + "  ".join(f"{length}: {here:.0f}/{there:g}" for length, here, there in each)
+            f"{row['backward']:2}{over(usual, row):7.2f}{over(specific, row):7.2f}  "
+            + "  ".join(
+                f"{length}: {predicted:.0f}/{published:g}"
+                for length, predicted, published in columns
+            )
         )
 
 
 def work(row: Row, length: int) -> Work:
-    """Return what one call does: as many heads of keys as of queries."""
+    """Return the work of one call with as many key heads as query heads."""
     batch = row["batch"] or row["tokens"] // length
     heads, size, back = row["heads"], row["head_size"], row["backward"]
     flops = 4 * batch * heads * length**2 * size * 5 // (2 if back else 5)
@@ -71,17 +80,17 @@ def work(row: Row, length: int) -> Work:
     )  # fmt: skip
 
 
-def slower(own: np.ndarray, gpu: Gpu, row: Row) -> list[float]:
-    """Return the times with the figure of the kernel, if it has one on the GPU, in ns."""
+def slower(usual_ns: np.ndarray, gpu: Gpu, row: Row) -> list[float]:
+    """Return the times in ns with the measured kernel's slowdown, if it has one on the GPU."""
     figure = slowdown_of(row["kernel"], gpu)
     factor = 1.0 if figure is None else figure.backward if row["backward"] else figure.forward
     floor = gpu.launch_floor_ns
-    return [floor + (time - floor) * factor for time in own.tolist()]
+    return [floor + (time - floor) * factor for time in usual_ns.tolist()]
 
 
-def over(made: list[float], row: Row) -> float:
-    """Return how many times as fast as published, geometric mean."""
-    logs = [math.log(a / b) for a, b in zip(made, row["tflops"], strict=True)]
+def over(predicted: list[float], row: Row) -> float:
+    """Return the geometric mean of predicted over published rates."""
+    logs = [math.log(a / b) for a, b in zip(predicted, row["tflops"], strict=True)]
     return math.exp(sum(logs) / len(logs))
 
 

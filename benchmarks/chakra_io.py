@@ -69,15 +69,15 @@ def main() -> None:
         f"{google.protobuf.__version__}; load {Path('/proc/loadavg').read_text().split()[0]}"
     )
     captured = convert_directory(CAPTURE)[0]
-    with tempfile.TemporaryDirectory(dir=folder) as made:
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
         print(f"{'':28} {'nodes':>7} {'bytes/node':>10} {'read/CPU s':>11} {'write/CPU s':>11}")
         for name, graph in {
             "capture": captured,
             "capture x 20": copies(captured, 20),
             "without operands x 20": copies(without_operands(captured), 20),
         }.items():
-            report(name, graph, Path(made, "graph.et"))
-        expansion(Path(made))
+            report(name, graph, Path(directory, "graph.et"))
+        expansion(Path(directory))
 
 
 def report(name: str, graph: Graph, path: Path) -> None:
@@ -94,7 +94,7 @@ def report(name: str, graph: Graph, path: Path) -> None:
 
 
 def best(work: Callable[[], object]) -> float:
-    """Return CPU seconds of the fastest of some runs."""
+    """Return the CPU seconds of the fastest run: at least RUNS, for at least SECONDS."""
     times: list[float] = []
     while len(times) < RUNS or sum(times) < SECONDS:
         began = cpu()
@@ -117,23 +117,25 @@ PARTS = ("values", "shapes", "types")
 
 
 def expansion(folder: Path) -> None:
-    """Write a step for 1024 ranks; then as many bytes in as many files."""
+    """Time the expansion of a step to 1024 ranks against writing the same bytes from memory."""
     graph = benchmark_step()
     ranks = graph.job.world.size
     began = time.perf_counter()
     world = world_of(graph.job, None)
     placements, _ = place_communications(graph, world, SUPPORTED)
-    everyone = range(ranks)
-    groups = number_groups(world, [(placement, everyone) for placement in set(placements.values())])
+    all_ranks = range(ranks)
+    groups = number_groups(
+        world, [(placement, all_ranks) for placement in set(placements.values())]
+    )
     numbers = {members: number for number, members in groups.items()}
     step = lower_for_astra_sim(graph, placements)
-    workload = Workload(graph, step, placements, world, everyone, numbers)
+    workload = Workload(graph, step, placements, world, all_ranks, numbers)
     prepared = time.perf_counter() - began
     count = len(workload.step)
     print(f"\nstep of {count:,} nodes, {len(placements):,} of them collectives, for {ranks} ranks")
     print(f"lowered, placed, groups numbered in {prepared:.2f} s; after that, by turns:")
     write_ranks(workload, folder / "step", roofline=False)
-    sizes = [(folder / f"step.{rank}.et").stat().st_size for rank in everyone]
+    sizes = [(folder / f"step.{rank}.et").stat().st_size for rank in all_ranks]
     octets = (folder / f"step.{sizes.index(max(sizes))}.et").read_bytes()
     clear(folder)
 
@@ -150,25 +152,28 @@ def expansion(folder: Path) -> None:
     print(f"{sum(sizes) / MB:,.0f} MB; wall, CPU in the process + in the system, seconds:")
     ratios: list[tuple[float, float]] = []
     for turn in range(PAIRS):
-        took: dict[Callable[[], None], Took] = {}
+        took: dict[Callable[[], None], Durations] = {}
         order = (expand, plain) if turn % 2 else (plain, expand)
         for work in order:
             took[work] = timed(work)
             clear(folder)
-        ours, theirs = took[expand], took[plain]
-        ratios.append((ours.wall / theirs.wall, ours.cpu / theirs.cpu))
+        expanded, written = took[expand], took[plain]
+        ratios.append((expanded.wall / written.wall, expanded.cpu / written.cpu))
         first = "expansion first" if order[0] is expand else "writing first"
         print(
-            f"  expanded {ours}, the bytes written {theirs}: x{ratios[-1][0]:.2f} "
+            f"  expanded {expanded}, the bytes written {written}: x{ratios[-1][0]:.2f} "
             f"(x{ratios[-1][1]:.2f} CPU), {first}"
         )
-    for name, pair in (("wall", [one for one, _ in ratios]), ("CPU", [one for _, one in ratios])):
+    for name, pair in (
+        ("wall", [ratio for ratio, _ in ratios]),
+        ("CPU", [ratio for _, ratio in ratios]),
+    ):
         print(
             f"  {name}: median x{statistics.median(pair):.2f} ({min(pair):.2f} to {max(pair):.2f})"
         )
 
 
-class Took(NamedTuple):
+class Durations(NamedTuple):
     """Seconds: wall, CPU in the process, CPU in the system."""
 
     wall: float
@@ -183,11 +188,11 @@ class Took(NamedTuple):
         return f"{self.wall:.2f}, {self.user:.2f} + {self.system:.2f}"
 
 
-def timed(work: Callable[[], object]) -> Took:
+def timed(work: Callable[[], object]) -> Durations:
     began, wall = os.times(), time.perf_counter()
     work()
     ended, wall = os.times(), time.perf_counter() - wall
-    return Took(wall, ended.user - began.user, ended.system - began.system)
+    return Durations(wall, ended.user - began.user, ended.system - began.system)
 
 
 def clear(folder: Path) -> None:

@@ -53,13 +53,13 @@ def main() -> None:
     for ranks in options.ranks:
         if ranks < TP or ranks % TP:
             sys.exit(f"{ranks} ranks: give a multiple of {TP}")
-        made = export(spread(graph, ranks), folder)
+        exported = export(spread(graph, ranks), folder)
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         began, used = time.perf_counter(), cpu()
         subprocess.run(["onerank", "check", folder], check=True, capture_output=True)
         wall, used = time.perf_counter() - began, cpu() - used
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-        print(f"{ranks:8,} {made.nodes:6,} {size:7,.0f} {used:8.1f} {wall:8.1f} {peak:15,.0f}")
+        print(f"{ranks:8,} {exported.nodes:6,} {size:7,.0f} {used:8.1f} {wall:8.1f} {peak:15,.0f}")
         shutil.rmtree(folder)
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     """Print a line every few seconds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=120)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA GPU")
     print(
@@ -35,7 +35,7 @@ def main() -> None:
     board = Board()
     begun = time.monotonic()
     print(f"{'s':>6}{'W':>8}{'MHz':>8}{'°C':>6}{'product, us':>14}")
-    while (now := time.monotonic() - begun) < given.seconds:
+    while (now := time.monotonic() - begun) < arguments.seconds:
         with board.power() as power:
             us = products(a, b, c)
         watts = "-" if power.watts is None else f"{power.watts:.0f}"

@@ -26,17 +26,17 @@ CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"
 
 
 def main() -> None:
-    """Measure, and write what was found on rank 0."""
+    """Measure on all ranks; rank 0 writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--most-mib", type=int, default=256)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    sizes = [1 << n for n in range(12, 40, 2) if 1 << n <= given.most_mib << 20]
+    sizes = [1 << n for n in range(12, 40, 2) if 1 << n <= arguments.most_mib << 20]
     rows: list[dict[str, object]] = []
     for name in CALLS:
         for size in sizes:
@@ -49,19 +49,19 @@ def main() -> None:
         versions = {"torch": torch.__version__}
         if cuda:
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found = {
+        report = {
             "ranks": dist.get_world_size(),
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "versions": versions,
             "rows": rows,
         }
-        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def row(name: str, size: int, device: torch.device) -> dict[str, object]:
-    """Return the time of one call of `size` bytes, the slowest rank's."""
+    """Return the slowest rank's time of one call of `size` bytes."""
     once = call(name, size, device)
     for _ in range(5):
         once()
@@ -76,22 +76,22 @@ def row(name: str, size: int, device: torch.device) -> dict[str, object]:
 
 
 def call(name: str, size: int, device: torch.device) -> Callable[[], object]:
-    """Return what makes the call once."""
+    """Return a function that makes the call once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    tensor = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(own)
+        return lambda: dist.all_reduce(tensor)
     if name == "all_gather":
-        whole = torch.empty(ranks * own.numel(), dtype=own.dtype, device=device)
-        return lambda: dist.all_gather_into_tensor(whole, own)
+        gathered = torch.empty(ranks * tensor.numel(), dtype=tensor.dtype, device=device)
+        return lambda: dist.all_gather_into_tensor(gathered, tensor)
     if name == "reduce_scatter":
-        shard = torch.empty(own.numel() // ranks, dtype=own.dtype, device=device)
-        return lambda: dist.reduce_scatter_tensor(shard, own[: shard.numel() * ranks])
+        shard = torch.empty(tensor.numel() // ranks, dtype=tensor.dtype, device=device)
+        return lambda: dist.reduce_scatter_tensor(shard, tensor[: shard.numel() * ranks])
     if name == "all_to_all":
-        even = own[: own.numel() // ranks * ranks]
-        other = torch.empty_like(even)
-        return lambda: dist.all_to_all_single(other, even)
-    return lambda: message(own, rank)
+        even = tensor[: tensor.numel() // ranks * ranks]
+        received = torch.empty_like(even)
+        return lambda: dist.all_to_all_single(received, even)
+    return lambda: message(tensor, rank)
 
 
 def message(tensor: Tensor, rank: int) -> None:

@@ -35,17 +35,17 @@ def main() -> None:
     real = "WORLD_SIZE" in os.environ
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
-    here = torch.device("cuda", rank)
+    device = torch.device("cuda", rank)
     if real:
-        dist.init_process_group("nccl", device_id=here)
+        dist.init_process_group("nccl", device_id=device)
     else:
         Recorder(0, 2, emulation=CollectiveEmulation(uniform(BUSBW_GB_PER_S))).start()
-        dist.init_process_group("nccl", rank=0, world_size=2, device_id=here)
+        dist.init_process_group("nccl", rank=0, world_size=2, device_id=device)
     if rank == 0:
-        of = "NCCL" if real else "the recorder"
+        implementation = "NCCL" if real else "the recorder"
         print(
             f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-            f"{of}; us of the host"
+            f"{implementation}; us of the host"
         )
     for name, once in [*calls().items()] * ROUNDS:
         issue, wait = measure(once)
@@ -55,14 +55,14 @@ def main() -> None:
 
 
 def calls() -> dict[str, Callable[[], dist.Work | None]]:
-    """Return what is called, by name."""
-    whole, part = (torch.randn(n * ELEMENTS, device="cuda") for n in (2, 1))
+    """Return the calls to measure, by name."""
+    gathered, shard = (torch.randn(n * ELEMENTS, device="cuda") for n in (2, 1))
     return {
-        "all-gather, async": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce-scatter, async": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
-        "all-reduce, async": lambda: dist.all_reduce(whole, async_op=True),
-        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather, async": lambda: dist.all_gather_into_tensor(gathered, shard, async_op=True),
+        "all-gather": lambda: dist.all_gather_into_tensor(gathered, shard),
+        "reduce-scatter, async": lambda: dist.reduce_scatter_tensor(shard, gathered, async_op=True),
+        "all-reduce, async": lambda: dist.all_reduce(gathered, async_op=True),
+        "all-reduce": lambda: dist.all_reduce(gathered),
     }
 
 

@@ -32,13 +32,12 @@ from onerank.capture.collective_kernels.network import Curve, Link, Network
 BETWEEN_MARKS = 4
 
 AHEAD = 1.6
-
-"""Kernels beside are enqueued for so many times what the collectives take alone."""
+"""Enqueued time of concurrent kernels over the collectives' uncontended time: they end last."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, of one GPU; None for what did not run or was not told."""
+    """One line of the table for one GPU; None for a value that was not measured."""
 
     collective: str
     mib: int
@@ -56,32 +55,32 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each line")
     parser.add_argument("--mib", default="64,512", help="sizes of the whole tensor")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         sys.exit("start it with torchrun, on a host with two CUDA GPUs or more")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    measuring = Measuring(given.seconds, rank, ranks, device)
+    measuring = Measuring(arguments.seconds, rank, ranks, device)
     if rank == 0:
-        _conditions(ranks, given.seconds)
+        _conditions(ranks, arguments.seconds)
     rows: list[Row] = []
-    for mib in map(int, given.mib.split(",")):
+    for mib in map(int, arguments.mib.split(",")):
         for collective in ("all_reduce", "all_gather", "reduce_scatter"):
             for row in measuring.collective(collective, mib):
                 rows.append(row)
                 if rank == 0:
                     print(_line(row), flush=True)
-    given.output.mkdir(parents=True, exist_ok=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
     table = json.dumps([asdict(row) for row in rows], indent=1)
-    (given.output / f"under-load.{rank}.json").write_text(table + "\n")
+    (arguments.output / f"under-load.{rank}.json").write_text(table + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
 
 class Measuring:
-    """One rank's part."""
+    """The measurements of one rank."""
 
     def __init__(self, seconds: float, rank: int, ranks: int, device: torch.device) -> None:
         self.us, self.rank, self.ranks, self.device = seconds * 1e6, rank, ranks, device
@@ -96,48 +95,48 @@ class Measuring:
         self.alone_us = {name: _mean_us(once, 200) for name, once in self.beside.items()}
 
     def random(self, *shape: int) -> Tensor:
-        """Return numbers of a deviation of 1."""
+        """Return normal random numbers with standard deviation 1."""
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def collective(self, name: str, mib: int) -> list[Row]:
-        """Measure a collective of so many MiB: NCCL's, then its stand-in."""
-        whole = self.random(mib << 19) * 0.01
-        shard = whole.chunk(self.ranks)[self.rank].clone()
+        """Measure a collective of `mib` MiB: NCCL's, then the emulated one."""
+        tensor = self.random(mib << 19) * 0.01
+        shard = tensor.chunk(self.ranks)[self.rank].clone()
         average = dist.ReduceOp.AVG
         size, nccl, moves = {
             "all_reduce": (
-                whole.nbytes,
-                lambda: dist.all_reduce(whole, op=average),
-                [(memory(whole), memory(whole))],
+                tensor.nbytes,
+                lambda: dist.all_reduce(tensor, op=average),
+                [(memory(tensor), memory(tensor))],
             ),
             "all_gather": (
                 shard.nbytes,
-                lambda: dist.all_gather_into_tensor(whole, shard),
-                [(memory(shard), memory(whole))],
+                lambda: dist.all_gather_into_tensor(tensor, shard),
+                [(memory(shard), memory(tensor))],
             ),
             "reduce_scatter": (
-                whole.nbytes,
-                lambda: dist.reduce_scatter_tensor(shard, whole, op=average),
+                tensor.nbytes,
+                lambda: dist.reduce_scatter_tensor(shard, tensor, op=average),
                 [
-                    (memory(whole[: shard.numel()]), memory(shard)),
-                    (memory(whole[shard.numel() :]), None),
+                    (memory(tensor[: shard.numel()]), memory(shard)),
+                    (memory(tensor[shard.numel() :]), None),
                 ],
             ),
         }[name]
         count = max(8, round(self.us / (4.0 * mib)))  # all ranks must make as many calls
-        alone = torch.tensor([_mean_us(nccl, count)], device=self.device)
-        dist.all_reduce(alone, op=dist.ReduceOp.MIN)
-        us = float(alone.item())
+        uncontended = torch.tensor([_mean_us(nccl, count)], device=self.device)
+        dist.all_reduce(uncontended, op=dist.ReduceOp.MIN)
+        us = float(uncontended.item())
         paced = self.paced(name, size, us, moves)
         return [
-            Row(name, mib, of, beside, *self.figures(once, us, beside))
-            for beside in ("", *self.beside)
-            for of, once in (("NCCL", nccl), ("stand-in", paced))
+            Row(name, mib, implementation, concurrent, *self.figures(once, us, concurrent))
+            for concurrent in ("", *self.beside)
+            for implementation, once in (("NCCL", nccl), ("stand-in", paced))
         ]
 
     def paced(self, name: str, size: int, us: float, moves: list[Move]) -> Callable[[], object]:
-        """Return what runs the stand-in once."""
-        made = plan_launch(
+        """Return a function that runs the emulated collective once."""
+        plan = plan_launch(
             name,
             size,
             "all",
@@ -145,18 +144,18 @@ class Measuring:
             network=Network(Link(1.0, measured={name: Curve(((size, us),))})),
             interconnect=self.kernels.interconnect,
         )
-        return lambda: self.kernels.pace(name, made, moves)
+        return lambda: self.kernels.pace(name, plan, moves)
 
     def figures(
-        self, once: Callable[[], object], us: float, beside: str
+        self, once: Callable[[], object], us: float, concurrent: str
     ) -> tuple[float, float | None, float | None, int | None]:
-        """Return the last figures of a `Row`, of calls that take `us` alone.
+        """Return the last four fields of a `Row`, for calls that take `us` uncontended.
 
-        The kernels beside them are on another stream, and outlast them.
+        Concurrent kernels run on another stream and end after the last call.
         """
         count = max(8, round(self.us / us))
-        other = self.beside.get(beside)
-        each = AHEAD * us / self.alone_us[beside] if other else 0.0
+        concurrent_kernel = self.beside.get(concurrent)
+        kernels_per_call = AHEAD * us / self.alone_us[concurrent] if concurrent_kernel else 0.0
         marks: list[torch.cuda.Event] = []
         done = 0
         torch.cuda.synchronize()
@@ -169,17 +168,17 @@ class Measuring:
                 with torch.cuda.stream(self.calls):
                     once()
                 with torch.cuda.stream(self.compute):
-                    while other and done < each * (place + 1):
+                    while concurrent_kernel and done < kernels_per_call * (place + 1):
                         if done % BETWEEN_MARKS == 0:
                             marks.append(_event())
                             marks[-1].record()
-                        other()
+                        concurrent_kernel()
                         done += 1
             end.record(self.calls)
             end.synchronize()
         torch.cuda.synchronize()
         total = begin.elapsed_time(end)
-        within = [at for mark in marks if (at := begin.elapsed_time(mark)) < total]
+        within = [moment for mark in marks if (moment := begin.elapsed_time(mark)) < total]
         within = within[len(within) // 10 :]  # without the start
         spans = BETWEEN_MARKS * (len(within) - 1)
         beside_us = (within[-1] - within[0]) * 1e3 / spans if spans > 0 else None
@@ -187,7 +186,7 @@ class Measuring:
 
 
 def _mean_us(once: Callable[[], object], count: int) -> float:
-    """Return the us of a call in the second of two long rows of its own."""
+    """Return the time of a call in us: the mean of `count` calls, after as many to warm up."""
     took = 0.0
     for _ in range(2):
         begin, end = _event(), _event()

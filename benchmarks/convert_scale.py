@@ -91,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
         if options.kineto:
-            pair = given(options.kineto.resolve(), options.et.resolve())
+            pair = pair_of(options.kineto.resolve(), options.et.resolve())
             row("given", pair, convert(pair, where))
             peer("given", pair, options.peer, where)
             return
@@ -154,7 +154,7 @@ def row(name: str, pair: Pair, run: Run) -> float:
 
 
 def convert(pair: Pair, where: Path, runs: int = 3) -> Run:
-    """Convert in processes of their own; return the fastest, and whether kernel time is kept."""
+    """Convert in a new process `runs` times; return the fastest, and the change of GPU time."""
     output = where / "trace.et"
     command = [sys.executable, "-m", "onerank", "convert", "--kineto", str(pair.kineto)]
     command += ["--et", str(pair.et), "-o", str(output), "--json"]
@@ -162,20 +162,22 @@ def convert(pair: Pair, where: Path, runs: int = 3) -> Run:
     if fastest.code:
         return fastest
     graph = onerank.read(output)
-    kept = int(graph.nodes.duration_ns[graph.gpu_compute | graph.communication].sum())
-    verdict = "no GPU" if not pair.gpu_ns else f"{kept - pair.gpu_ns:+d} ns of {pair.gpu_ns}"
+    converted_ns = int(graph.nodes.duration_ns[graph.gpu_compute | graph.communication].sum())
+    verdict = (
+        "no GPU" if not pair.gpu_ns else f"{converted_ns - pair.gpu_ns:+d} ns of {pair.gpu_ns}"
+    )
     return dataclasses.replace(fastest, output=verdict)
 
 
 def peer(name: str, pair: Pair, peer: Path | None, where: Path) -> None:
     """Run the peer's two commands on the same files."""
-    found = shutil.which("chakra_trace_link", path=peer and peer.resolve())
-    if found is None:
+    link_tool = shutil.which("chakra_trace_link", path=peer and peer.resolve())
+    if link_tool is None:
         print(f"{name + ', peer':<20}absent: chakra_trace_link is not installed")
         return
-    link = [str(found), "--rank", "0", "--chakra-host-trace", str(pair.et)]
+    link = [str(link_tool), "--rank", "0", "--chakra-host-trace", str(pair.et)]
     link += ["--chakra-device-trace", str(pair.kineto), "--output-file", str(where / "link.json")]
-    convert = [str(Path(found).parent / "chakra_converter"), "PyTorch", "--input"]
+    convert = [str(Path(link_tool).parent / "chakra_converter"), "PyTorch", "--input"]
     convert += [str(where / "link.json"), "--output", str(where / "peer")]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     runs = [measured(link, where, env)]
@@ -206,16 +208,19 @@ print(json.dumps([time.perf_counter() - began, cpu, usage.ru_maxrss / 1024,
 
 
 def measured(command: list[str], where: Path, env: dict[str, str] | None = None) -> Run:
-    """Run a command below a small process: Linux counts the parent's memory as the child's peak."""
+    """Run a command as the child of a small process.
+
+    After a fork, Linux counts the parent's memory into the child's peak, so the parent is small.
+    """
     output = where / "output"
     watch = [sys.executable, "-c", WATCH, str(output), str(PEER_SECONDS), *command]
     done = subprocess.run(watch, cwd=where, env=env, capture_output=True, text=True, check=True)
     seconds, cpu, mebibytes, code = json.loads(done.stdout)
-    said = f"over {PEER_SECONDS} s" if seconds > PEER_SECONDS else output.read_text()
-    return Run(seconds, cpu, mebibytes, code, said)
+    printed = f"over {PEER_SECONDS} s" if seconds > PEER_SECONDS else output.read_text()
+    return Run(seconds, cpu, mebibytes, code, printed)
 
 
-def given(kineto: Path, et: Path) -> Pair:
+def pair_of(kineto: Path, et: Path) -> Pair:
     events = loaded(kineto)["traceEvents"]
     return Pair(kineto, et, len(events), len(loaded(et)["nodes"]), gpu_time(events))
 
@@ -256,8 +261,8 @@ def repeated(capture: Path, copies: int, where: Path, et_copies: int = 0) -> Pai
 
 def write(file: Any, head: dict[str, Any], key: str, rows: Iterator[Any], indent: int) -> None:
     file.write(json.dumps(head).encode()[:-1] + b', "' + key.encode() + b'": [\n')
-    for number, one in enumerate(rows):
-        text = msgspec.json.encode(one)
+    for number, element in enumerate(rows):
+        text = msgspec.json.encode(element)
         file.write((b",\n" if number else b"") + msgspec.json.format(text, indent=indent))
     file.write(b"\n]}\n")
 
@@ -271,15 +276,15 @@ def copied_events(events: list[dict[str, Any]], copies: int) -> Iterator[dict[st
     }
     for copied in range(copies):
         for event in events:
-            made = event | {"ts": round(event["ts"] + copied * length, 3)}
+            event_copy = event | {"ts": round(event["ts"] + copied * length, 3)}
             if args := event.get("args"):
                 shifted = {
                     key: args[key] + copied * step
                     for key, step in steps.items()
                     if args.get(key, -1) > 0
                 }
-                made["args"] = args | shifted
-            yield made
+                event_copy["args"] = args | shifted
+            yield event_copy
 
 
 def copied_nodes(nodes: list[dict[str, Any]], copies: int) -> Iterator[dict[str, Any]]:
@@ -289,9 +294,9 @@ def copied_nodes(nodes: list[dict[str, Any]], copies: int) -> Iterator[dict[str,
     )
     for copied in range(copies):
         for node in nodes:
-            made = node | {"id": node["id"] + copied * step}
-            made["ctrl_deps"] += copied * step
-            made["attrs"] = [
+            node_copy = node | {"id": node["id"] + copied * step}
+            node_copy["ctrl_deps"] += copied * step
+            node_copy["attrs"] = [
                 attr | {"value": attr["value"] + copied * record_step}
                 if attr["name"] == "rf_id" and attr["value"]
                 else attr
@@ -300,8 +305,8 @@ def copied_nodes(nodes: list[dict[str, Any]], copies: int) -> Iterator[dict[str,
             for side in ("inputs", "outputs"):
                 values = copy.deepcopy(node[side]["values"])
                 shift_tensors(values, copied * step)
-                made[side] = node[side] | {"values": values}
-            yield made
+                node_copy[side] = node[side] | {"values": values}
+            yield node_copy
 
 
 def shift_tensors(values: Any, shift: int) -> None:

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def forms(products: Products, fits: dict[str, Coefficients]) -> None:
-    """Print the error by what is known of the target."""
+    """Print the error by the model's knowledge about the target."""
     gpus = [load_gpu(name) for name in products.times_ns]
     times = products.times_ns
     calibrated = as_calibrated(gpus, products)
@@ -69,19 +69,21 @@ def forms(products: Products, fits: dict[str, Coefficients]) -> None:
         g.name: two_factors(g, products, rows["calibrated"][g.name], times[g.name]) for g in gpus
     }
     rows["itself"] = {g.name: by_shape(g, products, fitted(products, None, [g])) for g in gpus}
-    off = {name: np.log(times[name] / made) for name, made in rows["itself"].items()}
+    off = {name: np.log(times[name] / predicted) for name, predicted in rows["itself"].items()}
     rows["others'"], rows["neighbours"] = {}, {}
     for gpu in gpus:
-        made, long = rows["itself"][gpu.name], times[gpu.name] > LONG_NS
-        others = np.stack([off[g.name] for g in gpus if family(g) != family(gpu)], axis=1)
-        weights = np.linalg.lstsq(others[long], off[gpu.name][long], rcond=None)[0]
-        rows["others'"][gpu.name] = made * np.exp(others @ weights)
-        rows["neighbours"][gpu.name] = made * np.exp(around(products.shapes[:, 1:4], off[gpu.name]))
+        predicted, long = rows["itself"][gpu.name], times[gpu.name] > LONG_NS
+        corrections = np.stack([off[g.name] for g in gpus if family(g) != family(gpu)], axis=1)
+        weights = np.linalg.lstsq(corrections[long], off[gpu.name][long], rcond=None)[0]
+        rows["others'"][gpu.name] = predicted * np.exp(corrections @ weights)
+        rows["neighbours"][gpu.name] = predicted * np.exp(
+            around(products.shapes[:, 1:4], off[gpu.name])
+        )
 
     print("\nbf16 products by their shapes: mean error over 10 us / of these m >= 512")
     print(f"{'known':14}" + "".join(f"{gpu.name:>16}" for gpu in gpus) + f"{'mean':>16}")
-    for name, made in rows.items():
-        cells = [errors(products, made[gpu.name], times[gpu.name]) for gpu in gpus]
+    for name, predicted in rows.items():
+        cells = [errors(products, predicted[gpu.name], times[gpu.name]) for gpu in gpus]
         cells.append((float(np.mean([c[0] for c in cells])), float(np.mean([c[1] for c in cells]))))
         print(f"{name:14}" + "".join(f"{long:8.1f} /{tall:6.1f}" for long, tall in cells))
 
@@ -117,24 +119,27 @@ def around(sizes: F64, values: F64) -> F64:
     """Return the mean of `values` at the next sizes along each axis, 0 where there is none."""
     total, count = np.zeros(len(values)), np.zeros(len(values))
     for axis in range(3):
-        rest = [sizes[:, other] for other in range(3) if other != axis]
-        order = np.lexsort([sizes[:, axis], *rest])
+        other_axes = [sizes[:, other_axis] for other_axis in range(3) if other_axis != axis]
+        order = np.lexsort([sizes[:, axis], *other_axes])
         left, right = order[:-1], order[1:]
-        alike = np.all([part[left] == part[right] for part in rest], axis=0)
-        for here, there in ((left[alike], right[alike]), (right[alike], left[alike])):
-            total[here] += values[there]
-            count[here] += 1
+        is_neighbour = np.all([part[left] == part[right] for part in other_axes], axis=0)
+        for row, neighbour in (
+            (left[is_neighbour], right[is_neighbour]),
+            (right[is_neighbour], left[is_neighbour]),
+        ):
+            total[row] += values[neighbour]
+            count[row] += 1
     return total / np.maximum(count, 1)
 
 
-def errors(products: Products, made: F64, times: F64) -> tuple[float, float]:
+def errors(products: Products, predicted: F64, times: F64) -> tuple[float, float]:
     """Return the mean error over 10 us, and of these with 512 rows or more."""
-    off, long = np.abs(made / times - 1) * 100, times > LONG_NS
+    off, long = np.abs(predicted / times - 1) * 100, times > LONG_NS
     return float(off[long].mean()), float(off[long & (products.shapes[:, 1] >= 512)].mean())
 
 
 def next_rows(products: Products) -> None:
-    """Print how much one row more changes a product's time."""
+    """Print how one more row changes the time of a GEMM."""
     place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
     pairs = [
         (row, place[m + 1, n, k])
@@ -162,17 +167,17 @@ def next_rows(products: Products) -> None:
 
 
 def campaigns(folder: Path, products: Products) -> None:
-    """Print how far two campaigns by one harness are apart on one GPU."""
+    """Print the difference between two campaigns with the same harness on the same GPU."""
     rows = pl.read_parquet(folder / "gemm_power.parquet")
     rows = rows.with_columns(pl.col("gpu").cast(pl.String))
     print("\nThe same products on the same GPU in gemm_power.parquet, beside gemm.parquet")
     print(f"{'gpu':15}{'over 10 us':>11}{'mean error':>12}{'median':>8}{'signed':>8}")
     for name in rows["gpu"].unique(maintain_order=True):
         gpu = load_gpu(name)
-        both = rows.filter(pl.col("gpu") == name).cast(dict.fromkeys(SIZES, pl.Int64))
-        both = both.join(measured(products, gpu), on=SIZES, how="inner")
-        off = (both["there"] / (both["time_us"] * 1e3) - 1).to_numpy() * 100
-        off = off[(both["there"] > LONG_NS).to_numpy()]
+        joined = rows.filter(pl.col("gpu") == name).cast(dict.fromkeys(SIZES, pl.Int64))
+        joined = joined.join(measured(products, gpu), on=SIZES, how="inner")
+        off = (joined["there"] / (joined["time_us"] * 1e3) - 1).to_numpy() * 100
+        off = off[(joined["there"] > LONG_NS).to_numpy()]
         print(
             f"{gpu.name:15}{len(off):11}{np.abs(off).mean():12.1f}{np.median(np.abs(off)):8.1f}"
             f"{off.mean():+8.1f}"
@@ -186,13 +191,13 @@ def measured(products: Products, gpu: Gpu) -> pl.DataFrame:
 
 
 def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> None:
-    """Print the layers of another campaign beside this campaign's own measurements."""
+    """Print the layers of another campaign next to this campaign's measurements."""
     rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet").filter(pl.col("time_ms") > 0)
     index = ["model", "tp", "tokens", "op", "kind", *SIZES]
     rows = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median() * 1e6)
-    both = rows.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
-    both = both.cast(dict.fromkeys(SIZES, pl.Int64))
-    product = both["kind"].cast(pl.String) == "gemm"
+    pairs = rows.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
+    pairs = pairs.cast(dict.fromkeys(SIZES, pl.Int64))
+    product = pairs["kind"].cast(pl.String) == "gemm"
     print("\nA layer's products on the GPU they are predicted for: the campaign of gemm.parquet")
     print("has measured them (bf16), that of the layers too (fp16). ln(the former / the latter) by")
     print("rows, percent, over 10 us; then layers all of whose products it has, the sum of these:")
@@ -201,18 +206,18 @@ def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
     print(f"{'from':6}{'to':6}{heads}{'layers':>8}{'predicted':>18}{'measured there':>18}")
     for source, target in (("A100", "H100"), ("H100", "A100")):
         gpus = load_gpu(source), load_gpu(target)
-        part = both.filter(product)
+        part = pairs.filter(product)
         sizes = part.select(SIZES).to_numpy().astype(np.float64)
-        one = np.ones((len(part), 1))
-        shapes = np.concatenate([one, sizes, 2 * one, 2 * one], axis=1)
+        ones = np.ones((len(part), 1))
+        shapes = np.concatenate([ones, sizes, 2 * ones, 2 * ones], axis=1)
         times = part[source].to_numpy().astype(np.float64)
         kernels = of_products(Products("float16", shapes, {}), times)
-        made, _ = predict_learned(kernels, *gpus, fits[family(gpus[1])])
-        part = part.with_columns(made=pl.Series(made))
+        predicted, _ = predict_learned(kernels, *gpus, fits[family(gpus[1])])
+        part = part.with_columns(made=pl.Series(predicted))
         part = part.join(measured(products, gpus[1]), on=SIZES, how="left")
-        known = part.drop_nulls("there").filter(pl.col(target) > LONG_NS)
-        apart = np.log((known["there"] / known[target]).to_numpy()) * 100
-        rows_of = known["m"].to_numpy()
+        measured_there = part.drop_nulls("there").filter(pl.col(target) > LONG_NS)
+        apart = np.log((measured_there["there"] / measured_there[target]).to_numpy()) * 100
+        rows_of = measured_there["m"].to_numpy()
         cells = ""
         for low, high in ((0, 64), (64, 256), (256, 1024), (1024, np.inf)):
             inside = (rows_of > low) & (rows_of <= high)
@@ -221,11 +226,11 @@ def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
             pl.col("there").is_null().any().alias("lacks"), pl.col("there", "made", target).sum()
         )
         sums = sums.filter(~pl.col("lacks"))
-        told = ""
+        cells_of_sums = ""
         for column in ("made", "there"):
             off = (sums[column] / sums[target] - 1).to_numpy() * 100
-            told += f"{np.abs(off).mean():10.1f}{off.mean():+8.1f}"
-        print(f"{source:6}{target:6}{cells}{len(sums):8}{told}")
+            cells_of_sums += f"{np.abs(off).mean():10.1f}{off.mean():+8.1f}"
+        print(f"{source:6}{target:6}{cells}{len(sums):8}{cells_of_sums}")
 
 
 if __name__ == "__main__":

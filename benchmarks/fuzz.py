@@ -33,7 +33,7 @@ class Hang(BaseException):
 
 
 class Watch:
-    """Attempts mutants of one family, and counts what came of them."""
+    """Reads mutants of one family, and counts the outcomes."""
 
     def __init__(self, name: str, minutes: float) -> None:
         from families import FAMILIES
@@ -45,7 +45,7 @@ class Watch:
         self.bugs: dict[str, str] = {}
         self.slowest_s = 0.0
         self.memory_mb = 0.0
-        for seed in range(20):  # imports and caches are no mutant's memory
+        for seed in range(20):  # so that no mutant is charged for imports and caches
             self.attempt(Choices(seed))
         self.counts.clear()
         self._peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -74,10 +74,10 @@ class Watch:
                 self._keep("memory")
             self._peak_kib = peak_kib
 
-    def _keep(self, what: str) -> None:
+    def _keep(self, target: str) -> None:
         frames = traceback.extract_tb(sys.exc_info()[2])[-3:]
         place = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
-        self.bugs.setdefault(place or what, what)
+        self.bugs.setdefault(place or target, target)
 
     def report(self) -> None:
         fields = {
@@ -94,7 +94,7 @@ def _stop(*_: object) -> None:
 
 
 def fuzz_family(name: str, minutes: float, *, guided: bool) -> None:
-    """Attempt mutants of a family for some minutes, and print what came of them."""
+    """Read mutants of a family for some minutes, and print the outcomes."""
     signal.signal(signal.SIGALRM, _stop)
     if not guided:
         watch, seed = Watch(name, minutes), 1_000_000
@@ -165,8 +165,8 @@ def main() -> None:
             f"{result['slowest_s']:>11.2f}{result['memory_mb']:>10}",
             flush=True,
         )
-        for place, what in result["bugs"].items():
-            print(f"    {place}: {what}")
+        for place, target in result["bugs"].items():
+            print(f"    {place}: {target}")
 
 
 if __name__ == "__main__":

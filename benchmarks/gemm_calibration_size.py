@@ -36,15 +36,15 @@ from tools.fit.measured_kernels import Products, family, read_products
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 LONG_NS = 10_000
-OFF = 0.1  # what the model is off, in ln, of a product
+OFF = 0.1  # error of the model for a GEMM, in ln
 APART, RATES_APART = 0.3, 0.1
-TOLD = 4000  # products that are told
+TESTED = 4000  # GEMMs on which the error is evaluated
 DRAWS, DRAWN = 8, len(LARGE) + len(SKINNY)
 MORE = 100, 300
 
 
 class Model(NamedTuple):
-    """A target with the rate and the bandwidth that its products have, and coefficients."""
+    """A target GPU with the achieved rate and bandwidth of its GEMMs, and model coefficients."""
 
     gpu: Gpu
     rate: float
@@ -58,22 +58,22 @@ def main() -> None:
     products = read_products(folder)
     fits = fits_without(products, None)
     gpus = [load_gpu(name) for name in products.times_ns]
-    known = as_calibrated(gpus, products)
+    calibrated_gpu = as_calibrated(gpus, products)
     heads = "two rates", "the same 35", "35", "best 35", *(str(count) for count in MORE)
     print(f"{'target':15}" + "".join(f"{head:>13}" for head in heads))
     rows = []
     for gpu in gpus:
-        rows.append(errors_of(products, gpu, started(known(gpu), fits[family(gpu)].gemm)))
+        rows.append(errors_of(products, gpu, started(calibrated_gpu(gpu), fits[family(gpu)].gemm)))
         print(f"{gpu.name:15}" + "".join(f"{error:13.1f}" for error in rows[-1]), flush=True)
     print(f"{'mean':15}" + "".join(f"{error:13.1f}" for error in np.mean(rows, axis=0)))
 
 
 def started(gpu: Gpu, c: GemmCoefficients) -> Model:
-    """Return a target as two microbenchmarks have it."""
-    at = calibrated(gpu, c)
+    """Return a target calibrated by two microbenchmarks."""
+    rates = calibrated(gpu, c)
     rate = gpu.tensor_flops_per_s("bfloat16")
     assert rate, f"{gpu.name} has no bf16 rate"
-    return Model(gpu, rate * at.compute, at.gpu.bandwidth_bytes_per_s, c)
+    return Model(gpu, rate * rates.compute, rates.gpu.bandwidth_bytes_per_s, c)
 
 
 def errors_of(products: Products, gpu: Gpu, start: Model) -> list[float]:
@@ -81,43 +81,43 @@ def errors_of(products: Products, gpu: Gpu, start: Model) -> list[float]:
     times = products.times_ns[gpu.name]
     order = np.random.default_rng(0).permutation(len(times))
     order = order[times[order] > LONG_NS]
-    told, rest = order[:TOLD], order[TOLD:]
+    tested, pool = order[:TESTED], order[TESTED:]
     place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
-    own = np.array([place[size] for size in (*LARGE, *SKINNY)])
-    told = told[~np.isin(told, own)]
+    calibration = np.array([place[size] for size in (*LARGE, *SKINNY)])
+    tested = tested[~np.isin(tested, calibration)]
 
     def error(measured: I64) -> float:
         model = refitted(start, products.shapes[measured], times[measured])
-        return mean_error(model, products.shapes[told], times[told])
+        return mean_error(model, products.shapes[tested], times[tested])
 
-    drawn = [error(rest[DRAWN * at : DRAWN * (at + 1)]) for at in range(DRAWS)]
+    drawn = [error(pool[DRAWN * draw : DRAWN * (draw + 1)]) for draw in range(DRAWS)]
     return [
-        mean_error(start, products.shapes[told], times[told]),
-        error(own),
+        mean_error(start, products.shapes[tested], times[tested]),
+        error(calibration),
         float(np.mean(drawn)),
         min(drawn),
-        *(error(rest[:count]) for count in MORE),
+        *(error(pool[:count]) for count in MORE),
     ]
 
 
 def refitted(start: Model, shapes: F64, times: F64) -> Model:
-    """Return the model moved to products measured on the target."""
+    """Return the model refitted to GEMMs measured on the target."""
     first = np.array([*to_vector(start.c), np.log(start.rate), np.log(start.bandwidth)])
     apart = np.array([APART] * (len(first) - 2) + [RATES_APART] * 2)
 
-    def made(x: F64) -> Model:
+    def model_of(x: F64) -> Model:
         rate, bandwidth = np.exp(x[-2:]).tolist()
         return Model(start.gpu, rate, bandwidth, from_vector(x[:-2]))
 
     def residuals(x: F64) -> F64:
-        off = np.log(told_ns(made(x), shapes) / times)
+        off = np.log(predicted_ns(model_of(x), shapes) / times)
         return np.concatenate([off, OFF / apart * (x - first)])
 
-    return made(fit_robustly(residuals, first))
+    return model_of(fit_robustly(residuals, first))
 
 
-def told_ns(model: Model, shapes: F64) -> F64:
-    """Return the times of products, float64[d]."""
+def predicted_ns(model: Model, shapes: F64) -> F64:
+    """Return the predicted times of GEMMs in ns, float64[d]."""
     gpu, peak = model.gpu, rates_of(model.gpu, "bfloat16", len(shapes)).peak
     bandwidth = min(model.bandwidth, gpu.peak_bandwidth_bytes_per_s) / 1e9
     figure = Figure(bandwidth, next(iter(gpu.sources)), "measured")
@@ -127,7 +127,7 @@ def told_ns(model: Model, shapes: F64) -> F64:
 
 def mean_error(model: Model, shapes: F64, times: F64) -> float:
     """Return the mean error in percent."""
-    return float(np.mean(np.abs(told_ns(model, shapes) / times - 1)) * 100)
+    return float(np.mean(np.abs(predicted_ns(model, shapes) / times - 1)) * 100)
 
 
 if __name__ == "__main__":

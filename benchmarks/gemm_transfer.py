@@ -52,20 +52,20 @@ def main() -> None:
     )
     print(f"{'from':9} {'to':9} {'model':10}" + "".join(f"{name:>15}" for name in BINS))
 
-    found: dict[str, list[list[float]]] = {}
+    errors_of_model: dict[str, list[list[float]]] = {}
     for source, target in itertools.permutations(gpus, 2):
         for model in ("ratio", "residual"):
             graph = mm_graph(table, source, device=source)
             errors = compare(recost(graph, target, model=model), table[target], full)
-            found.setdefault(model, []).append(errors)
+            errors_of_model.setdefault(model, []).append(errors)
             show(source, target, model, errors)
     for target in gpus:
         graph = mm_graph(table, target, device="")
         errors = compare(recost(graph, target), table[target], full)
-        found.setdefault("datasheet", []).append(errors)
+        errors_of_model.setdefault("datasheet", []).append(errors)
         show("-", target, "datasheet", errors)
     print()
-    for model, errors in found.items():
+    for model, errors in errors_of_model.items():
         show("mean of", str(len(errors)), model, np.mean(errors, axis=0).tolist())
 
 

@@ -72,7 +72,7 @@ LEAST_NS = 3_000
 
 READ_MB = (1.6, 6, 12, 25)
 
-ASKED = 1500
+QUERIES = 1500
 
 PARTS = (0.5, 0.02, 0.005)
 
@@ -89,12 +89,12 @@ class Measured(NamedTuple):
     modelled_ns: F64
 
 
-def figures(made: F64, times: F64) -> str:
+def figures(predicted: F64, times: F64) -> str:
     """Return mean, median, 90th percentile and the time-weighted mean of absolute errors."""
     if not len(times):
         return f"{'-':>27}"
-    error = np.abs(made / times - 1) * 100
-    weighted = np.abs(made - times).sum() / times.sum() * 100
+    error = np.abs(predicted / times - 1) * 100
+    weighted = np.abs(predicted - times).sum() / times.sum() * 100
     row = (error.mean(), np.median(error), np.quantile(error, 0.9), weighted)
     return " /".join(f"{figure:5.1f}" for figure in row)
 
@@ -120,7 +120,7 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
 
 
 def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[Measured]:
-    """Yield what campaigns measured, by GPU."""
+    """Yield the measurements of each campaign, by GPU."""
     for name, times in products.times_ns.items():
         gpu = load_gpu(name)
         modelled, _ = predict_from_description(of_products(products, times), gpu, fits[family(gpu)])
@@ -153,22 +153,24 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
 
 
 def between(measured: Measured, part: float) -> None:
-    """Print how a part of the shapes predicts others."""
+    """Print the error of shapes predicted from a part of the campaign's other shapes."""
     rng = np.random.default_rng(3)
     count = len(measured.times_ns)
-    known = rng.random(count) < part
-    asked = np.flatnonzero(~known)
-    asked = rng.choice(asked, min(ASKED, len(asked)), replace=False)
+    is_stored = rng.random(count) < part
+    queries = np.flatnonzero(~is_stored)
+    queries = rng.choice(queries, min(QUERIES, len(queries)), replace=False)
     off = np.log(measured.times_ns / measured.modelled_ns)
-    found = interpolate(measured.sizes[known], off[known], measured.sizes[asked])
-    told = np.isfinite(found.off)
-    rows, true = asked[told], measured.times_ns[asked[told]]
-    made = measured.modelled_ns[rows] * np.exp(found.off[told])
-    inside = np.abs(np.log(true / made)) <= found.bound[told]
-    start = f"{known.sum():6} {measured.name:14}{measured.gpu.name:15}{told.mean():6.0%}"
+    interpolated = interpolate(measured.sizes[is_stored], off[is_stored], measured.sizes[queries])
+    is_predicted = np.isfinite(interpolated.off)
+    rows, true = queries[is_predicted], measured.times_ns[queries[is_predicted]]
+    predicted = measured.modelled_ns[rows] * np.exp(interpolated.off[is_predicted])
+    inside = np.abs(np.log(true / predicted)) <= interpolated.bound[is_predicted]
+    start = (
+        f"{is_stored.sum():6} {measured.name:14}{measured.gpu.name:15}{is_predicted.mean():6.0%}"
+    )
     long = true > LONG_NS
     for how, times, share in (
-        ("between", made, f"{inside.mean():8.1%}" if len(inside) else f"{'-':>8}"),
+        ("between", predicted, f"{inside.mean():8.1%}" if len(inside) else f"{'-':>8}"),
         ("the model", measured.modelled_ns[rows], f"{'':8}"),
     ):
         print(f"{start}{share}  {how:10}  {figures(times[long], true[long])}   "
@@ -176,33 +178,34 @@ def between(measured: Measured, part: float) -> None:
 
 
 def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
-    """Yield a line for each second campaign, GPUs and way."""
-    for one in campaigns(folder):
+    """Yield a line for each second campaign, pair of GPUs and method."""
+    for pair in campaigns(folder):
         shapes = np.stack(
-            [np.ones(len(one.sizes)), *one.sizes.T, *np.full((2, len(one.sizes)), 2.0)], axis=1
+            [np.ones(len(pair.sizes)), *pair.sizes.T, *np.full((2, len(pair.sizes)), 2.0)], axis=1
         )
-        same = Products(products.dtype, shapes, one.second)
-        for there, true in one.second.items():
+        same = Products(products.dtype, shapes, pair.second)
+        for target, true in pair.second.items():
             long = true > LONG_NS
-            rows: list[tuple[str, str, F64]] = [("", "looked up", one.first[there])]
-            for here in one.second:
-                if here == there:
+            rows: list[tuple[str, str, F64]] = [("", "looked up", pair.first[target])]
+            for source in pair.second:
+                if source == target:
                     continue
-                gpus = load_gpu(here), load_gpu(there)
-                ratio = (one.second[here] / one.first[here]) ** SOURCE_SHARE
-                rows.append((here, "on both", one.first[there] * ratio))
-                kernels = of_products(same, one.second[here])
+                gpus = load_gpu(source), load_gpu(target)
+                ratio = (pair.second[source] / pair.first[source]) ** SOURCE_SHARE
+                rows.append((source, "on both", pair.first[target] * ratio))
+                kernels = of_products(same, pair.second[source])
                 rows.append(
-                    (here, "learned", predict_learned(kernels, *gpus, fits[family(gpus[1])])[0])
+                    (source, "learned", predict_learned(kernels, *gpus, fits[family(gpus[1])])[0])
                 )
-            for here, how, made in rows:
-                yield (f"{one.name:24}{here:15}{there:15}{how:12}{figures(made[long], true[long])}"
-                       f"   {figures(made, true)}")  # fmt: skip
+            for source, how, predicted in rows:
+                head = f"{pair.name:24}{source:15}{target:15}{how:12}"
+                cells = f"{figures(predicted[long], true[long])}   {figures(predicted, true)}"
+                yield head + cells
     yield from around(folder, products, fits)
 
 
 def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
-    """Yield how products of layers lie between the rows of the campaign of single products."""
+    """Yield the error of the layers' GEMMs, interpolated between rows of the GEMM campaign."""
     if not (folder / VIDUR_FILE).is_file():
         return
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "gemm")
@@ -211,36 +214,43 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
     for (name,), part in medians.group_by("gpu", maintain_order=True):
         gpu = load_gpu(str(name))
         shapes = part.select("m", "n", "k").to_numpy().astype(np.float64)
-        known = {tuple(shape) for shape in products.shapes[:, 1:4].tolist()}
-        new = np.array([tuple(shape) not in known for shape in shapes.tolist()])
+        measured_shapes = {tuple(shape) for shape in products.shapes[:, 1:4].tolist()}
+        new = np.array([tuple(shape) not in measured_shapes for shape in shapes.tolist()])
         true = part["time_ms"].to_numpy() * 1e6
         chosen = np.flatnonzero(new & (true > LONG_NS))
-        chosen = np.random.default_rng(3).choice(chosen, ASKED, replace=False)
-        one = np.ones(len(chosen))
-        full = np.stack([one, *shapes[chosen].T, 2 * one, 2 * one], axis=1)
-        asked = Products("float16", full, {})
-        alone = predict_from_description(of_products(asked, true[chosen]), gpu, fits[family(gpu)])[
-            0
-        ]
+        chosen = np.random.default_rng(3).choice(chosen, QUERIES, replace=False)
+        ones = np.ones(len(chosen))
+        full = np.stack([ones, *shapes[chosen].T, 2 * ones, 2 * ones], axis=1)
+        queries = Products("float16", full, {})
+        modelled_queries = predict_from_description(
+            of_products(queries, true[chosen]), gpu, fits[family(gpu)]
+        )[0]
         times = products.times_ns[gpu.name]
         modelled = predict_from_description(of_products(products, times), gpu, fits[family(gpu)])[0]
         off = np.log(times / modelled)
-        found = interpolate(np.log(products.shapes[:, :4]), off, np.log(full[:, :4]))
-        told = np.isfinite(found.off)
-        rows_of = {"between": alone[told] * np.exp(found.off[told]), "the model": alone[told]}
-        reach = np.hypot(shipped().errors["looked_up_otherwise"].high, found.bound[told])
-        inside = np.abs(np.log(true[chosen][told] / rows_of["between"])) <= reach
-        for how, made in rows_of.items():
-            yield (f"{VIDUR_FILE:24}{'':15}{gpu.name:15}{how:12}{figures(made, true[chosen][told])}"
-                   f"   told {told.mean():.0%}, inside {inside.mean():.1%}")  # fmt: skip
+        interpolated = interpolate(np.log(products.shapes[:, :4]), off, np.log(full[:, :4]))
+        is_predicted = np.isfinite(interpolated.off)
+        rows_of = {
+            "between": modelled_queries[is_predicted] * np.exp(interpolated.off[is_predicted]),
+            "the model": modelled_queries[is_predicted],
+        }
+        reach = np.hypot(
+            shipped().errors["looked_up_otherwise"].high, interpolated.bound[is_predicted]
+        )
+        inside = np.abs(np.log(true[chosen][is_predicted] / rows_of["between"])) <= reach
+        for how, predicted in rows_of.items():
+            head = f"{VIDUR_FILE:24}{'':15}{gpu.name:15}{how:12}"
+            errors = figures(predicted, true[chosen][is_predicted])
+            shares = f"told {is_predicted.mean():.0%}, inside {inside.mean():.1%}"
+            yield f"{head}{errors}   {shares}"
 
 
 def step(graph: Graph, name: str) -> None:
-    """Print how the shipped database tells a captured step of its own GPU, by class.
+    """Print the error of the shipped database for a captured step of its GPU, by class.
 
-    The step's times are what is held against; what is asked for are its calls alone, as of a
-    capture on a CPU. Of an operator's kernels the model has what part of its work each is measured
-    to take.
+    Only the step's calls are looked up, as for a capture on a CPU; its measured times are the
+    reference. The model divides an operator's predicted time among its kernels in proportion to
+    their measured times.
     """
     gpu = source_gpu(graph, None)
     print(f"\n{name}: a step captured on {gpu.name}, from the calls alone")
@@ -248,24 +258,24 @@ def step(graph: Graph, name: str) -> None:
     if library is None:
         print(f"{SHIPPED}: no database of {gpu.name} there, so this part is left out")
         return
-    found = op_costs_of(graph)
-    kernels = KernelFeatures.of(graph, found)
-    alone, rules = predict_from_description(kernels, gpu)
-    alone = np.where(
-        found.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, alone), alone
+    costs = op_costs_of(graph)
+    kernels = KernelFeatures.of(graph, costs)
+    modelled, rules = predict_from_description(kernels, gpu)
+    modelled = np.where(
+        costs.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, modelled), modelled
     )
     basis = Basis(library, None, gpu, predict_from_description, shipped())
-    every = np.ones(len(alone), dtype=bool)
-    best = best_of(graph, found, kernels, (alone, rules), basis, where=every)
+    every = np.ones(len(modelled), dtype=bool)
+    best = best_of(graph, costs, kernels, (modelled, rules), basis, where=every)
     true = kernels.duration_ns
     predicted = best.moved_ns, best.rules
-    (low, high), whole = intervals(kernels, predicted, None, gpu, shipped(), doubt=best.doubt)
+    (low, high), total = intervals(kernels, predicted, None, gpu, shipped(), doubt=best.doubt)
     heads = f"{'time':>10}{'looked up':>11}{'between':>9}{'inside':>8}{'sum':>8}   nodes{'':23}"
     print(f"{'':18}{heads}{'the model alone: sum':>22}   nodes")
     exact, between = best.rules == Rule.LOOKED_UP, best.rules == Rule.BETWEEN
-    classes = {one.value: found.is_class(one) for one in CLASSES}
-    for label, mine in (*classes.items(), ("all", every)):
-        rows = mine & ~kernels.over_link & (true > 0)
+    classes = {op_class.value: costs.is_class(op_class) for op_class in CLASSES}
+    for label, in_class in (*classes.items(), ("all", every)):
+        rows = in_class & ~kernels.over_link & (true > 0)
         if not rows.any():
             continue
         part = true[rows].sum()
@@ -274,41 +284,43 @@ def step(graph: Graph, name: str) -> None:
               f"{true[rows & between].sum() / part:9.1%}{inside[rows].mean():8.1%}"
               f"{best.moved_ns[rows].sum() / part - 1:+8.1%}   "
               f"{figures(best.moved_ns[rows], true[rows])}   "
-              f"{alone[rows].sum() / part - 1:+19.1%}   "
-              f"{figures(alone[rows], true[rows])}")  # fmt: skip
-    print(f"80% interval of the sum {whole.p10_ns / 1e6:.2f} to {whole.p90_ns / 1e6:.2f} ms")
+              f"{modelled[rows].sum() / part - 1:+19.1%}   "
+              f"{figures(modelled[rows], true[rows])}")  # fmt: skip
+    print(f"80% interval of the sum {total.p10_ns / 1e6:.2f} to {total.p90_ns / 1e6:.2f} ms")
 
 
 def caches(graph: Graph, name: str) -> None:
-    """Print the rows of either state of the cache beside the step, for calls that have both."""
+    """Print the errors of cold and of warm rows, for calls of the step that have both."""
     gpu = source_gpu(graph, None)
     library = open_library([], gpu, None, graph.job.measurement.versions)
     if library is None:
         return
-    found = op_costs_of(graph)
-    kernels = KernelFeatures.of(graph, found)
-    every = np.ones(len(found.index), dtype=bool)
-    told: list[F64] = []
+    costs = op_costs_of(graph)
+    kernels = KernelFeatures.of(graph, costs)
+    every = np.ones(len(costs.index), dtype=bool)
+    times_by_state: list[F64] = []
     for state in (COLD, WARM):
-        kept = {key: [row for row in rows if row.l2 == state] for key, rows in
+        rows_of_state = {key: [row for row in rows if row.l2 == state] for key, rows in
                 library.target.items()}  # fmt: skip
-        of_state = Library({key: rows for key, rows in kept.items() if rows}, {}, library.versions)
+        of_state = Library(
+            {key: rows for key, rows in rows_of_state.items() if rows}, {}, library.versions
+        )
         basis = Basis(of_state, None, gpu, predict_from_description, shipped())
-        one = look_up(graph, found, every, basis)
-        told.append(np.where(one.rules == Rule.LOOKED_UP, one.time_ns, np.nan))
-    true, size = kernels.duration_ns, found.bytes_read / 1e6
-    both = np.isfinite(told[0] + told[1]) & (true > LEAST_NS)
+        times = look_up(graph, costs, every, basis)
+        times_by_state.append(np.where(times.rules == Rule.LOOKED_UP, times.time_ns, np.nan))
+    true, size = kernels.duration_ns, costs.bytes_read / 1e6
+    in_both = np.isfinite(times_by_state[0] + times_by_state[1]) & (true > LEAST_NS)
     print(f"{name}: sums of the rows of one state over {LEAST_NS / 1e3:.0f} us, beside the step's")
     for least, most in itertools.pairwise(READ_MB):
-        rows = both & (size >= least) & (size < most)
+        rows = in_both & (size >= least) & (size < most)
         if rows.any():
-            cold, warm = (one[rows].sum() / true[rows].sum() - 1 for one in told)
+            cold, warm = (times[rows].sum() / true[rows].sum() - 1 for times in times_by_state)
             print(f"{least:5} to {most} MB read {rows.sum():6} nodes   cold {cold:+7.1%}   "
                   f"warm {warm:+7.1%}")  # fmt: skip
 
 
 def share_of(kernels: KernelFeatures, whole_ns: F64) -> F64:
-    """Return each kernel's part of what a model says of its operator's whole time."""
+    """Return each kernel's share of its operator's predicted time, by measured durations."""
     return whole_ns * kernels.duration_ns / np.maximum(kernels.operator_ns, 1)
 
 
@@ -318,18 +330,20 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?", help="directory with the measurements")
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="a captured step (.et) on a GPU with a shipped database")  # fmt: skip
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
     print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
     print((__doc__ or "").split("\n\n", 2)[2].rstrip())
-    if given.data is not None:
-        if not (given.data / "gemm.parquet").is_file():
-            sys.exit(f"{given.data / 'gemm.parquet'}: no such file; give the directory that has it")
-        products = read_products(given.data)
-        measured = given.data / "attention_prefill.parquet"
-        attention = read_attention(given.data) if measured.is_file() else None
-        tables(given.data, products, fits_without(products, attention))
-    for path in given.step:
+    if arguments.data is not None:
+        if not (arguments.data / "gemm.parquet").is_file():
+            sys.exit(
+                f"{arguments.data / 'gemm.parquet'}: no such file; give the directory that has it"
+            )
+        products = read_products(arguments.data)
+        measured = arguments.data / "attention_prefill.parquet"
+        attention = read_attention(arguments.data) if measured.is_file() else None
+        tables(arguments.data, products, fits_without(products, attention))
+    for path in arguments.step:
         graph = onerank.read(path)
         step(graph, path.name)
         caches(graph, path.name)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 MIB = 1 << 20
 
 
-class Beside:
-    """Memory of this rank's GPU since before there was a context."""
+class OutsideMemory:
+    """Memory of this rank's GPU outside the caching allocator, since before the CUDA context."""
 
     def __init__(self, rank: int) -> None:
         self._nvml: Any = importlib.import_module("pynvml")  # it has no types
@@ -31,13 +31,13 @@ class Beside:
         self._rank = rank
         self._before = self._last = self._used()
 
-    def tell(self, what: str) -> None:
-        """Print what is held beside the allocator's memory, and what was added."""
+    def tell(self, label: str) -> None:
+        """Print the memory outside the allocator, and its increase since the last call."""
         torch.cuda.synchronize()
         now = self._used() - torch.cuda.memory_reserved()
         if self._rank == 0:
-            held, more = ((now - was) / MIB for was in (self._before, self._last))
-            print(f"{what:40}{held:10.0f} MiB {more:+10.0f}", flush=True)
+            total, more = ((now - was) / MIB for was in (self._before, self._last))
+            print(f"{label:40}{total:10.0f} MiB {more:+10.0f}", flush=True)
         self._last = now
 
     def _used(self) -> int:
@@ -50,7 +50,7 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         sys.exit("start it with torchrun, on a host with two CUDA GPUs or more")
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    beside = Beside(rank)
+    outside = OutsideMemory(rank)
     torch.cuda.set_device(rank)
     torch.cuda.mem_get_info()
     if rank == 0:
@@ -59,52 +59,52 @@ def main() -> None:
             f"{datetime.date.today()}, {ranks} x {torch.cuda.get_device_name()}, torch "
             f"{torch.__version__}, NCCL {nccl}; rank 0"
         )
-    beside.tell("context")
-    compute(beside)
-    communicate(beside, rank, ranks)
+    outside.tell("context")
+    compute(outside)
+    communicate(outside, rank, ranks)
 
 
-def compute(beside: Beside) -> None:
+def compute(outside: OutsideMemory) -> None:
     """Run kernels of several libraries."""
     square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    beside.tell("random numbers")
+    outside.tell("random numbers")
     square @ square
-    beside.tell("product")
+    outside.tell("product")
     heads = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-    beside.tell("attention and its backward")
+    outside.tell("attention and its backward")
     model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024), nn.GELU()).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 1024, device="cuda")).pow(2).mean().backward()
     optimizer.step()
-    beside.tell("step in float32")
+    outside.tell("step in float32")
     nn.Conv2d(64, 64, 3).cuda()(torch.randn(8, 64, 56, 56, device="cuda")).sum().backward()
-    beside.tell("convolution and its backward")
+    outside.tell("convolution and its backward")
 
 
-def communicate(beside: Beside, rank: int, ranks: int) -> None:
-    """Run each collective in one group, then what further groups add."""
+def communicate(outside: OutsideMemory, rank: int, ranks: int) -> None:
+    """Run each collective in one group, then in further groups."""
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     dist.barrier()
-    beside.tell("first group, barrier")
-    whole = torch.randn(64 * MIB, device="cuda")
-    part, other = whole.new_empty(len(whole) // ranks), torch.empty_like(whole)
-    dist.all_reduce(whole)
-    dist.all_gather_into_tensor(whole, part)
-    dist.reduce_scatter_tensor(part, whole)
-    beside.tell("all-reduce, all-gather, reduce-scatter")
-    dist.broadcast(whole, 0)
-    beside.tell("broadcast")
-    dist.all_to_all_single(other, whole)
-    beside.tell("all-to-all")
-    exchange(whole, other, rank ^ 1, None)
-    beside.tell("send and receive")
+    outside.tell("first group, barrier")
+    tensor = torch.randn(64 * MIB, device="cuda")
+    shard, received = tensor.new_empty(len(tensor) // ranks), torch.empty_like(tensor)
+    dist.all_reduce(tensor)
+    dist.all_gather_into_tensor(tensor, shard)
+    dist.reduce_scatter_tensor(shard, tensor)
+    outside.tell("all-reduce, all-gather, reduce-scatter")
+    dist.broadcast(tensor, 0)
+    outside.tell("broadcast")
+    dist.all_to_all_single(received, tensor)
+    outside.tell("all-to-all")
+    exchange(tensor, received, rank ^ 1, None)
+    outside.tell("send and receive")
     for number in ("second", "third"):
         group = dist.new_group(list(range(ranks)))
-        dist.all_reduce(whole, group=group)
-        beside.tell(f"{number} group, all-reduce")
-        exchange(whole, other, rank ^ 1, group)
-        beside.tell("send and receive there")
+        dist.all_reduce(tensor, group=group)
+        outside.tell(f"{number} group, all-reduce")
+        exchange(tensor, received, rank ^ 1, group)
+        outside.tell("send and receive there")
     dist.destroy_process_group()
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from onerank.capture.bench.gpu_board import Board
 
-PRODUCTS = 16  # between two marks
-AHEAD = 8  # copies that are on their way
+PRODUCTS = 16  # GEMMs between two CUDA events
+AHEAD = 8  # copies in flight
 GPUS = (0, 1)
 
 
@@ -47,22 +47,22 @@ ALONE = [*TRICKLES, Copies("64 MiB always", 64 << 20, 0)]
 
 
 def main() -> None:
-    """Print a line for each sort of copies."""
+    """Print a line for each kind of copies."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=2.2, help="of each line")
     parser.add_argument("--rounds", type=int, default=2)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if torch.cuda.device_count() < len(GPUS):
         sys.exit(f"needs {len(GPUS)} CUDA GPUs, found {torch.cuda.device_count()}")
-    measuring = Measuring(given.seconds)
+    measuring = Measuring(arguments.seconds)
     print(
         f"{datetime.date.today()}, {len(GPUS)} x {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}, {given.seconds} s a line; both GPUs' figures"
+        f"{torch.__version__}, {arguments.seconds} s a line; both GPUs' figures"
     )
     print(f"{'copies':30}{'W':>14}{'MHz':>12}{'product, us':>18}")
     measuring.line("none, to warm up", None, products=True)
     measuring.line("none, no peer reached yet", None, products=True)
-    for _ in range(given.rounds):
+    for _ in range(arguments.rounds):
         measuring.line("none", None, products=True)
         for copies in BESIDE:
             measuring.line(copies.name, copies, products=True)
@@ -73,7 +73,7 @@ def main() -> None:
 
 @dataclass
 class Measuring:
-    """Both GPUs, and what they work on."""
+    """Both GPUs and the operands of their GEMMs."""
 
     seconds: float
     boards: list[Board] = field(default_factory=list[Board])
@@ -90,7 +90,7 @@ class Measuring:
                 self.operands.append((a, b, c))
 
     def line(self, name: str, copies: Copies | None, *, products: bool) -> None:
-        """Run both GPUs for some seconds and print what they drew and took."""
+        """Run both GPUs for some seconds; print their power, clocks and times per GEMM."""
         stop = threading.Event()
         took: dict[int, float] = {}
         work: list[threading.Thread] = []
@@ -121,7 +121,7 @@ def _multiply(
     stop: threading.Event,
     took: dict[int, float],
 ) -> None:
-    """Multiply until told to stop; note the us of a product in the second half."""
+    """Multiply until `stop` is set; record the time in us of a GEMM in the second half."""
     torch.cuda.set_device(gpu)
     a, b, result = operands
     marks: list[torch.cuda.Event] = []
@@ -138,18 +138,18 @@ def _multiply(
 
 
 def _copying(gpu: int, copies: Copies) -> Callable[[], object]:
-    """Return what copies once."""
-    other = GPUS[1 - gpu] if copies.to_peer else gpu
+    """Return a function that copies once."""
+    target_gpu = GPUS[1 - gpu] if copies.to_peer else gpu
     source = torch.randn(copies.bytes // 4, device=f"cuda:{gpu}")
-    target = torch.empty(copies.bytes // 4, device=f"cuda:{other}")
+    target = torch.empty(copies.bytes // 4, device=f"cuda:{target_gpu}")
     target.copy_(source)
-    for one in GPUS:
-        torch.cuda.synchronize(one)
+    for device in GPUS:
+        torch.cuda.synchronize(device)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def _repeat(gpu: int, once: Callable[[], object], each_s: float, stop: threading.Event) -> None:
-    """Copy on a stream of its own until told to stop."""
+    """Copy on a separate stream until `stop` is set."""
     torch.cuda.set_device(gpu)
     issued: list[torch.cuda.Event] = []
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -40,78 +40,85 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs=2)
     parser.add_argument("--target", help="a description of the second folder's GPU")
     parser.add_argument("--database", type=Path, action="append", default=[])
-    given = parser.parse_args()
-    here, there = given.folders
-    names = sorted({p.name for p in here.glob("*.et")} & {p.name for p in there.glob("*.et")})
+    arguments = parser.parse_args()
+    sources, targets = arguments.folders
+    names = sorted({p.name for p in sources.glob("*.et")} & {p.name for p in targets.glob("*.et")})
     if not names:
-        sys.exit(f"no trace has one name in {here} and {there}")
-    pairs = {Path(name).stem: (onerank.read(here / name), onerank.read(there / name))
+        sys.exit(f"no trace has one name in {sources} and {targets}")
+    pairs = {Path(name).stem: (onerank.read(sources / name), onerank.read(targets / name))
              for name in names}  # fmt: skip
-    one, other = next(iter(pairs.values()))
-    target = load_gpu(given.target) if given.target else find_gpu(other.job.device.name)
+    first, second = next(iter(pairs.values()))
+    target = load_gpu(arguments.target) if arguments.target else find_gpu(second.job.device.name)
     if target is None:
-        sys.exit(f"{other.job.device.name} is no GPU known here; give --target")
-    versions = ", ".join(f"{k} {v}" for k, v in other.job.measurement.versions.items())
-    print(f"{one.job.device.name} -> {other.job.device.name} as {target.name}; {versions}")
+        sys.exit(f"{second.job.device.name} is no GPU known here; give --target")
+    versions = ", ".join(f"{k} {v}" for k, v in second.job.measurement.versions.items())
+    print(f"{first.job.device.name} -> {second.job.device.name} as {target.name}; {versions}")
     print(f"\n{'':18}" + "".join(f"{head:>11}" for head in HEADS) + f"{'peak off':>11}")
     classes: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for name, (start, end) in pairs.items():
-        told = recost(start, target, databases=given.database)
-        print(f"{name:18}" + "".join(f"{cell:>11}" for cell in row(start, told, end, target)))
-        held(start, told, end, classes)
+        predicted = recost(start, target, databases=arguments.database)
+        print(f"{name:18}" + "".join(f"{cell:>11}" for cell in row(start, predicted, end, target)))
+        add_classes(start, predicted, end, classes)
     print(f"\n{'':18}{'ms':>11}{'there, ms':>11}{'told, ms':>11}{'off':>11}{'of classes':>22}")
-    for name, sums in sorted(classes.items(), key=lambda one: -sum(s[1] for s in one[1])):
-        before, took, made = np.sum(sums, axis=0)
+    for name, sums in sorted(classes.items(), key=lambda first: -sum(s[1] for s in first[1])):
+        before, took, predicted_sum = np.sum(sums, axis=0)
         spread = [f"{100 * (m / t - 1):+.0f}" for _, t, m in sums]
-        cells = (f"{before / 1e6:.2f}", f"{took / 1e6:.2f}", f"{made / 1e6:.2f}", off(made, took))
+        cells = (
+            f"{before / 1e6:.2f}",
+            f"{took / 1e6:.2f}",
+            f"{predicted_sum / 1e6:.2f}",
+            off(predicted_sum, took),
+        )
         print(f"{name:18}" + "".join(f"{cell:>11}" for cell in cells) + "   " + " ".join(spread))
 
 
-def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
+def row(start: Graph, predicted: Graph, end: Graph, target: Gpu) -> list[str]:
     """Return the cells of a pair."""
-    changed = summarise(start, told)
+    changed = summarise(start, predicted)
     took = int(end.nodes.duration_ns[end.gpu_compute].sum())
     low, high = changed.interval or (0, 0)
-    step, ran = end.job.measurement.median_step_ns, replay(told)
+    step, replayed = end.job.measurement.median_step_ns, replay(predicted)
     assert step is not None
-    made = ran.steady_state.step_ns if ran.steady_state else ran.step_time_ns
+    step_predicted = (
+        replayed.steady_state.step_ns if replayed.steady_state else replayed.step_time_ns
+    )
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
-    energy = report_energy(told, target, power_timeline_of(told)).step_uj * 1e-6
-    peaks = (told.job.measurement.peak_memory_bytes, end.job.measurement.peak_memory_bytes)
+    energy = report_energy(predicted, target, power_timeline_of(predicted)).step_uj * 1e-6
+    peaks = (predicted.job.measurement.peak_memory_bytes, end.job.measurement.peak_memory_bytes)
     return [
         f"{took / 1e6:.3f}",
         f"{changed.after_ns / 1e6:.3f}",
         off(changed.after_ns, took),
         "in" if low <= took <= high else "out",
         f"{step / 1e6:.2f}",
-        f"{made / 1e6:.2f}",
-        off(made, step),
-        *(_beside(drawn.median * step * 1e-12, energy) if drawn else ("", "", "")),
+        f"{step_predicted / 1e6:.2f}",
+        off(step_predicted, step),
+        *(_energy_cells(drawn.median * step * 1e-12, energy) if drawn else ("", "", "")),
         off(*peaks) if all(peaks) else "",
     ]
 
 
-def _beside(took: float, told: float) -> tuple[str, str, str]:
-    return f"{took:.1f}", f"{told:.1f}", off(told, took)
+def _energy_cells(took: float, predicted: float) -> tuple[str, str, str]:
+    return f"{took:.1f}", f"{predicted:.1f}", off(predicted, took)
 
 
-def held(
-    start: Graph, told: Graph, end: Graph, classes: dict[str, list[tuple[float, float, float]]]
+def add_classes(
+    start: Graph, predicted: Graph, end: Graph, classes: dict[str, list[tuple[float, float, float]]]
 ) -> None:
-    """Add a pair's times of each class: in FROM, in TO, and as told."""
+    """Add a pair's times of each class: in FROM, in TO, and predicted."""
     before, after = by_class(start), by_class(end)
     for name in before.keys() & after.keys():
-        rows, there = before[name], after[name]
-        sums = (start.nodes.duration_ns[rows], end.nodes.duration_ns[there])
+        rows, target_rows = before[name], after[name]
+        sums = (start.nodes.duration_ns[rows], end.nodes.duration_ns[target_rows])
         classes[name].append(
-            (*(float(s.sum()) for s in sums), float(told.nodes.duration_ns[rows].sum()))
+            (*(float(s.sum()) for s in sums), float(predicted.nodes.duration_ns[rows].sum()))
         )
 
 
-def off(told: float, took: float) -> str:
-    """Return how far one is from the other."""
-    return f"{100 * (told / took - 1):+.1f}%"
+def off(predicted: float, took: float) -> str:
+    """Return the relative difference as text."""
+    return f"{100 * (predicted / took - 1):+.1f}%"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ Key = tuple[str, str, str]
 
 
 class Call(NamedTuple):
-    """Calls of one operator and shapes: mean times in ns, and how many they are."""
+    """Equal calls (operator and shapes): mean times in ns, and the number of calls."""
 
     measured: float
     told: float
@@ -36,52 +36,53 @@ def main() -> None:
     """Print both directions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("folders", type=Path, nargs=2)
-    one, other = parser.parse_args().folders
-    names = sorted({p.name for p in one.glob("*.et")} & {p.name for p in other.glob("*.et")})
+    first, second = parser.parse_args().folders
+    names = sorted({p.name for p in first.glob("*.et")} & {p.name for p in second.glob("*.et")})
     if not names:
-        sys.exit(f"no graph has one name in {one} and {other}")
+        sys.exit(f"no graph has one name in {first} and {second}")
     print(f"onerank {onerank.__version__}; {len(names)} models: {', '.join(names)}")
-    for here, there in ((one, other), (other, one)):
-        pairs = [(onerank.read(here / name), onerank.read(there / name)) for name in names]
+    for source, target in ((first, second), (second, first)):
+        pairs = [(onerank.read(source / name), onerank.read(target / name)) for name in names]
         targets = {find_gpu(graph.job.device.name).name for _, graph in pairs}
         calls: dict[str, list[Call]] = defaultdict(list)
         for start, end in pairs:
-            held(start, end, calls)
+            add_calls(start, end, calls)
         print_table(f"to {', '.join(sorted(targets))}", calls)
 
 
-def held(start: Graph, end: Graph, calls: dict[str, list[Call]]) -> None:
-    """Add what is told from `start` of the GPU of `end`, beside what `end` took."""
-    told = recost(start, find_gpu(end.job.device.name)).nodes
+def add_calls(start: Graph, end: Graph, calls: dict[str, list[Call]]) -> None:
+    """Add each call of `end` with its measured time and its prediction from `start`."""
+    predicted = recost(start, find_gpu(end.job.device.name)).nodes
     measured = by_call(end)
-    classes = {int(node): one for one, rows in by_class(start).items() for node in rows}
+    classes = {int(node): name for name, rows in by_class(start).items() for node in rows}
     for key, rows in by_call(start).items():
-        if len(measured.get(key, ())) != len(rows) or (told.p10_ns[rows] <= 0).any():
-            continue  # another number of calls, or kept as they are
+        if len(measured.get(key, ())) != len(rows) or (predicted.p10_ns[rows] <= 0).any():
+            continue  # the numbers of calls differ, or the calls were not predicted
         means = (
-            float(column[rows].mean()) for column in (told.duration_ns, told.p10_ns, told.p90_ns)
+            float(column[rows].mean())
+            for column in (predicted.duration_ns, predicted.p10_ns, predicted.p90_ns)
         )
         took = float(end.nodes.duration_ns[measured[key]].mean())
         calls[classes[int(rows[0])]].append(Call(took, *means, len(rows)))
 
 
 def by_class(graph: Graph) -> dict[str, np.ndarray]:
-    """Return the GPU's compute nodes of each class."""
+    """Return the GPU's compute nodes by class."""
     nodes = np.flatnonzero(graph.gpu_compute)
     names = np.array([CLASSES[code].value for code in classify(graph, nodes)])
     return {str(name): nodes[names == name] for name in np.unique(names)}
 
 
 def by_call(graph: Graph) -> dict[Key, np.ndarray]:
-    """Return the GPU's compute nodes of each operator with its shapes and types."""
-    found: dict[Key, list[int]] = defaultdict(list)
+    """Return the GPU's compute nodes by operator, shapes and types."""
+    rows_of: dict[Key, list[int]] = defaultdict(list)
     nodes, strings = graph.nodes, graph.strings
     for row in np.flatnonzero(graph.gpu_compute).tolist():
         codes = (column[row] for column in (nodes.op, nodes.input_shapes, nodes.input_types))
         op, shapes, types = (strings[int(code)] for code in codes)
         if op and shapes:
-            found[op, shapes, types.replace("c10::", "")].append(row)
-    return {key: np.array(rows) for key, rows in found.items()}
+            rows_of[op, shapes, types.replace("c10::", "")].append(row)
+    return {key: np.array(rows) for key, rows in rows_of.items()}
 
 
 def print_table(title: str, calls: dict[str, list[Call]]) -> None:
@@ -96,14 +97,16 @@ def print_table(title: str, calls: dict[str, list[Call]]) -> None:
         "by time",
     )
     print(f"\n{title:18}" + "".join(f"{head:>15}" for head in heads))
-    for name in sorted(calls, key=lambda one: -sum(c.measured * c.count for c in calls[one])):
-        measured, told, low, high, count = np.array(calls[name]).T
-        time, off = measured * count, np.log(told / measured)
+    for name in sorted(
+        calls, key=lambda class_name: -sum(c.measured * c.count for c in calls[class_name])
+    ):
+        measured, predicted, low, high, count = np.array(calls[name]).T
+        time, off = measured * count, np.log(predicted / measured)
         inside = (low <= measured) & (measured <= high)
         cells = [
             f"{len(off)}",
             f"{time.sum() / 1e3:,.0f}",
-            f"{(told * count).sum() / time.sum():.2f}",
+            f"{(predicted * count).sum() / time.sum():.2f}",
             f"{np.exp(np.median(off)):.2f}",
             f"{abs(off).mean():.2f}",
             f"{inside.mean():.0%}",

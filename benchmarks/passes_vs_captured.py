@@ -34,7 +34,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parts = parser.add_subparsers(dest="part", required=True)
     capturing(parts.add_parser("capture"))
@@ -44,50 +44,53 @@ def main() -> None:
     pair.add_argument("--micro-batch", default="1=1")
     kernels = parts.add_parser("attention")
     kernels.add_argument("captures", type=Path, nargs=2)
-    given = parser.parse_args()
-    if given.part == "capture":
-        capture(given)
-    elif given.part == "attention":
-        attention(*map(onerank.read, given.captures))
+    arguments = parser.parse_args()
+    if arguments.part == "capture":
+        capture(arguments)
+    elif arguments.part == "attention":
+        attention(*map(onerank.read, arguments.captures))
     else:
-        sizes = parse_change("--seq", given.seq), parse_change("--micro-batch", given.micro_batch)
-        between(*map(onerank.read, given.captures), *sizes)
+        sizes = (
+            parse_change("--seq", arguments.seq),
+            parse_change("--micro-batch", arguments.micro_batch),
+        )
+        between(*map(onerank.read, arguments.captures), *sizes)
 
 
 def between(first: Graph, second: Graph, seq: Change, batch: Change) -> None:
-    """Compare each of two captures with what the other makes of it."""
+    """Compare each of two captures with its prediction from the other."""
     back = [Change(change.after, change.before) for change in (seq, batch)]
     for start, end, sizes in ((first, second, [seq, batch]), (second, first, back)):
         target = gpu_of(start)
         for graph in (start, end):
             print_conditions(graph)
-        asked = PassOptions(sizes=Resize(*sizes))
+        passes = PassOptions(sizes=Resize(*sizes))
         title = f"--seq {sizes[0].before}={sizes[0].after} --micro-batch {sizes[1].before}="
-        compare(f"{title}{sizes[1].after}", recost(start, target, passes=asked), end)
+        compare(f"{title}{sizes[1].after}", recost(start, target, passes=passes), end)
 
 
 def attention(eager: Graph, fused: Graph) -> None:
-    """Compare a capture with fused attention with what one of eager attention makes of it."""
+    """Compare a capture with fused attention with its prediction from eager attention."""
     for graph in (eager, fused):
         print_conditions(graph)
-    made = recost(eager, gpu_of(eager), passes=PassOptions(attention="fused"))
-    compare("--kernel attention=fused", made, fused)
+    predicted = recost(eager, gpu_of(eager), passes=PassOptions(attention="fused"))
+    compare("--kernel attention=fused", predicted, fused)
 
 
 def gpu_of(graph: Graph) -> str:
-    """Return the GPU that a capture is of; of one on a CPU some GPU."""
-    found = find_gpu(graph.job.device.name)
-    return found.name if found else "H100"
+    """Return the GPU of a capture; H100 for a capture on a CPU."""
+    gpu = find_gpu(graph.job.device.name)
+    return gpu.name if gpu else "H100"
 
 
 def print_conditions(graph: Graph) -> None:
-    """Print what a capture ran on, and how the GPU's clocks were."""
+    """Print a capture's device, software, step time, clock and power."""
     device, measured = graph.job.device, graph.job.measurement
     sensors = device.sensors
-    told = [f"step {measured.median_step_ns} ns"] if measured.step_ns else []
+    conditions = [f"step {measured.median_step_ns} ns"] if measured.step_ns else []
     if sensors and sensors.sm_clock_mhz and sensors.power_mw:
-        told += [f"{sensors.sm_clock_mhz.median} MHz, {sensors.power_mw.median / 1000:.0f} W"]
-    print(device.name, measured.versions.get("torch", ""), *told, sep=", ")
+        conditions += [f"{sensors.sm_clock_mhz.median} MHz, {sensors.power_mw.median / 1000:.0f} W"]
+    print(device.name, measured.versions.get("torch", ""), *conditions, sep=", ")
 
 
 def capturing(parser: argparse.ArgumentParser) -> None:
@@ -99,78 +102,97 @@ def capturing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1)
 
 
-def capture(given: argparse.Namespace) -> None:
+def capture(arguments: argparse.Namespace) -> None:
     """Capture and compare."""
-    given.out.mkdir(parents=True, exist_ok=True)
-    seq, batch = given.seq, given.batch
-    model = ["--shape", given.shape, "--layers", str(given.layers)]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    seq, batch = arguments.seq, arguments.batch
+    model = ["--shape", arguments.shape, "--layers", str(arguments.layers)]
 
     def take(name: str, length: int, size: int, *options: str, attention: str = "sdpa") -> Graph:
-        path = given.out / f"{name}.et"
-        own = [*model, "--seq", str(length), "--batch", str(size), "--attention", attention]
+        path = arguments.out / f"{name}.et"
+        script_arguments = [
+            *model,
+            "--seq",
+            str(length),
+            "--batch",
+            str(size),
+            "--attention",
+            attention,
+        ]
         command = [sys.executable, "-m", "onerank", "capture", "run", *options, str(EXAMPLE)]
-        subprocess.run([*command, "-o", str(path), "--", *own], check=True)
+        subprocess.run([*command, "-o", str(path), "--", *script_arguments], check=True)
         return onerank.read(path)
 
     base = take("base", seq, batch, "--tp", "4")
     name = base.job.device.name
     target = gpu_of(base)
-    print(f"{name} -> {target}, {given.shape}, {given.layers} layers, {seq} x {batch}, TP 4")
+    print(
+        f"{name} -> {target}, {arguments.shape}, {arguments.layers} layers, {seq} x {batch}, TP 4"
+    )
     sizes = ((seq // 2, batch), (2 * seq, batch), (seq, 2 * batch), (seq // 4, 4 * batch))
     for length, size in sizes:
-        asked = PassOptions(sizes=Resize(Change(seq, length), Change(batch, size)))
+        passes = PassOptions(sizes=Resize(Change(seq, length), Change(batch, size)))
         real = take(f"{length}x{size}", length, size, "--tp", "4")
-        compare(f"--seq {length} --micro-batch {size}", recost(base, target, passes=asked),
+        compare(f"--seq {length} --micro-batch {size}", recost(base, target, passes=passes),
                 recost(real, target))  # fmt: skip
-    alone = take("alone", seq, batch)
+    unsharded = take("alone", seq, batch)
     eager = take("eager", seq, batch, attention="eager")
     unfuse, fuse = PassOptions(attention="eager"), PassOptions(attention="fused")
-    compare("--kernel attention=eager", recost(alone, target, passes=unfuse), recost(eager, target))
-    compare("--kernel attention=fused", recost(eager, target, passes=fuse), recost(alone, target))
+    compare(
+        "--kernel attention=eager", recost(unsharded, target, passes=unfuse), recost(eager, target)
+    )
+    compare(
+        "--kernel attention=fused", recost(eager, target, passes=fuse), recost(unsharded, target)
+    )
     compiled = take("compiled", seq, batch, "--compile=default")
-    for what in ("elementwise", "norm"):
-        compare(f"--fuse {what}", recost(alone, target, passes=PassOptions(fuse=what)),
+    for fusion in ("elementwise", "norm"):
+        compare(f"--fuse {fusion}", recost(unsharded, target, passes=PassOptions(fuse=fusion)),
                 recost(compiled, target))  # fmt: skip
 
 
-def compare(title: str, made: Graph, real: Graph) -> None:
+def compare(title: str, predicted: Graph, real: Graph) -> None:
     """Print both by class, their steps and their memory."""
     print(f"\n{title}\n{'':18}{'kernels':>16}{'time, us':>24}{'made/real':>11}")
-    for name in sorted({*_names(made), *_names(real)}):
-        rows = [_sums(graph, name) for graph in (made, real)]
+    for name in sorted({*_names(predicted), *_names(real)}):
+        rows = [_sums(graph, name) for graph in (predicted, real)]
         _row(name, rows)
-    rows = [_sums(graph, None) for graph in (made, real)]
+    rows = [_sums(graph, None) for graph in (predicted, real)]
     _row("all", rows)
-    if ends := made.job.annotations[-1].details.get("interval"):
+    if ends := predicted.job.annotations[-1].details.get("interval"):
         print(f"80% interval of all: {ends[0] / 1e3:.1f} to {ends[1] / 1e3:.1f} us")
-    ours, theirs = replay(made), replay(real)
-    _step("step, replayed", ours.step_time_ns, theirs.step_time_ns)
+    replayed, replayed_real = replay(predicted), replay(real)
+    _step("step, replayed", replayed.step_time_ns, replayed_real.step_time_ns)
     pure = real.job.measurement.median_step_ns
-    if ours.row is not None and pure is not None:
-        _step("step in a row, real without a profiler", ours.row.step_ns, pure)
-        _step("replayed, real without a profiler", ours.step_time_ns, pure)
-    pairs = [_alike(graph) for graph in (made, real)]
-    ops = [np.array(g.text("op"))[k] for g, k in zip((made, real), pairs, strict=True)]
+    if replayed.steady_state is not None and pure is not None:
+        _step("step in a row, real without a profiler", replayed.steady_state.step_ns, pure)
+        _step("replayed, real without a profiler", replayed.step_time_ns, pure)
+    pairs = [_comparable_kernels(graph) for graph in (predicted, real)]
+    ops = [np.array(g.text("op"))[k] for g, k in zip((predicted, real), pairs, strict=True)]
     if len(ops[0]) == len(ops[1]) and (ops[0] == ops[1]).all():
-        per_kernel(made, real, pairs[0], pairs[1])
-    peaks = [report_memory(graph).peak_bytes for graph in (made, real)]
+        per_kernel(predicted, real, pairs[0], pairs[1])
+    peaks = [report_memory(graph).peak_bytes for graph in (predicted, real)]
     print(f"peak memory {peaks[0]} made, {peaks[1]} real, {peaks[0] / peaks[1] - 1:+.2%}")
 
 
-def _step(what: str, made_ns: int, real_ns: int) -> None:
-    print(f"{what}: {made_ns} ns made, {real_ns} ns real, {made_ns / real_ns - 1:+.2%}")
+def _step(label: str, predicted_ns: int, real_ns: int) -> None:
+    print(f"{label}: {predicted_ns} ns made, {real_ns} ns real, {predicted_ns / real_ns - 1:+.2%}")
 
 
-def per_kernel(made: Graph, real: Graph, ours: Rows, theirs: Rows) -> None:
-    """Print how far off the kernels are, of those that changed, one by one."""
-    changed = made.nodes.p10_ns[ours] >= 0
-    ours, theirs = ours[changed], theirs[changed]
-    times = made.nodes.duration_ns[ours], real.nodes.duration_ns[theirs]
+def per_kernel(predicted: Graph, real: Graph, predicted_rows: Rows, real_rows: Rows) -> None:
+    """Print the errors of the individual kernels that the pass changed."""
+    changed = predicted.nodes.p10_ns[predicted_rows] >= 0
+    predicted_rows, real_rows = predicted_rows[changed], real_rows[changed]
+    times = predicted.nodes.duration_ns[predicted_rows], real.nodes.duration_ns[real_rows]
     off = np.abs(times[0] / times[1] - 1)
-    inside = (made.nodes.p10_ns[ours] <= times[1]) & (times[1] <= made.nodes.p90_ns[ours])
+    inside = (predicted.nodes.p10_ns[predicted_rows] <= times[1]) & (
+        times[1] <= predicted.nodes.p90_ns[predicted_rows]
+    )
     long = times[1] > _LONG_NS
-    shapes = [np.array(g.text("input_shapes"))[k] for g, k in ((made, ours), (real, theirs))]
-    told = {
+    shapes = [
+        np.array(g.text("input_shapes"))[k]
+        for g, k in ((predicted, predicted_rows), (real, real_rows))
+    ]
+    shares = {
         "mean": off.mean(),
         "median": np.median(off),
         "over 10 us": off[long].mean(),
@@ -179,12 +201,12 @@ def per_kernel(made: Graph, real: Graph, ours: Rows, theirs: Rows) -> None:
         "the same over 10 us": inside[long].mean(),
         "shapes equal": (shapes[0] == shapes[1]).mean(),
     }
-    figures = ", ".join(f"{name} {value:.1%}" for name, value in told.items())
-    print(f"{len(ours)} kernels that changed: {figures}")
+    figures = ", ".join(f"{name} {value:.1%}" for name, value in shares.items())
+    print(f"{len(predicted_rows)} kernels that changed: {figures}")
 
 
-def _alike(graph: Graph) -> Rows:
-    """Return the kernels, in order, that a step of any size launches as often."""
+def _comparable_kernels(graph: Graph) -> Rows:
+    """Return the kernels, in order, whose number does not depend on the sizes."""
     kernels = np.flatnonzero(graph.gpu_compute)
     kernels = kernels[np.argsort(graph.nodes.start_ns[kernels], kind="stable")]
     codes = classify(graph, kernels)
@@ -205,9 +227,9 @@ def _sums(graph: Graph, name: str | None) -> tuple[int, int]:
 
 
 def _row(name: str, rows: list[tuple[int, int]]) -> None:
-    (count, time), (others, other) = rows
-    ratio = f"{time / other:11.3f}" if other else ""
-    print(f"{name:18}{count:8}{others:8}{time / 1e3:12.1f}{other / 1e3:12.1f}{ratio}")
+    (count, time), (real_count, real_time) = rows
+    ratio = f"{time / real_time:11.3f}" if real_time else ""
+    print(f"{name:18}{count:8}{real_count:8}{time / 1e3:12.1f}{real_time / 1e3:12.1f}{ratio}")
 
 
 if __name__ == "__main__":

@@ -39,15 +39,16 @@ MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Form:
-    """A real job, and the slices that are to predict it.
+    """A real job, and the slices that predict it.
 
     Attributes:
-        real: script and options of the real job, "--", arguments of the script; or another form.
-        slices: likewise of the slices.
+        real: script and options of the real job, "--", arguments of the script; or the name of
+            another form with the same real job.
+        slices: likewise for the slices.
         ranks: rank of each slice.
-        schedule: of the export; "" for none.
-        together: whether a slice is made in one run with all others, since a script that
-            communicates itself has its ranks name each other.
+        schedule: pipeline schedule of the export; "" for none.
+        together: whether one run captures all slices, because the script communicates by itself
+            and its ranks refer to each other.
     """
 
     real: list[str] | str
@@ -58,7 +59,7 @@ class Form:
 
 
 def forms(n: int, *, tiny: bool) -> dict[str, Form]:
-    """Return the forms for `n` GPUs, the most telling first."""
+    """Return the forms for `n` GPUs, the most informative first."""
     llama = ["--shape", "8b", "--layers", "4", "--seq", "4096", "--batch", "1"]
     deep = ["--shape", "8b", "--layers", str(4 * n), "--seq", "4096", "--batch", "1"]
     mixtral = ["--shape", "8x7b", "--layers", "2", "--seq", "4096", "--batch", "1"]
@@ -70,8 +71,8 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
         shape += ["--steps", "200"]  # the windows end it
 
     def piped(*args: str) -> list[str]:
-        own = ["--micro-batches", str(MICRO_BATCHES), *args]
-        return ["train_llama_pp.py", "--pp", str(n), "--", *deep, *own]
+        script_options = ["--micro-batches", str(MICRO_BATCHES), *args]
+        return ["train_llama_pp.py", "--pp", str(n), "--", *deep, *script_options]
 
     def stages(chunks: int) -> list[str]:
         return ["train_llama.py", "--pp", str(n * chunks), "--", *deep, "--accumulate", "3"]
@@ -99,7 +100,7 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
 
 
 def main() -> None:
-    """Run one of the two phases."""
+    """Run one of the phases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     phases = parser.add_subparsers(dest="phase", required=True)
     capturing = phases.add_parser("capture")
@@ -114,50 +115,50 @@ def main() -> None:
     comparing.add_argument("directory", type=Path)
     holding = phases.add_parser("kernels")
     holding.add_argument("directory", type=Path)
-    given = parser.parse_args()
-    if given.phase == "capture":
-        Capturing(given).run()
+    arguments = parser.parse_args()
+    if arguments.phase == "capture":
+        Capturing(arguments).run()
         return
     import simulated_steps as predicted
 
-    (predicted.compare if given.phase == "compare" else predicted.kernels)(given.directory)
+    (predicted.compare if arguments.phase == "compare" else predicted.kernels)(arguments.directory)
 
 
 class Capturing:
     """The phase that needs GPUs."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.out: Path = given.output.resolve()
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.out: Path = arguments.output.resolve()
         self.begun = time.monotonic()
-        self.forms = forms(given.gpus, tiny=given.tiny)
-        self.found: dict[str, Any] = {}
+        self.forms = forms(arguments.gpus, tiny=arguments.tiny)
+        self.results: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Measure the link and each form, and write what is known after each."""
-        given = self.given
+        """Measure the link and each form; write the results after each."""
+        arguments = self.arguments
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / "results.json"
         if path.exists():  # a second run for more forms
-            self.found = json.loads(path.read_text())
-        wanted = given.forms.split(",") if given.forms else [*self.forms]
-        if unknown := [name for name in wanted if name not in self.forms]:
+            self.results = json.loads(path.read_text())
+        names = arguments.forms.split(",") if arguments.forms else [*self.forms]
+        if unknown := [name for name in names if name not in self.forms]:
             sys.exit(f"no form {', '.join(unknown)}: there are {', '.join(self.forms)}")
-        self.found.setdefault("forms", {})
-        self.found |= {
+        self.results.setdefault("forms", {})
+        self.results |= {
             "date": str(datetime.date.today()),
-            "gpus": given.gpus,
+            "gpus": arguments.gpus,
             "python": sys.version.split()[0],
             "micro_batches": MICRO_BATCHES,
-            "slices_on": "GPU 0" if given.one_gpu else "the GPU of their real rank",
+            "slices_on": "GPU 0" if arguments.one_gpu else "the GPU of their real rank",
         }
-        if "link" not in self.found:
+        if "link" not in self.results:
             self.link()
             self.write()
         self.write()
-        for name in wanted:
-            if self.elapsed > 60 * given.minutes:
-                self.say(f"{name}: left out, {given.minutes} minutes are over")
+        for name in names:
+            if self.elapsed > 60 * arguments.minutes:
+                self.say(f"{name}: left out, {arguments.minutes} minutes are over")
                 continue
             self.form(name, self.forms[name])
             self.write()
@@ -173,102 +174,104 @@ class Capturing:
         print(f"[{self.elapsed:6.1f} s] {text}", flush=True)
 
     def write(self) -> None:
-        """Write what was found so far."""
+        """Write the results so far."""
         part = self.out / "results.json.part"
-        part.write_text(json.dumps(self.found, indent=1) + "\n")
+        part.write_text(json.dumps(self.results, indent=1) + "\n")
         part.replace(self.out / "results.json")
 
     def link(self) -> None:
-        """Measure the link, and write the network of the stand-ins."""
+        """Measure the link, and write the network file of the emulated collectives."""
         self.say("link")
         table = self.out / "link.json"
         command = [*self.torchrun(), str(HERE / "collective_bandwidth.py"), "-o", str(table)]
-        self.quietly("link", [*command, *(["--most-mib", "1"] if self.given.tiny else [])])
-        self.found["link"] = json.loads(table.read_text())
+        self.quietly("link", [*command, *(["--most-mib", "1"] if self.arguments.tiny else [])])
+        self.results["link"] = json.loads(table.read_text())
         from simulated_steps import network_file
 
-        network = network_file(self.found["link"]["rows"], self.given.gpus)
+        network = network_file(self.results["link"]["rows"], self.arguments.gpus)
         (self.out / "network.toml").write_text(network)
         self.say("link: " + ", ".join(network.splitlines()[1:3]))
 
     def form(self, name: str, form: Form) -> None:
-        """Measure the real job and make the slices; a failure is written in their place."""
+        """Measure the real job and capture the slices; a failure is recorded in the results."""
         directory = self.out / name
         directory.mkdir(exist_ok=True)
-        found: dict[str, Any] = {"schedule": form.schedule, "errors": []}
-        self.found["forms"][name] = found
-        for what, task in (("real", self.real), ("slices", self.slices)):
+        result: dict[str, Any] = {"schedule": form.schedule, "errors": []}
+        self.results["forms"][name] = result
+        for phase, task in (("real", self.real), ("slices", self.slices)):
             begun = time.monotonic()
             try:
-                task(name, form, directory, found)
+                task(name, form, directory, result)
             except Exception as error:  # noqa: BLE001, the other forms are still of use
-                found["errors"].append(f"{what}: {error}")
-                self.say(f"{name}: {what} FAILED: {error}")
-            self.say(f"{name}: {what} took {time.monotonic() - begun:.1f} s")
+                result["errors"].append(f"{phase}: {error}")
+                self.say(f"{name}: {phase} FAILED: {error}")
+            self.say(f"{name}: {phase} took {time.monotonic() - begun:.1f} s")
 
-    def real(self, name: str, form: Form, directory: Path, found: dict[str, Any]) -> None:
-        """Run the real job, and note each rank's steps."""
+    def real(self, name: str, form: Form, directory: Path, result: dict[str, Any]) -> None:
+        """Run the real job, and record each rank's steps."""
         if isinstance(form.real, str):
-            found["real_of"] = form.real
+            result["real_of"] = form.real
             return
         command = [*self.torchrun(), "-m", "onerank", "capture", "run", "--record-real-job"]
         command += [*self.windows(), "-o", str(directory / "real.et")]
-        found["real_command"] = " ".join(form.real)
+        result["real_command"] = " ".join(form.real)
         self.quietly(f"{name}.real", [*command, str(EXAMPLES / form.real[0]), *form.real[1:]])
-        found["real"] = [self.told(directory / f"real.{r}.et") for r in range(self.given.gpus)]
-        step = max(rank["step_ns"] for rank in found["real"])
+        result["real"] = [
+            self.record_of(directory / f"real.{r}.et") for r in range(self.arguments.gpus)
+        ]
+        step = max(rank["step_ns"] for rank in result["real"])
         self.say(f"{name}: real step {step / 1e6:.3f} ms")
 
-    def slices(self, name: str, form: Form, directory: Path, found: dict[str, Any]) -> None:
-        """Make the slices: those of each GPU in turn, the GPUs at once."""
+    def slices(self, name: str, form: Form, directory: Path, result: dict[str, Any]) -> None:
+        """Capture the slices: one after another on each GPU, all GPUs at the same time."""
         if isinstance(form.slices, str):
-            found["slices_of"] = form.slices
+            result["slices_of"] = form.slices
             return
-        script, *rest = form.slices
-        run = [str(EXAMPLES / script), *rest]
+        script, *script_options = form.slices
+        run = [str(EXAMPLES / script), *script_options]
         command = [sys.executable, "-m", "onerank", "capture", "run", *self.windows()]
-        if not self.given.tiny:
+        if not self.arguments.tiny:
             command += ["--network", str(self.out / "network.toml")]
-        found["slice_command"] = " ".join(form.slices)
+        result["slice_command"] = " ".join(form.slices)
         lanes: dict[int, list[int]] = {}
         for rank in form.ranks:
-            gpu = 0 if self.given.one_gpu else rank % self.given.gpus
+            gpu = 0 if self.arguments.one_gpu else rank % self.arguments.gpus
             lanes.setdefault(gpu, []).append(rank)
 
         def lane(gpu: int) -> None:
             if form.together:  # on each GPU
                 ranks = ",".join(map(str, form.ranks))
-                made = directory / f"gpu{gpu}"
-                own = ["--ranks", ranks, "-o", str(made / "slice.et")]
-                made.mkdir(exist_ok=True)
-                self.quietly(f"{name}.slices.{gpu}", [*command, *own, *run], gpu)
+                gpu_directory = directory / f"gpu{gpu}"
+                options = ["--ranks", ranks, "-o", str(gpu_directory / "slice.et")]
+                gpu_directory.mkdir(exist_ok=True)
+                self.quietly(f"{name}.slices.{gpu}", [*command, *options, *run], gpu)
                 for rank in lanes[gpu]:
-                    (made / f"slice.{rank}.et").replace(directory / f"slice.{rank}.et")
-                shutil.rmtree(made)
+                    (gpu_directory / f"slice.{rank}.et").replace(directory / f"slice.{rank}.et")
+                shutil.rmtree(gpu_directory)
                 return
             for rank in lanes[gpu]:
-                own = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
-                self.quietly(f"{name}.slice.{rank}", [*command, *own, *run], gpu)
+                options = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
+                self.quietly(f"{name}.slice.{rank}", [*command, *options, *run], gpu)
 
         with ThreadPoolExecutor(len(lanes)) as pool:
             for done in [pool.submit(lane, gpu) for gpu in lanes]:
                 done.result()
-        found["slices"] = [self.told(directory / f"slice.{rank}.et") for rank in form.ranks]
-        steps = ", ".join(f"{one['step_ns'] / 1e6:.3f}" for one in found["slices"])
+        result["slices"] = [self.record_of(directory / f"slice.{rank}.et") for rank in form.ranks]
+        steps = ", ".join(f"{record['step_ns'] / 1e6:.3f}" for record in result["slices"])
         self.say(f"{name}: slices' own steps {steps} ms")
 
     def torchrun(self) -> list[str]:
-        """Return what starts a process for each rank."""
+        """Return the command that starts a process for each rank."""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*launch, "--nproc-per-node", str(self.given.gpus)]
+        return [*launch, "--nproc-per-node", str(self.arguments.gpus)]
 
     def windows(self) -> list[str]:
-        """Return how much is measured."""
-        return ["--warm-up", "3", "--timed-steps", "4"] if self.given.tiny else WINDOWS
+        """Return the options for the measured steps."""
+        return ["--warm-up", "3", "--timed-steps", "4"] if self.arguments.tiny else WINDOWS
 
     def quietly(self, log: str, command: list[str], gpu: int | None = None) -> None:
-        """Run a command, on one GPU alone if told which; its output goes to a log."""
-        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        """Run a command, if requested with only one GPU visible; its output goes to a log."""
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         path = self.out / "logs" / f"{log.replace('/', '.')}.txt"
         path.parent.mkdir(exist_ok=True)
         with path.open("w") as file:
@@ -278,21 +281,21 @@ class Capturing:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **seen},
+                env={**os.environ, **visible},
                 start_new_session=True,
             )
             try:
-                code = process.wait(self.given.form_seconds)
+                code = process.wait(self.arguments.form_seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                raise RuntimeError(f"{log}: over {self.given.form_seconds} s") from None
+                raise RuntimeError(f"{log}: over {self.arguments.form_seconds} s") from None
         if code:
             tail = path.read_text(errors="replace")[-1500:]
             raise RuntimeError(f"{log}: exit status {code}: ...{tail}")
 
-    def told(self, trace: Path) -> dict[str, Any]:
-        """Return a trace's steps and what was read beside them."""
+    def record_of(self, trace: Path) -> dict[str, Any]:
+        """Return a trace's steps, device, versions and sensor readings."""
         import onerank
 
         job = onerank.read(trace).job
@@ -301,8 +304,8 @@ class Capturing:
         sensors = {}
         if read is not None:
             for name in ("sm_clock_mhz", "power_mw", "temperature_c"):
-                one = getattr(read, name)
-                sensors[name] = one and [one.low, one.median, one.high]
+                reading = getattr(read, name)
+                sensors[name] = reading and [reading.low, reading.median, reading.high]
         return {
             "rank": job.rank,
             "trace": trace.name,

@@ -58,9 +58,9 @@ class Step(NamedTuple):
     fused_ns: float
     flops: float
 
-    def beyond(self, other: "Step", times: float) -> "Step":
-        """Return the step so many times as far from this one as the other is."""
-        return Step(*(a + times * (b - a) for a, b in zip(self, other, strict=True)))
+    def beyond(self, deeper: "Step", times: float) -> "Step":
+        """Return this step plus `times` its difference from another one."""
+        return Step(*(a + times * (b - a) for a, b in zip(self, deeper, strict=True)))
 
 
 def main() -> None:
@@ -85,8 +85,8 @@ def main() -> None:
             )
             ratio = (fused if row["compiled"] else rate) / row["value"]
             errors.setdefault(row["gpu"], []).append(abs(math.log(ratio)))
-            held = low <= row["value"] <= high
-            inside[row["gpu"]] = inside.get(row["gpu"], 0) + held
+            is_inside = low <= row["value"] <= high
+            inside[row["gpu"]] = inside.get(row["gpu"], 0) + is_inside
             print(f"{row['model']:14}{row['gpu']:>14}{row['dtype']:>9}"
                   f"{row['batch']:>4}{'x' + str(row['sequence']) if row['sequence'] else '':6}"
                   f"{row['gpus']:>5}{row['value']:>10}{rate:>10.0f}"
@@ -94,59 +94,63 @@ def main() -> None:
                   f"{100 * step.flops / step.ns / 1e3 / peak(row):>6.0f}  {ratio:.2f}",
                   flush=True)  # fmt: skip
     print("ratio: predicted, fused where the published step was compiled, over published")
-    for gpu, own in errors.items():
-        print(f"{gpu:14} off by {off(own):.2f} times in the geometric mean; "
-              f"{inside[gpu]} of {len(own)} published figures lie in the interval")  # fmt: skip
-    every = [error for own in errors.values() for error in own]
+    for gpu, gpu_errors in errors.items():
+        count = f"{inside[gpu]} of {len(gpu_errors)}"
+        print(f"{gpu:14} off by {off(gpu_errors):.2f} times in the geometric mean; "
+              f"{count} published figures lie in the interval")  # fmt: skip
+    every = [error for gpu_errors in errors.values() for error in gpu_errors]
     print(f"all            off by {off(every):.2f} times, each GPU once "
-          f"{off([math.log(off(own)) for own in errors.values()]):.2f}; "
+          f"{off([math.log(off(gpu_errors)) for gpu_errors in errors.values()]):.2f}; "
           f"{sum(inside.values())} of {len(every)} lie in it")  # fmt: skip
 
 
 def off(errors: list[float]) -> float:
-    """Return the geometric mean of ratios that are told as |ln|."""
+    """Return the geometric mean of ratios from their |ln|."""
     return math.exp(sum(errors) / len(errors))
 
 
 def published_rows() -> list[Row]:
-    """Return what was published, one row for each figure."""
-    told = tomllib.loads((HERE / "published.toml").read_text())
-    rows: list[Row] = told["row"]
-    for table in told["table"]:
+    """Return the published figures, one row each."""
+    content = tomllib.loads((HERE / "published.toml").read_text())
+    rows: list[Row] = content["row"]
+    for table in content["table"]:
         shared = {name: value for name, value in table.items() if name != "rows"}
         for model, sequence, batch, value in table["rows"]:
-            own = {"model": model, "sequence": sequence, "batch": batch, "value": value}
-            rows.append({**shared, **own, "layers": table["layers"][model]})
+            values = {"model": model, "sequence": sequence, "batch": batch, "value": value}
+            rows.append({**shared, **values, "layers": table["layers"][model]})
     return rows
 
 
 class Captures:
-    """Captures of published_step.py, each made once."""
+    """Captures of published_step.py, each run once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: dict[tuple[str, str, int], Graph] = {}
+        self.graphs: dict[tuple[str, str, int], Graph] = {}
 
     def of(self, model: str, dtype: str, layers: int) -> Graph:
-        if dtype == "float16":  # which CPUs convolve at a crawl
+        if dtype == "float16":  # CPUs compute float16 convolutions very slowly
             return as_float16(self.of(model, "bfloat16", layers))
         key = (model, dtype, layers)
-        if key not in self.made:
+        if key not in self.graphs:
             out = self.folder / f"{model}-{dtype}-{layers}.et"
             words = [sys.executable, "-m", "onerank", "capture", "run",
                      str(HERE / "published_step.py"), "--warm-up", "1", "--timed-steps", "1",
                      "-o", str(out), "--", model, dtype, str(layers), str(SAMPLES)]  # fmt: skip
             if not out.exists():
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-            self.made[key] = onerank.read(out)
-        return self.made[key]
+            self.graphs[key] = onerank.read(out)
+        return self.graphs[key]
 
 
 def as_float16(graph: Graph) -> Graph:
     """Return a step in bfloat16 as one in float16."""
     types = ("input_types", "output_types")
-    told = {name: [one.replace("BFloat16", "Half") for one in graph.text(name)] for name in types}
-    return graph.with_columns(**told)
+    columns = {
+        name: [types_text.replace("BFloat16", "Half") for types_text in graph.text(name)]
+        for name in types
+    }
+    return graph.with_columns(**columns)
 
 
 def predicted(row: Row, captures: Captures) -> Step:
@@ -154,8 +158,8 @@ def predicted(row: Row, captures: Captures) -> Step:
     if row["model"] not in published_step.GPTS:
         return recosted(captures.of(row["model"], row["dtype"], 0), row)
     depths = WIDE_DEPTHS if published_step.GPTS[row["model"]][0] >= WIDE else DEPTHS
-    few, more = (recosted(captures.of(row["model"], row["dtype"], n), row) for n in depths)
-    return few.beyond(more, (row["layers"] - depths[0]) / (depths[1] - depths[0]))
+    shallow, deep = (recosted(captures.of(row["model"], row["dtype"], n), row) for n in depths)
+    return shallow.beyond(deep, (row["layers"] - depths[0]) / (depths[1] - depths[0]))
 
 
 def recosted(graph: Graph, row: Row) -> Step:
@@ -163,29 +167,32 @@ def recosted(graph: Graph, row: Row) -> Step:
     length = published_step.SEQUENCE
     seq = Change(length, row["sequence"]) if row["sequence"] else None
     sizes = Resize(seq, Change(SAMPLES, row["batch"]))
-    asked = PassOptions(sizes=sizes, attention=row.get("attention", "usual"))
-    made = recost(graph, row["gpu"], passes=asked)
-    fused = recost(graph, row["gpu"], passes=replace(asked, fuse="norm"))
-    low, high = made.job.annotations[-1].details["interval"]
-    all_ns, ns = made.nodes.duration_ns[made.gpu_compute].sum(), kept_ns(made, row)
-    kinds = [CLASSES.index(one) for one in (OpClass.GEMM, OpClass.ATTENTION)]
-    index = np.flatnonzero(made.gpu_compute)
-    products = index[np.isin(classify(made, index), kinds)]
-    flops = float(made.nodes.flops[products].clip(0).sum())
+    passes = PassOptions(sizes=sizes, attention=row.get("attention", "usual"))
+    predicted_graph = recost(graph, row["gpu"], passes=passes)
+    fused = recost(graph, row["gpu"], passes=replace(passes, fuse="norm"))
+    low, high = predicted_graph.job.annotations[-1].details["interval"]
+    all_ns, ns = (
+        predicted_graph.nodes.duration_ns[predicted_graph.gpu_compute].sum(),
+        kept_ns(predicted_graph, row),
+    )
+    kinds = [CLASSES.index(op_class) for op_class in (OpClass.GEMM, OpClass.ATTENTION)]
+    index = np.flatnonzero(predicted_graph.gpu_compute)
+    products = index[np.isin(classify(predicted_graph, index), kinds)]
+    flops = float(predicted_graph.nodes.flops[products].clip(0).sum())
     return Step(ns, low * ns / all_ns, high * ns / all_ns, kept_ns(fused, row), flops)
 
 
 def kept_ns(graph: Graph, row: Row) -> float:
-    """Return the kernels' time; without the optimizer's where several GPUs share it."""
-    kept = graph.gpu_compute & ((graph.nodes.phase != Phase.OPTIMIZER) | (row["gpus"] == 1))
-    return float(graph.nodes.duration_ns[kept].sum())
+    """Return the kernels' time, without the optimizer's if several GPUs share its work."""
+    is_counted = graph.gpu_compute & ((graph.nodes.phase != Phase.OPTIMIZER) | (row["gpus"] == 1))
+    return float(graph.nodes.duration_ns[is_counted].sum())
 
 
 def peak(row: Row) -> float:
     """Return the GPU's dense peak of the step's products in TFLOPS."""
     figures = load_gpu(row["gpu"]).figures
-    found = figures.get(PEAKS[row["dtype"]]) or figures["fp32_vector_tflops"]
-    return found.value
+    figure = figures.get(PEAKS[row["dtype"]]) or figures["fp32_vector_tflops"]
+    return figure.value
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def main() -> None:
         began = time.perf_counter()
         recorder.start()
         line = recorder.new_group("dp", range(ranks // 2 % 8, ranks, 8))
-        made = time.perf_counter() - began
+        created = time.perf_counter() - began
         world, dp = (per_call(recorder, dist.all_reduce, group, calls) for group in (None, line))
         send = per_call(recorder, dist.send, 0, calls)
         recorder.stop()
-        print(f"{ranks:<7} {made:8.2f} {world:10.1f} {dp:9.1f} {send:9.1f}")
+        print(f"{ranks:<7} {created:8.2f} {world:10.1f} {dp:9.1f} {send:9.1f}")
 
 
 def per_call(

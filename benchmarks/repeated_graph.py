@@ -18,17 +18,22 @@ def copies(graph: Graph, count: int) -> Graph:
     strings = graph.strings.copy()
     columns = {}
     for name in ("input_values", "output_values"):
-        codes, which = np.unique(getattr(nodes, name), return_inverse=True)
-        texts, made = strings.decode(codes), []
+        codes, inverse = np.unique(getattr(nodes, name), return_inverse=True)
+        texts, code_columns = strings.decode(codes), []
         for copy in range(count):
             more = copy * _FURTHER
             moved = [
-                _TENSOR.sub(lambda at, more=more: f"[{int(at[1]) + more},{int(at[2]) + more},", one)
-                for one in texts
+                _TENSOR.sub(
+                    lambda copy_number, more=more: (
+                        f"[{int(copy_number[1]) + more},{int(copy_number[2]) + more},"
+                    ),
+                    text,
+                )
+                for text in texts
             ]
-            made.append(strings.encode(moved)[which])
-        columns[name] = np.concatenate(made)
-    at = np.repeat(np.arange(count), size)
+            code_columns.append(strings.encode(moved)[inverse])
+        columns[name] = np.concatenate(code_columns)
+    copy_number = np.repeat(np.arange(count), size)
     span = int((nodes.start_ns + nodes.duration_ns).max()) + 1
     all_nodes = nodes.take(np.tile(np.arange(size), count))
     ids = np.arange(count * size, dtype=np.uint64)
@@ -38,7 +43,9 @@ def copies(graph: Graph, count: int) -> Graph:
     measurement = msgspec.structs.replace(graph.job.measurement, memory=None)
     return replace(
         graph,
-        nodes=replace(all_nodes, id=ids, start_ns=all_nodes.start_ns + at * span, **columns),
+        nodes=replace(
+            all_nodes, id=ids, start_ns=all_nodes.start_ns + copy_number * span, **columns
+        ),
         edges=Edges.from_pairs(count * size, *sides, np.tile(edges.reason, count)),
         strings=strings,
         job=msgspec.structs.replace(graph.job, measurement=measurement),

@@ -22,19 +22,20 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--copies", type=int, default=127)
     parser.add_argument("--seq", default="2048")
-    given = parser.parse_args()
-    graph = copies(onerank.read(given.trace), given.copies)
-    sizes = parse_sizes(given.seq, None)
+    arguments = parser.parse_args()
+    graph = copies(onerank.read(arguments.trace), arguments.copies)
+    sizes = parse_sizes(arguments.seq, None)
     assert sizes is not None, "a sequence length is given"
-    taken = []
+    times = []
     for _ in range(3):
         begin = time.process_time()
-        made = sizes.apply(graph)
-        taken.append(time.process_time() - begin)
+        resized = sizes.apply(graph)
+        times.append(time.process_time() - begin)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{platform.processor() or platform.machine()}, python {platform.python_version()}")
-    print(f"{given.trace}, {given.copies} times: {len(graph)} nodes, {made.changed.sum()} resized")
-    print(f"{min(taken):.2f} s of CPU (best of {', '.join(f'{one:.2f}' for one in taken)})")
+    counts = f"{len(graph)} nodes, {resized.changed.sum()} resized"
+    print(f"{arguments.trace}, {arguments.copies} times: {counts}")
+    print(f"{min(times):.2f} s of CPU (best of {', '.join(f'{one:.2f}' for one in times)})")
     print(f"{peak:.2f} GB at most, the graph included")
 
 

@@ -56,8 +56,8 @@ STEPS: dict[str, Callable[[int], int]] = {
 
 def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
     """Return the latency of an empty call in ns, and its bus bandwidth in GB/s."""
-    some = [row for row in rows if row["call"] == call and "ns" in row]
-    calls = {(call, row["bytes"]): 1.0 / row["ns"] for row in some}
+    measured = [row for row in rows if row["call"] == call and "ns" in row]
+    calls = {(call, row["bytes"]): 1.0 / row["ns"] for row in measured}
     latency, ns_per_byte = _fit(rows, calls, ranks)
     return latency * STEPS[call](ranks), 1 / ns_per_byte
 
@@ -94,20 +94,21 @@ def link_for(rows: Sequence[Row], graphs: Sequence[Any], ranks: int) -> tuple[fl
 
 def curve(rows: Sequence[Row], call: str) -> Curve:
     """Return the measured times of a call by size."""
-    some = sorted(
+    points = sorted(
         (row["bytes"], row["ns"] / 1e3) for row in rows if row["call"] == call and "ns" in row
     )
-    if not some:
+    if not points:
         raise SystemExit(f"the link was not measured for {call}")
-    return Curve(tuple(some))
+    return Curve(tuple(points))
 
 
 def _fit(
     rows: Sequence[Row], weights: dict[tuple[str, int], float], ranks: int
 ) -> tuple[float, float]:
-    """Return the latency of a message and ns per byte that sum up to the calls' times.
+    """Return the latency of a message and the ns per byte that fit the calls' times best.
 
-    Weighted least squares; the smallest call of each sort counts a little, to tell latency.
+    Weighted least squares. The smallest call of each kind has a small weight, so that the latency
+    is determined.
     """
     weights = dict(weights)
     least = 1e-3 * min(weights.values())
@@ -119,52 +120,52 @@ def _fit(
     weight = np.array([*weights.values()])[:, None] ** 0.5
     latency, per_byte = np.linalg.lstsq(model * weight, times * weight[:, 0], rcond=None)[0]
     if latency < 0 or per_byte < 0:
-        kept = int(latency < 0)  # the other is 0
-        one = model[:, kept] * weight[:, 0]
-        alone = (one @ (times * weight[:, 0])) / (one @ one)
-        latency, per_byte = (0.0, alone) if kept else (alone, 0.0)
+        nonnegative = int(latency < 0)  # the other is 0
+        model_column = model[:, nonnegative] * weight[:, 0]
+        coefficient = (model_column @ (times * weight[:, 0])) / (model_column @ model_column)
+        latency, per_byte = (0.0, coefficient) if nonnegative else (coefficient, 0.0)
     return float(latency), max(float(per_byte), 1e-9)
 
 
 def compare(directory: Path) -> None:
-    """Print the table of a captured directory, and write it as JSON beside the results."""
-    found = json.loads((directory / "results.json").read_text())
-    _conditions(found)
+    """Print the table of a captured directory, and write it as JSON next to the results."""
+    results = json.loads((directory / "results.json").read_text())
+    _conditions(results)
     columns = ("slice", "replay", *SIMULATED)
     print(f"{'form':16}{'real, ms':>30}" + "".join(f"{name:>24}" for name in columns))
     table: dict[str, Any] = {}
-    for name, form in found["forms"].items():
-        source = found["forms"][form.get("real_of", name)].get("real")
+    for name, form in results["forms"].items():
+        source = results["forms"][form.get("real_of", name)].get("real")
         owner = form.get("slices_of", name)
-        slices = found["forms"][owner].get("slices")
+        slices = results["forms"][owner].get("slices")
         if not source or not slices:
             print(f"{name:16} incomplete: {'; '.join(form['errors'])[:200]}")
             continue
         slowest = max(source, key=lambda rank: rank["step_ns"])
         real = slowest["step_ns"] / 1e6
         low, high = (edge(slowest["steps_ns"]) / 1e6 for edge in (min, max))
-        paths = [directory / owner / one["trace"] for one in slices]
-        made = predictions(paths, form["schedule"], found)
+        paths = [directory / owner / record["trace"] for record in slices]
+        simulated = predictions(paths, form["schedule"], results)
         piped = name.startswith("pp")  # a stage's own step has no other stage in it
-        made["slice"] = None if piped else max(one["step_ns"] for one in slices) / 1e6
-        table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **made}
-        cells = "".join(f"{_cell(made.get(column), real):>24}" for column in columns)
+        simulated["slice"] = None if piped else max(record["step_ns"] for record in slices) / 1e6
+        table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
+        cells = "".join(f"{_cell(simulated.get(column), real):>24}" for column in columns)
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
-        print(f"{'':16}{_told(made)}")
+        print(f"{'':16}{_told(simulated)}")
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
 def kernels(directory: Path) -> None:
-    """Print, of each form that has a slice for each real rank, what differs between them."""
-    found = json.loads((directory / "results.json").read_text())
-    _conditions(found)
-    for name, form in found["forms"].items():
+    """Print the differences between slices and real ranks, for forms with a slice per rank."""
+    results = json.loads((directory / "results.json").read_text())
+    _conditions(results)
+    for name, form in results["forms"].items():
         owners = {"real": form.get("real_of", name), "slices": form.get("slices_of", name)}
-        each = {kind: found["forms"][owner].get(kind, []) for kind, owner in owners.items()}
-        if len(each["real"]) != len(each["slices"]) or form["schedule"]:
+        records = {kind: results["forms"][owner].get(kind, []) for kind, owner in owners.items()}
+        if len(records["real"]) != len(records["slices"]) or form["schedule"]:
             continue  # a schedule's ranks do other work than a stage's capture
         real, slices = (
-            [onerank.read(directory / owner / one["trace"]) for one in each[kind]]
+            [onerank.read(directory / owner / record["trace"]) for record in records[kind]]
             for kind, owner in owners.items()
         )
         stages = {
@@ -179,23 +180,27 @@ def kernels(directory: Path) -> None:
         print()
 
 
-def _conditions(found: Any) -> None:
-    link = found["link"]
-    form = next(form for form in found["forms"].values() if form.get("slices"))
+def _conditions(results: Any) -> None:
+    link = results["link"]
+    form = next(form for form in results["forms"].values() if form.get("slices"))
     versions = ", ".join(f"{k} {v}" for k, v in form["slices"][0]["versions"].items())
-    print(f"{found['date']}, {found['gpus']} x {link['device']}, {versions}, {link['versions']}")
-    print(f"slices on {found['slices_on']}; {found['micro_batches']} micro-batches of pipelines\n")
-    for name, form in found["forms"].items():
+    print(
+        f"{results['date']}, {results['gpus']} x {link['device']}, {versions}, {link['versions']}"
+    )
+    print(
+        f"slices on {results['slices_on']}; {results['micro_batches']} micro-batches of pipelines\n"
+    )
+    for name, form in results["forms"].items():
         print(f"{name:16}real  {form.get('real_command', 'as ' + form.get('real_of', '-'))}")
         print(f"{'':16}slice {form.get('slice_command', 'as ' + form.get('slices_of', '-'))}")
     print()
 
 
-def _told(made: dict[str, Any]) -> str:
-    each = made.get("ASTRA, host time, each", [])
-    told = ", ".join(f"{step / 1e6:.3f}" for step in each if step)
-    slices = f"; by GPU, ASTRA with host time: {told}" if len(each) > 1 else ""
-    return f"network: {made['network']}{slices}"
+def _told(simulated: dict[str, Any]) -> str:
+    per_slice = simulated.get("ASTRA, host time, each", [])
+    steps = ", ".join(f"{step / 1e6:.3f}" for step in per_slice if step)
+    slices = f"; by GPU, ASTRA with host time: {steps}" if len(per_slice) > 1 else ""
+    return f"network: {simulated['network']}{slices}"
 
 
 def _cell(ms: float | None, real: float) -> str:
@@ -204,14 +209,14 @@ def _cell(ms: float | None, real: float) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What a simulator is given.
+    """The input of a simulator.
 
     Attributes:
         graphs: slices, one for each class of equal ranks.
-        schedule: of a pipeline; "" for none.
-        micro_batches: of it.
-        latency_ns: of a message.
-        bandwidth_gb_per_s: of the link.
+        schedule: pipeline schedule; "" for none.
+        micro_batches: micro-batches of the pipeline.
+        latency_ns: latency of a message.
+        bandwidth_gb_per_s: bandwidth of the link.
     """
 
     graphs: Sequence[Graph]
@@ -221,7 +226,7 @@ class Job:
     bandwidth_gb_per_s: float
 
     def ranks(self, *, host_time: bool, one_at_a_time: bool) -> list[RankGraph] | None:
-        """Return the graphs of all ranks, None where the first stands for all."""
+        """Return the graphs of all ranks; None if the first graph represents all ranks."""
         graphs = self.graphs
         if not self.schedule and len(graphs) == 1:
             return None
@@ -232,33 +237,35 @@ class Job:
         return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
 
 
-def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, Any]:
-    """Return steps in ms by column; of slices that each stand for all ranks, the slowest's."""
+def predictions(paths: Sequence[Path], schedule: str, results: Any) -> dict[str, Any]:
+    """Return steps in ms by column; the slowest, if each slice represents all ranks."""
     graphs = [onerank.read(path) for path in paths]
     on_cpu = graphs[0].job.device.type == "cpu"
     if on_cpu:  # a dry run
         graphs = [onerank.recost(graph, "H100") for graph in graphs]
-    latency, bandwidth = link_for(found["link"]["rows"], graphs, found["gpus"])
-    made: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
-    alone = not schedule and len(graphs[0].job.classes) <= 1
-    if alone:
-        made["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
-    for column, (simulate, host_time, active) in SIMULATED.items():
+    latency, bandwidth = link_for(results["link"]["rows"], graphs, results["gpus"])
+    simulated: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
+    single_class = not schedule and len(graphs[0].job.classes) <= 1
+    if single_class:
+        simulated["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
+    for column, (simulate, host_time, nvlink_active) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:
             continue
-        some = graphs
-        if active:
-            some = [one for graph in graphs if (one := compared.with_nvlink_active(graph))]
-            if len(some) < len(graphs):
+        slices = graphs
+        if nvlink_active:
+            slices = [
+                with_links for graph in graphs if (with_links := compared.with_nvlink_active(graph))
+            ]
+            if len(slices) < len(graphs):
                 continue
         jobs = [
-            Job(part, schedule, found["micro_batches"], latency, bandwidth)
-            for part in ([[graph] for graph in some] if alone else [some])
+            Job(part, schedule, results["micro_batches"], latency, bandwidth)
+            for part in ([[graph] for graph in slices] if single_class else [slices])
         ]
         steps = [simulate(job, host_time=host_time and not on_cpu) for job in jobs]
-        made[column] = None if None in steps else max(step for step in steps if step) / 1e6
-        made[f"{column}, each"] = steps
-    return made
+        simulated[column] = None if None in steps else max(step for step in steps if step) / 1e6
+        simulated[f"{column}, each"] = steps
+    return simulated
 
 
 def astra_sim(job: Job, *, host_time: bool) -> int | None:
@@ -272,13 +279,13 @@ def astra_sim(job: Job, *, host_time: bool) -> int | None:
             "latency_ns": job.latency_ns,
             "memory_gb_per_s": None,
         }
-        made = job.ranks(host_time=host_time, one_at_a_time=True)
-        if made is None:
+        rank_graphs = job.ranks(host_time=host_time, one_at_a_time=True)
+        if rank_graphs is None:
             export_workload(job.graphs[0], scratch, host_time=host_time, **network)
         else:
-            export_workloads(made, scratch, **network)
-        said = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
-    return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", said))
+            export_workloads(rank_graphs, scratch, **network)
+        output = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
+    return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", output))
 
 
 def loggopsim(job: Job, *, host_time: bool) -> int | None:
@@ -288,16 +295,16 @@ def loggopsim(job: Job, *, host_time: bool) -> int | None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         goal, binary = Path(scratch) / "job.goal", Path(scratch) / "job.bin"
-        made = job.ranks(host_time=host_time, one_at_a_time=False)
-        if made is None:
+        rank_graphs = job.ranks(host_time=host_time, one_at_a_time=False)
+        if rank_graphs is None:
             export_goal(job.graphs[0], goal, host_time=host_time)
         else:
-            export_goals(made, goal)
+            export_goals(rank_graphs, goal)
         _said([f"{place}/txt2bin", "-i", str(goal), "-o", str(binary)])
         model = f"-L {round(job.latency_ns)} -o 0 -g 0 -S 2147483647"
         model += f" -G {1 / job.bandwidth_gb_per_s:.12f}"
-        said = _said([f"{place}/LogGOPSim", "-f", str(binary), *model.split()])
-    return max(int(end) for end in re.findall(r"Host \d+: (\d+)", said))
+        output = _said([f"{place}/LogGOPSim", "-f", str(binary), *model.split()])
+    return max(int(end) for end in re.findall(r"Host \d+: (\d+)", output))
 
 
 SIMULATED = {

@@ -81,14 +81,14 @@ def kept_traces() -> Iterator[tuple[str, list[Graph]]]:
 
 def _row(name: str, graphs: Sequence[Graph], binary: Path) -> str:
     predicted = [replay(graph, bandwidth_gb_per_s=BANDWIDTH_GB_PER_S) for graph in graphs]
-    busy = max(each.compute_ns + each.exposed_communication_ns for each in predicted)
+    busy = max(step.compute_ns + step.exposed_communication_ns for step in predicted)
     ranks, nodes, exact = _simulate(graphs, binary, "roofline", host_time=False)
-    whole = _simulate(graphs, binary, "micros", host_time=False)[2]
+    micros = _simulate(graphs, binary, "micros", host_time=False)[2]
     row = (
         f"{name:44}{ranks:6}{nodes:7}{busy / 1e6:9.3f}{exact / 1e6:9.3f}{exact / busy - 1:+8.2%}"
-        f"{whole / 1e6:9.3f}{whole / exact - 1:+8.3%}"
+        f"{micros / 1e6:9.3f}{micros / exact - 1:+8.3%}"
     )
-    steps = [each.steady_state.step_ns for each in predicted if each.steady_state]
+    steps = [step.steady_state.step_ns for step in predicted if step.steady_state]
     if len(steps) < len(graphs):
         return f"{row}{'-':>9}{'-':>9}"
     host = _simulate(graphs, binary, "roofline", host_time=True)[2]
@@ -115,7 +115,7 @@ def _simulate(
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         sys.exit(f"{' '.join(command)}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
-    cycles = [int(found) for found in re.findall(r"finished, (\d+) cycles", run.stdout)]
+    cycles = [int(match) for match in re.findall(r"finished, (\d+) cycles", run.stdout)]
     return exported.ranks, exported.nodes, max(cycles)
 
 

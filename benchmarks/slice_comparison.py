@@ -27,7 +27,7 @@ def sensors(label: str, graph: Graph) -> None:
 
 
 def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -> None:
-    """Print the table. The last column has the slices with NVLinks as active as the job's.
+    """Print the table. The last column is re-costed for links that are active as in the job.
 
     Args:
         sliced: the slice of `rank`, made alone.
@@ -37,41 +37,47 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     """
     stage = sliced.job.world.point(rank).get("pp")
     same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
-    alike = [real[r] for r in same]
-    mine, theirs = kernels(sliced), kernels(real[rank])
-    active = {r: made for r in same if (made := with_nvlink_active(at_once[r])) is not None}
+    peers_real = [real[r] for r in same]
+    sliced_kernels, real_kernels = kernels(sliced), kernels(real[rank])
+    with_links = {
+        r: changed for r in same if (changed := with_nvlink_active(at_once[r])) is not None
+    }
     print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
           f"{'slice - median':>16}{'at once - same GPU':>20}{'NVLink active':>15}")  # fmt: skip
 
     def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
-        """Print one figure of the slice next to those of the real ranks that do the same."""
-        own, peers = figure(sliced), [figure(graph) for graph in alike]
+        """Print one figure of the slice and of the real ranks that do the same work."""
+        value, peers = figure(sliced), [figure(graph) for graph in peers_real]
         median = statistics.median(peers)
         spread = f"{min(peers):{form}} - {max(peers):{form}}"
-        gap = f"{own / median - 1:+.2%}" if median else "-"
+        gap = f"{value / median - 1:+.2%}" if median else "-"
         pairs = [
-            _median([figure(made[r]) / figure(real[r]) - 1 for r in made if figure(real[r])])
-            for made in ({r: at_once[r] for r in same}, active)
+            _median([figure(changed[r]) / figure(real[r]) - 1 for r in changed if figure(real[r])])
+            for changed in ({r: at_once[r] for r in same}, with_links)
         ]
-        print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
+        print(f"{label:34}{value:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
               f"{pairs[0]:>20}{pairs[1]:>15}")  # fmt: skip
 
     row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
-    for name in sorted({*mine, *theirs}):
-        if mine[name] != theirs[name]:
-            print(f"  {mine[name]:4} against {theirs[name]:4} of {name[:90]}")
-    (calls, alone), (real_calls, real_alone) = collectives(sliced), collectives(real[rank])
-    if alone or real_alone:  # NCCL runs no kernel for them, so a real trace need not show them
-        print(f"{'calls among one rank, left out':34}{alone:>16}{real_alone:>16}")
+    for name in sorted({*sliced_kernels, *real_kernels}):
+        if sliced_kernels[name] != real_kernels[name]:
+            print(f"  {sliced_kernels[name]:4} against {real_kernels[name]:4} of {name[:90]}")
+    (calls, single_rank), (real_calls, real_alone) = collectives(sliced), collectives(real[rank])
+    # NCCL runs no kernel for such calls, so a real trace need not show them.
+    if single_rank or real_alone:
+        print(f"{'calls among one rank, left out':34}{single_rank:>16}{real_alone:>16}")
     print(f"{'collectives, in issue order':34}{len(calls):>16}{len(real_calls):>16}"
           f"{'the same' if calls == real_calls else 'DIFFERENT':>24}")  # fmt: skip
     if calls != real_calls:
         for call in sorted({*calls, *real_calls}):
             if calls.count(call) != real_calls.count(call):
                 print(f"  {calls.count(call):4} against {real_calls.count(call):4} of {call}")
-    beside = overlapping(real[rank])
+    overlapped = overlapping(real[rank])
     row("summed compute, ms", compute_ms)
-    row("  beside no communication, ms", lambda graph: compute_ms(graph) - time_ms(graph, beside))
+    row(
+        "  beside no communication, ms",
+        lambda graph: compute_ms(graph) - time_ms(graph, overlapped),
+    )
     for name in [share.name for share in shares_by_class(characterise(sliced))]:
         row(f"  {name}, ms", lambda graph, name=name: class_ms(graph, name))
     row("peak memory, GB", peak_gb, ".6f")
@@ -80,7 +86,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
 
 
 def with_nvlink_active(graph: Graph) -> Graph | None:
-    """Return the slice with NVLinks as active as its job's; None where that is not known."""
+    """Return the slice re-costed for active links to peers; None if that is not possible."""
     try:
         return recost(graph, graph.job.device.name, passes=PassOptions(nvlink_active=True))
     except OneRankError as error:
@@ -100,25 +106,22 @@ def kernels(graph: Graph) -> Counter[str]:
 
 
 def collectives(graph: Graph) -> tuple[list[str], int]:
-    """Return the calls among several ranks in the order they were asked for, and how many others.
-
-    The others are among one rank.
-    """
+    """Return the calls among several ranks in issue order, and the number of single-rank calls."""
     calls = np.flatnonzero(graph.communication)
-    asked = graph.nodes.start_ns.copy()
+    issued = graph.nodes.start_ns.copy()
     launch = graph.edges.reason == Reason.LAUNCH
-    asked[graph.edges.target[launch]] = graph.nodes.start_ns[graph.edges.source[launch]]
-    found, alone = [], 0
-    for index in calls[np.argsort(asked[calls], kind="stable")]:
+    issued[graph.edges.target[launch]] = graph.nodes.start_ns[graph.edges.source[launch]]
+    calls_in_order, single_rank = [], 0
+    for index in calls[np.argsort(issued[calls], kind="stable")]:
         node = graph.node(int(index))
         kind = node.collective.name if node.kind is Kind.COLLECTIVE else node.kind.name
         group = graph.job.group(node.text("group"))
         if group and len(group.ranks) == 1:
-            alone += 1
+            single_rank += 1
             continue
         ranks = sorted(group.ranks) if group else "?"
-        found.append(f"{kind.lower()} of {node.value('comm_bytes')} bytes among {ranks}")
-    return found, alone
+        calls_in_order.append(f"{kind.lower()} of {node.value('comm_bytes')} bytes among {ranks}")
+    return calls_in_order, single_rank
 
 
 def overlapping(graph: Graph) -> set[tuple[str, int]]:
@@ -134,11 +137,11 @@ def overlapping(graph: Graph) -> set[tuple[str, int]]:
 
 def occurrences(graph: Graph) -> Iterator[tuple[tuple[str, int], int]]:
     """Yield (name, which of that name) and index of every GPU operation besides communication."""
-    seen = Counter[str]()
+    counts = Counter[str]()
     names = graph.text("name")
     for index in np.flatnonzero(graph.gpu_compute).tolist():
-        yield (names[index], seen[names[index]]), index
-        seen[names[index]] += 1
+        yield (names[index], counts[names[index]]), index
+        counts[names[index]] += 1
 
 
 def time_ms(graph: Graph, chosen: set[tuple[str, int]]) -> float:
@@ -164,7 +167,7 @@ def peak_gb(graph: Graph) -> float:
 
 
 def step_ms(graph: Graph) -> float:
-    """Return the median step without a profiler; of what was re-costed, that of a row of steps."""
+    """Return the median step without a profiler; for a re-costed graph, the steady-state step."""
     measured = graph.job.measurement.median_step_ns
     if measured is None:
         row = replay(graph).steady_state

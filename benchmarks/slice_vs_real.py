@@ -47,19 +47,19 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="slices of all ranks, at once alone")
     parser.add_argument("--slice", default="", help="options of the slice alone")
     parser.add_argument("run", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    if torch.cuda.device_count() < given.ranks:
-        sys.exit(f"needs {given.ranks} CUDA GPUs, found {torch.cuda.device_count()}")
-    given.output.mkdir(parents=True, exist_ok=True)
-    script, *rest = given.run[given.run[:1] == ["--"] :]
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < arguments.ranks:
+        sys.exit(f"needs {arguments.ranks} CUDA GPUs, found {torch.cuda.device_count()}")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    script, *script_options = arguments.run[arguments.run[:1] == ["--"] :]
     command = ["onerank", "capture", "run", script, *WINDOWS]
-    real = run_real(given, command, rest)
-    sliced = None if given.each else run_slice(given, command, rest)
-    at_once = run_slices(given, command, rest)
-    conditions(given, [script, *rest], at_once[0])
+    real = run_real(arguments, command, script_options)
+    sliced = None if arguments.each else run_slice(arguments, command, script_options)
+    at_once = run_slices(arguments, command, script_options)
+    conditions(arguments, [script, *script_options], at_once[0])
     if sliced is not None:
-        compare(sliced, at_once, real, given.rank)
-    for rank in range(given.ranks) if given.each else ():
+        compare(sliced, at_once, real, arguments.rank)
+    for rank in range(arguments.ranks) if arguments.each else ():
         print(f"rank {rank}")
         compare(at_once[rank], at_once, real, rank)
     print()
@@ -71,59 +71,71 @@ def main() -> None:
         sensors(f"real, rank {rank}", graph)
 
 
-def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
+def run_real(
+    arguments: argparse.Namespace, command: list[str], script_options: list[str]
+) -> list[Graph]:
     """Return the graphs of all ranks of the real job."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(given.ranks), "-m"]
-    output = ["--record-real-job", "-o", str(given.output / "real.et")]
-    quietly([*launch, *command, *output, *rest])
-    return [onerank.read(given.output / f"real.{rank}.et") for rank in range(given.ranks)]
+    launch += ["--nproc-per-node", str(arguments.ranks), "-m"]
+    output = ["--record-real-job", "-o", str(arguments.output / "real.et")]
+    quietly([*launch, *command, *output, *script_options])
+    return [onerank.read(arguments.output / f"real.{rank}.et") for rank in range(arguments.ranks)]
 
 
-def run_slice(given: argparse.Namespace, command: list[str], rest: list[str]) -> Graph:
+def run_slice(
+    arguments: argparse.Namespace, command: list[str], script_options: list[str]
+) -> Graph:
     """Return the graph of the slice on GPU 0."""
-    trace = given.output / f"slice.{given.rank}.et"
-    quietly(slice_command(given, command, rest, given.rank, trace))
+    trace = arguments.output / f"slice.{arguments.rank}.et"
+    quietly(slice_command(arguments, command, script_options, arguments.rank, trace))
     return onerank.read(trace)
 
 
-def run_slices(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
+def run_slices(
+    arguments: argparse.Namespace, command: list[str], script_options: list[str]
+) -> list[Graph]:
     """Return the graphs of slices made on every GPU at once: the same, or each of its own rank."""
-    traces = [given.output / f"at_once.{gpu}.et" for gpu in range(given.ranks)]
-    with ThreadPoolExecutor(given.ranks) as pool:
+    traces = [arguments.output / f"at_once.{gpu}.et" for gpu in range(arguments.ranks)]
+    with ThreadPoolExecutor(arguments.ranks) as pool:
         for gpu, trace in enumerate(traces):
-            rank = gpu if given.each else given.rank
-            pool.submit(quietly, slice_command(given, command, rest, rank, trace), gpu)
+            rank = gpu if arguments.each else arguments.rank
+            pool.submit(
+                quietly, slice_command(arguments, command, script_options, rank, trace), gpu
+            )
     return [onerank.read(trace) for trace in traces]
 
 
 def slice_command(
-    given: argparse.Namespace, command: list[str], rest: list[str], rank: int, trace: Path
+    arguments: argparse.Namespace,
+    command: list[str],
+    script_options: list[str],
+    rank: int,
+    trace: Path,
 ) -> list[str]:
     """Return the command that makes the slice of a rank."""
-    output = ["--rank", str(rank), *shlex.split(given.slice), "-o", str(trace)]
-    return [sys.executable, "-m", *command, *output, *rest]
+    output = ["--rank", str(rank), *shlex.split(arguments.slice), "-o", str(trace)]
+    return [sys.executable, "-m", *command, *output, *script_options]
 
 
 def quietly(command: list[str], gpu: int | None = None) -> None:
-    """Run a command, on one GPU alone if told which; show what it said if it fails."""
-    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    """Run a command, if requested with only one GPU visible; print its output if it fails."""
+    visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **seen}
+        command, capture_output=True, text=True, check=False, env={**os.environ, **visible}
     )
     if done.returncode:
         print(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}", flush=True)
-        os._exit(1)  # the other processes of a pool would be waited for
+        os._exit(1)  # a normal exit would wait for the other processes of the pool
 
 
-def conditions(given: argparse.Namespace, run: list[str], sliced: Graph) -> None:
-    """Print what the figures hold for."""
+def conditions(arguments: argparse.Namespace, run: list[str], sliced: Graph) -> None:
+    """Print the date, the machine, the versions and the command."""
     versions = ", ".join(f"{k} {v}" for k, v in sliced.job.measurement.versions.items())
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    machine = f"{given.ranks} x {sliced.job.device.name}"
+    machine = f"{arguments.ranks} x {sliced.job.device.name}"
     print(f"{datetime.date.today()}, {machine}, {versions}, NCCL {nccl}")
-    of = "slices of all ranks" if given.each else f"slice of rank {given.rank}"
-    print(f"{shlex.join(run)}; {of} {given.slice}\n")
+    slices = "slices of all ranks" if arguments.each else f"slice of rank {arguments.rank}"
+    print(f"{shlex.join(run)}; {slices} {arguments.slice}\n")
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def _both(edit_of: Callable[[str], Edit]) -> Edit:
     edits = [edit_of(file) for file in SYSTEMS]
 
     def edit(folder: Path) -> None:
-        for each in edits:
-            each(folder)
+        for one_edit in edits:
+            one_edit(folder)
 
     return edit
 
@@ -256,8 +256,8 @@ def _network() -> Iterator[Mutant]:
     file = "network.yml"
 
     def entry(key: str, text: str) -> Edit:
-        def change(whole: str) -> str:
-            lines = [line for line in whole.splitlines() if not line.startswith(f"{key}:")]
+        def change(text_before: str) -> str:
+            lines = [line for line in text_before.splitlines() if not line.startswith(f"{key}:")]
             return "\n".join([*lines, f"{key}: {text}"]) + "\n"
 
         return _text(file, change)
@@ -381,8 +381,10 @@ def _network() -> Iterator[Mutant]:
     for key in sound:
         edit = _text(
             file,
-            lambda whole, key=key: (
-                "\n".join(line for line in whole.splitlines() if not line.startswith(f"{key}:"))
+            lambda text_before, key=key: (
+                "\n".join(
+                    line for line in text_before.splitlines() if not line.startswith(f"{key}:")
+                )
                 + "\n"
             ),
         )
@@ -814,18 +816,18 @@ def _edited(
 
 def attribute(node: Node, name: str) -> AttributeProto | None:
     """Return an attribute of a node."""
-    return next((each for each in node.attr if each.name == name), None)
+    return next((entry for entry in node.attr if entry.name == name), None)
 
 
 def _set(name: str, variant: str, value: object) -> Callable[[Node], None]:
     """Return an edit that sets an attribute of a node, or removes it."""
 
     def edit(node: Node) -> None:
-        kept = [
+        remaining = [
             AttributeProto.FromString(a.SerializeToString()) for a in node.attr if a.name != name
         ]
         del node.attr[:]
-        node.attr.extend(kept)
+        node.attr.extend(remaining)
         if value is REMOVED:
             return
         added = node.attr.add(name=name)

@@ -49,9 +49,9 @@ def main() -> None:
     )
     model = [
         DistributedDataParallel(
-            config=config, ddp_config=sharing, module=one, disable_bucketing=i > 0
+            config=config, ddp_config=sharing, module=part, disable_bucketing=i > 0
         )
-        for i, one in enumerate(chunks)
+        for i, part in enumerate(chunks)
     ]
     # Megatron multiplies gradients only where their norm exceeds clip_grad. The norm of a slice is
     # not that of the job, so the default is far away: its reduction is there, and mostly no
