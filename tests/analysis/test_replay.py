@@ -80,9 +80,9 @@ def test_another_host_takes_other_times_between_its_operators(h200):
 
 def test_without_its_stream_order_it_replays_too_fast(h200):
     edges = h200.edges
-    kept = edges.reason != Reason.STREAM_ORDER
+    is_kept = edges.reason != Reason.STREAM_ORDER
     loose = type(edges).from_pairs(
-        len(h200), edges.source[kept], edges.target[kept], edges.reason[kept]
+        len(h200), edges.source[is_kept], edges.target[is_kept], edges.reason[is_kept]
     )
     broken = Graph(h200.nodes, loose, h200.strings, h200.job)
     assert replay(broken).step_time_ns < 0.9 * replay(h200).step_time_ns
@@ -127,16 +127,18 @@ def two_streams(*, waits: bool) -> Graph:
     """One kernel on each of two streams, launched 10 us apart, each 100 us long."""
     builder = GraphBuilder()
     host = [
-        builder.add(name="op", kind=Kind.HOST_OP, thread=0, start_ns=at, duration_ns=5_000)
-        for at in (0, 10_000)
+        builder.add(name="op", kind=Kind.HOST_OP, thread=0, start_ns=start_ns, duration_ns=5_000)
+        for start_ns in (0, 10_000)
     ]
     kernels = [
-        builder.add(name="k", kind=Kind.KERNEL, stream=stream, start_ns=at, duration_ns=100_000)
-        for stream, at in ((7, 4_000), (8, 14_000 + 90_000 * waits))
+        builder.add(
+            name="k", kind=Kind.KERNEL, stream=stream, start_ns=start_ns, duration_ns=100_000
+        )
+        for stream, start_ns in ((7, 4_000), (8, 14_000 + 90_000 * waits))
     ]
     builder.edge(host[0], host[1], Reason.PROGRAM_ORDER)
-    for one, other in zip(host, kernels, strict=True):
-        builder.edge(one, other, Reason.LAUNCH)
+    for operator, kernel in zip(host, kernels, strict=True):
+        builder.edge(operator, kernel, Reason.LAUNCH)
     if waits:
         builder.edge(kernels[0], kernels[1], Reason.SYNC)
     return builder.build(Job())
@@ -145,8 +147,8 @@ def two_streams(*, waits: bool) -> Graph:
 def test_streams_overlap_unless_an_edge_says_otherwise():
     free = schedule(two_streams(waits=False))
     assert free.start_ns.tolist() == [0, 10_000, 4_000, 14_000]
-    held = schedule(two_streams(waits=True))
-    assert held.start_ns.tolist() == [0, 10_000, 4_000, 104_000]
+    waiting = schedule(two_streams(waits=True))
+    assert waiting.start_ns.tolist() == [0, 10_000, 4_000, 104_000]
     done = replay(two_streams(waits=False))
     assert (done.step_time_ns, done.compute_ns, done.idle_ns) == (114_000, 110_000, 4_000)
     assert done.host_bound_ns == 4_000
@@ -195,8 +197,8 @@ def test_command_writes_both_timelines(h200, tmp_path):
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["measured_ns"] == 34_997_986
     events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
-    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert named == {"measured", "replayed"}
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {"measured", "replayed"}
     shown = CliRunner().invoke(command, ["replay", str(trace)]).output
     assert "the replay is off by" in shown
 

@@ -46,8 +46,8 @@ def cpu() -> Graph:
 def test_parts_add_up_to_the_steady_state_step(tmp_path):
     # Its host was timed without a profiler, so its steady-state step is known.
     trace = tmp_path / "slice.et"
-    kept = TRACES / "h200-llama-8b-4l-tp2-real" / "slice.0.et.gz"
-    trace.write_bytes(gzip.decompress(kept.read_bytes()))
+    stored = TRACES / "h200-llama-8b-4l-tp2-real" / "slice.0.et.gz"
+    trace.write_bytes(gzip.decompress(stored.read_bytes()))
     graph = read(trace)
     done = replay(graph)
     assert done.steady_state is not None
@@ -147,9 +147,9 @@ def _page(traces: list[Path], page: Path) -> str:
 
 
 def _figures(page: str) -> dict[str, dict[str, list[dict[str, object]]]]:
-    found = re.search(r"^const figures = (.*);$", page, re.MULTILINE)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r"^const figures = (.*);$", page, re.MULTILINE)
+    assert match is not None
+    return json.loads(match[1])
 
 
 @pytest.mark.parametrize(("name", "expected"), [("gpu", 6), ("cpu", 5), ("H100", 6)])

@@ -29,10 +29,10 @@ def graph() -> Graph:
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=4,
                          num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
     with torch.device("meta"):
-        modules = tuple(known for _, known in describe(LlamaForCausalLM(config)))
-    found, _ = convert_directory(H200)
-    job = msgspec.structs.replace(found.job, modules=modules)
-    return Graph(found.nodes, found.edges, found.strings, job)
+        modules = tuple(module for _, module in describe(LlamaForCausalLM(config)))
+    converted, _ = convert_directory(H200)
+    job = msgspec.structs.replace(converted.job, modules=modules)
+    return Graph(converted.nodes, converted.edges, converted.strings, job)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_commands(trace, tmp_path):
     shown = run("show", trace, "--granularity", "submodule")
     assert "29.865 ms of compute by submodule" in shown
     assert "model.layers.*.self_attn" in shown
-    told = json.loads(run("show", trace, "--granularity", "layer", "--json"))
-    assert sum(p["forward_ns"] + p["backward_ns"] + p["other_ns"] for p in told) == GPU_TIME_NS
+    layers = json.loads(run("show", trace, "--granularity", "layer", "--json"))
+    assert sum(p["forward_ns"] + p["backward_ns"] + p["other_ns"] for p in layers) == GPU_TIME_NS
     assert "nvjet" in run("show", trace, "--granularity", "kernel")
     run("coarsen", trace, "--granularity", "layer", "-o", tmp_path / "coarse.et")
     coarse = onerank.read(tmp_path / "coarse.et")
@@ -100,11 +100,11 @@ def test_commands(trace, tmp_path):
 
 
 def test_export_at_a_grain(trace, tmp_path):
-    told = json.loads(
+    report = json.loads(
         run("export", "astra-sim", trace, "--granularity", "layer", "-o", tmp_path / "w", "--json")
     )
-    assert told["gpu_time_ns"] == GPU_TIME_NS
-    assert told["nodes"] < 120
+    assert report["gpu_time_ns"] == GPU_TIME_NS
+    assert report["nodes"] < 120
     run("check", tmp_path / "w")
 
 

@@ -20,6 +20,6 @@ def invoke(command: click.Command, *args: object, code: int = 0) -> Result:
 
 def empty(directory: Path) -> Path:
     """Make an empty directory in this one."""
-    made = directory / "empty"
-    made.mkdir()
-    return made
+    path = directory / "empty"
+    path.mkdir()
+    return path

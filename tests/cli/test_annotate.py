@@ -1,4 +1,4 @@
-"""`annotate`: its output, what it says, what targets and figures it takes."""
+"""`annotate`: output file, report, targets and overridden figures."""
 
 import gzip
 import json
@@ -22,23 +22,23 @@ def test_annotate_names_its_output_after_the_target(traces):
 
 def test_annotate_as_json(traces, tmp_path):
     args = ("--target", "H100", traces / "gpu.et", "-o", tmp_path / "out.et", "--json")
-    told = json.loads(invoke(annotate, *args).stdout)
-    assert told["before_ns"] == GPU_NS
-    assert told["target"] == "H100-SXM"
-    assert told["source"] == "H200"
-    assert told["evidence"] == {"measured": 1, "calibrated": 849}
-    assert told["unknown"] == []
-    assert sum(row["after_ns"] for row in told["classes"]) == told["after_ns"]
+    report = json.loads(invoke(annotate, *args).stdout)
+    assert report["before_ns"] == GPU_NS
+    assert report["target"] == "H100-SXM"
+    assert report["source"] == "H200"
+    assert report["evidence"] == {"measured": 1, "calibrated": 849}
+    assert report["unknown"] == []
+    assert sum(row["after_ns"] for row in report["classes"]) == report["after_ns"]
 
 
 def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
     args = ("--target", "A100", traces / "gpu.et", "-o", tmp_path / "out.et")
     step = json.loads(invoke(annotate, *args, "--json").stdout)["step"]
     for name, trace in (("before", traces / "gpu.et"), ("after", tmp_path / "out.et")):
-        ran = json.loads(invoke(onerank, "replay", trace, "--json").stdout)
-        assert step[name]["step_ns"] == ran["step_time_ns"]
+        replayed = json.loads(invoke(onerank, "replay", trace, "--json").stdout)
+        assert step[name]["step_ns"] == replayed["step_time_ns"]
         fields = ("compute_ns", "exposed_communication_ns", "idle_ns", "host_bound_ns")
-        assert [step[name][field] for field in fields] == [ran[field] for field in fields]
+        assert [step[name][field] for field in fields] == [replayed[field] for field in fields]
     assert (step["source"], step["measured_ns"]) == ("replay", 31_526_976)
     # compute is 78.6 ms of 81.2, between 75.1 and 82.3: the step moves with it
     off = [step[end] - step["after"]["step_ns"] for end in ("p10_ns", "p90_ns")]
@@ -49,8 +49,8 @@ def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
 
 def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_path):
     path = tmp_path / "2048.et"
-    kept = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
-    path.write_bytes(gzip.decompress(kept.read_bytes()))
+    stored = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
+    path.write_bytes(gzip.decompress(stored.read_bytes()))
     args = ("--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", path)
     step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
     assert step["source"] == "steady_state"
@@ -58,20 +58,23 @@ def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_pat
     assert before["step_ns"] == step["measured_ns"] == 36_071_072
     assert step["p10_ns"] < after["step_ns"] < step["p90_ns"] < before["step_ns"]
     assert after["compute_ns"] < before["compute_ns"]
-    for row in (before, after):
+    for step_parts in (before, after):
         assert (
-            row["compute_ns"] + row["exposed_communication_ns"] + row["idle_ns"] == row["step_ns"]
+            step_parts["compute_ns"]
+            + step_parts["exposed_communication_ns"]
+            + step_parts["idle_ns"]
+            == step_parts["step_ns"]
         )
-        assert 0 <= row["host_bound_ns"] <= row["idle_ns"]
+        assert 0 <= step_parts["host_bound_ns"] <= step_parts["idle_ns"]
 
 
 def test_annotating_a_cpu_capture_says_how_weak_it_is(traces, tmp_path):
     text = invoke(annotate, "--target", "H100", traces / "cpu.et", "-o", tmp_path / "o.et").stdout
-    said = " ".join(text.split())
-    assert "weakest evidence: 463 by launch floor and roofline" in said
-    assert "evidence 463 datasheet" in said
+    words = " ".join(text.split())
+    assert "weakest evidence: 463 by launch floor and roofline" in words
+    assert "evidence 463 datasheet" in words
     assert text.count("80% interval") == 2  # of the step and of all compute
-    assert "exposed communication, 17 calls not timed" in said
+    assert "exposed communication, 17 calls not timed" in words
 
 
 def test_the_arithmetic_of_a_node(traces):
@@ -82,9 +85,11 @@ def test_the_arithmetic_of_a_node(traces):
     args = ("--target", "A100", "--explain", product, traces / "gpu.et")
     text = invoke(annotate, *args).stdout
     assert "batch, m, n, k = 1, 4096, " in text
-    told = json.loads(invoke(annotate, *args, "--json").stdout)
-    assert str(told["node"]) == product
-    assert dict(told["lines"])["predicted"].startswith(f"{told['duration_ns']:,} ns on A100")
+    explanation = json.loads(invoke(annotate, *args, "--json").stdout)
+    assert str(explanation["node"]) == product
+    assert dict(explanation["lines"])["predicted"].startswith(
+        f"{explanation['duration_ns']:,} ns on A100"
+    )
     by_ratio = json.loads(invoke(annotate, *args, "--model", "ratio", "--json").stdout)
     measured, ratio = by_ratio["terms"]["operands"]
     assert measured["value"] * ratio["value"] == pytest.approx(by_ratio["duration_ns"], abs=0.5)
@@ -93,16 +98,16 @@ def test_the_arithmetic_of_a_node(traces):
 
 def test_what_if_the_memory_were_faster(traces, tmp_path):
     out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
-    told = invoke(
+    output = invoke(
         annotate, "--target", "H200", "--override", "memory_bandwidth_gb_per_s=4800", *out
     ).stdout
-    same = json.loads(told)
+    same = json.loads(output)
     assert (same["target"], same["evidence"], same["interval"]) == ("H200", {"measured": 850}, [])
-    told = invoke(
+    output = invoke(
         annotate, "--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", *out
     ).stdout
-    rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
-    assert json.loads(told)["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
+    rows = {row["op_class"]: row for row in json.loads(output)["classes"]}
+    assert json.loads(output)["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
     assert 0.6 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.7
     assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
     for setting in ("memory_bandwidth_gb_per_s", "memory_bandwidth_gb_per_s=fast"):
@@ -153,19 +158,19 @@ def test_the_default_output_is_always_a_file_name():
 
 
 def test_a_prediction_is_not_annotated_again(traces, tmp_path):
-    made = tmp_path / "h100.et"
-    invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", made)
-    result = invoke(annotate, "--target", "A100", made, code=2)
+    prediction = tmp_path / "h100.et"
+    invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", prediction)
+    result = invoke(annotate, "--target", "A100", prediction, code=2)
     assert "849 of 850 compute nodes are not measured" in result.stderr
-    assert list(tmp_path.iterdir()) == [made]
+    assert list(tmp_path.iterdir()) == [prediction]
 
 
 def test_figures_of_the_target_can_be_set(traces, tmp_path):
     out = tmp_path / "x.et"
     args = ("--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", "--host-scale", "0")
-    told = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
-    assert told["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
-    assert told["after_ns"] < told["before_ns"]
+    report = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
+    assert report["target"] == "H200 (memory_bandwidth_gb_per_s=9600)"
+    assert report["after_ns"] < report["before_ns"]
     result = invoke(
         annotate, "--target", "H200", "--override", "tdp_w=0", traces / "gpu.et", code=2
     )
@@ -186,6 +191,6 @@ def test_another_host_is_seen_in_the_replay_of_the_file(traces, tmp_path):
 
 
 def test_explain_refuses_what_it_would_not_do(traces, tmp_path):
-    for given in (("--host-scale", "0"), ("-o", tmp_path / "x.et")):
-        args = ("--target", "H100", "--explain", 139, *given, traces / "gpu.et")
+    for option in (("--host-scale", "0"), ("-o", tmp_path / "x.et")):
+        args = ("--target", "H100", "--explain", 139, *option, traces / "gpu.et")
         assert "--explain writes nothing" in invoke(annotate, *args, code=2).stderr

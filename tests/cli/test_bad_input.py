@@ -171,8 +171,8 @@ def test_a_device_that_takes_no_more_is_named(traces):
     ],
 )
 def test_a_trace_is_named_et(args, tmp_path):
-    told = invoke(onerank, *args, "-o", tmp_path / "t.json", code=2).stderr
-    assert f"'{tmp_path / 't.et'}'" in told
+    stderr = invoke(onerank, *args, "-o", tmp_path / "t.json", code=2).stderr
+    assert f"'{tmp_path / 't.et'}'" in stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,8 +185,8 @@ def test_a_profilers_file_by_itself_is_told_its_option(tmp_path):
         plain = tmp_path / name.removesuffix(".gz")
         plain.write_bytes(gzip.decompress((recorded / name).read_bytes()))
         for path in (recorded / name, plain):
-            told = invoke(onerank, "convert", path, "-o", tmp_path / "t.et", code=2).stderr
-            assert expected in told
+            stderr = invoke(onerank, "convert", path, "-o", tmp_path / "t.et", code=2).stderr
+            assert expected in stderr
     assert not (tmp_path / "t.et").exists()
 
 
@@ -230,8 +230,8 @@ def test_numbers_and_schedules_that_cannot_be(args, complaint, traces, tmp_path,
 
 
 def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
-    for told in ("", "first"):
-        monkeypatch.setenv("RANK", told)
+    for rank in ("", "first"):
+        monkeypatch.setenv("RANK", rank)
         result = invoke(
             onerank,
             "capture",
@@ -242,7 +242,7 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
             tmp_path / "t.et",
             code=2,
         )
-        assert f"RANK is '{told}': torchrun --nproc-per-node" in " ".join(result.stderr.split())
+        assert f"RANK is '{rank}': torchrun --nproc-per-node" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_what_was_measured_until_the_end_is_kept(
 ) -> None:
     """The GPU is played by the CPU, without a process of its own."""
     small = Operand((8, 8), "float32")
-    wanted = [BenchRequest((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
+    requests = [BenchRequest((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
 
     def start(given: Sequence[BenchRequest], *_: Any) -> Iterator[Message]:
         account = Account(requested=len(given))
@@ -113,7 +113,7 @@ def test_what_was_measured_until_the_end_is_kept(
     device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
     monkeypatch.setattr("onerank.capture.bench.gpu_board.on_device", lambda _: device)
     monkeypatch.setattr("onerank.capture.bench.isolated_runner.child_on", lambda _: start)
-    monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: wanted)
+    monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: requests)
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)
     assert done.exit_code == code
@@ -133,10 +133,10 @@ def test_what_a_database_holds_is_not_measured_again() -> None:
     plain = BenchCall("aten::mm", (left, right))
     turned = BenchCall("aten::mm", (left, right.swapped(0, 1)))
     versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "", "driver": "", "triton": ""}
-    held = table_of([ROW])
+    database = table_of([ROW])
     grid = [BenchRequest((plain,)), BenchRequest((turned,))]
-    assert lacking(grid, held, "GPU", versions) == [BenchRequest((turned,))]
-    assert lacking(grid, held, "another", versions) == grid
-    assert lacking(grid, held, "GPU", {**versions, "torch": "2.12"}) == grid
+    assert lacking(grid, database, "GPU", versions) == [BenchRequest((turned,))]
+    assert lacking(grid, database, "another", versions) == grid
+    assert lacking(grid, database, "GPU", {**versions, "torch": "2.12"}) == grid
     traced = [BenchRequest((turned, plain), frozenset({name})) for name in ("k", "other")]
-    assert lacking(traced, held, "GPU", versions) == traced[1:]
+    assert lacking(traced, database, "GPU", versions) == traced[1:]

@@ -32,8 +32,8 @@ def test_the_network_has_the_links_of_the_traces_gpu(traces, tmp_path):
     """Its datasheet: an A100's NVLinks carry 300 GB/s each way, its memory 2039 GB/s."""
     trace, out = tmp_path / "trace.A100.et", tmp_path / "out"
     invoke(annotate, "--target", "A100", traces / "gpu.et", "-o", trace)
-    told = " ".join(invoke(onerank, "export", "astra-sim", trace, "-o", out).stdout.split())
-    assert "one switch, 300.0 GB/s and 500.0 ns between any two ranks, 2039.0 GB/s of" in told
+    output = " ".join(invoke(onerank, "export", "astra-sim", trace, "-o", out).stdout.split())
+    assert "one switch, 300.0 GB/s and 500.0 ns between any two ranks, 2039.0 GB/s of" in output
     assert json.loads((out / "system.json").read_text())["local-mem-bw"] == 2039
 
 
@@ -71,26 +71,28 @@ def all_reduce_of_16(path: Path, device: str) -> Path:
 def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_path):
     trace = all_reduce_of_16(tmp_path / "trace.et", device)
     export = ("export", "goal", trace, "-o", tmp_path / "job.goal", "--json", *options)
-    made = json.loads(invoke(onerank, *export).stdout)
-    assert made["algorithms"] == {f"all_reduce by {algorithm}": 1}
-    assert not any("compute capability" in note for note in made["notes"])
+    report = json.loads(invoke(onerank, *export).stdout)
+    assert report["algorithms"] == {f"all_reduce by {algorithm}": 1}
+    assert not any("compute capability" in note for note in report["notes"])
 
 
 def test_goal_of_a_board_without_description_goes_by_its_name(tmp_path):
     trace = all_reduce_of_16(tmp_path / "trace.et", "NVIDIA PG506-232 PCIe")
     done = invoke(onerank, "export", "goal", trace, "-o", tmp_path / "job.goal", "--json")
-    made = json.loads(done.stdout)
-    assert made["algorithms"] == {"all_reduce by ring": 1}
-    assert any("NVIDIA PG506-232 PCIe" in note and "H100 on PCIe" in note for note in made["notes"])
+    report = json.loads(done.stdout)
+    assert report["algorithms"] == {"all_reduce by ring": 1}
+    assert any(
+        "NVIDIA PG506-232 PCIe" in note and "H100 on PCIe" in note for note in report["notes"]
+    )
 
 
 def test_goal_notes_an_assumed_compute_capability(tmp_path):
     trace = all_reduce_of_16(tmp_path / "trace.et", "AMD Instinct MI300X")
     export = ("export", "goal", trace, "-o", tmp_path / "job.goal")
-    told = " ".join(invoke(onerank, *export).stdout.split())
-    assert "compute capability of AMD Instinct MI300X is not known" in told
-    told = invoke(onerank, *export, "--compute-capability", "9.0").stdout
-    assert "no compute capability" not in " ".join(told.split())
+    output = " ".join(invoke(onerank, *export).stdout.split())
+    assert "compute capability of AMD Instinct MI300X is not known" in output
+    output = invoke(onerank, *export, "--compute-capability", "9.0").stdout
+    assert "no compute capability" not in " ".join(output.split())
 
 
 @pytest.mark.parametrize("given", ["86", "sm_86", "8.6a", "0.9"])
@@ -103,11 +105,11 @@ def test_a_compute_capability_that_is_none_is_refused(given, traces, tmp_path):
 
 def test_export_check_and_their_exit_codes(traces, tmp_path):
     out = tmp_path / "workload"
-    made = json.loads(
+    report = json.loads(
         invoke(onerank, "export", "astra-sim", traces / "gpu.et", "-o", out, "--json").stdout
     )
-    assert made["ranks"] == 4
-    assert made["gpu_time_ns"] == GPU_NS
+    assert report["ranks"] == 4
+    assert report["gpu_time_ns"] == GPU_NS
     assert invoke(onerank, "check", out).stdout.splitlines()[-1].endswith("no findings")
     assert json.loads(invoke(onerank, "check", out, "--json").stdout) == []
     damaged = out / "workload.2.et"
@@ -137,12 +139,12 @@ def elsewhere(tmp_path) -> Path:
     """Return a trace as Chakra's generator writes them: no shapes, no device, no world."""
 
     def node(number: int, name: str, kind: int, duration_us: int, **attributes: int) -> bytes:
-        made = Node(id=number, name=name, type=kind, duration_micros=duration_us)
-        made.data_deps.extend([number - 1] if number else [])
-        made.attr.append(AttributeProto(name="is_cpu_op", bool_val=False))
+        chakra_node = Node(id=number, name=name, type=kind, duration_micros=duration_us)
+        chakra_node.data_deps.extend([number - 1] if number else [])
+        chakra_node.attr.append(AttributeProto(name="is_cpu_op", bool_val=False))
         for attribute, value in attributes.items():
-            made.attr.append(AttributeProto(name=attribute, int64_val=value))
-        return made.SerializeToString()
+            chakra_node.attr.append(AttributeProto(name=attribute, int64_val=value))
+        return chakra_node.SerializeToString()
 
     messages = [
         GlobalMetadata(version="0.0.4").SerializeToString(),
@@ -164,11 +166,11 @@ def test_another_tools_trace(elsewhere, tmp_path):
     assert "--source" in invoke(annotate, "--target", "A100", elsewhere, code=2).stderr
     out = tmp_path / "a100.et"
     args = ("--target", "A100", "--source", "H100", elsewhere, "-o", out)
-    made = invoke(annotate, *args).stdout
-    assert "1 of unknown origin (0.0% of the time), 1 calibrated (100.0% of the time)" in made
-    assert "1 node: FLOPs and bytes unknown: memory bandwidth" in made
-    assert "1 node: kept: the trace has no duration to scale" in made
-    assert "2 nodes without a class or formula" in made
+    output = invoke(annotate, *args).stdout
+    assert "1 of unknown origin (0.0% of the time), 1 calibrated (100.0% of the time)" in output
+    assert "1 node: FLOPs and bytes unknown: memory bandwidth" in output
+    assert "1 node: kept: the trace has no duration to scale" in output
+    assert "2 nodes without a class or formula" in output
     workload = tmp_path / "workload"
     export = ("export", "astra-sim", elsewhere, "-o", workload)
     assert "number of ranks" in invoke(onerank, *export, code=2).stderr
@@ -185,9 +187,9 @@ def test_an_unknown_collective_is_named_everywhere(tmp_path):
     path = tmp_path / "t.et"
     messages = [GlobalMetadata(version="0.0.4"), strange, invalid]
     path.write_bytes(frame(message.SerializeToString() for message in messages))
-    told = json.loads(invoke(onerank, "show", path, "--json").stdout)
-    assert told["kinds"] == {"collective": 1, "invalid": 1}
-    assert told["collectives"][0]["type"] == "unknown"
+    summary = json.loads(invoke(onerank, "show", path, "--json").stdout)
+    assert summary["kinds"] == {"collective": 1, "invalid": 1}
+    assert summary["collectives"][0]["type"] == "unknown"
     export = ("export", "astra-sim", path, "-o", tmp_path / "w", "--ranks", 2)
     assert "is of an unknown collective" in invoke(onerank, *export, code=2).stderr
 
@@ -204,21 +206,21 @@ def test_check_names_the_missing_rank(traces, tmp_path):
 
 def test_convert_a_directory_of_captures(tmp_path):
     result = invoke(onerank, "convert", TRACES, "-o", tmp_path / "out", "--json")
-    found = {Path(rank["path"]).name: rank["nodes"] for rank in json.loads(result.stdout)}
-    assert found == {
+    nodes_of = {Path(rank["path"]).name: rank["nodes"] for rank in json.loads(result.stdout)}
+    assert nodes_of == {
         "cpu-llama-2l-tp4.et": 480,
         "h200-llama-8b-4l-tp4.et": 4056,
         "h200-llama-8b-4l-tp4-standin.et": 4056,
         "h200-megatron-core-pp2.et": 3663,
     }
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(nodes_of)
 
 
 def test_chakra_s_json_is_told_as_json_and_has_no_steps(traces, tmp_path):
     spelled, out = tmp_path / "t r ä.json", tmp_path / "t.et"
     invoke(onerank, "export", "chakra-json", traces / "cpu.et", "-o", spelled)
-    told = json.loads(invoke(onerank, "convert", spelled, "-o", out, "--json").stdout)
-    assert told == {"output": str(out), "nodes": 480}
+    report = json.loads(invoke(onerank, "convert", spelled, "-o", out, "--json").stdout)
+    assert report == {"output": str(out), "nodes": 480}
     assert out.read_bytes() == (traces / "cpu.et").read_bytes()
     result = invoke(onerank, "convert", spelled, "-o", out, "--step", "2", code=2)
     assert "--step is for traces with steps" in result.stderr

@@ -10,13 +10,17 @@ from onerank.cli import onerank
 
 
 def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
-    told = json.loads(
+    report = json.loads(
         invoke(onerank, "memory", traces / "gpu.et", "--target", "T4", "--json").stdout
     )
-    assert told["peak_bytes"] == told["measured_peak_bytes"] == 6_468_319_232
-    assert told["fits"] is True
-    assert told["capacity_bytes"] == 15_630_000_000
-    assert [one["bytes"] for one in told["non_allocator"]] == [806_000_000, 354 << 20, 630 << 20]
+    assert report["peak_bytes"] == report["measured_peak_bytes"] == 6_468_319_232
+    assert report["fits"] is True
+    assert report["capacity_bytes"] == 15_630_000_000
+    assert [buffer["bytes"] for buffer in report["non_allocator"]] == [
+        806_000_000,
+        354 << 20,
+        630 << 20,
+    ]
     shown = invoke(onerank, "memory", traces / "gpu.et").stdout
     assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
     assert "optimizer      1.925 GB  29.8%" in shown
@@ -32,19 +36,19 @@ def test_memory_of_an_unknown_gpu_is_an_error(traces):
 
 
 def test_energy_and_cost_of_a_captured_step(traces):
-    told = json.loads(invoke(onerank, "energy", traces / "gpu.et", "--json").stdout)
-    assert told["step_ns"] == 31_526_976
-    assert len(told["node_uj"]) == 850
-    assert told["step_low_uj"] < told["step_uj"] < told["step_high_uj"]
+    report = json.loads(invoke(onerank, "energy", traces / "gpu.et", "--json").stdout)
+    assert report["step_ns"] == 31_526_976
+    assert len(report["node_uj"]) == 850
+    assert report["step_low_uj"] < report["step_uj"] < report["step_high_uj"]
     assert "Energy by class" in invoke(onerank, "energy", traces / "gpu.et").stdout
     set_to = ("--target", "H200", "--override", "tdp_w=600")  # which changes no time
     less = json.loads(invoke(onerank, "energy", traces / "gpu.et", *set_to, "--json").stdout)
-    assert less["step_ns"] == told["step_ns"]
-    assert less["step_uj"] < told["step_uj"]
+    assert less["step_ns"] == report["step_ns"]
+    assert less["step_uj"] < report["step_uj"]
     prices = ("--prices", ROOT / "examples" / "prices.toml")
-    told = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
-    assert (told["gpus"], told["tokens"]) == (4, 4096)
-    assert told["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
+    report = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
+    assert (report["gpus"], report["tokens"]) == (4, 4096)
+    assert report["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
     shown = invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
     assert "Calculation: own" in shown
     assert re.search(r"rent +4\.000 +0\.0001401 +0\.03421\s", shown)  # 4 x 4 / 3600 x 0.031527 s
@@ -54,8 +58,8 @@ def test_cost_and_energy_of_the_smallest_steps_are_shown_with_digits(traces):
     args = ("--target", "H200", "--prices", ROOT / "examples" / "prices.toml", "--gpus", 1)
     shown = invoke(onerank, "cost", traces / "cpu.et", *args, "--tokens", 10**7).stdout
     step, million = re.findall(r"rent +4\.000 +(\S+) +(\S+)\s", shown)[0]
-    told = invoke(onerank, "cost", traces / "cpu.et", *args, "--tokens", 10**7, "--json").stdout
-    bill = json.loads(told)["bills"][0]
+    output = invoke(onerank, "cost", traces / "cpu.et", *args, "--tokens", 10**7, "--json").stdout
+    bill = json.loads(output)["bills"][0]
     assert float(step) == pytest.approx(bill["per_step"], rel=5e-4)
     assert float(million) == pytest.approx(bill["per_million_tokens"], rel=5e-4)
     assert float(million) < 1e-6

@@ -1,4 +1,4 @@
-"""What is told of a trace: show, diff, gpus, help."""
+"""Output of show, diff, gpus and --help."""
 
 import json
 import re
@@ -14,24 +14,24 @@ from onerank.cli.render import tables as render
 
 
 def test_show_as_json_holds_what_others_build_on(traces):
-    told = json.loads(invoke(onerank, "show", traces / "gpu.et", "--json").stdout)
-    assert told["nodes"] == 4056
-    assert sum(told["kinds"].values()) == 4056
-    assert told["kinds"]["collective"] == 21
-    assert told["gpu_ops"] == 850
-    assert told["gpu_time_ns"] == GPU_NS
-    assert told["peak_memory_bytes"] == 6_468_319_232
-    assert told["measured_step_ns"] == 31_526_976
-    uses = [(u["type"], u["bytes"], u["group_ranks"], u["count"]) for u in told["collectives"]]
+    summary = json.loads(invoke(onerank, "show", traces / "gpu.et", "--json").stdout)
+    assert summary["nodes"] == 4056
+    assert sum(summary["kinds"].values()) == 4056
+    assert summary["kinds"]["collective"] == 21
+    assert summary["gpu_ops"] == 850
+    assert summary["gpu_time_ns"] == GPU_NS
+    assert summary["peak_memory_bytes"] == 6_468_319_232
+    assert summary["measured_step_ns"] == 31_526_976
+    uses = [(u["type"], u["bytes"], u["group_ranks"], u["count"]) for u in summary["collectives"]]
     assert uses == [
         ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
         ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
         ("all_reduce", 16_384, [0, 1, 2, 3], 3),
     ]
-    by_class = {share["name"]: share for share in told["by_class"]}
-    assert sum(share["time_ns"] for share in told["by_class"]) == GPU_NS
-    assert sum(share["time_ns"] for share in told["by_phase"]) == GPU_NS
-    assert sum(share["time_ns"] for share in told["by_module"]) == GPU_NS
+    by_class = {share["name"]: share for share in summary["by_class"]}
+    assert sum(share["time_ns"] for share in summary["by_class"]) == GPU_NS
+    assert sum(share["time_ns"] for share in summary["by_phase"]) == GPU_NS
+    assert sum(share["time_ns"] for share in summary["by_module"]) == GPU_NS
     assert "unknown" not in by_class
     assert by_class["gemm"]["count"] == 88
 
@@ -53,11 +53,11 @@ def test_show_as_text_has_a_line_for_every_node(traces):
 def test_diff(traces):
     invoke(annotate, "--target", "A100", traces / "gpu.et", "-o", traces / "a100.et")
     args = (traces / "gpu.et", traces / "a100.et")
-    told = json.loads(invoke(onerank, "diff", *args, "--json").stdout)
-    assert told["same_kernels"] is True
-    assert told["same_collectives"] is True
-    assert told["total"]["time_before_ns"] == GPU_NS
-    assert told["total"]["time_after_ns"] > 2 * GPU_NS
+    difference = json.loads(invoke(onerank, "diff", *args, "--json").stdout)
+    assert difference["same_kernels"] is True
+    assert difference["same_collectives"] is True
+    assert difference["total"]["time_before_ns"] == GPU_NS
+    assert difference["total"]["time_after_ns"] > 2 * GPU_NS
     same = invoke(onerank, "diff", traces / "gpu.et", traces / "gpu.et").stdout
     assert "(x1.000)" in same
     different = invoke(onerank, "diff", traces / "gpu.et", traces / "cpu.et").stdout
@@ -75,13 +75,13 @@ def test_a_reader_that_stops_early(option, traces):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_keep_figures_whole_on_a_narrow_terminal(width, traces, tmp_path, monkeypatch):
-    made = tmp_path / "a100.et"
-    invoke(annotate, "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
+    trace = tmp_path / "a100.et"
+    invoke(annotate, "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", trace)
     monkeypatch.setattr(
         render, "console", lambda: Console(width=width, highlight=False, no_color=True)
     )
-    annotated = ("annotate", "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
-    commands = [("show", made), ("diff", traces / "gpu.et", made), ("gpus",), annotated]
+    annotated = ("annotate", "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", trace)
+    commands = [("show", trace), ("diff", traces / "gpu.et", trace), ("gpus",), annotated]
     for command in commands:
         text = invoke(onerank, *command).stdout
         tables = [line for line in text.splitlines() if line.startswith(" ") and line[1:2] != " "]
@@ -93,8 +93,8 @@ def test_tables_keep_figures_whole_on_a_narrow_terminal(width, traces, tmp_path,
 
 
 def test_gpus(traces):
-    told = json.loads(invoke(onerank, "gpus", "--json").stdout)
-    names = {gpu["name"] for gpu in told}
+    descriptions = json.loads(invoke(onerank, "gpus", "--json").stdout)
+    names = {gpu["name"] for gpu in descriptions}
     assert {"A100-SXM-80GB", "H100-SXM", "H200", "B200", "MI300X", "T4"} <= names
 
 
@@ -134,29 +134,29 @@ def test_verify_says_what_it_does():
     "command", [("capture", "run"), ("capture", "verify"), ("annotate",), ("export", "astra-sim")]
 )
 def test_every_option_stands_under_one_heading(command):
-    told = invoke(onerank, *command, "--help").stdout
-    found = onerank
+    help_text = invoke(onerank, *command, "--help").stdout
+    current = onerank
     for name in command:
-        found = found.commands[name]
-    options = [one for one in found.params if one.param_type_name == "option"]
+        current = current.commands[name]
+    options = [item for item in current.params if item.param_type_name == "option"]
     for option in options:
-        told_as = rf"^  (?:-[om], )?{option.opts[-1]} "
-        assert len(re.findall(told_as, told, re.MULTILINE)) == 1, option
-    headings = re.findall(r"^(\w.+):$", told, re.MULTILINE)
-    assert headings == [one for one in found.sections if one in headings]
-    named = {name for names in found.sections.values() for name in names}
-    assert {option.name for option in options} <= named | {"as_json"}
+        pattern = rf"^  (?:-[om], )?{option.opts[-1]} "
+        assert len(re.findall(pattern, help_text, re.MULTILINE)) == 1, option
+    headings = re.findall(r"^(\w.+):$", help_text, re.MULTILINE)
+    assert headings == [item for item in current.sections if item in headings]
+    listed = {name for names in current.sections.values() for name in names}
+    assert {option.name for option in options} <= listed | {"as_json"}
 
 
 def test_every_command_is_listed_with_its_whole_sentence():
-    told = invoke(onerank, "--help").stdout.partition("Make a trace:")[2]
-    assert "..." not in told.replace("TRACE... -o", "")
-    listed = {line.split()[0] for line in told.splitlines() if re.match(r"  [a-z]", line)}
+    help_text = invoke(onerank, "--help").stdout.partition("Make a trace:")[2]
+    assert "..." not in help_text.replace("TRACE... -o", "")
+    listed = {line.split()[0] for line in help_text.splitlines() if re.match(r"  [a-z]", line)}
     assert set(onerank.commands) <= listed
 
 
 def test_a_description_is_checked_or_its_form_told():
-    one = ROOT / "examples" / "gpus" / "imaginary.toml"
-    assert "nothing wrong" in invoke(onerank, "gpus", "--check", one).stdout
-    result = invoke(onerank, "gpus", "--check", one, "--schema", code=2)
+    description = ROOT / "examples" / "gpus" / "imaginary.toml"
+    assert "nothing wrong" in invoke(onerank, "gpus", "--check", description).stdout
+    result = invoke(onerank, "gpus", "--check", description, "--schema", code=2)
     assert "give --check or --schema, not both" in result.stderr

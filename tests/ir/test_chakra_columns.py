@@ -1,6 +1,6 @@
-"""Messages read and written as columns, held against protobuf reading and writing them one by one.
+"""Messages read and written as columns, compared with protobuf one message at a time.
 
-What is read: the nodes of real captures, whole and with a byte changed, lost or put in.
+Input: the nodes of real captures, intact and with one byte changed, removed or inserted.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ EDGES_OF_VARINTS = [0, 1, *(2 ** (7 * n) + d for n in range(1, 9) for d in (-1, 
 @pytest.fixture(scope="module")
 def captured() -> list[tuple[Graph, list[bytes]]]:
     """Return the graphs of the real captures and their nodes' messages."""
-    found: list[tuple[Graph, list[bytes]]] = []
+    captures: list[tuple[Graph, list[bytes]]] = []
     for job in sorted(TRACES.glob("*/job.json")):
         graph = convert_directory(job.parent)[0]
         encoder = Encoder(graph.nodes, dependencies(graph.nodes, graph.edges), graph.strings)
-        found.append((graph, encoder.encode(np.arange(len(graph))).cut()))
-    return found
+        captures.append((graph, encoder.encode(np.arange(len(graph))).cut()))
+    return captures
 
 
 def place(index: int) -> str:
@@ -44,17 +44,17 @@ def place(index: int) -> str:
 
 
 def assert_same(messages: list[bytes]) -> Decoded:
-    """Read messages both ways, hold the results against each other; return the columns' way."""
-    strings, others = StringTable(), StringTable()
+    """Read messages by columns and by protobuf, and compare; return the result by columns."""
+    strings, reference_strings = StringTable(), StringTable()
     read = decode(Packed(messages, "node"), strings)
-    nodes, waits = decode_each(messages, others, place)
+    nodes, waits = decode_each(messages, reference_strings, place)
     for spec in dataclasses.fields(Nodes):
-        mine, its = getattr(read.nodes, spec.name), getattr(nodes, spec.name)
+        actual, expected = getattr(read.nodes, spec.name), getattr(nodes, spec.name)
         if spec.name in TEXT_COLUMNS:
-            mine, its = strings.decode(mine), others.decode(its)
+            actual, expected = strings.decode(actual), reference_strings.decode(expected)
         else:
-            mine, its = mine.tolist(), its.tolist()
-        assert mine == its, spec.name
+            actual, expected = actual.tolist(), expected.tolist()
+        assert actual == expected, spec.name
     for part in ("offsets", "ids", "reason"):
         assert getattr(read.dependencies, part).tolist() == getattr(waits, part).tolist()
     return read
@@ -74,28 +74,28 @@ def test_bytes_are_those_protobuf_writes(captured):
 @pytest.mark.parametrize("seed", range(8))
 def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
     """Of 300 nodes, each with one byte changed, those are exact that are written back."""
-    chosen = random.Random(seed)
+    rng = random.Random(seed)
     readable: list[bytes] = []
     for _ in range(300):
-        message = bytearray(chosen.choice(captured[seed % len(captured)][1]))
-        at = chosen.randrange(len(message))
-        match chosen.randrange(4):
+        message = bytearray(rng.choice(captured[seed % len(captured)][1]))
+        position = rng.randrange(len(message))
+        match rng.randrange(4):
             case 0:
-                message[at] ^= 1 << chosen.randrange(8)
+                message[position] ^= 1 << rng.randrange(8)
             case 1:
-                del message[at]
+                del message[position]
             case 2:
-                message.insert(at, chosen.randrange(256))
+                message.insert(position, rng.randrange(256))
             case _:
-                message[at] = chosen.randrange(256)
-        given = bytes(message)
+                message[position] = rng.randrange(256)
+        damaged = bytes(message)
         try:
-            Node.FromString(given)
+            Node.FromString(damaged)
         except (DecodeError, UnicodeDecodeError):
             with pytest.raises(ChakraError, match=r"node\[0\] is not a Chakra Node"):
-                decode(Packed([given], "node"), StringTable())
+                decode(Packed([damaged], "node"), StringTable())
         else:
-            readable.append(given)
+            readable.append(damaged)
     assert len(readable) > 30
     read = assert_same(readable)
     assert_exact_ones_are_written_back(read, readable)
@@ -103,8 +103,8 @@ def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
 
 def assert_exact_ones_are_written_back(read: Decoded, messages: list[bytes]) -> None:
     micros = read.duration_micros.astype(np.int64)
-    ours = read.exact & (whole_micros(read.nodes) == micros)
-    rows = np.flatnonzero(ours)
+    is_exact = read.exact & (whole_micros(read.nodes) == micros)
+    rows = np.flatnonzero(is_exact)
     strings = StringTable()
     nodes = decode(Packed(messages, "node"), strings).nodes
     written = Encoder(nodes, read.dependencies, strings).encode(rows).cut()

@@ -1,4 +1,4 @@
-"""Chakra files of other tools: read, changed, and written back as they were."""
+"""Chakra files of other tools: what is unchanged is written back byte for byte."""
 
 import dataclasses
 from pathlib import Path
@@ -68,15 +68,15 @@ def test_changed_columns_are_written_where_they_stood(tmp_path: Path):
 
 
 def test_integer_too_large_for_the_type_it_had_gets_ours(tmp_path: Path):
-    given = Node(id=1, attr=[attr("comm_size", uint32_val=1)])
-    graph = chakra.read(write_messages(tmp_path / "in.et", GlobalMetadata(), given))
+    original = Node(id=1, attr=[attr("comm_size", uint32_val=1)])
+    graph = chakra.read(write_messages(tmp_path / "in.et", GlobalMetadata(), original))
     (node,) = written(graph.with_columns(comm_bytes=np.array([2**40])), tmp_path)
     assert list(node.attr) == [attr("comm_size", int64_val=2**40)]
 
 
 def test_change_beside_a_negative_start_that_the_file_had(tmp_path: Path):
-    given = Node(id=1, start_time_micros=4, attr=[attr("start_ns", int64_val=-9)])
-    graph = chakra.read(write_messages(tmp_path / "in.et", GlobalMetadata(), given))
+    original = Node(id=1, start_time_micros=4, attr=[attr("start_ns", int64_val=-9)])
+    graph = chakra.read(write_messages(tmp_path / "in.et", GlobalMetadata(), original))
     assert graph.nodes.start_ns.tolist() == [-9]
     (node,) = written(graph.with_columns(name=["n"]), tmp_path)
     assert node == Node(id=1, name="n", start_time_micros=4, attr=[attr("start_ns", int64_val=-9)])
@@ -86,16 +86,16 @@ def test_change_beside_a_negative_start_that_the_file_had(tmp_path: Path):
 
 def test_negative_time_in_a_file_of_ours_is_kept(tmp_path: Path):
     metadata = GlobalMetadata(attr=[attr("schema", string_val="onerank 1")])
-    given = Node(id=1, attr=[attr("start_ns", int64_val=-1)])
-    graph = chakra.read(write_messages(tmp_path / "in.et", metadata, given))
+    original = Node(id=1, attr=[attr("start_ns", int64_val=-1)])
+    graph = chakra.read(write_messages(tmp_path / "in.et", metadata, original))
     assert graph.nodes.start_ns.tolist() == [-1]
-    assert written(graph, tmp_path) == [given]
+    assert written(graph, tmp_path) == [original]
 
 
 def test_node_type_that_chakra_does_not_have(tmp_path: Path):
-    given = make_raw_node(id=1, type=99).SerializeToString()
+    message = make_raw_node(id=1, type=99).SerializeToString()
     path = tmp_path / "in.et"
-    path.write_bytes(frame([b"", given]))
+    path.write_bytes(frame([b"", message]))
     graph = chakra.read(path)
     assert graph.node(0).kind is Kind.INVALID
     graph.write(tmp_path / "out.et")
@@ -113,14 +113,14 @@ def test_part_of_a_foreign_graph_loses_the_edges_it_lost(tmp_path: Path):
     graph = chakra.read(path)
     assert written(graph, tmp_path) == nodes_of(path)
     keep = np.array([1, 2])
-    rest = dataclasses.replace(
+    part = dataclasses.replace(
         graph,
         nodes=graph.nodes.take(keep),
         edges=type(graph.edges)(
             np.array([0, 0, 3]), np.array([0, 0, 0]), graph.edges.reason[[3, 4, 5]]
         ),
     )
-    assert written(rest, tmp_path) == [Node(id=2, attr=[attr("x", string_val="y")]), FROM_2]
+    assert written(part, tmp_path) == [Node(id=2, attr=[attr("x", string_val="y")]), FROM_2]
 
 
 FROM_2 = Node(id=3, ctrl_deps=[2], data_deps=[2, 2])
@@ -140,7 +140,7 @@ def test_node_without_is_cpu_op_is_a_kernel_as_astra_sim_takes_it(tmp_path: Path
 
 
 def test_operands_given_in_pieces_are_merged(tmp_path: Path):
-    given = make_raw_node(
+    message = make_raw_node(
         id=1,
         inputs=[
             IOInfo(values="a", shapes="old").SerializeToString(),
@@ -148,7 +148,7 @@ def test_operands_given_in_pieces_are_merged(tmp_path: Path):
         ],
     )
     path = tmp_path / "in.et"
-    path.write_bytes(frame([b"", given.SerializeToString()]))
+    path.write_bytes(frame([b"", message.SerializeToString()]))
     graph = chakra.read(path)
     assert (graph.text("input_values"), graph.text("input_shapes")) == (["a"], ["new"])
 

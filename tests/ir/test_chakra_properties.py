@@ -79,19 +79,19 @@ UNKNOWN_FIELD = st.sampled_from([b"", b"", b"\xa2\x06\x01x", b"\xa0\x06\x07\xad\
 
 @st.composite
 def attributes(draw: Draw) -> AttributeProto:
-    made = AttributeProto(
+    attribute = AttributeProto(
         name=draw(st.one_of(st.sampled_from(NAMES), TEXT)),
         doc_string=draw(st.sampled_from(["", "", "why"])),
     )
     kind = draw(st.sampled_from([*SCALARS, None]))
     if kind is not None and draw(st.booleans()):
-        setattr(made, f"{kind}_val", draw(SCALARS[kind]))
+        setattr(attribute, f"{kind}_val", draw(SCALARS[kind]))
     elif kind is not None:
-        values = getattr(made, f"{kind}_list")
+        values = getattr(attribute, f"{kind}_list")
         values.SetInParent()
         values.values.extend(draw(st.lists(SCALARS[kind], max_size=3)))
-    made.MergeFromString(draw(UNKNOWN_FIELD))
-    return made
+    attribute.MergeFromString(draw(UNKNOWN_FIELD))
+    return attribute
 
 
 def typical_attributes() -> st.SearchStrategy[AttributeProto]:
@@ -108,9 +108,9 @@ def typical_attributes() -> st.SearchStrategy[AttributeProto]:
         values = SCALARS[variant.removesuffix("_val")]
 
         def attribute(value: Any) -> AttributeProto:
-            made = AttributeProto(name=name)
-            setattr(made, variant, value)
-            return made
+            proto = AttributeProto(name=name)
+            setattr(proto, variant, value)
+            return proto
 
         return values.map(attribute)
 
@@ -151,9 +151,9 @@ def not_ours(metadata: GlobalMetadata) -> bool:
 
 @st.composite
 def foreign_metadata(draw: Draw) -> GlobalMetadata:
-    made = GlobalMetadata(version=draw(TEXT), attr=draw(st.lists(attributes(), max_size=3)))
-    made.MergeFromString(draw(UNKNOWN_FIELD))
-    return made
+    metadata = GlobalMetadata(version=draw(TEXT), attr=draw(st.lists(attributes(), max_size=3)))
+    metadata.MergeFromString(draw(UNKNOWN_FIELD))
+    return metadata
 
 
 OWN = GlobalMetadata(attr=[AttributeProto(name="schema", string_val=SCHEMA)])
@@ -245,16 +245,16 @@ def control_first(edges: Edges) -> list[list[tuple[int, Reason]]]:
     return [sorted(row, key=lambda edge: edge[1] is not Reason.CONTROL) for row in rows]
 
 
-def assert_same(one: Graph, two: Graph) -> None:
+def assert_same(first: Graph, second: Graph) -> None:
     for spec in dataclasses.fields(Nodes):
         if spec.name in TEXT_COLUMNS:
-            assert one.text(spec.name) == two.text(spec.name), spec.name
+            assert first.text(spec.name) == second.text(spec.name), spec.name
         elif spec.name != "foreign":
-            pair = [getattr(graph.nodes, spec.name) for graph in (one, two)]
+            pair = [getattr(graph.nodes, spec.name) for graph in (first, second)]
             assert pair[0].dtype == pair[1].dtype
             assert pair[0].tolist() == pair[1].tolist(), spec.name
-    assert control_first(one.edges) == control_first(two.edges)
-    assert one.job == two.job
+    assert control_first(first.edges) == control_first(second.edges)
+    assert first.job == second.job
 
 
 @given(graphs())
@@ -310,9 +310,11 @@ def test_changed_columns_of_another_tools_nodes_are_read_back(
         foreign = [[a for a in node.attr if a.name not in NAMES] for node in nodes]
         with ChakraFile(out) as file:
             written = [*file.nodes()]
-        for message, kept in zip(written, foreign, strict=True):
-            left = [a for a in Node.FromString(message).attr if a.name not in NAMES]
-            assert [a.SerializeToString() for a in left] == [a.SerializeToString() for a in kept]
+        for message, expected in zip(written, foreign, strict=True):
+            actual = [a for a in Node.FromString(message).attr if a.name not in NAMES]
+            assert [a.SerializeToString() for a in actual] == [
+                a.SerializeToString() for a in expected
+            ]
 
     through_files(metadata, nodes, work)
 

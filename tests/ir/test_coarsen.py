@@ -16,7 +16,6 @@ MODULES = (
     Module("head", "Linear", "head"),
 )
 JOB = Job(modules=MODULES)
-GIVEN = ("name", "module", "duration_ns", "stream", "phase")
 
 
 def chain(*rows: tuple[str, int], phase: Phase = Phase.FORWARD, kind: Kind = Kind.KERNEL) -> Graph:
@@ -132,9 +131,9 @@ NODES = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(NODES, st.sampled_from(["layer", "submodule"]))
-def test_any_graph_stays_acyclic_and_keeps_its_time_and_bytes(found, grain):
+def test_any_graph_stays_acyclic_and_keeps_its_time_and_bytes(node_specs, grain):
     builder = GraphBuilder()
-    for position, (kind, module, lane, duration, back) in enumerate(found):
+    for position, (kind, module, lane, duration, back) in enumerate(node_specs):
         builder.add(name="x", kind=kind, module=module, stream=lane, thread=lane,
                     duration_ns=duration, bytes_allocated=duration, start_ns=position,
                     phase=Phase.BACKWARD)  # fmt: skip
@@ -144,7 +143,7 @@ def test_any_graph_stays_acyclic_and_keeps_its_time_and_bytes(found, grain):
     coarse = graph.coarsen(grain)
     assert len(coarse.topological_order()) == len(coarse)
     if graph.gpu_compute.any():
-        kept = graph.gpu_compute | graph.communication
+        is_kept = graph.gpu_compute | graph.communication
         assert coarse.nodes.bytes_allocated.sum() == graph.nodes.bytes_allocated.sum()
         assert coarse.communication.sum() == graph.communication.sum()
-        assert coarse.nodes.duration_ns.sum() == graph.nodes.duration_ns[kept].sum()
+        assert coarse.nodes.duration_ns.sum() == graph.nodes.duration_ns[is_kept].sum()

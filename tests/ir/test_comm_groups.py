@@ -24,16 +24,16 @@ from onerank.ir.chakra.framing import frame
 from onerank.ir.errors import FormatError
 
 GROUPS = {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}
-TOLD = '[{"pg_name": "1", "ranks": [0, 1]}, {"pg_name": "3", "ranks": []}]'
+RECORDED_GROUPS = '[{"pg_name": "1", "ranks": [0, 1]}, {"pg_name": "3", "ranks": []}]'
 
 
-def trace(*groups: str, told: str | None = None) -> bytes:
+def trace(*groups: str, recorded_groups: str | None = None) -> bytes:
     """Return a kernel of 5 us, then an all-reduce of 4096 bytes on each group."""
     nodes = [Node(id=0, name="gemm", type=COMP_NODE, duration_micros=5)]
     messages = [header("0.0.4")]
-    if told is not None:
+    if recorded_groups is not None:
         node = Node(id=99, name="## process_group:init ##", type=METADATA_NODE)
-        node.inputs.values = f'["{told}"]'
+        node.inputs.values = f'["{recorded_groups}"]'
         messages.append(node.SerializeToString())
     for number, group in enumerate(groups, start=1):
         node = Node(id=number, name=f"reduce-{number}", type=COMM_COLL_NODE, data_deps=[number - 1])
@@ -51,8 +51,8 @@ def trace(*groups: str, told: str | None = None) -> bytes:
 
 def workload(folder: Path, name: str = "comm_groups.json", groups: Any = GROUPS) -> Path:
     """Write four ranks, each in two of the groups."""
-    for rank, own in enumerate((("1", "3"), ("1", "4"), ("2", "3"), ("2", "4"))):
-        (folder / f"w.{rank}.et").write_bytes(trace(*own))
+    for rank, groups_of_rank in enumerate((("1", "3"), ("1", "4"), ("2", "3"), ("2", "4"))):
+        (folder / f"w.{rank}.et").write_bytes(trace(*groups_of_rank))
     text = groups if isinstance(groups, str) else json.dumps(groups)
     (folder / name).write_text(text)
     return folder
@@ -71,14 +71,16 @@ def test_a_stage_that_names_no_group_has_its_rank_from_its_file(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json", "w.json"])
 def test_a_trace_has_the_groups_beside_it(tmp_path: Path, name: str) -> None:
     job = onerank.read(workload(tmp_path, name) / "w.2.et").job
-    assert job.groups == tuple(ProcessGroup(one, tuple(ranks)) for one, ranks in GROUPS.items())
+    assert job.groups == tuple(
+        ProcessGroup(group_name, tuple(ranks)) for group_name, ranks in GROUPS.items()
+    )
     assert (job.rank, job.world.size) == (2, 4)
 
 
 def test_a_node_that_holds_groups(tmp_path: Path) -> None:
     """No ranks are all ranks; "0" is the default group of ASTRA-sim."""
     for rank in range(4):
-        (tmp_path / f"w.{rank}.et").write_bytes(trace("3", "0", told=TOLD))
+        (tmp_path / f"w.{rank}.et").write_bytes(trace("3", "0", recorded_groups=RECORDED_GROUPS))
     job = onerank.read(tmp_path / "w.1.et").job
     assert job.groups == (
         ProcessGroup("1", (0, 1)),
@@ -101,7 +103,7 @@ def test_all_commands_take_it(tmp_path: Path) -> None:
     files = [str(folder / f"w.{rank}.et") for rank in range(4)]
 
     def run(*arguments: object) -> str:
-        result = CliRunner().invoke(command, [str(one) for one in arguments])
+        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -149,7 +151,7 @@ def test_two_files_of_groups(tmp_path: Path) -> None:
 
 
 def test_a_node_whose_groups_are_no_json(tmp_path: Path) -> None:
-    (tmp_path / "w.0.et").write_bytes(trace("1", told="none"))
+    (tmp_path / "w.0.et").write_bytes(trace("1", recorded_groups="none"))
     with pytest.raises(FormatError, match=r"w\.0\.et: node 99 .*JSON is malformed"):
         onerank.read(tmp_path / "w.0.et")
 
@@ -162,7 +164,7 @@ def test_another_json_of_the_prefix_does_not_hide_the_groups(tmp_path: Path) -> 
 
 def test_a_node_and_a_file_that_contradict_each_other(tmp_path: Path) -> None:
     path = tmp_path / "w.0.et"
-    path.write_bytes(trace("1", told='[{"pg_name": "1", "ranks": [0, 2]}]'))
+    path.write_bytes(trace("1", recorded_groups='[{"pg_name": "1", "ranks": [0, 2]}]'))
     (tmp_path / "comm_groups.json").write_text(json.dumps({"1": [0, 1]}))
     with raises_code("groups-contradict", FormatError):
         onerank.read(path)
@@ -172,13 +174,17 @@ def test_a_call_on_a_faulty_group_is_the_files_fault_alone(tmp_path: Path) -> No
     for rank in range(2):
         (tmp_path / f"w.{rank}.et").write_bytes(trace("1", "2"))
     (tmp_path / "comm_groups.json").write_text(json.dumps({"1": [0, 1], "2": [0, 7]}))
-    assert [(one.rule, one.file) for one in check(tmp_path) if one.rule.startswith("group")] == [
-        ("group-ranks", "comm_groups.json")
-    ]
+    assert [
+        (finding.rule, finding.file)
+        for finding in check(tmp_path)
+        if finding.rule.startswith("group")
+    ] == [("group-ranks", "comm_groups.json")]
 
 
 def test_two_files_of_groups_are_told(tmp_path: Path) -> None:
     workload(tmp_path)
     workload(tmp_path, "comm_group.json")
-    told = [one for one in check(tmp_path) if one.file == "comm_group.json"]
-    assert [one.message for one in told] == ["comm_groups.json holds groups of w too: remove one"]
+    findings = [finding for finding in check(tmp_path) if finding.file == "comm_group.json"]
+    assert [finding.message for finding in findings] == [
+        "comm_groups.json holds groups of w too: remove one"
+    ]

@@ -87,10 +87,12 @@ def test_any_graph_becomes_acyclic_and_loses_only_what_is_broken(tmp_path_factor
     graph, repairs = chakra.read_repaired(path)
     graph.topological_order()
     n = len(waits)
-    assert repairs.dangling == sum(one >= n for ids in waits for one in ids)
-    assert repairs.self_dependencies == sum(one == k for k, ids in enumerate(waits) for one in ids)
+    assert repairs.dangling == sum(awaited >= n for ids in waits for awaited in ids)
+    assert repairs.self_dependencies == sum(
+        awaited == k for k, ids in enumerate(waits) for awaited in ids
+    )
     assert len(graph.edges) == sum(map(len, waits)) - repairs.total
-    forward = all(one < k or one >= n for k, ids in enumerate(waits) for one in ids)
+    forward = all(awaited < k or awaited >= n for k, ids in enumerate(waits) for awaited in ids)
     assert not (forward and repairs.cyclic)
 
 

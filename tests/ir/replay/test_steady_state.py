@@ -1,4 +1,4 @@
-"""A step in a row of steps without the profiler, by hand and from captures on an H200."""
+"""The steady-state step without a profiler, by hand and from captures on an H200."""
 
 import gzip
 from dataclasses import replace
@@ -56,17 +56,17 @@ def launches(kernel_us: int, *, reads: bool = False) -> Graph:
         )
         builder.edge(before, item, Reason.PROGRAM_ORDER)
         builder.edge(kernel, item, Reason.SYNC)
-    pace = HostOverhead(host_factor=1.0, inter_step_host_ns=0, residual_ns=0)
-    return builder.build(Job(measurement=Measurement(host_overhead=pace)))
+    overhead = HostOverhead(host_factor=1.0, inter_step_host_ns=0, residual_ns=0)
+    return builder.build(Job(measurement=Measurement(host_overhead=overhead)))
 
 
-def row_us(graph: Graph) -> float:
+def steady_state_us(graph: Graph) -> float:
     row = steady_state_step(graph)
     assert row is not None
     return row.step_ns / 1000
 
 
-def row_ns(done: Replay) -> int:
+def steady_state_ns(done: Replay) -> int:
     assert done.steady_state is not None
     return done.steady_state.step_ns
 
@@ -74,18 +74,18 @@ def row_ns(done: Replay) -> int:
 def test_a_host_ahead_of_its_gpu_is_hidden():
     """Of one step the first launch is seen; in a row the GPU goes from step to step."""
     assert replay(launches(20)).step_time_ns == 65_000
-    assert row_us(launches(20)) == 60
-    assert row_us(launches(4)) == 30  # the host's time
+    assert steady_state_us(launches(20)) == 60
+    assert steady_state_us(launches(4)) == 30  # the host's time
 
 
 def test_a_step_that_reads_its_result_has_no_lead():
     graph = launches(20, reads=True)
     assert replay(graph).step_time_ns == 66_000
-    assert row_us(graph) == 66
+    assert steady_state_us(graph) == 66
 
 
 def test_what_a_measured_step_took_longer_stays():
-    assert row_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
+    assert steady_state_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
     _, note = insert_host_delays(with_step_time(launches(20), 63_000))
     assert "measured without the profiler (63000 ns) is longer by 3000 ns: its compute" in note
     assert "The median step" not in note  # of this graph none was measured
@@ -93,19 +93,19 @@ def test_what_a_measured_step_took_longer_stays():
     slower = slower.with_columns(
         duration_ns=np.where(slower.gpu_compute, 2, 1) * slower.nodes.duration_ns
     )
-    assert row_ns(replay(slower)) == 123_000
+    assert steady_state_ns(replay(slower)) == 123_000
 
 
 def test_a_step_is_no_shorter_than_what_the_gpu_runs():
     shorter = with_step_time(launches(4), 20_000)  # 30 us by the host
-    assert row_ns(replay(shorter)) == 20_000
+    assert steady_state_ns(replay(shorter)) == 20_000
     shorter = shorter.with_columns(
         duration_ns=np.where(shorter.gpu_compute, 7, 1) * shorter.nodes.duration_ns
     )
-    assert row_ns(replay(shorter)) == 84_000  # of kernels that were 4 us
+    assert steady_state_ns(replay(shorter)) == 84_000  # of kernels that were 4 us
 
 
-def test_no_pace_no_row():
+def test_without_host_overhead_there_is_no_steady_state():
     graph = launches(20)
     graph = replace(graph, job=Job())
     assert steady_state_step(graph) is None
@@ -116,30 +116,30 @@ def test_no_pace_no_row():
 def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int):
     """Of a host that takes 0.7 of what was recorded, 50 us of it between two steps."""
     graph = read(captured[tokens])
-    told = graph.job.measurement
+    measurement = graph.job.measurement
     host = graph.mask(Kind.HOST_OP)
 
     def span_ns(factor: float) -> int:
         times = schedule(scale_host(graph, factor))
         return int(times.end_ns[host].max() - times.start_ns[host].min())
 
-    told = msgspec.structs.replace(
-        told,
+    measurement = msgspec.structs.replace(
+        measurement,
         host_step_ns=(span_ns(0.7) + 35_000,),
         profiled_host_ns=(span_ns(1.0) + 50_000,),
     )
-    pace = with_host_overhead(
-        replace(graph, job=Job(measurement=told))
+    overhead = with_host_overhead(
+        replace(graph, job=Job(measurement=measurement))
     ).job.measurement.host_overhead
-    assert pace is not None
-    assert pace.host_factor == pytest.approx(0.7, abs=0.005)
-    assert pace.inter_step_host_ns == pytest.approx(35_000, rel=0.01)
+    assert overhead is not None
+    assert overhead.host_factor == pytest.approx(0.7, abs=0.005)
+    assert overhead.inter_step_host_ns == pytest.approx(35_000, rel=0.01)
 
 
 def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
     graph = read(captured[1024])
-    told = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
-    measurement = with_host_overhead(replace(graph, job=Job(measurement=told))).job.measurement
+    altered = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
+    measurement = with_host_overhead(replace(graph, job=Job(measurement=altered))).job.measurement
     assert measurement.host_overhead is not None
     assert measurement.host_overhead.host_factor == 1.2
     (note,) = measurement.notes
@@ -148,41 +148,43 @@ def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
 
 def test_the_figures_of_a_capture(captured: dict[int, Path]):
     graph = read(captured[1024])
-    told = graph.job.measurement
-    assert len(told.host_step_ns) == 3
-    assert with_host_overhead(graph).job.measurement.host_overhead == told.host_overhead
+    measurement = graph.job.measurement
+    assert len(measurement.host_step_ns) == 3
+    assert with_host_overhead(graph).job.measurement.host_overhead == measurement.host_overhead
     done = replay(graph)
-    assert row_ns(done) == told.median_step_ns == done.steady_state_measured_ns  # 32.3 ms
-    assert done.step_time_ns > 1.3 * row_ns(done)  # the profiler's host
+    assert (
+        steady_state_ns(done) == measurement.median_step_ns == done.steady_state_measured_ns
+    )  # 32.3 ms
+    assert done.step_time_ns > 1.3 * steady_state_ns(done)  # the profiler's host
 
 
 def test_another_size_in_a_row(captured: dict[int, Path], tmp_path: Path):
     """1024 tokens as 2048: 0.8% off the steps of that size; with the profiler's host 24%."""
-    made = tmp_path / "2048.et"
-    options = ["--target", "H200", "--seq", "1024=2048", "-o", str(made)]
+    trace = tmp_path / "2048.et"
+    options = ["--target", "H200", "--seq", "1024=2048", "-o", str(trace)]
     done = CliRunner().invoke(command, ["annotate", *options, str(captured[1024])])
     assert done.exit_code == 0, done.output
     measured = read(captured[2048]).job.measurement.median_step_ns
-    predicted = replay(read(made))
+    predicted = replay(read(trace))
     assert measured is not None
-    assert row_ns(predicted) == pytest.approx(measured, rel=0.02)
+    assert steady_state_ns(predicted) == pytest.approx(measured, rel=0.02)
     assert predicted.steady_state_measured_ns is None
     assert predicted.step_time_ns > 1.2 * measured
-    shown = CliRunner().invoke(command, ["replay", str(made)]).output
-    assert f"{row_ns(predicted) / 1e6:.3f} ms, predicted: without the profiler" in shown
+    shown = CliRunner().invoke(command, ["replay", str(trace)]).output
+    assert f"{steady_state_ns(predicted) / 1e6:.3f} ms, predicted: without the profiler" in shown
 
 
 def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     """After `annotate` the GPU waits so long that the step lasts what the replay in a row tells."""
-    made = tmp_path / "h100.et"
-    options = ["--target", "H100", "-o", str(made)]
+    trace = tmp_path / "h100.et"
+    options = ["--target", "H100", "-o", str(trace)]
     assert CliRunner().invoke(command, ["annotate", *options, str(captured[1024])]).exit_code == 0
-    graph = read(made)
+    graph = read(trace)
     waiting, note = insert_host_delays(graph)
     idle = waiting.nodes.duration_ns[[node.name == NAME for node in waiting]]
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert idle.sum() > 0
-    assert total == pytest.approx(row_ns(replay(graph)), rel=0.001)
+    assert total == pytest.approx(steady_state_ns(replay(graph)), rel=0.001)
     assert "steady-state step of the replay" in note
 
 
