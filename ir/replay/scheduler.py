@@ -64,13 +64,17 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     queued = _queued(graph, launch, start, end, start_limit_ns) & (gap >= 0) & (gap <= RELEASE_NS)
     source_end = end[edges.source]
     last = _latest(graph, ~launch, source_end)[edges.target] == source_end
-    # The source released the target only if the gap is short. A longer gap has a cause that the
-    # trace does not record, so it must not count as the delay of this edge.
+    # The source released the target only if it ended last and the gap is short. Other gaps contain
+    # kernels, or have a cause that the trace does not record. As the delay of a wait they added
+    # 6 us each in a re-costed CPU capture with context parallelism, 2% of the step.
     for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
         has_order = gpu_to_gpu & (reason == order)
         short_gaps = gap[has_order & last & (gap >= 0) & (gap <= at_most)]
         median_gap = int(np.median(short_gaps)) if len(short_gaps) else 0
+        # A queued operation keeps its measured gap: with the median for all, a step of 15,000
+        # operations replayed 1% too short.
         delay = np.where(has_order, np.where(queued, gap, median_gap), delay)
+    # A negative value is the measured overlap of two kernels on one stream; a replay keeps it.
     waited = np.where(on_host, 0, graph.nodes.blocked_ns[edges.target])
     follows_stream = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
     delay = np.where(follows_stream & (waited < 0), waited, delay + np.maximum(waited, 0))
@@ -125,6 +129,8 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     thread is done, and wakes up. Blocked time is not host work. `blocked_ns` gives it if the trace
     records it.
     """
+    # With the wait for the GPU counted as host time, a TimesFormer step of 163 ms (158 ms on the
+    # GPU) stayed at 162.8 ms on a GPU of twice the speed; without it, it takes 87.1 ms.
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     is_end_known = evidence[edges.source] == Evidence.MEASURED
@@ -188,6 +194,7 @@ def _start_limits(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
     """
     edges = graph.edges
     within_ns = (ended - begun)[edges.source] + LAUNCH_NS
+    # Without this limit such an operation kept its measured queueing time on a faster GPU.
     called = is_launch & (edges.reason == Reason.PROGRAM_ORDER)
     following = _next_starts(graph, Reason.PROGRAM_ORDER, begun) - begun
     within_ns[called] = following[edges.source[called]] + LAUNCH_NS
@@ -331,6 +338,8 @@ class ReplayedRank:
         Args:
             inter_step_host_ns: host time from the last node of a step to the first of the next.
         """
+        # A profiled step starts with an idle GPU. Without the lead that the host has in consecutive
+        # steps, replays of a host-bound slice on an H200 were 5 to 63% too long.
         is_host = self._graph.nodes.kind == Kind.HOST_OP
         current = self.schedule()
         period = UNKNOWN
