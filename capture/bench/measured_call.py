@@ -114,8 +114,8 @@ class BenchCall:
         for position, argument in enumerate(self.arguments):
             again = position in earlier
             rows.append(rows[earlier[position]] if again else _texts(argument, ids))
-        return tuple(json.dumps([row[at] for row in rows], separators=(",", ":"))
-                     for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
+        return tuple(json.dumps([row[column] for row in rows], separators=(",", ":"))
+                     for column in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
         """Return the properties that a node does not record: strides, host operands, TF32."""
@@ -153,14 +153,14 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
 
 def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, int]]:
     """Yield arguments that are the same tensors as an earlier one."""
-    seen: dict[str, int] = {}
+    first_position: dict[str, int] = {}
     for position, (argument, value) in enumerate(zip(arguments, values, strict=True)):
         if isinstance(argument, Operand) or (
             isinstance(argument, tuple) and any(isinstance(item, Operand) for item in argument)
         ):
-            first = seen.setdefault(json.dumps(value), position)
-            if first < position:
-                yield position, first
+            earlier = first_position.setdefault(json.dumps(value), position)
+            if earlier < position:
+                yield position, earlier
 
 
 def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:

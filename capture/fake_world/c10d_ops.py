@@ -145,7 +145,7 @@ class C10dOperators:
         collective: str,
         args: Any,
         payload: Sequence[Tensor],
-        others: Sequence[Tensor] = (),
+        other_tensors: Sequence[Tensor] = (),
         *,
         stream: object = None,
         **details: Any,
@@ -156,7 +156,7 @@ class C10dOperators:
             collective: as in `CommCall`.
             args: the operator's arguments.
             payload: the tensors whose bytes count.
-            others: tensors that it also reads or writes.
+            other_tensors: tensors that it also reads or writes.
             stream: selects one of the group's streams.
             details: further arguments of `Recorder.record`.
         """
@@ -165,7 +165,7 @@ class C10dOperators:
             details["asynchronous"] = args.async_op
         if hasattr(args, "reduce_op"):
             details["reduction"] = _REDUCTIONS[args.reduce_op.op()]
-        tensors = [*payload, *others]
+        tensors = [*payload, *other_tensors]
         if collective == "barrier":  # no payload, but an empty tensor that has the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
         call = self._recorder.record(collective, group, payload, **details)
@@ -313,17 +313,17 @@ class C10dOperators:
     def _recv(self, args: Any) -> object:
         with self._pair("recv", args, peer=args.src) as launch:
             source = launch.group.ranks[args.src]
-            known = self._integers.receive("recv", source, None, args.tensors)
-            return self._received(launch, args.tensors, known=known)
+            is_known = self._integers.receive("recv", source, None, args.tensors)
+            return self._received(launch, args.tensors, is_known=is_known)
 
     def _recv_any_source(self, args: Any) -> object:
         with self._pair("recv", args, peer=None) as launch:
             return self._received(launch, args.tensors)
 
     def _received(
-        self, launch: CollectiveLaunch, tensors: Sequence[Tensor], *, known: bool = False
+        self, launch: CollectiveLaunch, tensors: Sequence[Tensor], *, is_known: bool = False
     ) -> ScriptObject:
-        if not known:
+        if not is_known:
             self._fill(tensors)
         launch.keep(tensors)
         return launch.finish(tensors)

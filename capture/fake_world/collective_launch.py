@@ -178,13 +178,13 @@ class CollectiveLaunch:
             self.fill([(target, random_sum)])
             self.read([source])
         elif self.paced and _same_memory(target, source):
-            whole, size = memory(source), target.nbytes
-            part_memory = Memory(whole.start + rank * size, size)
+            source_memory, size = memory(source), target.nbytes
+            part_memory = Memory(source_memory.start + rank * size, size)
             end = part_memory.start + size
             self._moves += [
                 (part_memory, memory(target)),
-                (Memory(whole.start, part_memory.start - whole.start), None),
-                (Memory(end, whole.start + whole.bytes - end), None),
+                (Memory(source_memory.start, part_memory.start - source_memory.start), None),
+                (Memory(end, source_memory.start + source_memory.bytes - end), None),
             ]
         else:
             tile(target, flat(source).narrow(0, rank * size, size))
@@ -251,11 +251,11 @@ def tile(output: Tensor, source: Tensor) -> None:
         target.zero_()
         return
     # One broadcasting copy: a copy for each rank would be 1,024 kernels at W = 1024.
-    whole = total // size * size
-    if whole:
-        target[:whole].view(-1, size).copy_(piece.expand(total // size, size))
-    if whole < total:
-        target[whole:].copy_(piece[: total - whole])
+    whole_pieces = total // size * size
+    if whole_pieces:
+        target[:whole_pieces].view(-1, size).copy_(piece.expand(total // size, size))
+    if whole_pieces < total:
+        target[whole_pieces:].copy_(piece[: total - whole_pieces])
 
 
 def _widen(*tensors: Tensor) -> list[Tensor]:

@@ -270,22 +270,22 @@ def _compare(
     options: Options,
     progress: Progress,
 ) -> tuple[list[Comparison], str, list[str]]:
-    whole = copy.deepcopy(model).float().eval()
-    for parameter in whole.parameters():
+    whole_model = copy.deepcopy(model).float().eval()
+    for parameter in whole_model.parameters():
         parameter.grad = None
-    batch, named = as_fp32(call)
+    batch, keywords = as_fp32(call)
     starts, total = dict[str, int](), 1
-    for name, parameter in whole.named_parameters():
+    for name, parameter in whole_model.named_parameters():
         starts[name], total = total, total + parameter.numel()
 
     def run_slice(peers: ThreadedPeers) -> _Slice:
         rank_options = replace(options.in_world(world), rank=peers.rank, record_real_job=True)
         progress(f"slice {peers.rank + 1} of {world.size}")
-        sliced = copy.deepcopy(whole)
+        sliced = copy.deepcopy(whole_model)
         slicing(peers, rank_options).slice_one(sliced)
         weights = {name: p.detach().clone() for name, p in sliced.named_parameters()}
-        result = run_step(sliced, batch, named, what=_outputs_of(world, peers.rank))
-        position_model = copy.deepcopy(whole)
+        result = run_step(sliced, batch, keywords, what=_outputs_of(world, peers.rank))
+        position_model = copy.deepcopy(whole_model)
         fill_with_positions(position_model, starts)
         slicing(peers, rank_options).slice_one(position_model)
         positions = {name: p.data.double() for name, p in position_model.named_parameters()}
@@ -293,11 +293,11 @@ def _compare(
 
     slices = ThreadedWorld(world.size).run(run_slice)
     progress("the whole model")
-    reference = copy.deepcopy(whole)
+    reference = copy.deepcopy(whole_model)
     routing = parse_routing(options.moe_routing)
     if routing is not None:
         apply_static_routing(reference, routing)
-    expected = run_step(reference, batch, named)
+    expected = run_step(reference, batch, keywords)
 
     def compare_all(rounding: StepResult | None) -> list[Difference]:
         differences: list[Difference] = []
@@ -306,14 +306,14 @@ def _compare(
                 differences += _compare_outputs(part, expected, world, rounding)
             peers = [slices[rank] for rank in _batch_ranks(world, part.rank)]
             differences += _compare_parameters(
-                part, peers, expected, whole, starts, rounding=rounding
+                part, peers, expected, whole_model, starts, rounding=rounding
             )
         return differences
 
     differences, allowed = compare_all(None), _TOLERANCE
     if any(difference.breach for difference in differences):
         progress("the whole model, with its weights rounded differently")
-        differences = compare_all(rounding_noise(reference, batch, named, expected))
+        differences = compare_all(rounding_noise(reference, batch, keywords, expected))
         allowed = f"{_TOLERANCE}; {_ROUNDED}"
     rows = summarize("slices", allowed, differences)
     notes = [
@@ -333,15 +333,19 @@ def _compare_outputs(
     differences = [
         compare_reordered("loss", "", label, part.result.loss, expected.loss, rounding=noise)
     ]
-    logits, whole = part.result.logits, expected.logits
-    if logits is not None and whole is not None:
+    logits, expected_logits = part.result.logits, expected.logits
+    if logits is not None and expected_logits is not None:
         shards = world.sizes.get("tp", 1)
         if (
-            logits.shape[-1] * shards == whole.shape[-1]
+            logits.shape[-1] * shards == expected_logits.shape[-1]
         ):  # a vocabulary-parallel head keeps them sharded
-            whole = whole.chunk(shards, dim=-1)[world.point(part.rank).get("tp", 0)]
+            expected_logits = expected_logits.chunk(shards, dim=-1)[
+                world.point(part.rank).get("tp", 0)
+            ]
         noise = float(rounding.logits) if rounding and rounding.logits is not None else 0.0
-        differences.append(compare_reordered("logits", "", label, logits, whole, rounding=noise))
+        differences.append(
+            compare_reordered("logits", "", label, logits, expected_logits, rounding=noise)
+        )
     return differences
 
 
@@ -359,9 +363,11 @@ def _batch_ranks(world: World, rank: int) -> list[int]:
     """Return the ranks of the same tensor and pipeline index, which all run the same batch."""
     point = world.point(rank)
     return [
-        other
-        for other in range(world.size)
-        if all(world.point(other)[axis] == point[axis] for axis in point if axis in ("tp", "pp"))
+        candidate
+        for candidate in range(world.size)
+        if all(
+            world.point(candidate)[axis] == point[axis] for axis in point if axis in ("tp", "pp")
+        )
     ]
 
 
@@ -385,16 +391,16 @@ def _compare_parameters(
     differences: list[Difference] = []
     for name, positions in part.positions.items():
         origin, elements = origin_of(name, positions, starts)
-        known = elements.flatten() >= 0  # padding has no origin
-        index = elements.flatten()[known]
+        has_origin = elements.flatten() >= 0  # padding has no origin
+        index = elements.flatten()[has_origin]
         label = f"{origin}, rank {part.rank}"
-        weight = part.weights[name].flatten()[known]
+        weight = part.weights[name].flatten()[has_origin]
         whole_weight = parameters[origin].detach().flatten()[index]
         differences.append(compare_reordered("weights", "", label, weight, whole_weight))
         holders = [
-            other
-            for other in peers
-            if name in other.positions and torch.equal(other.positions[name], positions)
+            peer
+            for peer in peers
+            if name in peer.positions and torch.equal(peer.positions[name], positions)
         ]
         batches = len(peers) // len(holders)
         sequence = [holder for holder in holders if holder.rank in part.shares_sequence]
@@ -410,7 +416,7 @@ def _compare_parameters(
                 "gradients",
                 _module_class(whole, origin),
                 label,
-                gradient.flatten()[known],
+                gradient.flatten()[has_origin],
                 whole_gradient.flatten()[index] * batches,
                 floor=SLICES_FLOOR * largest,
                 rounding=float(changes.get(origin, 0.0)) * batches,

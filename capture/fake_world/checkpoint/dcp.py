@@ -84,12 +84,12 @@ def _all_shards(gathered: list[Any]) -> list[Any]:
     # The last rank's shard may be smaller, but its offset is still `rank` full shards.
     size = shard.shard_offsets[dim] // rank if rank else shard.shard_sizes[dim]
     all_shards: list[Any] = []
-    for other in range(len(gathered)):
-        start = other * size
+    for other_rank in range(len(gathered)):
+        start = other_rank * size
         length = min(size, local.size[dim] - start)
         offsets, sizes = list(shard.shard_offsets), list(shard.shard_sizes)
         offsets[dim], sizes[dim] = start, length
-        placement = f"rank:{other}/{shard.placement.device()}"
+        placement = f"rank:{other_rank}/{shard.placement.device()}"
         part = ShardMetadata(offsets, sizes, placement)
         all_shards.append(
             _api.ShardedTensorMetadata([part], local.size, local.tensor_properties)

@@ -90,16 +90,16 @@ class OpCall:
         Raises:
             AnnotateError: a name is unknown, or a size is missing or below 1.
         """
-        for name, value, known in (
+        for name, value, choices in (
             ("op", self.op, OPS),
             ("dtype", self.dtype, tuple(DTYPES)),
             ("function", self.function, FUNCTIONS),
             ("norm", self.norm, ("rms", "layer")),
             ("collective", self.collective, COLLECTIVES),
         ):
-            if value not in known:
+            if value not in choices:
                 raise AnnotateError(
-                    f"{name} is {value!r}\n  give one of {', '.join(known)}", code="predict-name"
+                    f"{name} is {value!r}\n  give one of {', '.join(choices)}", code="predict-name"
                 )
         sizes = (*REQUIRED[self.op], "batch")
         if missing := [name for name in sizes if getattr(self, name) < 1]:
@@ -176,28 +176,28 @@ def predict_calls(
     its weight gradient (see `gemm_tiles.has_misaligned_rows`).
 
     Args:
-        calls: what to predict.
+        calls: the calls to predict.
         target: a GPU description, its name or its path.
         databases: kernel databases of the target, in addition to the shipped ones.
 
     Raises:
-        AnnotateError: a database is of other GPUs, or a collective has no bandwidth.
-        DatabaseError: a file is no kernel database.
+        AnnotateError: a database has rows of other GPUs only, or a collective has no bandwidth.
+        DatabaseError: a file is not a kernel database.
         TargetError: the target is unknown or its description malformed.
     """
     gpu = load_gpu(target) if isinstance(target, str) else target
-    on_gpu = [at for at, call in enumerate(calls) if call.op != "collective"]
+    on_gpu = [index for index, call in enumerate(calls) if call.op != "collective"]
     predictions = {
-        at: _collective(call, gpu) for at, call in enumerate(calls) if call.op == "collective"
+        index: _collective(call, gpu) for index, call in enumerate(calls) if call.op == "collective"
     }
     if on_gpu:
         record = TermRecord(np.arange(len(on_gpu)))
-        graph = _cpu_capture([calls[at] for at in on_gpu])
+        graph = _cpu_capture([calls[index] for index in on_gpu])
         nodes = recost(graph, gpu, databases=databases, record=record).nodes
         assert len(nodes.id) == len(on_gpu), "an operator was dropped"
-        for row, at in enumerate(on_gpu):
-            predictions[at] = OpPrediction(
-                calls[at],
+        for row, index in enumerate(on_gpu):
+            predictions[index] = OpPrediction(
+                calls[index],
                 gpu.name,
                 int(nodes.duration_ns[row]),
                 int(nodes.p10_ns[row]),
@@ -206,21 +206,21 @@ def predict_calls(
                 Evidence(int(nodes.evidence[row])).name.lower(),
                 record.roots[row],
             )
-    return [predictions[at] for at in range(len(calls))]
+    return [predictions[index] for index in range(len(calls))]
 
 
 def calls_of(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
     """Return calls from rows of a table; empty cells take the default.
 
     Raises:
-        AnnotateError: a column is unknown, or a row is no call.
+        AnnotateError: a column is unknown, or a row is not a valid call.
     """
-    known = {field.name for field in fields(OpCall)}
+    columns = {field.name for field in fields(OpCall)}
     calls: list[OpCall] = []
     for number, row in enumerate(rows, 1):
-        if unknown := [name for name in row if name not in known]:
+        if unknown := [name for name in row if name not in columns]:
             raise AnnotateError(
-                f"unknown column {unknown[0]!r}\n  known are {', '.join(sorted(known))}",
+                f"unknown column {unknown[0]!r}\n  known are {', '.join(sorted(columns))}",
                 code="predict-column",
             )
         values = {name: value for name, value in row.items() if value not in (None, "")}
@@ -349,6 +349,6 @@ def _bound(root: Term) -> str:
         for term in timed.named()
         if term.name in _BOUNDS and term.operation is Operation.QUANTITY
     ]
-    if not parts:  # several GEMMs in turn
+    if not parts:  # the operator runs several GEMMs one after another
         return "compute"
     return _BOUNDS[max(parts, key=lambda term: term.value).name]
