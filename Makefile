@@ -22,7 +22,7 @@ test: lint tests docs
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# docs/reference/cli.md, from the declarations of the commands.
+# The generated pages of docs/reference: commands, JSON output, trace attributes.
 reference: setup
 	$(BIN)/python tools/reference.py
 

@@ -49,9 +49,12 @@ class Nodes:
     op: Codes = _text()
     """Operator that launched a GPU node (`aten::mm`), or the name of the host op."""
     stream: I64 = _column(np.int64, UNKNOWN)
+    """Stream of a GPU op."""
     thread: I64 = _column(np.int64, UNKNOWN)
+    """Thread of a host op."""
     start_ns: I64 = _column(np.int64, 0)
     duration_ns: I64 = _column(np.int64, 0)
+    """Of a host op its self time, without the operators that it calls."""
     samples: I32 = _column(np.int32, 0)
     """Number of profiled steps whose median is `duration_ns`; 0 for one step or none."""
     spread_ns: I64 = _column(np.int64, 0)
@@ -67,9 +70,12 @@ class Nodes:
     p90_ns: I64 = _column(np.int64, UNKNOWN)
     """80% interval of a predicted duration; UNKNOWN for a measured one."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
+    """Source of `duration_ns`."""
     module: Codes = _text()
+    """Path of the module that the operator belongs to, `model.layers.0.mlp`."""
     phase: U8 = _column(np.uint8, int(Phase.NONE))
     micro_batch: I32 = _column(np.int32, UNKNOWN)
+    """Number of the micro-batch, from 0."""
     input_values: Codes = _text()
     input_shapes: Codes = _text()
     input_types: Codes = _text()
@@ -80,12 +86,18 @@ class Nodes:
     bytes_read: I64 = _column(np.int64, UNKNOWN)
     bytes_written: I64 = _column(np.int64, UNKNOWN)
     bytes_allocated: I64 = _column(np.int64, 0)
+    """Device memory that the operator allocated."""
     bytes_freed: I64 = _column(np.int64, 0)
+    """Device memory that was freed with the operator."""
     grid: Codes = _text()
+    """Blocks of a kernel's launch along each axis."""
     block: Codes = _text()
+    """Threads of a block along each axis."""
     collective: I8 = _column(np.int8, int(Collective.NONE))
     comm_bytes: I64 = _column(np.int64, UNKNOWN)
+    """Per-rank input of a collective, or the payload of a send or receive."""
     group: Codes = _text()
+    """Name of the process group."""
     comm_src: I32 = _column(np.int32, UNKNOWN)
     comm_dst: I32 = _column(np.int32, UNKNOWN)
     comm_tag: I32 = _column(np.int32, UNKNOWN)

@@ -58,7 +58,8 @@ def test_public_names():
 def test_importing_it_is_light():
     """Neither torch nor polars nor protobuf is loaded before it is needed."""
     heavy = "{'torch', 'polars', 'google.protobuf', 'numpy', 'networkx', 'rich', 'transformers'}"
-    code = f"import sys, onerank, onerank.cli; print({heavy} & set(sys.modules))"
+    imports = "import sys, onerank, onerank.cli, onerank.capture, onerank.export"
+    code = f"{imports}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

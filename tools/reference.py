@@ -1,7 +1,8 @@
-"""Write docs/reference/cli.md, every command and option, from their declarations.
+"""Write the pages of docs/reference that have their content from the code.
 
-`python tools/reference.py` writes the page. With `--check` it writes nothing, and exits with code 1
-if the page is out of date.
+`cli.md` has every command and option, `json.md` the fields of `--json`, `traces.md` the attributes
+of a trace. `python tools/reference.py` writes the pages. With `--check` it writes nothing, and
+exits with code 1 if a page is out of date.
 """
 
 import sys
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from json_reference import json_reference
+from trace_reference import trace_reference
 
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.options import SectionedCommand
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 
 _HEADER = """# Command reference
 
@@ -22,7 +25,7 @@ _HEADER = """# Command reference
 """
 
 
-def reference() -> str:
+def command_reference() -> str:
     """Return the page as Markdown, ending in a newline."""
     parts = [_HEADER]
     for path, command in _leaf_commands("onerank", onerank):
@@ -98,14 +101,20 @@ def _code_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+PAGES = {
+    DIRECTORY / "cli.md": command_reference,
+    DIRECTORY / "json.md": json_reference,
+    DIRECTORY / "traces.md": trace_reference,
+}
+
+
 def main() -> None:
-    """Write the page, or check it."""
-    text = reference()
-    if "--check" in sys.argv[1:]:
-        if PAGE.read_text() != text:
-            sys.exit(f"{PAGE} is out of date: run python tools/reference.py")
-        return
-    PAGE.write_text(text)
+    """Write the pages, or check them."""
+    for page, reference in PAGES.items():
+        if "--check" not in sys.argv[1:]:
+            page.write_text(reference())
+        elif page.read_text() != reference():
+            sys.exit(f"{page} is out of date: run python tools/reference.py")
 
 
 if __name__ == "__main__":
