@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -163,11 +163,15 @@ def json_type(annotation: Any, nested: dict[str, type]) -> str:
     if isinstance(origin, type):
         return _container_type(origin, members, nested)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        annotation = type(next(iter(annotation)).value)
-    if hasattr(annotation, "__struct_fields__") or dataclasses.is_dataclass(annotation):
+        return _SCALARS[type(next(iter(annotation)).value)]
+    if _is_record(annotation):
         nested[annotation.__name__] = annotation
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    return _SCALARS.get(annotation, "value")
+    return _SCALARS.get(cast("Any", annotation), "value")
+
+
+def _is_record(annotation: Any) -> bool:
+    return hasattr(annotation, "__struct_fields__") or dataclasses.is_dataclass(annotation)
 
 
 def _container_type(origin: type, members: Sequence[Any], nested: dict[str, type]) -> str:
