@@ -273,17 +273,23 @@ def _gradient_reductions(
     phase derive from them without losing elements: a copy, a flat buffer or a view, but no norm.
     """
     # Storages are identified by address, and the allocator reuses addresses. So every operator that
-    # writes a tensor decides again whether its storage contains a gradient. All DTensors share one
-    # storage, because they have no memory; the number of elements also excludes a norm there.
+    # writes a tensor decides again whether its storage contains a gradient. An operator follows the
+    # operators inside it, since it returns last. Inner operators count too: the outer operator of a
+    # DTensor names no local tensor, and the norm of local gradients may get the address of a freed
+    # one. All DTensors share one storage, because they have no memory; the number of elements also
+    # excludes a norm there.
     gradients: set[int] = set()
     reductions: list[int] = []
     is_outermost = outermost == np.arange(len(outermost))
     candidates = np.isin(np.arange(len(outermost)), outermost[candidates])
     backward = timeline.phase == Phase.BACKWARD
-    inspected = (timeline.et >= 0) & (is_outermost | backward)
+    inspected = (timeline.et >= 0) & (is_outermost | backward | (timeline.phase == Phase.NONE))
     last = int(np.flatnonzero(candidates[order])[-1])
     phases: list[int] = timeline.phase.tolist()
-    for index in order[: last + 1][inspected[order[: last + 1]]].tolist():
+    rows = order[: last + 1][inspected[order[: last + 1]]]
+    # Of two that end together the one that starts later is inside the other.
+    by_end = np.lexsort((-timeline.rows.start_ns[rows], timeline.rows.end_ns[rows]))
+    for index in rows[by_end].tolist():
         row = int(timeline.et[index])
         outputs = [*_tensors(_operands(timeline.strings[int(et.operands[3, row])]))]
         if phases[index] == Phase.BACKWARD:
