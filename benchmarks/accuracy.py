@@ -31,7 +31,7 @@ import polars as pl
 from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
-from onerank.annotate.models import datasheet, residual
+from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
@@ -73,7 +73,7 @@ LONG_NS = 10_000
 
 PLAIN: dict[str, Predict] = {
     "ratio": predict_by_ratio,
-    "roofline": datasheet.predict_by_roofline,
+    "roofline": roofline.predict_by_roofline,
     "residual": residual.predict,
 }
 
@@ -357,7 +357,7 @@ def published(folder: Path) -> None:
         gpus = load_gpu(NEUSIGHT[source]), load_gpu(NEUSIGHT[target])
         predicted = {
             "ratio": predict_by_ratio(kernels, *gpus)[0] / 1e6,
-            "roofline": datasheet.predict_by_roofline(kernels, *gpus)[0] / 1e6,
+            "roofline": roofline.predict_by_roofline(kernels, *gpus)[0] / 1e6,
             "learned": predict_learned(kernels, *gpus)[0] / 1e6,
             **{f"{n} (published)": pairs[c].to_numpy() for n, c in published_columns.items()},
         }

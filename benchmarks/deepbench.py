@@ -30,7 +30,7 @@ import numpy.typing as npt
 from harness import parser_of
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import datasheet, learned, residual
+from onerank.annotate.models import learned, residual, roofline
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
@@ -70,7 +70,7 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
     single_gemm = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
     predicted, _ = learned.predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)
-    cells = [figures(datasheet.predict(single_gemm, gpu)[0], times), figures(predicted, times)]
+    cells = [figures(roofline.predict(single_gemm, gpu)[0], times), figures(predicted, times)]
     if shared_keys := [key for key in to[1] if key in source[1]]:
         before = np.array([source[1][key][1] for key in shared_keys])
         kernels = kernels_of([to[1][key][0] for key in shared_keys], before)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet, learned, residual
+from onerank.annotate.models import learned, residual, roofline
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.terms import TermRecord
 
@@ -47,7 +47,7 @@ class CostModel:
 
     name: str
     predict: _Transfer
-    from_description: _FromDescription = datasheet.predict
+    from_description: _FromDescription = roofline.predict
     has_intervals: bool = False
     resolves_kernels: bool = False
     looks_up: bool = False
@@ -63,7 +63,7 @@ _LEARNED = CostModel(
 
 MODELS: dict[str, CostModel] = {
     "ratio": CostModel("ratio", learned.predict_by_ratio),
-    "roofline": CostModel("roofline", datasheet.predict_by_roofline),
+    "roofline": CostModel("roofline", roofline.predict_by_roofline),
     "residual": CostModel("residual", residual.predict, has_intervals=True),
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),

@@ -16,8 +16,6 @@ from onerank.annotate.models.calibration import (
     without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.datasheet import PartTimes
-from onerank.annotate.models.datasheet import predict as from_datasheet
 from onerank.annotate.models.error_model import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.features import (
     F64,
@@ -29,6 +27,8 @@ from onerank.annotate.models.features import (
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.models.residual import clamp_to_lower_bound
+from onerank.annotate.models.roofline import PartTimes
+from onerank.annotate.models.roofline import predict as from_datasheet
 from onerank.annotate.models.terms import (
     Term,
     TermRecord,

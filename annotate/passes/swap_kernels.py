@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet
+from onerank.annotate.models import roofline
 from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
     Resolution,
@@ -326,4 +326,4 @@ def roofline_ratio(before: KernelFeatures, after: KernelFeatures, target: Gpu) -
     # The roofline ratio is as good as the tile model and far simpler. On 28,000 shapes of B200,
     # H100, H200 and L40S over 10 us, fp8 is 28 to 36% off with it, 28 to 38% with the tiles, and
     # 37 to 50% with half the bf16 time (benchmarks/accuracy.py).
-    return datasheet.predict(after, target)[0] / datasheet.predict(before, target)[0]
+    return roofline.predict(after, target)[0] / roofline.predict(before, target)[0]

@@ -18,7 +18,7 @@ from onerank.annotate.kernel_db.database import read_database, rows_of
 from onerank.annotate.kernel_db.database_set import SHIPPED
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.datasheet import predict
+from onerank.annotate.models.roofline import predict
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY

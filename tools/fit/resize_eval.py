@@ -9,8 +9,8 @@ import polars as pl
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.roofline import predict
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from tools.fit.datasheet_eval import VIDUR_FILE, Case
 from tools.fit.measured_kernels import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import datasheet, residual
+from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.cost_record import Work
@@ -97,15 +97,15 @@ def test_elements_take_the_cycles_of_all_sms(gpu_file):
     # 4 MB at 1 TB/s are 4 us; 2e6 cycles on 100 SMs at 1 GHz are 20
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, cycles=2e6)], np.zeros(1))
-    (ns,), (rule,) = datasheet.predict(kernels, gpu)
+    (ns,), (rule,) = roofline.predict(kernels, gpu)
     assert ns == pytest.approx(22_000)
     assert rule == Rule.ISSUE
-    assert datasheet.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
+    assert roofline.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
 
 
 def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
     # 4 MB at 1 TB/s are 4 us, 2.5 times over 10; the baseline of the field knows no passes
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, passes=2.5)], np.zeros(1))
-    assert datasheet.predict(kernels, gpu)[0] == pytest.approx(12_000)
-    assert datasheet.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
+    assert roofline.predict(kernels, gpu)[0] == pytest.approx(12_000)
+    assert roofline.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)

@@ -131,7 +131,7 @@ class TestTwiceTheSequence:
         assert resized.nodes.duration_ns[node] == round(int(h200.nodes.duration_ns[node]) * ratio)
         assert resized.nodes.evidence[node] == Evidence.LOOKED_UP
         rules = summarise(h200, resized).rules
-        assert rules["measured at another size, times the ratio of both calls, looked up"] > 300
+        assert rules["measured at another size, times the looked-up ratio of both sizes"] > 300
         assert "Kernel database: " in resized.job.measurement.notes[-1]
         elsewhere = longer(h200, "H100", model="auto")
         assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"

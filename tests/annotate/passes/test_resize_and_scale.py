@@ -9,8 +9,8 @@ from raised import raises_code
 
 import onerank
 from onerank.annotate import PassOptions, Resize, load_gpu, recost
-from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.roofline import predict
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.size_change import (
