@@ -241,7 +241,7 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
         for how, predicted in rows_of.items():
             head = f"{VIDUR_FILE:24}{'':15}{gpu.name:15}{how:12}"
             errors = figures(predicted, true[chosen][is_predicted])
-            shares = f"told {is_predicted.mean():.0%}, inside {inside.mean():.1%}"
+            shares = f"predicted {is_predicted.mean():.0%}, inside {inside.mean():.1%}"
             yield f"{head}{errors}   {shares}"
 
 

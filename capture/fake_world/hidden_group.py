@@ -18,7 +18,7 @@ _SEE_THE_GROUP = ("torch", "onerank")
 
 @contextlib.contextmanager
 def hidden_group() -> Generator[None]:
-    """Let `torch.distributed.is_initialized` return False to callers other than torch and us."""
+    """Let `dist.is_initialized` return False to callers other than torch and onerank."""
     original = dist.is_initialized
 
     @functools.wraps(original)

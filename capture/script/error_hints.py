@@ -190,7 +190,7 @@ def place(error: BaseException, script: Path) -> str:
 def library_place(error: BaseException, script: Path) -> str:
     """Return ", in FILE line N (FUNCTION)" if a library raised the error; "" otherwise.
 
-    The standard library is none: argparse exits for a wrong argument of the script.
+    The standard library does not count, since argparse exits for a wrong argument of the script.
     """
     # Frames of onerank below the script's are hooks, such as the replaced os._exit.
     ours = (str(_PACKAGE), str(_PACKAGE.resolve()), sysconfig.get_path("stdlib") + os.sep, "<")

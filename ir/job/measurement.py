@@ -183,11 +183,11 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             are in the default stream's pool, or if pools are not known.
         memory: the step's allocations and frees; None if not known, or no longer valid for this
             graph.
-        profiled_steps_ns: duration of each of several profiled steps, in order. A capture has all
-            of them, a graph only that of its own step.
+        profiled_steps_ns: duration of each profiled step, in order. A capture keeps all of them, a
+            graph only the step that it was built from.
         host_step_ns: host time of each of several steps without a profiler that began with an idle
             GPU, in order.
-        profiled_host_ns: host time of each profiled step; a graph has only that of its own step.
+        profiled_host_ns: host time of each profiled step; a graph has that of one step.
         host_overhead: host overhead of a steady-state step; None if not measured.
     """
 

@@ -32,15 +32,15 @@ def named(explanation: Explanation) -> dict[str, Term]:
 def test_the_terms_give_the_prediction(trace, mm):
     graph = trace(mm(4096, 4096, 4096, ns=250_000))
     (node,) = kernel_ids(graph)
-    told = explain(graph, "A100", node)
-    lines = dict(told.lines)
+    explained = explain(graph, "A100", node)
+    lines = dict(explained.lines)
     assert lines["shape"] == "batch, m, n, k = 1, 4096, 4096, 4096"
     assert lines["work"].endswith("137,438,953,472 FLOPs")
-    compute = [t.value for t in told.terms.named() if "sustained rate on A100" in t.note]
+    compute = [t.value for t in explained.terms.named() if "sustained rate on A100" in t.note]
     assert compute == [pytest.approx(137_438_953_472 / 247.728e12 * 1e9)]
-    assert told.terms.evaluate() == pytest.approx(told.duration_ns, abs=0.5)
+    assert explained.terms.evaluate() == pytest.approx(explained.duration_ns, abs=0.5)
     predicted = recost(graph, "A100").nodes.duration_ns[graph.gpu_compute]
-    assert predicted.tolist() == [told.duration_ns]
+    assert predicted.tolist() == [explained.duration_ns]
     assert "left out of the fit" in lines["80% interval"]
 
 
@@ -56,12 +56,12 @@ def test_the_terms_give_the_prediction(trace, mm):
 def test_the_terms_of_the_residual_model_give_the_prediction(trace, add, operator, rule, target):
     graph = trace(add(10**6, **operator))
     (node,) = kernel_ids(graph)
-    told = explain(graph, target, node)
-    assert dict(told.lines)["rule"] == rule
-    for term in named(told).values():
+    explained = explain(graph, target, node)
+    assert dict(explained.lines)["rule"] == rule
+    for term in named(explained).values():
         assert term.evaluate() == pytest.approx(term.value, rel=1e-9)
-    assert told.terms.evaluate() == pytest.approx(told.duration_ns, abs=0.5)
-    assert recost(graph, target).nodes.duration_ns[graph.gpu_compute] == told.duration_ns
+    assert explained.terms.evaluate() == pytest.approx(explained.duration_ns, abs=0.5)
+    assert recost(graph, target).nodes.duration_ns[graph.gpu_compute] == explained.duration_ns
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_overridden_figures_are_terms(captured):
 
 def test_each_figure_comes_with_its_source(trace, mm, add):
     graph = trace(mm(4096, 4096, 4096), add(10**6))
-    told = [explain(graph, "A100", node).lines for node in kernel_ids(graph)]
-    product, sum_ = ([text for name, text in one if name.endswith("figure")] for one in told)
+    explained = [explain(graph, "A100", node).lines for node in kernel_ids(graph)]
+    product, sum_ = ([text for name, text in one if name.endswith("figure")] for one in explained)
     assert "bf16_tensor_tflops = 312 (datasheet): NVIDIA A100 80GB" in " ".join(product)
     assert "memory_achievable_fraction = 0.86 (measured): 90th percentile" in " ".join(sum_)
     assert [text.split(" = ")[0] for text in sum_[:5]] == [
@@ -119,7 +119,7 @@ def test_each_figure_comes_with_its_source(trace, mm, add):
         "fp32_vector_tflops",
         "vector_sustained_fraction",
     ]
-    assert "sglang" in dict(told[0])["coefficients"]
+    assert "sglang" in dict(explained[0])["coefficients"]
 
 
 def test_on_the_same_gpu(trace, add):
@@ -137,13 +137,13 @@ def test_an_operator_of_a_cpu_capture_is_explained_by_the_datasheet(captured, ta
     costs = op_costs_of(graph)
     _, first = np.unique(costs.call, return_index=True)
     nodes = graph.nodes.id[costs.index[first]].tolist()
-    for told in explain_nodes(graph, target, nodes):
-        assert told.duration_ns == durations.get(told.node, 0)
-        if told.terms is None:
-            assert dict(told.lines)["rule"] == "dropped: launches nothing"
+    for explained in explain_nodes(graph, target, nodes):
+        assert explained.duration_ns == durations.get(explained.node, 0)
+        if explained.terms is None:
+            assert dict(explained.lines)["rule"] == "dropped: launches nothing"
             continue
-        assert ("measured", "on no GPU: the trace was captured on a CPU") in told.lines
-        assert told.terms.evaluate() == pytest.approx(told.duration_ns, abs=0.5)
+        assert ("measured", "on no GPU: the trace was captured on a CPU") in explained.lines
+        assert explained.terms.evaluate() == pytest.approx(explained.duration_ns, abs=0.5)
 
 
 def test_nodes_that_are_not_recosted(trace, mm):
