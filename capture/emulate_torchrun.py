@@ -25,8 +25,8 @@ from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import rebound
 from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.script.optimizer_steps import after_step
 from onerank.capture.script.runner import environment, play_script
-from onerank.capture.script.step_hooks import after_step
 from onerank.capture.validate import names_torch_distributed
 
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onerank.capture.collective_record import WorkPhase
 from onerank.capture.patches import patched
-from onerank.capture.script.step_hooks import in_backward, is_traced
+from onerank.capture.script.optimizer_steps import in_backward, is_traced
 
 _stage: Any = stage
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from onerank.capture.collective_kernels.cuda_driver import allocate_outside_torch
 from onerank.capture.patches import live
-from onerank.capture.script.step_hooks import in_backward
+from onerank.capture.script.optimizer_steps import in_backward
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall

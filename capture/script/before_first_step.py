@@ -20,9 +20,8 @@ from torch import nn
 from onerank.capture.patches import live
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.script.custom_optimizers import custom_optimizer_exists
 from onerank.capture.script.error_hints import META_ADVICE
-from onerank.capture.script.step_hooks import after_backward
+from onerank.capture.script.optimizer_steps import after_backward, custom_optimizer_exists
 from onerank.ir.errors import ScriptError
 
 HEARTBEAT_S = 10.0

@@ -20,7 +20,7 @@ from onerank.capture.patches import patched
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.error_hints import explained, library_place, place
-from onerank.capture.script.step_hooks import after_step
+from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 
 _EVERY_S = 1e-4

@@ -40,7 +40,7 @@ from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closu
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
 from onerank.capture.patches import live, rebound
-from onerank.capture.script.step_hooks import after_backward
+from onerank.capture.script.optimizer_steps import after_backward
 from onerank.ir.errors import OneRankError, SliceError
 
 

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.patches import patched
-from onerank.capture.script.step_hooks import after_backward, in_backward
+from onerank.capture.script.optimizer_steps import after_backward, in_backward
 from onerank.ir.errors import CaptureError
 
 

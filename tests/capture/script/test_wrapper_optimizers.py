@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.capture.script.step_hooks import after_step
+from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir import Phase
 
 
