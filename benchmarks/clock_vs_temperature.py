@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from onerank.capture.bench.gpu_board import Board
+from onerank.capture.profiling.nvml import Board
 
 EACH_S = 5.0
 PRODUCTS = 64  # between two looks at the clock

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.capture.bench.gpu_board import Board
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, memory
 from onerank.capture.collective_kernels.launch_plan import plan_launch
 from onerank.capture.collective_kernels.network import Curve, Link, Network
+from onerank.capture.profiling.nvml import Board
 
 BETWEEN_MARKS = 4
 

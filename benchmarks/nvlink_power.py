@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onerank.capture.bench.gpu_board import Board
+from onerank.capture.profiling.nvml import Board
 
 PRODUCTS = 16  # GEMMs between two CUDA events
 AHEAD = 8  # copies in flight

@@ -1,24 +1,95 @@
-"""Measure calls: first their kernels, then their time, until done or out of time."""
+"""Measure calls on a GPU: first their kernels, then their time, until done or out of time.
 
+`Bench` measures in this process. `measure_isolated` measures in child processes, so that a crash
+loses only the call that causes it. A child reports each call that it begins. If it dies, another
+child continues with the remaining calls. The calls of the batch in which it died are then tried one
+by one, which identifies the culprit.
+"""
+
+import contextlib
 import datetime
+import faulthandler
+import importlib
 import math
+import signal
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from onerank.capture.bench.gpu_board import Board, Power
-from onerank.capture.bench.measured_call import NO_TIME, Account, BenchCall, Cache, Measured
-from onerank.capture.bench.profile_kernels import Launched, launched
-from onerank.capture.bench.random_operands import Made, make
+from onerank.capture.bench.bench_call import BenchCall
+from onerank.capture.bench.measure_call import (
+    NO_TIME,
+    Account,
+    Cache,
+    Launched,
+    Measured,
+    Replays,
+    launched,
+)
+from onerank.capture.bench.random_operands import RunnableCall, with_random_operands
 from onerank.capture.bench.requests import BenchRequest
-from onerank.capture.bench.timing import Replays
+from onerank.capture.isolation import ProcessDiedError, process_events
+from onerank.capture.profiling.nvml import Board, Power
 from onerank.ir.errors import CaptureError, first_line
 
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A CUDA device for torch, and its name as CUDA reports it."""
+
+    torch: torch.device
+    name: str
+
+
+@contextlib.contextmanager
+def on_device(index: int) -> Generator[Device]:
+    """Make a CUDA device the current device; restore the TF32 setting when the context ends.
+
+    Raises:
+        CaptureError: there is no such device.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        raise CaptureError(
+            f"torch {torch.__version__} finds no CUDA device; run this on a machine with a GPU "
+            "and a build of torch for CUDA",
+            code="bench-no-gpu",
+        )
+    if index >= count:
+        raise CaptureError(
+            f"no GPU {index}: this machine has GPUs 0 to {count - 1}", code="bench-unknown-gpu"
+        )
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.cuda.set_device(index)
+    try:
+        yield Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def versions(driver: str) -> dict[str, str]:
+    """Return the versions of the libraries that choose kernels; "" for an absent library."""
+    triton = ""
+    with contextlib.suppress(ImportError):
+        triton = str(importlib.import_module("triton").__version__)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or torch.version.hip or ""),
+        "cudnn": str(cudnn or ""),
+        "driver": driver,
+        "triton": triton,
+    }
+
+
 _MAX_BATCH = 64
-"""Calls that share one profile."""
+"""Calls that share one profile: a profiler takes longer to start and stop than most calls run."""
 
 MAX_COPIES = 64
 """Copies of a call's operands that take turns, so that each finds a cold cache."""
@@ -155,24 +226,24 @@ class Bench:
         """Evict the cache by a copy of its size: half is read, half written."""
         self._cache_filler[0].copy_(self._cache_filler[1])
 
-    def _warm(self, call: BenchCall) -> Made:
+    def _warm(self, call: BenchCall) -> RunnableCall:
         """Create operands for a call, run it once, and return it.
 
         Raises:
             CaptureError: it cannot run.
         """
         try:
-            made = make(call, self.device)
-            made.function()
+            runnable = with_random_operands(call, self.device)
+            runnable.function()
             if self.on_gpu:
                 torch.cuda.synchronize()
-                _refuse_waiting(made.function)
+                _refuse_waiting(runnable.function)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             self._refuse_broken(error)
             raise CaptureError(
                 f"{call.op}: {first_line(error)}", code="bench-call-failed"
             ) from error
-        return made
+        return runnable
 
     def _timed(
         self, request: BenchRequest, layouts: list[_Profiled], account: Account
@@ -190,6 +261,7 @@ class Bench:
                 except CaptureError as error:
                     account.failed[str(error)] += 1
         account.done += measured
+        # The allocator caches blocks per size. Calls of many sizes would fill the device with them.
         if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory_bytes(self.device):
             torch.cuda.empty_cache()
 
@@ -260,6 +332,7 @@ def _matching(request: BenchRequest, layouts: list[_Profiled], outcome: Account)
         ] += 1
     if not request.kernels or not repeatable:
         return repeatable
+    # Many operators clear a buffer first, so a Memset identifies none of them.
     identifying = {
         name for name in request.kernels if not name.startswith("Memset")
     } or request.kernels
@@ -292,3 +365,165 @@ class BrokenDeviceError(Exception):
 
 def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
+
+
+_MAX_DEATHS = 12
+"""Children that may die before the remaining calls are given up: each starts torch again."""
+
+Message = Measured | tuple[str, Any]
+"""A child's report: a measurement; ("begin", positions); ("end", (position, account));
+("broken", reason); ("finished", account); ("died", exit code)."""
+Start = Callable[[Sequence[BenchRequest], frozenset[int], float], Iterator[Message]]
+"""Starts a child: (requests, positions to try one by one, seconds) -> its reports."""
+
+
+def measure_isolated(
+    requests: Sequence[BenchRequest],
+    account: Account,
+    start: Start,
+    *,
+    seconds: float = math.inf,
+    advance: Callable[[], Any] = lambda: None,
+) -> Generator[Measured]:
+    """Yield the measurements of successive children, until all calls are done or time is up.
+
+    Args:
+        requests: in order of priority.
+        account: counts the outcomes, also if the caller closes the generator early.
+        start: starts a child.
+        seconds: time limit; no call begins after it.
+        advance: is called after each call.
+
+    Raises:
+        CaptureError: a child dies before it tries a call.
+    """
+    deadline = time.monotonic() + seconds
+    remaining = list(range(len(requests)))
+    isolated: set[int] = set()  # tried together with a call that ended the child
+    for _ in range(_MAX_DEATHS):
+        run = _ChildRun(remaining)
+        left = [requests[position] for position in remaining]
+        one_by_one = frozenset(
+            index for index, position in enumerate(remaining) if position in isolated
+        )
+        try:
+            for message in start(left, one_by_one, deadline - time.monotonic()):
+                if isinstance(message, Measured):
+                    yield message
+                elif run.update(message):
+                    advance()
+        except (KeyboardInterrupt, GeneratorExit):
+            account.untried["interrupted"] += len(run.remaining())
+            raise
+        finally:
+            account.add(run.account)
+        remaining = run.remaining()
+        if not run.finished and not run.tried:
+            raise CaptureError(
+                f"the measuring process {run.reason} before it tried a call; its output is above",
+                code="bench-process-died",
+            )
+        if not run.finished and len(run.tried) == 1:
+            culprit = run.tried[0]
+            account.failed[f"{requests[culprit].layouts[0].op}: {run.reason}"] += 1
+            remaining = [position for position in remaining if position != culprit]
+            advance()
+        isolated |= set(run.tried)
+        if not remaining:
+            return
+        if run.finished or time.monotonic() >= deadline:
+            account.untried[NO_TIME] += len(remaining)
+            return
+    account.untried[f"{_MAX_DEATHS} calls before them ended the process"] += len(remaining)
+
+
+@dataclass(slots=True)
+class _ChildRun:
+    """The progress of one child; its positions are translated to the parent's."""
+
+    positions: list[int]
+    account: Account = field(default_factory=Account)
+    tried: list[int] = field(default_factory=list[int])
+    done: set[int] = field(default_factory=set[int])
+    finished: bool = False
+    reason: str = "ended the process"
+
+    def update(self, message: tuple[str, Any]) -> bool:
+        """Apply a message; return whether it ends a call."""
+        kind, content = message
+        if kind == "begin":
+            self.tried = [self.positions[index] for index in content]
+        elif kind == "end":
+            index: int
+            index, self.account = content
+            self.done.add(self.positions[index])
+        elif kind == "finished":
+            self.account, self.finished = content, True
+        elif kind == "broken":
+            self.reason = f"left the GPU in an error: {content}"
+        elif kind == "died" and not self.reason.startswith("left"):
+            self.reason = _cause(content)
+        return kind == "end"
+
+    def remaining(self) -> list[int]:
+        """Return the positions of calls that are not done."""
+        return [position for position in self.positions if position not in self.done]
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended the process by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended the process with exit code {code}"
+
+
+def child_on(device: torch.device) -> Start:
+    """Return a function that starts a process which measures on a device."""
+
+    def start(
+        requests: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
+    ) -> Iterator[Message]:
+        try:
+            call = (str(device), list(requests), one_by_one, seconds)
+            with process_events(_measure, call) as events:
+                for kind, message in events:
+                    if kind == "event":
+                        yield message
+        except ProcessDiedError as error:
+            yield "died", error.exit_code
+
+    return start
+
+
+def _measure(
+    device: str,
+    requests: list[BenchRequest],
+    one_by_one: frozenset[int],
+    seconds: float,
+    report: Callable[[Message], None],
+) -> None:
+    """Measure in this process; report each measurement, and each call as it begins and ends."""
+    faulthandler.enable()
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    account = Account(requested=len(requests))
+
+    def end(position: int) -> None:
+        report(("end", (position, account)))
+
+    def begin(positions: Sequence[int]) -> None:
+        report(("begin", list(positions)))
+
+    try:
+        bench = Bench(torch_device)
+        measured = bench.measure(
+            requests, account, seconds=seconds, one_by_one=one_by_one, begin=begin, end=end
+        )
+        for measurement in measured:
+            report(measurement)
+        report(("finished", account))
+    except BrokenDeviceError as error:
+        report(("broken", str(error)))
+    except Exception:  # noqa: BLE001  loses only the tried call, as a signal does
+        traceback.print_exc()
+        sys.exit(1)

@@ -8,11 +8,11 @@ from math import prod
 from statistics import geometric_mean
 from typing import Any
 
+from onerank.capture.bench.bench_call import BenchCall, Operand
 from onerank.capture.bench.bench_runner import MAX_COPIES, Bench
 from onerank.capture.bench.layer_calls import linear, scaled
-from onerank.capture.bench.measured_call import BenchCall, Operand
-from onerank.capture.bench.random_operands import make
-from onerank.capture.bench.timing import Replays
+from onerank.capture.bench.measure_call import Replays
+from onerank.capture.bench.random_operands import with_random_operands
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY, SustainedCall
@@ -148,7 +148,7 @@ def _sustain(
     """
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MAX_COPIES else 1
-    calls = [make(call, bench.device).function for _ in range(copies)]
+    calls = [with_random_operands(call, bench.device).function for _ in range(copies)]
     is_driver_copy = (
         call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
     )
@@ -177,7 +177,7 @@ def _moved(call: BenchCall) -> int:
 def _cached(bench: Bench, size: int) -> float:
     operand = Operand((size,))
     call = BenchCall("aten::add", (operand, operand, 1))
-    replays = Replays([make(call, bench.device).function], on_gpu=bench.on_gpu)
+    replays = Replays([with_random_operands(call, bench.device).function], on_gpu=bench.on_gpu)
     return _moved(call) / replays.timing().median_ns
 
 
@@ -189,7 +189,7 @@ def _floor(bench: Bench) -> int:
 
 def _short_ns(bench: Bench, m: int, n: int, k: int) -> int:
     """Return the time of a short run of a GEMM in bf16."""
-    call = make(_forward(m, n, k, "bfloat16"), bench.device).function
+    call = with_random_operands(_forward(m, n, k, "bfloat16"), bench.device).function
     return Replays([call], on_gpu=bench.on_gpu).timing().median_ns
 
 
@@ -197,7 +197,7 @@ def _idle(bench: Bench) -> float | None:
     """Return the power in W of the GPU with a context and no work; None without a source."""
     if bench.board is None:
         return None
-    make(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()
+    with_random_operands(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()
     time.sleep(_REST_S)
     with bench.board.power() as power:
         time.sleep(_IDLE_S)

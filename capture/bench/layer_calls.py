@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from onerank.capture.bench.measured_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, Operand
 
 BF16, FP32 = "bfloat16", "float32"
 
@@ -100,17 +100,17 @@ def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield the activation and the residual additions."""
     routed = tokens * max(1, model.top_k)
     if model.experts:
-        one = Operand((routed, model.intermediate))
+        inner = Operand((routed, model.intermediate))
     else:
-        one = Operand((1, tokens, model.intermediate // tp))
+        inner = Operand((1, tokens, model.intermediate // tp))
     if model.gated:
-        yield BenchCall("aten::silu", (one,))
-        yield BenchCall("aten::silu_backward", (one, one))
-        yield BenchCall("aten::mul", (one, one))
+        yield BenchCall("aten::silu", (inner,))
+        yield BenchCall("aten::silu_backward", (inner, inner))
+        yield BenchCall("aten::mul", (inner, inner))
     else:
         for kind in ("none", "tanh"):
-            yield BenchCall("aten::gelu", (one, kind))
-            yield BenchCall("aten::gelu_backward", (one, one, kind))
+            yield BenchCall("aten::gelu", (inner, kind))
+            yield BenchCall("aten::gelu_backward", (inner, inner, kind))
     hidden = Operand((1, tokens, model.hidden))
     yield BenchCall("aten::add", (hidden, hidden, 1))
     yield BenchCall("aten::add_", (hidden, hidden, 1))
@@ -118,7 +118,7 @@ def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 
 def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
-    """Yield RMS norm as transformers writes it, fused RMS norm, and layer norm."""
+    """Yield RMS norm as transformers computes it, fused RMS norm, and layer norm."""
     wide, narrow = Operand((1, tokens, model.hidden), FP32), Operand((1, tokens, model.hidden))
     rows, scale = Operand((1, tokens, 1), FP32), Operand((model.hidden,))
     epsilon, two = Operand((), "float64", host=True), Operand((), "int64", host=True)
@@ -152,18 +152,18 @@ def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
 
 
 def rotary(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
-    """Yield the rotary embedding of queries and keys, as transformers writes it."""
+    """Yield the rotary embedding of queries and keys, as transformers computes it."""
     for heads in dict.fromkeys((model.heads // tp, max(1, model.kv_heads // tp))):
         whole = Operand((1, heads, tokens, model.head_dim))
         swapped = whole.swapped(1, 2)
         half = replace(whole, shape=(1, heads, tokens, model.head_dim // 2))
         halved = replace(half, strides=swapped.strides)
-        made = half.swapped(1, 2)
+        negated = half.swapped(1, 2)
         angles = Operand((1, 1, tokens, model.head_dim))
         yield BenchCall("aten::mul", (swapped, angles))
         yield BenchCall("aten::mul", (whole, angles))
         yield BenchCall("aten::neg", (halved,))
-        yield BenchCall("aten::cat", ((made, halved), -1))
+        yield BenchCall("aten::cat", ((negated, halved), -1))
         yield BenchCall("aten::add", (swapped, whole, 1))
         yield BenchCall("aten::add_", (swapped, swapped, 1))
         yield BenchCall("aten::copy_", (swapped, replace(swapped, strides=None), False))
@@ -175,18 +175,18 @@ def pointwise_sizes() -> Iterator[BenchCall]:
     """Yield pointwise and reduction calls from launch-bound to memory-bound sizes."""
     for power in range(10, 29, 2):
         size = (1 << power,)
-        one, wide = Operand(size), Operand(size, FP32)
-        for operand in (one, wide):
+        narrow, wide = Operand(size), Operand(size, FP32)
+        for operand in (narrow, wide):
             yield BenchCall("aten::add", (operand, operand, 1))
             yield BenchCall("aten::mul", (operand, operand))
             yield BenchCall("aten::fill_", (operand, 0))
             yield BenchCall("aten::copy_", (operand, operand, False))
             yield BenchCall("aten::exp", (operand,))
             yield BenchCall("aten::sum", (operand, (), False, None))
-        yield BenchCall("aten::copy_", (wide, one, False))
-        yield BenchCall("aten::copy_", (one, wide, False))
-        yield BenchCall("aten::silu", (one,))
-        yield BenchCall("aten::gelu", (one, "none"))
+        yield BenchCall("aten::copy_", (wide, narrow, False))
+        yield BenchCall("aten::copy_", (narrow, wide, False))
+        yield BenchCall("aten::silu", (narrow,))
+        yield BenchCall("aten::gelu", (narrow, "none"))
 
 
 _BFLOAT16_CODE = 15  # c10::ScalarType of bfloat16, as the schema's argument takes it
@@ -230,10 +230,10 @@ def squares() -> Iterator[BenchCall]:
         yield _mm(Operand((m, k), BF16), _transposed((k, n), BF16))
         yield from scaled(m, k, n)
     for size in (1 << 24, 1 << 26, 1 << 28):
-        one = Operand((size,), BF16)
-        yield BenchCall("aten::add", (one, one, 1))
-        yield BenchCall("aten::silu", (one,))
-        yield BenchCall("aten::copy_", (Operand((size,), "float32"), one, False))
+        operand = Operand((size,), BF16)
+        yield BenchCall("aten::add", (operand, operand, 1))
+        yield BenchCall("aten::silu", (operand,))
+        yield BenchCall("aten::copy_", (Operand((size,), "float32"), operand, False))
 
 
 def experts(model: Model, tokens: int) -> Iterator[BenchCall]:
@@ -288,13 +288,13 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     words = model.vocabulary // tp
     yield from linear(tokens, model.hidden, words)
     narrow, wide = Operand((tokens, words)), Operand((tokens, words), FP32)
-    target, one = Operand((tokens,), "int64"), Operand((), FP32)
+    target, grad = Operand((tokens,), "int64"), Operand((), FP32)
     yield BenchCall("aten::copy_", (wide, narrow, False))
     yield BenchCall("aten::copy_", (narrow, wide, False))
     yield BenchCall("aten::_log_softmax", (wide, 1, False))
     yield BenchCall("aten::_log_softmax_backward_data", (wide, wide, 1, 6))
     yield BenchCall("aten::nll_loss_forward", (wide, target, None, _MEAN, _IGNORED))
-    yield BenchCall("aten::nll_loss_backward", (one, wide, target, None, _MEAN, _IGNORED, one))
+    yield BenchCall("aten::nll_loss_backward", (grad, wide, target, None, _MEAN, _IGNORED, grad))
     rows = Operand((tokens, 1), FP32)
     yield BenchCall("aten::max", (wide, -1, False))
     yield BenchCall("aten::sum", (wide, (-1,), False, None))
@@ -306,18 +306,18 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
     """Yield the embedding lookup, its gradient, and the dispatch of tokens to experts."""
-    table, made = Operand((model.vocabulary, model.hidden)), Operand((tokens, model.hidden))
+    table, hidden = Operand((model.vocabulary, model.hidden)), Operand((tokens, model.hidden))
     index = Operand((tokens, model.hidden), "int64", strides=(1, 0))
-    yield BenchCall("aten::gather", (table, 0, index, False, made))
+    yield BenchCall("aten::gather", (table, 0, index, False, hidden))
     yield BenchCall("aten::embedding_dense_backward",
-                    (made, Operand((tokens,), "int64"), model.vocabulary, -1, False))  # fmt: skip
+                    (hidden, Operand((tokens,), "int64"), model.vocabulary, -1, False))  # fmt: skip
     yield BenchCall("aten::fill_", (table, 0))
     if model.experts:
         routed = tokens * model.top_k
         rows = Operand((routed, model.hidden))
         which = Operand((routed,), "int64")
-        yield BenchCall("aten::index", (made, (which,)))
-        yield BenchCall("aten::index_add_", (made, 0, which, rows, 1))
+        yield BenchCall("aten::index", (hidden, (which,)))
+        yield BenchCall("aten::index_add_", (hidden, 0, which, rows, 1))
         scores = Operand((tokens, model.experts), FP32)
         yield BenchCall("aten::_softmax", (scores, -1, False))
         yield BenchCall("aten::topk", (scores, model.top_k, -1, True, True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onerank.capture.bench.measured_call import BenchCall, Operand, contiguous
+from onerank.capture.bench.bench_call import BenchCall, Operand, contiguous
 from onerank.ir.errors import CaptureError
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
@@ -35,7 +35,7 @@ def layouts(call: BenchCall) -> list[BenchCall]:
         if all(operand.dtype == "float32" for operand in call.operands()):
             candidates += [replace(candidate, tf32=True) for candidate in candidates]
         return candidates
-    if base == "_scaled_mm":  # torch takes float8 operands in this layout alone
+    if base == "_scaled_mm":  # torch accepts float8 operands in this layout only
         return [_placed(call, {1: _transposed})]
     # Attention kernels need a contiguous last dimension, and do not always check it.
     if "attention" in base:
@@ -122,11 +122,11 @@ _POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal
 """Operators that turn negative or tiny operands into NaN or infinities, which change their time."""
 
 
-class Made(NamedTuple):
-    """A call with freshly created operands.
+class RunnableCall(NamedTuple):
+    """A call with new operands.
 
     Attributes:
-        function: makes the call.
+        function: runs the call.
         call: the requested call. Operands that come from a forward have that forward's layout.
     """
 
@@ -134,7 +134,7 @@ class Made(NamedTuple):
     call: BenchCall
 
 
-def make(call: BenchCall, device: torch.device) -> Made:
+def with_random_operands(call: BenchCall, device: torch.device) -> RunnableCall:
     """Return the call on random operands.
 
     Raises:
@@ -153,7 +153,7 @@ def make(call: BenchCall, device: torch.device) -> Made:
         torch.backends.cuda.matmul.allow_tf32 = call.tf32
         return overload(*positional, **named)
 
-    return Made(run, call if base not in _FROM_FORWARD else _with_layouts_of(call, values))
+    return RunnableCall(run, call if base not in _FROM_FORWARD else _with_layouts_of(call, values))
 
 
 def _with_layouts_of(call: BenchCall, values: list[Any]) -> BenchCall:
@@ -168,7 +168,10 @@ def _with_layouts_of(call: BenchCall, values: list[Any]) -> BenchCall:
 
 
 def overload_of(call: BenchCall) -> Any:
-    """Return the overload of an operator whose schema takes the call's arguments."""
+    """Return the overload of an operator whose schema takes the call's arguments.
+
+    An execution trace names operators without their overload.
+    """
     namespace, _, name = call.op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
     if not name or packet is None:
@@ -327,27 +330,35 @@ _FROM_FORWARD = frozenset({"_cudnn_attention_backward", "_flash_attention_backwa
 
 
 def _from_forward(base: str, values: list[Any]) -> list[Any]:
-    """Replace operands that only a forward can make, such as an attention's logsumexp and seed."""
+    """Replace operands that only a forward computes, such as an attention's logsumexp and seed."""
+    # The ends of the experts' rows ascend to the number of rows; here each expert gets the same.
     if base == "_grouped_mm" and isinstance(values[2], torch.Tensor):
         rows, experts = values[0].shape[0], values[2].numel()
         ends = torch.linspace(rows / experts, rows, experts, device=values[2].device)
         values[2] = ends.round().to(torch.int32)
     elif base == "_cudnn_attention_backward":
-        made = torch.ops.aten._cudnn_attention_forward(
+        forward = torch.ops.aten._cudnn_attention_forward(
             *values[1:4], None, None, None, values[11], values[12], True, 0.0, values[14], False,
             scale=values[15],
         )  # fmt: skip
-        values[4], values[5], values[6], values[7] = made[0], made[1], made[6], made[7]
+        values[4], values[5], values[6], values[7] = forward[0], forward[1], forward[6], forward[7]
     elif base == "_flash_attention_backward":
-        made = torch.ops.aten._flash_attention_forward(
+        forward = torch.ops.aten._flash_attention_forward(
             *values[1:4], None, None, values[8], values[9], 0.0, values[11], False, scale=values[14]
         )
-        values[4], values[5], values[12], values[13] = made[0], made[1], made[2], made[3]
+        values[4], values[5], values[12], values[13] = (
+            forward[0],
+            forward[1],
+            forward[2],
+            forward[3],
+        )
+    # The backward of a softmax reads the probabilities: random numbers would overflow in `exp`.
     elif base in ("_log_softmax_backward_data", "_softmax_backward_data"):
         values[1] = torch.softmax(values[1], values[2])
         if "log" in base:
             values[1] = values[1].log()
     elif base in ("_fused_adamw_", "_fused_adam_"):
+        # A negative second moment gives NaN, and step 0 divides by zero (bias correction).
         for second in values[3]:
             second.abs_()
         for step in values[5]:

@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 
+from onerank.capture.bench.bench_call import BenchCall, Operand
 from onerank.capture.bench.layer_calls import (
     MODELS,
     Model,
@@ -29,7 +30,6 @@ from onerank.capture.bench.layer_calls import (
     squares,
     typed,
 )
-from onerank.capture.bench.measured_call import BenchCall, Operand
 from onerank.capture.bench.random_operands import layouts
 from onerank.ir import Graph
 from onerank.ir.errors import CaptureError

@@ -10,7 +10,7 @@ import torch
 from onerank.capture.profiling.allocator_snapshots import StepsHistory
 from onerank.capture.profiling.clock import StepClock
 from onerank.capture.profiling.module_clock import ModuleClock
-from onerank.capture.profiling.nvml_sampler import SensorSampler
+from onerank.capture.profiling.nvml import SensorSampler
 from onerank.capture.profiling.observations import Watch, Window
 from onerank.capture.profiling.step_memory import Collector, StepMemory
 from onerank.capture.profiling.step_variance import Work

@@ -12,10 +12,9 @@ from click.testing import CliRunner, Result
 
 import onerank
 from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
-from onerank.capture.bench.bench_runner import Bench
-from onerank.capture.bench.gpu_board import Device
-from onerank.capture.bench.isolated_runner import Message
-from onerank.capture.bench.measured_call import Account, BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_runner import Bench, Device, Message
+from onerank.capture.bench.measure_call import Account
 from onerank.capture.bench.requests import BenchRequest
 from onerank.cli import onerank as command
 from onerank.cli.commands.bench import lacking
@@ -111,8 +110,8 @@ def test_what_was_measured_until_the_end_is_kept(
         raise stop
 
     device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
-    monkeypatch.setattr("onerank.capture.bench.gpu_board.on_device", lambda _: device)
-    monkeypatch.setattr("onerank.capture.bench.isolated_runner.child_on", lambda _: start)
+    monkeypatch.setattr("onerank.capture.bench.bench_runner.on_device", lambda _: device)
+    monkeypatch.setattr("onerank.capture.bench.bench_runner.child_on", lambda _: start)
     monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: requests)
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)

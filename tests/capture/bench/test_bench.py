@@ -13,13 +13,12 @@ import torch
 
 from onerank.annotate.kernel_db.call_keys import call_key
 from onerank.capture.bench import requests
-from onerank.capture.bench.bench_runner import Bench
-from onerank.capture.bench.gpu_board import Power
-from onerank.capture.bench.isolated_runner import Message, child_on, measure_isolated
-from onerank.capture.bench.measured_call import Account, BenchCall, Operand
-from onerank.capture.bench.random_operands import layouts, make, overload_of
+from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_runner import Bench, Message, child_on, measure_isolated
+from onerank.capture.bench.measure_call import Account, Replays
+from onerank.capture.bench.random_operands import layouts, overload_of, with_random_operands
 from onerank.capture.bench.requests import BenchRequest, trace_requests
-from onerank.capture.bench.timing import Replays
+from onerank.capture.profiling.nvml import Power
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir.errors import CaptureError
 
@@ -283,20 +282,20 @@ def test_an_operand_passed_twice_is_one_tensor_and_part_of_the_key() -> None:
     keys = [call_key("aten::mul", *one.texts()) for one in (twice, apart)]
     assert [key.attributes for key in keys if key] == ['{"1":"=0"}', "{}"]
     assert keys[0] == call_key("aten::mul", shapes, types, f"[{tensor},{tensor}]")
-    squares = make(twice, CPU).function()
+    squares = with_random_operands(twice, CPU).function()
     assert bool((squares >= 0).all())
-    assert not bool((make(apart, CPU).function() >= 0).all())
+    assert not bool((with_random_operands(apart, CPU).function() >= 0).all())
 
 
 def test_operands_neither_vanish_nor_grow_in_place() -> None:
     one = Operand((1000,), "float32")
     for op, factors in (("_foreach_div_", (1e-8,)), ("_foreach_mul_", (1e8,))):
         call = BenchCall(f"aten::{op}", ((one,), factors))
-        made = make(call, CPU)
+        made = with_random_operands(call, CPU)
         for _ in range(50):
             made.function()
     call = BenchCall("aten::mul_", (one, one))
-    made = make(call, CPU)
+    made = with_random_operands(call, CPU)
     first = made.function().abs().clone()
     for _ in range(50):
         last = made.function()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from onerank.capture.bench.bench_call import BenchCall, Operand
 from onerank.capture.bench.bench_runner import Bench
-from onerank.capture.bench.measured_call import Account, BenchCall, Operand
+from onerank.capture.bench.measure_call import Account
 from onerank.capture.bench.requests import BenchRequest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onerank.capture.profiling.nvml_sampler import SensorSampler
+from onerank.capture.profiling.nvml import SensorSampler
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and a driver")

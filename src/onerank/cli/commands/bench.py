@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import polars
 
     from onerank.annotate.kernel_db.database import KernelRow
-    from onerank.capture.bench.measured_call import Measured
+    from onerank.capture.bench.measure_call import Measured
     from onerank.capture.bench.requests import BenchRequest
 
 DATABASE = INPUT
@@ -87,8 +87,7 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
 
     from onerank.annotate.describe_gpu import described, to_toml
     from onerank.annotate.gpus.registry import find_gpu, load_gpu
-    from onerank.capture.bench.bench_runner import Bench
-    from onerank.capture.bench.gpu_board import on_device, versions
+    from onerank.capture.bench.bench_runner import Bench, on_device, versions
     from onerank.capture.bench.gpu_limits import COUNT, microbenchmarks
     from onerank.cli.render.bench_table import render_described
     from onerank.ir.atomic_write import replace_file
@@ -170,9 +169,9 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     output, update = options.output, options.update
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
-    from onerank.capture.bench.gpu_board import Board, on_device, versions
-    from onerank.capture.bench.isolated_runner import child_on, measure_isolated
-    from onerank.capture.bench.measured_call import Account
+    from onerank.capture.bench.bench_runner import child_on, measure_isolated, on_device, versions
+    from onerank.capture.bench.measure_call import Account
+    from onerank.capture.profiling.nvml import Board
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 

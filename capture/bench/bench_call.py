@@ -2,14 +2,11 @@
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from onerank.capture.bench.profile_kernels import Launched
-from onerank.capture.bench.timing import Timing
 from onerank.ir.dtypes import DTYPES, ITEM_BYTES, TENSOR_TYPES, split_types
 from onerank.ir.errors import CaptureError
 
@@ -178,63 +175,3 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
         return [], "None", "<None>"
     names = {bool: "Bool", int: "Int", float: "Double", str: "String"}
     return [], names[type(argument)], argument
-
-
-Cache = Literal["cold", "warm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The measurement of a call.
-
-    Attributes:
-        call: the call, with its layout.
-        launched: the kernels it launched.
-        timing: time of the call.
-        l2: whether its operands were in the last-level cache.
-        sm_clock_mhz: median during a sustained run; otherwise read right after the replays.
-        temperature_c: temperature right after the replays.
-        power_w: power of the board during a sustained run; otherwise None.
-        date: end of the measurement, UTC.
-    """
-
-    call: BenchCall
-    launched: Launched
-    timing: Timing
-    l2: Cache
-    sm_clock_mhz: int | None
-    temperature_c: int | None
-    power_w: float | None
-    date: str
-
-
-NO_TIME = "no time was left"
-
-
-@dataclass(slots=True)
-class Account:
-    """Counts of the requested calls by outcome.
-
-    Attributes:
-        requested: number of calls to measure.
-        done: measured calls.
-        other_kernels: operator -> calls that launched other kernels than in the trace, in every
-            layout.
-        failed: reason -> calls that could not be measured.
-        inner: "outer > inner" -> calls of an outer operator whose kernels an inner one launches.
-        untried: reason -> calls that were not tried, or not finished.
-    """
-
-    requested: int = 0
-    done: int = 0
-    other_kernels: Counter[str] = field(default_factory=Counter[str])
-    failed: Counter[str] = field(default_factory=Counter[str])
-    inner: Counter[str] = field(default_factory=Counter[str])
-    untried: Counter[str] = field(default_factory=Counter[str])
-
-    def add(self, other: "Account") -> None:
-        """Add the finished calls of another account; `requested` and `untried` stay."""
-        self.done += other.done
-        self.other_kernels.update(other.other_kernels)
-        self.failed.update(other.failed)
-        self.inner.update(other.inner)
