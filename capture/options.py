@@ -1,8 +1,8 @@
 """Options of a capture, each declared once: for Python, the command line and its reference page.
 
 A field made by `_option` is also an option of `capture run` and `capture verify`. Its metadata is
-plain data, which `onerank.cli.options` turns into click's terms. This module imports neither click
-nor torch, because the command line reads the declarations to print help.
+plain data, which `onerank.cli.click_options` turns into click's terms. This module imports neither
+click nor torch, because the command line reads the declarations to print help.
 """
 
 import math
@@ -40,7 +40,7 @@ def _option(
     default: Any,
     **settings: Any,
 ) -> Any:
-    """Return a field that is an option of the commands; arguments as for `cli.options.option`."""
+    """Return a field that is an option; arguments as for `onerank.cli.click_options.option`."""
     spec = {"help": help, "names": names, "heading": heading, **settings}
     return field(default=default, metadata=spec)
 

@@ -14,7 +14,7 @@ from json_reference import json_reference
 from trace_reference import trace_reference
 
 from onerank.cli import annotate, capture, onerank
-from onerank.cli.options import SectionedCommand
+from onerank.cli.click_options import SectionedCommand
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 

@@ -9,8 +9,8 @@ from invoke_cli import GPU_NS, TRACES, invoke
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank
+from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions, default_output
-from onerank.cli.options import choices
 
 
 def test_annotate_names_its_output_after_the_target(traces):

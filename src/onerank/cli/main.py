@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onerank import __version__
+from onerank.cli.click_options import SectionedGroup, option, with_options
 from onerank.cli.commands.annotate import annotate, gpus
 from onerank.cli.commands.bench import bench
 from onerank.cli.commands.capture import capture
@@ -21,7 +22,6 @@ from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
 from onerank.cli.common import INPUT_OR_DIRECTORY, TRACE, as_json, reports_errors
-from onerank.cli.options import SectionedGroup, option, with_options
 from onerank.cli.terminal import counting_files, print_json, say
 from onerank.export import Granularity
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from onerank.capture.options import SCRIPT, Options
-from onerank.cli.options import Command, SectionedCommand, option, with_options
+from onerank.cli.click_options import Command, SectionedCommand, option, with_options
 
 
 def script_of(module: str) -> tuple[Path, str]:

@@ -11,8 +11,8 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.change_dtype import DTYPES
 from onerank.annotate.passes.pass_config import parse_kernels
+from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions, annotate
-from onerank.cli.options import choices
 from onerank.ir import Evidence
 from onerank.ir.errors import AnnotateError
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import click
 
+from onerank.cli.click_options import SectionedCommand, headings, option, with_options
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, read_trace, reports_errors
-from onerank.cli.options import SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json
 
 TARGET = "The target, and what is known of it"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onerank.cli.click_options import SectionedGroup, option, with_options
 from onerank.cli.common import INPUT, MINUTES, OUTPUT, TRACE, as_json, keep_inputs, reports_errors
-from onerank.cli.options import SectionedGroup, option, with_options
 from onerank.cli.terminal import advancing, print_json
 
 if TYPE_CHECKING:

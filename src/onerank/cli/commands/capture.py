@@ -11,6 +11,7 @@ import click
 
 from onerank.capture.options import CAPTURED, OUTPUT, Options
 from onerank.capture.profiling.window_plan import WindowPlan
+from onerank.cli.click_options import SectionedGroup, headings, option, with_options
 from onerank.cli.common import (
     TRACE_OUTPUT,
     as_json,
@@ -18,7 +19,6 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
-from onerank.cli.options import SectionedGroup, headings, option, with_options
 from onerank.cli.script_command import (
     ScriptCommand,
     ScriptOptions,

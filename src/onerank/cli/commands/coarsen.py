@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from onerank.cli.click_options import option, with_options
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, reports_errors
-from onerank.cli.options import option, with_options
 from onerank.cli.terminal import print_json
 from onerank.export import Granularity
 

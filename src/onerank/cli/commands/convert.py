@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.common import (
     INPUT_OR_DIRECTORY,
     OUTPUT_OR_DIRECTORY,
@@ -17,7 +18,6 @@ from onerank.cli.common import (
     repeat_notes,
     reports_errors,
 )
-from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json, say
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from onerank.cli.click_options import option, with_options
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, read_trace, reports_errors
-from onerank.cli.options import option, with_options
 from onerank.cli.terminal import say
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.common import (
     GB_PER_S,
     INPUT_OR_DIRECTORY,
@@ -17,7 +18,6 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json
 from onerank.export import Granularity
 

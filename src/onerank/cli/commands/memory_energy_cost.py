@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from onerank.cli.click_options import SIZE, option, with_options
 from onerank.cli.common import GIGABYTES, TRACE, as_json, read_trace, reports_errors
-from onerank.cli.options import SIZE, option, with_options
 from onerank.cli.terminal import print_json
 
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import click
 
+from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.common import GB_PER_S, OUTPUT, as_json, keep_inputs, reports_errors
-from onerank.cli.options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import print_json
 
 GEMM = "GEMM [m, k] x [k, n], and norm of m rows of n"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from onerank.cli.click_options import option, with_options
 from onerank.cli.common import (
     BYTES,
     GB_PER_S,
@@ -15,7 +16,6 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.options import option, with_options
 from onerank.cli.terminal import print_json
 
 

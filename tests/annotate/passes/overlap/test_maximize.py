@@ -14,8 +14,8 @@ from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
 from onerank.annotate.passes.overlap.serialize import SerializeOverlap
+from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions
-from onerank.cli.options import choices
 from onerank.ir import (
     Collective,
     Device,
