@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 CODE = """
-from onerank.cli.script_streams import script_streams
+from onerank.cli.script import script_streams
 with script_streams(stdout_to_stderr=False) as progress:
     progress("running train.py")
     progress("warm-up, step 2 of 3")

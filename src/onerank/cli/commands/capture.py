@@ -19,12 +19,7 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
-from onerank.cli.script_command import (
-    ScriptCommand,
-    ScriptOptions,
-    job_options,
-)
-from onerank.cli.script_streams import script_streams
+from onerank.cli.script import ScriptCommand, ScriptOptions, job_options, script_streams
 from onerank.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
