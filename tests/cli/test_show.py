@@ -10,7 +10,7 @@ from invoke_cli import GPU_NS, ROOT, invoke
 from rich.console import Console
 
 from onerank.cli import annotate, capture, onerank
-from onerank.cli.render import tables as render
+from onerank.cli import terminal as render
 
 
 def test_show_as_json_holds_what_others_build_on(traces):

@@ -249,7 +249,7 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
     from onerank.annotate.gpus.datasheet_estimates import estimate_notes
     from onerank.annotate.gpus.spec_schema import gpu_schema
     from onerank.cli.render.annotation_table import render_gpus
-    from onerank.cli.render.tables import lines
+    from onerank.cli.terminal import lines
 
     if options.schema:
         print_json(gpu_schema())

@@ -285,7 +285,7 @@ def verify(
 
 
 def _render(verification: "Verification", title: str) -> None:
-    from onerank.cli.render.tables import counted, lines, table
+    from onerank.cli.terminal import counted, lines, table
 
     pairs = [("not checked", text) for text in verification.not_checked]
     pairs += [("note", text) for text in verification.notes]

@@ -8,8 +8,7 @@ import msgspec
 
 from onerank.analysis.summary import Summary, summarise
 from onerank.cli.render.conversion_table import render_conversion
-from onerank.cli.render.tables import counted, lines, table
-from onerank.cli.terminal import print_json
+from onerank.cli.terminal import counted, lines, print_json, table
 from onerank.display import size, time
 from onerank.ir.scratch import scratch_directory
 

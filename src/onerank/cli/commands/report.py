@@ -158,7 +158,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
     from onerank.analysis import report_data
     from onerank.annotate import find_gpu
     from onerank.cli.render import charts
-    from onerank.cli.render.tables import counted
+    from onerank.cli.terminal import counted
     from onerank.ir.replay.scheduler import schedule
 
     sections: list[_Section] = []

@@ -45,7 +45,7 @@ class StorageOptions:
 def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
     from onerank.annotate.passes.storage_nodes import Storage, with_storage
-    from onerank.cli.render.tables import lines
+    from onerank.cli.terminal import lines
     from onerank.display import size, time
 
     keep_inputs(options.output, trace)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Parts, StepChange
 from onerank.annotate import Explanation, Gpu, Recosting
-from onerank.cli.render.tables import counted, counts_of_evidence, evidence, lines, parts, table
+from onerank.cli.terminal import counted, counts_of_evidence, evidence, lines, parts, table
 from onerank.display import flops, size, time
 
 _MOST_NAMES = 12

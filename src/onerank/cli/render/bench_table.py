@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from onerank.cli.render.tables import counted, lines, table
+from onerank.cli.terminal import counted, lines, table
 from onerank.display import time
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from onerank.analysis.report_data import (
     StepPart,
 )
 from onerank.annotate import CLASSES, Gpu
-from onerank.cli.render.tables import short_kernel
-from onerank.cli.terminal import visible_line
+from onerank.cli.terminal import short_kernel, visible_line
 from onerank.display import size, time
 from onerank.ir import Graph
 from onerank.ir.errors import OneRankError

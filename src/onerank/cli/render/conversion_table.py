@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from onerank.cli.render.tables import lines
+from onerank.cli.terminal import lines
 from onerank.converters.sources.kineto import Conversion
 from onerank.converters.sources.onnx import OnnxConversion
 from onerank.display import size, time

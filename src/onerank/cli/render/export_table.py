@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onerank.cli.render.tables import counted, lines, rank_list, table
+from onerank.cli.terminal import counted, lines, rank_list, table
 from onerank.converters.targets.astra_sim import AstraSimExport
 from onerank.converters.targets.astra_sim.check import Finding
 from onerank.converters.targets.goal import GoalExport

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.memory.memory_report import MemoryReport
-from onerank.cli.render.tables import amount, lines, table
+from onerank.cli.terminal import amount, lines, table
 from onerank.display import joules, size, time
 
 

@@ -7,7 +7,7 @@ from onerank.analysis.breakdown import Grain, Part, Share, merged
 from onerank.analysis.step_time import Replay
 from onerank.analysis.summary import StageSummary, Summary
 from onerank.analysis.trace_diff import Change, Difference
-from onerank.cli.render.tables import (
+from onerank.cli.terminal import (
     MODULE_ROWS,
     RANKS,
     counted,
