@@ -1,15 +1,30 @@
 """`annotate --target GPU`: predict the step on another GPU; `gpus`: GPU descriptions."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from onerank.cli.click_options import SectionedCommand, headings, option, with_options
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, read_trace, reports_errors
-from onerank.cli.terminal import print_json
+from onerank.cli.terminal import (
+    counted,
+    counts_of_evidence,
+    evidence,
+    lines,
+    parts,
+    print_json,
+    table,
+)
+from onerank.display import flops, size, time
+
+if TYPE_CHECKING:
+    from onerank.analysis.step_time import Parts, StepChange
+    from onerank.annotate import Explanation, Gpu, Recosting
+
 
 TARGET = "The target, and what is known of it"
 
@@ -148,7 +163,6 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     from onerank.annotate.passes.host_scaling import scale_host
     from onerank.annotate.passes.nvlink_active import nvlink_idle_note
     from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
-    from onerank.cli.render.annotation_table import render_explanation, render_recosting
 
     gpu = with_figures(load_gpu(options.target), figures_of(options.override))
     passes = PassOptions(
@@ -248,8 +262,6 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
     from onerank.annotate import gpu_names, load_gpu
     from onerank.annotate.gpus.datasheet_estimates import estimate_notes
     from onerank.annotate.gpus.spec_schema import gpu_schema
-    from onerank.cli.render.annotation_table import render_gpus
-    from onerank.cli.terminal import lines
 
     if options.schema:
         print_json(gpu_schema())
@@ -263,3 +275,129 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
         if options.check is not None:
             notes = [("estimated", note) for gpu in descriptions for note in estimate_notes(gpu)]
             lines([("checked", "nothing wrong"), *notes], str(options.check))
+
+
+_MOST_NAMES = 12
+"""Names of unknown kernels that are listed."""
+
+
+def render_recosting(
+    recosting: "Recosting", step: "StepChange", notes: Sequence[str], title: str
+) -> None:
+    """Print what a re-costing changed; `notes` are those of the graph it made."""
+    before, after = recosting.before_ns, recosting.after_ns
+    pairs = [
+        *_step(recosting, step),
+        ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
+        *_interval(recosting.interval),
+        ("model", recosting.model),
+        ("evidence", counts_of_evidence(recosting.evidence, recosting.evidence_ns)),
+    ]
+    pairs += [("rule", f"{counted(n, 'node')}: {rule}") for rule, n in recosting.rules.items()]
+    pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
+    if recosting.unknown:
+        count = sum(kernel.count for kernel in recosting.unknown)
+        names = [*dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown)]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        names = ", ".join(names[:_MOST_NAMES]) + more
+        spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
+        nodes = counted(count, "node")
+        pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))
+    pairs += [("note", note) for note in notes]
+    lines(pairs, title)
+    _where(recosting, step)
+    rows = [
+        (
+            row.op_class.value,
+            row.count,
+            time(row.before_ns),
+            time(row.after_ns),
+            f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
+            flops(row.flops),
+            size(row.bytes_read + row.bytes_written),
+            _shares(row.evidence_ns),
+        )
+        for row in recosting.classes
+    ]
+    columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes", "evidence by time")
+    title = f"Compute by class, on {recosting.source} and on {recosting.target}"
+    table(title, columns, rows, texts=(0, len(columns) - 1))
+
+
+def _step(recosting: "Recosting", step: "StepChange") -> list[tuple[str, str]]:
+    """Say how long the step takes before and after."""
+    if step.after is None:
+        return []
+    how = "steady state" if step.source == "steady_state" else "replayed"
+    text = f"{time(step.after.step_ns)} on {recosting.target}"
+    if step.before is not None:
+        another = step.measured_ns not in {None, step.before.step_ns}
+        measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
+        text = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {text}"
+    ends = () if step.p10_ns is None else (step.p10_ns, step.p90_ns)
+    return [(f"step, {how}", text), *_interval(ends)]
+
+
+def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
+    return [("80% interval", " to ".join(time(end) for end in ends))] if ends else []
+
+
+def _where(recosting: "Recosting", step: "StepChange") -> None:
+    """Show where the time of the step goes, before and after."""
+    if step.before is None or step.after is None:
+        return
+    untimed = f", {step.untimed} calls not timed" if step.untimed else ""
+    labels = ("compute", f"exposed communication{untimed}", "idle", "  waiting for a launch", "all")
+    figures = [
+        [f"{time(ns)} {ns / one.step_ns:6.1%}" for ns in _times(one)]
+        for one in (step.before, step.after)
+    ]
+    rows = list(zip(labels, *figures, strict=True))
+    host = "steady state" if step.source == "steady_state" else "replayed with its host as profiled"
+    table(f"The step, {host}", ("", recosting.source, recosting.target), rows)
+
+
+def _times(parts: "Parts") -> tuple[int, ...]:
+    return (
+        parts.compute_ns,
+        parts.exposed_communication_ns,
+        parts.idle_ns,
+        parts.host_bound_ns,
+        parts.step_ns,
+    )
+
+
+def _shares(times_ns: dict[str, int]) -> str:
+    """Say what part of a class's time has which evidence, the largest first."""
+    shares = parts(times_ns)
+    if len(shares) < 2:
+        return "".join(evidence(name) for name in shares)
+    ordered = sorted(times_ns, key=lambda name: -times_ns[name])
+    return ", ".join(f"{shares[name]} {evidence(name)}" for name in ordered)
+
+
+def render_explanation(explanation: "Explanation") -> None:
+    """Print how one node's duration was predicted."""
+    lines(list(explanation.lines), f"node {explanation.node}: {explanation.name}")
+
+
+def render_gpus(gpus: "Sequence[Gpu]") -> None:
+    """Print GPU descriptions."""
+    rows = [
+        (
+            gpu.name,
+            gpu.architecture,
+            gpu.sm_count,
+            f"{gpu.memory_bytes / 1e9:.0f}",
+            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f}",
+            *(_tera(gpu.peak_tensor_flops_per_s(dtype)) for dtype in ("bfloat16", "float16")),
+            ", ".join(gpu.aliases),
+        )
+        for gpu in gpus
+    ]
+    columns = ("name", "family", "SMs", "GB", "GB/s", "bf16", "fp16", "also known as")
+    table("GPU descriptions; bf16 and fp16 in dense TFLOP/s", columns, rows, texts=(0, 1, 7))
+
+
+def _tera(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.0f}"

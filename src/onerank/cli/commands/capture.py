@@ -20,7 +20,7 @@ from onerank.cli.common import (
     reports_errors,
 )
 from onerank.cli.script import ScriptCommand, ScriptOptions, job_options, script_streams
-from onerank.cli.terminal import print_json, say
+from onerank.cli.terminal import counted, lines, print_json, say, table
 
 if TYPE_CHECKING:
     from onerank.capture import Capture
@@ -161,7 +161,7 @@ def run(
             captured = capture_script(script, args, options, progress)
     # Imported late: they import polars, whose threads would run next to the script.
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.conversion_table import render_conversion
+    from onerank.cli.commands.convert import render_conversion
     from onerank.cli.render.trace_tables import render_summary
 
     captured.graph.write(output)
@@ -285,7 +285,6 @@ def verify(
 
 
 def _render(verification: "Verification", title: str) -> None:
-    from onerank.cli.terminal import counted, lines, table
 
     pairs = [("not checked", text) for text in verification.not_checked]
     pairs += [("note", text) for text in verification.notes]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from onerank.analysis.summary import Summary, summarise
-from onerank.cli.render.conversion_table import render_conversion
+from onerank.cli.commands.convert import render_conversion
 from onerank.cli.terminal import counted, lines, print_json, table
 from onerank.display import size, time
 from onerank.ir.scratch import scratch_directory

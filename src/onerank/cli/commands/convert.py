@@ -1,9 +1,10 @@
 """`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,11 +19,14 @@ from onerank.cli.common import (
     repeat_notes,
     reports_errors,
 )
-from onerank.cli.terminal import print_json, say
+from onerank.cli.terminal import lines, print_json, say
+from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.converters.sources.kineto import Conversion
+    from onerank.converters.sources.onnx import OnnxConversion
     from onerank.ir import Graph
+
 
 TRACES = "Recorded traces"
 MODEL = "A model"
@@ -245,7 +249,6 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
     if as_json:
         print_json(report)
         return
-    from onerank.cli.render.conversion_table import render_conversion
 
     render_conversion(report)
     say(f"{output}: {len(graph)} nodes")
@@ -262,7 +265,6 @@ def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> N
     if as_json:
         print_json(done)
         return
-    from onerank.cli.render.conversion_table import render_conversion
 
     for rank in done:
         render_conversion(rank.report)
@@ -272,7 +274,6 @@ def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> N
 def _convert_model(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.analysis.summary import summarise
     from onerank.annotate import characterise
-    from onerank.cli.render.conversion_table import render_model
     from onerank.cli.render.trace_tables import render_summary
     from onerank.converters.sources.onnx import convert_onnx
 
@@ -302,3 +303,69 @@ def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
             raise click.BadParameter(f"{text!r}: expected NAME=N", param_hint="--size")
         sizes[name] = int(size)
     return sizes
+
+
+def render_model(report: "OnnxConversion") -> None:
+    """Print the result of converting an ONNX model."""
+    pairs = [
+        ("nodes", f"{report.nodes}: {report.launching} compute, {report.launching_nothing} do not"),
+        ("weights", f"{report.weights} elements, {size(report.weight_bytes)}"),
+    ]
+    if report.sizes:
+        pairs.append(("sizes", ", ".join(f"{name} {n}" for name, n in report.sizes.items())))
+    for label, counts in (
+        ("unknown", report.unknown),
+        ("not expanded", report.not_expanded),
+        ("no shapes", report.without_shapes),
+        ("no backward", report.without_backward),
+    ):
+        pairs += [(label, f"{n} of {what}") for what, n in counts.items()]
+    lines(pairs)
+
+
+def render_conversion(
+    report: "Conversion", sliced: Sequence[tuple[str, Any]] = (), title: str = "Linked"
+) -> None:
+    """Print what a conversion linked and dropped."""
+    pairs: list[tuple[str, str]] = []
+    for model, slicing in sliced:
+        counts = ", ".join(f"{count} {style}" for style, count in slicing.modules.items())
+        change = f"{model}: {slicing.elements_before} to {slicing.elements_after} parameters"
+        pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
+    gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
+    count, ns = report.gpu_ops_dropped
+    if report.gpu_ops:
+        by_rule = ", ".join(f"{n} by {rule}" for rule, n in gpu.items())
+        pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
+        if count:
+            pairs.append(
+                ("dropped", f"{count} GPU operations ({time(ns)}) emulating communication")
+            )
+    pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
+    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_dropped.items()]
+    if report.host_ops_without_record:
+        pairs.append(
+            ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
+        )
+    if report.backward_ops:
+        share = f"{report.backward_ops_with_module} of {report.backward_ops} operators"
+        pairs.append(("backward", f"{share} attributed to a module"))
+    pairs.append(("communication", f"{report.communication} calls"))
+    pairs += [
+        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_dropped.items()
+    ]
+    pairs.append(
+        (
+            "memory",
+            f"{report.memory_events} events, {report.memory_events_outside} outside operators",
+        )
+    )
+    if report.memory_events_elsewhere:
+        count = report.memory_events_elsewhere
+        pairs.append(("dropped", f"{count} memory events of another device type"))
+    pairs.append(("times from", report.timing))
+    if report.steps > 1:
+        least, most = min(report.step_times_ns), max(report.step_times_ns)
+        pairs.append(("steps", f"from {time(least)} to {time(most)} of compute each"))
+    pairs += [("note", note) for note in report.notes]
+    lines(pairs, title)

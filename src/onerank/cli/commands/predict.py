@@ -2,13 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.common import GB_PER_S, OUTPUT, as_json, keep_inputs, reports_errors
-from onerank.cli.terminal import print_json
+from onerank.cli.terminal import evidence, print_json, table
+from onerank.display import time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from onerank.analysis.predict_ops import OpPrediction
 
 GEMM = "GEMM [m, k] x [k, n], and norm of m rows of n"
 
@@ -103,7 +109,6 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     from dataclasses import asdict
 
     from onerank.analysis.predict_ops import OPS, calls_of, predict_calls
-    from onerank.cli.render.annotation_table import render_predictions
 
     sizes = {
         name: value
@@ -127,7 +132,25 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     if as_json:
         print_json(predictions)
     else:
-        render_predictions(predictions)
+        _render(predictions)
+
+
+def _render(predictions: "Sequence[OpPrediction]") -> None:
+    """Print predicted operators."""
+    rows = [
+        (
+            f"{p.call.op} {p.call.sizes}",
+            p.call.dtype,
+            time(p.duration_ns),
+            "-" if p.p10_ns is None else f"{time(p.p10_ns)} to {time(p.p90_ns)}",
+            p.bound,
+            evidence(p.evidence),
+        )
+        for p in predictions
+    ]
+    columns = ("", "dtype", "time", "80% interval", "bound by", "evidence")
+    target = predictions[0].target if predictions else "no operator"
+    table(f"On {target}", columns, rows, texts=(0, 1, 4, 5))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ import click
 
 from onerank.cli.click_options import option, with_options
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
-from onerank.cli.terminal import say, visible_line
+from onerank.cli.terminal import counted, say, visible_line
+from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay
@@ -118,8 +119,6 @@ def _analysed(graph: "Graph") -> "tuple[Summary, Replay | None]":
 
 def _cards(name: str, summary: "Summary", replayed: "Replay | None") -> str:
     """Return the key figures of a trace."""
-    from onerank.display import size, time
-
     world = " ".join(f"{axis} {length}" for axis, length in summary.world.items()) or "1"
     figures = {
         "device": summary.device or "unknown",
@@ -158,7 +157,6 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
     from onerank.analysis import report_data
     from onerank.annotate import find_gpu
     from onerank.cli.render import charts
-    from onerank.cli.terminal import counted
     from onerank.ir.replay.scheduler import schedule
 
     sections: list[_Section] = []

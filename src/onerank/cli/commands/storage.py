@@ -16,7 +16,8 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.terminal import print_json
+from onerank.cli.terminal import lines, print_json
+from onerank.display import size, time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,6 @@ class StorageOptions:
 def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
     from onerank.annotate.passes.storage_nodes import Storage, with_storage
-    from onerank.cli.terminal import lines
-    from onerank.display import size, time
 
     keep_inputs(options.output, trace)
     before = read_trace(trace)
