@@ -1,6 +1,5 @@
 """The `onerank` command: its subcommands, `show` and `diff`."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +13,14 @@ from onerank.cli.commands.bench import bench
 from onerank.cli.commands.capture import capture
 from onerank.cli.commands.coarsen import coarsen, show_parts
 from onerank.cli.commands.convert import convert
-from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
-from onerank.cli.commands.export_simulators import astra_sim, goal, simai
+from onerank.cli.commands.export import check, export
 from onerank.cli.commands.memory_energy_cost import cost, energy, memory
 from onerank.cli.commands.predict import predict
 from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
-from onerank.cli.common import INPUT_OR_DIRECTORY, TRACE, as_json, reports_errors
-from onerank.cli.terminal import counting_files, print_json, say
+from onerank.cli.common import TRACE, as_json, reports_errors
+from onerank.cli.terminal import print_json, say
 from onerank.export import Granularity
 
 if TYPE_CHECKING:
@@ -45,52 +43,18 @@ def onerank() -> None:
 onerank.add_command(capture)
 onerank.add_command(annotate)
 onerank.add_command(bench)
+onerank.add_command(check)
 onerank.add_command(coarsen)
 onerank.add_command(convert)
 onerank.add_command(cost)
 onerank.add_command(energy)
+onerank.add_command(export)
 onerank.add_command(gpus)
 onerank.add_command(memory)
 onerank.add_command(predict)
 onerank.add_command(replay)
 onerank.add_command(report)
 onerank.add_command(storage)
-
-
-@onerank.group(
-    cls=SectionedGroup,
-    sections={
-        "Simulators": ("astra-sim", "simai", "goal"),
-        "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
-    },
-)
-def export() -> None:
-    """Hand a trace to a simulator, or to a tool that shows or reads it."""
-
-
-for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
-    export.add_command(_command)
-
-
-@onerank.command()
-@click.argument("path", type=INPUT_OR_DIRECTORY)
-@as_json
-@reports_errors
-def check(path: Path, as_json: bool) -> None:
-    """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
-
-    Exit code 1: findings. Notes, on what ASTRA-sim ignores or converts, are no findings.
-    """
-    from onerank.cli.render.export_table import render_findings
-    from onerank.converters.targets.astra_sim.check import check as check_path
-
-    with counting_files() as progress:
-        findings = check_path(path, progress=progress)
-    if as_json:
-        print_json(findings)
-    else:
-        render_findings(findings, str(path), is_file=not path.is_dir())
-    sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,451 @@
+"""`onerank export`: workloads for simulators, files for other tools; `onerank check`."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from onerank.cli.click_options import (
+    SIZE,
+    SectionedCommand,
+    SectionedGroup,
+    headings,
+    option,
+    with_options,
+)
+from onerank.cli.common import (
+    GB_PER_S,
+    INPUT_OR_DIRECTORY,
+    LATENCY_NS,
+    OUTPUT,
+    TRACE,
+    as_json,
+    keep_inputs,
+    read_trace,
+    reports_errors,
+)
+from onerank.cli.terminal import counted, counting_files, lines, print_json, rank_list, say, table
+from onerank.display import size, time
+from onerank.export import Granularity
+
+if TYPE_CHECKING:
+    from onerank.converters.targets.astra_sim import AstraSimExport
+    from onerank.converters.targets.astra_sim.check import Finding
+    from onerank.converters.targets.goal import GoalExport
+    from onerank.converters.targets.simai import SimaiExport
+    from onerank.ir import Graph
+
+
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+
+TRACES = click.argument("traces", nargs=-1, required=True, type=INPUT_OR_DIRECTORY)
+
+JOB = "The job"
+NETWORK = "Its network"
+WRITTEN = "Output"
+
+
+class _Capability(click.ParamType[int]):
+    """A compute capability, major.minor; as NCCL counts it, 86 for 8.6."""
+
+    name = "capability"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
+
+        if not re.fullmatch(COMPUTE_CAPABILITY, str(value)):
+            self.fail(f"{value}: expected major.minor, as 8.6 of an A10", param, ctx)
+        return int(str(value).replace(".", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a job grows from the traces of a few ranks."""
+
+    dp: int | None = option(
+        "Replicas, in place of those captured.",
+        heading=JOB,
+        default=None,
+        type=click.IntRange(2),
+    )
+    schedule: str | None = option(
+        "Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.", heading=JOB, default=None
+    )
+    micro_batches: int | None = option("Of a pipelined step.", heading=JOB, default=None, type=SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(PipelineOptions):
+    """How a job grows to all ranks, and whether they wait for their hosts."""
+
+    ranks: int | None = option(
+        "For a trace that does not record its world.",
+        heading=JOB,
+        default=None,
+        type=click.IntRange(2),
+    )
+    include_host_delays: bool = option(
+        "Let the GPU wait for its host as it did.", heading=JOB, default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AstraSimOptions(RankOptions):
+    """The job, its network, and what is written."""
+
+    bandwidth_gb_s: float | None = option(
+        "GB/s of each rank in each direction.  [default: the trace's GPU's; else 450]",
+        heading=NETWORK,
+        default=None,
+        type=GB_PER_S,
+    )
+    busbw_gb_s: float | None = option(
+        "In its place, the bus bandwidth that large collectives reach as measured; their "
+        "reductions then take no further time.",
+        heading=NETWORK,
+        default=None,
+        type=GB_PER_S,
+    )
+    latency_ns: float = option(
+        "From one rank to another.",
+        heading=NETWORK,
+        default=500.0,
+        type=LATENCY_NS,
+        show_default=True,
+    )
+    output: Path = option(
+        "Directory to write; the files of an earlier export there are replaced.",
+        *("-o", "--output"),
+        heading=WRITTEN,
+        type=DIRECTORY,
+    )
+    overwrite: bool = option(
+        "Write into a directory that holds other files too; they stay.",
+        heading=WRITTEN,
+        default=False,
+    )
+    name: str = option(
+        "Prefix of the traces.", heading=WRITTEN, default="workload", show_default=True
+    )
+    granularity: Granularity = option(
+        "Write one node per layer or sub-module between communications.",
+        heading=WRITTEN,
+        default="kernel",
+        show_default=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimaiOptions(PipelineOptions):
+    """The job, and what is written."""
+
+    output: Path = option("Workload text to write.", *("-o", "--output"), type=OUTPUT)
+    granularity: Literal["layer", "submodule"] = option(
+        "What a row is.", default="submodule", show_default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions(RankOptions):
+    """The job, the hardware that NCCL's algorithms depend on, and what is written."""
+
+    gpus_per_node: int = option(
+        "Consecutive ranks that share a node.",
+        heading=NETWORK,
+        default=8,
+        type=SIZE,
+        show_default=True,
+    )
+    compute_capability: int | None = option(
+        "Of the GPUs, as 8.6: NCCL chooses by it.  [default: the trace's GPU's; else 9.0]",
+        heading=NETWORK,
+        default=None,
+        type=_Capability(),
+        metavar="M.N",
+    )
+    output: Path = option("GOAL text to write.", *("-o", "--output"), heading=WRITTEN, type=OUTPUT)
+    granularity: Granularity = option(
+        "Write one calc per layer or sub-module between communications.",
+        heading=WRITTEN,
+        default="kernel",
+        show_default=True,
+    )
+
+
+def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
+    """Read the traces one at a time; a note that several have is printed once."""
+    seen: set[str] = set()
+    return (read_trace(file, seen=seen) for file in files)
+
+
+@click.command("astra-sim", cls=SectionedCommand, sections=headings(AstraSimOptions))
+@TRACES
+@with_options(AstraSimOptions)
+@as_json
+@reports_errors
+def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool) -> None:
+    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
+
+    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
+    of them, as `capture run --ranks distinct` writes them; with --schedule those of a pipeline's
+    stages.
+    """
+    from onerank import export
+
+    files = export.trace_files(traces)
+    for file in files:
+        export.refuse_input_in(options.output, file)
+    done = export.astra_sim(_graphs(files), **vars(options))
+    if as_json:
+        print_json(done)
+    else:
+        render_export(done)
+
+
+@click.command(cls=SectionedCommand, sections=headings(SimaiOptions))
+@TRACES
+@with_options(SimaiOptions)
+@as_json
+@reports_errors
+def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> None:
+    """Write a SimAI workload, and report what the format cannot hold.
+
+    TRACES: one trace that represents all ranks; with --schedule those of a pipeline's stages, one
+    per class of equal stages, or a directory of them.
+    """
+    from onerank import export
+
+    files = export.trace_files(traces)
+    keep_inputs(options.output, *files)
+    done = export.simai(_graphs(files), **vars(options))
+    if as_json:
+        print_json(done)
+    else:
+        render_simai(done)
+
+
+@click.command(cls=SectionedCommand, sections=headings(GoalOptions))
+@TRACES
+@with_options(GoalOptions)
+@as_json
+@reports_errors
+def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
+    """Write a GOAL schedule: every rank's operations, collectives as messages.
+
+    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
+    of them; with --schedule those of a pipeline's stages.
+    """
+    from onerank import export
+
+    files = export.trace_files(traces)
+    keep_inputs(options.output, *files)
+    done = export.goal(_graphs(files), **vars(options))
+    if as_json:
+        print_json(done)
+    else:
+        render_goal(done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """The file that a command writes."""
+
+    output: Path = option("File to write.", "-o", "--output", type=OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetOptions:
+    """Where the tables go."""
+
+    output: Path = option("Directory of the tables.", "-o", "--output", type=DIRECTORY)
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@with_options(FileOptions)
+@reports_errors
+def perfetto(trace: Path, options: FileOptions) -> None:
+    """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory.
+
+    The file is JSON, with gzip if its name ends in .gz.
+    """
+    from onerank import export
+
+    keep_inputs(options.output, trace)
+    slices = export.perfetto(read_trace(trace), options.output, title=trace.name)
+    say(f"{options.output}: {slices} slices")
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@with_options(ParquetOptions)
+@reports_errors
+def parquet(trace: Path, options: ParquetOptions) -> None:
+    """Write nodes and edges as tables for polars, pandas, DuckDB."""
+    from onerank.converters.targets.parquet_dot import write_parquet
+
+    graph = read_trace(trace)
+    nodes, edges = write_parquet(graph, options.output)
+    say(f"{nodes}: {len(graph)} rows\n{edges}: {len(graph.edges)} rows")
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@with_options(FileOptions)
+@reports_errors
+def dot(trace: Path, options: FileOptions) -> None:
+    """Write a drawing of the graph for Graphviz."""
+    from onerank.converters.targets.parquet_dot import to_dot
+    from onerank.ir.atomic_write import replace_file
+
+    keep_inputs(options.output, trace)
+    replace_file(options.output, to_dot(read_trace(trace)).encode())
+    drawing = options.output.with_suffix(".svg").name
+    say(f"{options.output}: draw it with dot -Tsvg {options.output} -o {drawing}")
+
+
+@click.command("chakra-json")
+@click.argument("trace", type=TRACE)
+@with_options(FileOptions)
+@reports_errors
+def chakra_json(trace: Path, options: FileOptions) -> None:
+    """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
+    from onerank.ir.atomic_write import replace_file
+    from onerank.ir.chakra import to_json
+
+    keep_inputs(options.output, trace)
+    replace_file(options.output, to_json(trace).encode())
+    say(f"{options.output}: the messages of {trace}")
+
+
+@click.group(
+    cls=SectionedGroup,
+    sections={
+        "Simulators": ("astra-sim", "simai", "goal"),
+        "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
+    },
+)
+def export() -> None:
+    """Hand a trace to a simulator, or to a tool that shows or reads it."""
+
+
+for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
+    export.add_command(_command)
+
+
+@click.command()
+@click.argument("path", type=INPUT_OR_DIRECTORY)
+@as_json
+@reports_errors
+def check(path: Path, as_json: bool) -> None:
+    """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
+
+    Exit code 1: findings. Notes, on what ASTRA-sim ignores or converts, are no findings.
+    """
+    from onerank.converters.targets.astra_sim.check import check as check_path
+
+    with counting_files() as progress:
+        findings = check_path(path, progress=progress)
+    if as_json:
+        print_json(findings)
+    else:
+        render_findings(findings, str(path), is_file=not path.is_dir())
+    sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
+
+
+_GROUPS = 16
+
+
+def render_export(done: "AstraSimExport") -> None:
+    """Print what an export wrote."""
+    group_texts = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
+    more = [f"and {len(group_texts) - _GROUPS} more"] if len(group_texts) > _GROUPS else []
+    groups = "; ".join([*group_texts[:_GROUPS], *more])
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("nodes per rank", str(done.nodes)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("groups", groups),
+    ]
+    pairs += [
+        (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
+        for stages, peak in done.peak_memory_bytes
+    ]
+    pairs += [("dropped", f"{count}: {kind}") for kind, count in done.dropped.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("checked", "no findings"))
+    pairs.append(
+        (
+            "run it",
+            f"ASTRA_SIM_BIN=.../AstraSim_Analytical_Congestion_Unaware {done.directory}/run.sh",
+        )
+    )
+    lines(pairs, f"{done.directory}: ASTRA-sim workload of {len(done.files)} files")
+
+
+def render_simai(done: "SimaiExport") -> None:
+    """Print the contents of a SimAI workload, and what the format cannot express."""
+    batches = f"{done.micro_batches} micro-batch{'' if done.micro_batches == 1 else 'es'}"
+    pairs = [
+        ("ranks", f"{done.all_gpus}; all replay the step of rank {done.rank}"),
+        ("rows", f"{done.rows} for {batches}"),
+        ("forward", time(done.forward_ns)),
+        ("input grad.", time(done.input_gradient_ns)),
+        ("weight grad.", time(done.weight_gradient_ns)),
+        ("optimizer", time(done.optimizer_ns)),
+    ]
+    pairs += [("lost", loss) for loss in done.losses]
+    pairs += [("note", note) for note in done.notes]
+    lines(pairs, f"{done.path}: SimAI workload")
+
+
+def render_goal(done: "GoalExport") -> None:
+    """Print the contents of a GOAL schedule."""
+    name = done.path.stem
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("operations", str(done.operations)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("cpus", str(done.cpus)),
+    ]
+    pairs += [
+        ("communication", f"{count}: {algorithm}") for algorithm, count in done.algorithms.items()
+    ]
+    pairs += [("dropped", f"{count}: {algorithm}") for algorithm, count in done.dropped.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
+    pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
+    lines(pairs, f"{done.path}: GOAL schedule")
+
+
+def render_findings(findings: "Sequence[Finding]", path: str, *, is_file: bool) -> None:
+    """Print the findings of a check.
+
+    Args:
+        findings: the findings.
+        path: file or directory that was checked.
+        is_file: whether it is a single file, of which only the structure is checked.
+    """
+    if not findings:
+        scope = " in its structure; give the directory to check a workload" if is_file else ""
+        lines([("checked", f"no findings{scope}")], path)
+        return
+    rows = [
+        (
+            f"{finding.rule} (note)" if finding.is_note else finding.rule,
+            finding.file,
+            "" if finding.node is None else finding.node,
+            finding.message,
+        )
+        for finding in findings
+    ]
+    notes = sum(finding.is_note for finding in findings)
+    counts = [counted(len(findings) - notes, "finding")]
+    if notes:
+        counts.append(counted(notes, "note"))
+    columns = ("rule", "file", "node", "message")
+    table(f"{path}: {', '.join(counts)}", columns, rows, texts=(0, 1, 3))
