@@ -1,7 +1,8 @@
-"""`onerank storage`: data loading and checkpoints as nodes of a trace."""
+"""`onerank coarsen` and `onerank storage`: another trace made of one, without a prediction."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -18,6 +19,39 @@ from onerank.cli.common import (
 )
 from onerank.cli.terminal import lines, print_json
 from onerank.display import size, time
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarsenOptions:
+    """What a node of the coarse trace is, and where the trace goes."""
+
+    granularity: Literal["layer", "submodule"] = option("What a node is.")
+    output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@with_options(CoarsenOptions)
+@as_json
+@reports_errors
+def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
+    """Write TRACE with one node per layer or sub-module, phase and micro-batch.
+
+    Communication stays as it is and divides what it interrupts; GPU time is kept to the nanosecond.
+    """
+    import onerank as package
+    from onerank.analysis.summary import summarise
+    from onerank.cli.render.trace_tables import render_summary
+    from onerank.export import at_granularity
+
+    keep_inputs(options.output, trace)
+    coarse = at_granularity(package.read(trace), options.granularity)
+    coarse.write(options.output)
+    summary = summarise(coarse)
+    if as_json:
+        print_json(summary)
+    else:
+        render_summary(summary, title=str(options.output))
 
 
 @dataclass(frozen=True, kw_only=True)
