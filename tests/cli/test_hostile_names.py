@@ -14,7 +14,7 @@ from invoke_cli import ROOT, invoke
 
 import onerank as package
 from onerank.cli import annotate, onerank
-from onerank.cli.render.charts import plotly_js
+from onerank.cli.report_charts import plotly_js
 from onerank.cli.terminal import visible, visible_line
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -109,15 +109,13 @@ def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[
     return [share for row in columns if (share := Share(*row)).count]
 
 
-Grain = Literal["layer", "submodule", "kernel"]
-
-GRAINS: tuple[Grain, ...] = get_args(Grain)
+Granularity = Literal["layer", "submodule", "kernel"]
 
 
 class Part(msgspec.Struct, frozen=True):
     """Time, work and memory of one layer, sub-module or kernel in a step, all calls summed.
 
-    With the grain "submodule", the role "layer" stands for a layer's operators outside its
+    With the granularity "submodule", the role "layer" stands for a layer's operators outside its
     sub-modules.
 
     Attributes:
@@ -161,7 +159,7 @@ class Part(msgspec.Struct, frozen=True):
         return self.forward_ns + self.backward_ns + self.other_ns
 
 
-def parts(graph: Graph, grain: Grain) -> list[Part]:
+def parts(graph: Graph, granularity: Granularity) -> list[Part]:
     """Return the time of each layer, sub-module or kernel, in the order of their first nodes.
 
     Raises:
@@ -169,18 +167,18 @@ def parts(graph: Graph, grain: Grain) -> list[Part]:
         AnnotateError: the operands of a node cannot be read.
     """
     graph = characterise(graph)
-    if grain == "kernel":
+    if granularity == "kernel":
         names, scope_index = np.unique(graph.nodes.name, return_inverse=True)
         scopes = [Scope(graph.strings[code], "") for code in names.tolist()]
     else:
-        scoping = scopes_of(graph, grain)
+        scoping = scopes_of(graph, granularity)
         scopes, scope_index = scoping.scopes, scoping.of
     summed = _sums(graph, scopes, scope_index.astype(np.int64))
     timed = {(time.path, time.phase): time.duration_ns for time in graph.job.measurement.scopes}
     return [
         part
         # Events time whole layers, while this part has only the operators outside sub-modules.
-        if grain == "submodule" and part.role == "layer"
+        if granularity == "submodule" and part.role == "layer"
         else msgspec.structs.replace(
             part,
             timed_forward_ns=timed.get((part.name, "forward")),

@@ -162,7 +162,7 @@ def run(
     # Imported late: they import polars, whose threads would run next to the script.
     from onerank.analysis.summary import summarise
     from onerank.cli.commands.convert import render_conversion
-    from onerank.cli.render.trace_tables import render_summary
+    from onerank.cli.summary_tables import render_summary
 
     captured.graph.write(output)
     summary = summarise(captured.graph)

@@ -41,7 +41,7 @@ def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
     """
     import onerank as package
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.trace_tables import render_summary
+    from onerank.cli.summary_tables import render_summary
     from onerank.export import at_granularity
 
     keep_inputs(options.output, trace)

@@ -274,7 +274,7 @@ def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> N
 def _convert_model(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.analysis.summary import summarise
     from onerank.annotate import characterise
-    from onerank.cli.render.trace_tables import render_summary
+    from onerank.cli.summary_tables import render_summary
     from onerank.converters.sources.onnx import convert_onnx
 
     _check_output(options.output, source)

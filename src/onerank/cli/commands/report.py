@@ -61,7 +61,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     and `replay` follow. The page works without a network.
     """
     import onerank
-    from onerank.cli.render.charts import plotly_js
+    from onerank.cli.report_charts import plotly_js
     from onerank.ir.atomic_write import replace_file
 
     if len(traces) > 2:
@@ -102,7 +102,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     # "</" would end the script element, wherever a name of the trace holds it.
     data = json.dumps(figures, separators=(",", ":")).replace("</", "<\\/")
     title = html.escape(" and ".join(visible_line(trace.name) for trace in traces))
-    template = files("onerank.cli.render").joinpath("report_page.html").read_text("utf-8")
+    template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
     page = Template(template).substitute(
         title=title, library=library, body="\n".join(parts), figures=data
     )
@@ -139,7 +139,8 @@ def _cards(name: str, summary: "Summary", replayed: "Replay | None") -> str:
 
 
 def _tables(name: str, summary: "Summary", replayed: "Replay | None") -> str:
-    from onerank.cli.render.trace_tables import render_replay, render_summary
+    from onerank.cli.commands.show_diff_replay import render_replay
+    from onerank.cli.summary_tables import render_summary
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -156,7 +157,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
     """Return the sections that the trace has the data for."""
     from onerank.analysis import report_data
     from onerank.annotate import find_gpu
-    from onerank.cli.render import charts
+    from onerank.cli import report_charts as charts
     from onerank.ir.replay.scheduler import schedule
 
     sections: list[_Section] = []

@@ -1,5 +1,6 @@
 """`onerank show`, `diff` and `replay`: what a trace holds, and where the time of its step goes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,14 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.terminal import print_json, say
+from onerank.cli.terminal import MODULE_ROWS, counted, lines, print_json, say, short_kernel, table
+from onerank.display import flops, size, time
 from onerank.export import Granularity
 
 if TYPE_CHECKING:
+    from onerank.analysis.breakdown import Granularity, Part
+    from onerank.analysis.step_time import Replay
+    from onerank.analysis.trace_diff import Change, Difference
     from onerank.ir import Graph
 
 
@@ -39,7 +44,7 @@ class ShowOptions:
 def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.trace_tables import render_summary
+    from onerank.cli.summary_tables import render_summary
 
     if options.text and options.granularity:
         raise click.UsageError("give --text or --granularity, not both")
@@ -84,7 +89,6 @@ def _read_even_broken(trace: Path) -> "Graph":
 def diff(before: Path, after: Path, as_json: bool) -> None:
     """Compare two traces by class, module and kernel name."""
     import onerank as package
-    from onerank.cli.render.trace_tables import render_difference
 
     difference = package.diff(before, after)
     if as_json:
@@ -96,7 +100,6 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
 def _show_parts(graph: "Graph", granularity: Granularity, title: str, *, as_json: bool) -> None:
     """Print what each layer, sub-module or kernel takes of the step."""
     from onerank.analysis.breakdown import parts
-    from onerank.cli.render.trace_tables import render_parts
 
     shares = parts(graph, granularity)
     if as_json:
@@ -133,7 +136,6 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     """
     import onerank as package
     from onerank.analysis.step_time import with_communication
-    from onerank.cli.render.trace_tables import render_replay
     from onerank.ir.replay.scheduler import schedule
 
     if options.perfetto is not None:
@@ -151,3 +153,170 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
         print_json(done)
     else:
         render_replay(done, title=str(trace))
+
+
+KERNEL_ROWS = 40
+
+
+def render_parts(parts: "Sequence[Part]", granularity: "Granularity", title: str) -> None:
+    """Print a row per layer; per sub-module, summed over layers; or per kernel."""
+    total = sum(part.time_ns for part in parts)
+    from onerank.analysis.breakdown import merged
+
+    shown = merged(parts) if granularity == "submodule" else list(parts)
+    if granularity == "kernel":
+        shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
+    left_out = shown[KERNEL_ROWS:] if granularity == "kernel" else []
+    rows = shown[: len(shown) - len(left_out)]
+    _table(
+        f"{title}: {time(total)} of compute by {granularity}",
+        granularity,
+        rows,
+        _times(rows, total),
+    )
+    if any(part.timed_forward_ns is not None for part in rows):
+        lines([("", "by events: CUDA events (a clock on a CPU), no profiler, gaps included")])
+    _table("Work and memory", granularity, rows, _work(rows))
+    if left_out:
+        further_ns = sum(part.time_ns for part in left_out)
+        lines([("", f"and {len(left_out)} more, {time(further_ns)} (--json has all)")])
+
+
+_Columns = dict[str, list[str]]
+
+"""Column heading -> cells."""
+
+
+def _table(
+    title: str, granularity: "Granularity", parts: "Sequence[Part]", figures: _Columns
+) -> None:
+    """Print figures next to names and, for modules, their roles and counts."""
+    columns: _Columns = {"": [part.name or "(none)" for part in parts]}
+    if granularity == "kernel":
+        columns[""] = [short_kernel(name) for name in columns[""]]
+    else:
+        columns["role"] = [part.role for part in parts]
+        columns["modules"] = [str(part.instances) for part in parts]
+    columns |= figures
+    texts = (0,) if granularity == "kernel" else (0, 1)
+    table(title, [*columns], [*zip(*columns.values(), strict=True)], texts=texts)
+
+
+def _times(parts: "Sequence[Part]", total_ns: int) -> _Columns:
+    columns = {
+        "nodes": [str(part.nodes) for part in parts],
+        "forward": [_time(part.forward_ns) for part in parts],
+        "backward": [_time(part.backward_ns) for part in parts],
+        "other": [_time(part.other_ns) for part in parts],
+        "share": [f"{part.time_ns / total_ns:.1%}" if total_ns else "-" for part in parts],
+    }
+    if any(part.timed_forward_ns is not None for part in parts):
+        columns["by events: fwd"] = [time(part.timed_forward_ns) for part in parts]
+        columns["bwd"] = [time(part.timed_backward_ns) for part in parts]
+    return columns
+
+
+def _work(parts: "Sequence[Part]") -> _Columns:
+    return {
+        "FLOPs": [
+            flops(part.flops) + (f" (+{part.without_flops} ?)" if part.without_flops else "")
+            for part in parts
+        ],
+        "bytes": [size(part.bytes) for part in parts],
+        "allocated": [size(part.allocated_bytes) for part in parts],
+        "freed": [size(part.freed_bytes) for part in parts],
+    }
+
+
+def _time(ns: int) -> str:
+    return time(ns) if ns else "-"
+
+
+def render_difference(difference: "Difference", before: str, after: str) -> None:
+    """Print how two traces differ."""
+    total = difference.total
+    verdict = {True: "the same", False: "DIFFERENT"}
+    lines(
+        [
+            ("compute", _pair(total)),
+            ("kernels", f"names and counts {verdict[difference.same_kernels]}"),
+            ("communication", verdict[difference.same_collectives]),
+        ],
+        f"{before} -> {after}",
+    )
+    for title, changes in (
+        ("By class", difference.by_class),
+        ("By module", difference.by_module[:MODULE_ROWS]),
+        ("By kernel, largest change first", difference.by_kernel[:MODULE_ROWS]),
+    ):
+        rows = [
+            (
+                short_kernel(change.name) or "(none)",
+                change.count_before,
+                change.count_after,
+                time(change.time_before_ns),
+                time(change.time_after_ns),
+                _ratio(change),
+            )
+            for change in changes
+        ]
+        table(title, ("", "nodes", "after", "time", "after", "ratio"), rows)
+    for what, changes in (("modules", difference.by_module), ("kernels", difference.by_kernel)):
+        if len(changes) > MODULE_ROWS:
+            lines([("", f"and {len(changes) - MODULE_ROWS} more {what} (--json has all)")])
+
+
+def _pair(change: "Change") -> str:
+    return (
+        f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
+        f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
+    )
+
+
+def _ratio(change: "Change") -> str:
+    if not change.time_before_ns:
+        return "new" if change.time_after_ns else "-"
+    return f"x{change.time_after_ns / change.time_before_ns:.3f}"
+
+
+def render_replay(done: "Replay", title: str) -> None:
+    """Print where the time of a replayed step goes."""
+    total = done.step_time_ns
+
+    def part(ns: int, of_ns: int = total) -> str:
+        return f"{time(ns)} ({ns / of_ns:.1%})"
+
+    pairs = [("step, replayed", time(total))]
+    if done.measured_ns:
+        off = total / done.measured_ns - 1
+        pairs.append(
+            ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
+        )
+    if done.steady_state is not None:
+        steady, origin = (
+            done.steady_state,
+            "measured" if done.steady_state_measured_ns else "predicted",
+        )
+        text = (
+            f"{time(steady.step_ns)}, {origin}: without the profiler, the host ahead of the GPU; "
+        )
+        idle = f"{part(steady.idle_ns, steady.step_ns)} of it idle"
+        text += f"{idle}, {time(steady.host_bound_ns)} waiting for a launch"
+        pairs.append(("steady-state step", text))
+    pairs += [
+        ("compute", part(done.compute_ns)),
+        ("exposed comm.", part(done.exposed_communication_ns)),
+        ("idle", f"{part(done.idle_ns)}, {time(done.host_bound_ns)} of it waiting for a launch"),
+    ]
+    if done.data_loading_ns:
+        pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
+    if done.unexplained_ns:
+        text = f"{part(done.unexplained_ns)}, of the idle time: gaps that no recorded wait explains"
+        pairs.append(("unexplained", text))
+    lines(pairs, title)
+    rows = [
+        (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),
+         f"{share.time_ns / total:.1%}")
+        for share in done.critical_path[:MODULE_ROWS]
+    ]  # fmt: skip
+    table("Critical path", ("", "what", "nodes", "time", "share"), rows, texts=(0, 1))

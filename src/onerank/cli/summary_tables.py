@@ -1,12 +1,10 @@
 """Tables of one trace or two: summary, compilation, layers and kernels, diff, replay."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from onerank.analysis.breakdown import Grain, Part, Share, merged
-from onerank.analysis.step_time import Replay
+from onerank.analysis.breakdown import Share
 from onerank.analysis.summary import StageSummary, Summary
-from onerank.analysis.trace_diff import Change, Difference
 from onerank.cli.terminal import (
     MODULE_ROWS,
     RANKS,
@@ -14,7 +12,6 @@ from onerank.cli.terminal import (
     counts_of_evidence,
     lines,
     rank_list,
-    short_kernel,
     table,
 )
 from onerank.display import flops, size, time
@@ -298,161 +295,3 @@ def render_communication(summary: Summary) -> None:
     ]
     columns = ("group", "ranks", "call", "phase", "count", "each", "in all")
     table("Communication by group (per-rank input)", columns, rows)
-
-
-KERNEL_ROWS = 40
-
-
-def render_parts(parts: Sequence[Part], grain: Grain, title: str) -> None:
-    """Print a row per layer; per sub-module, summed over layers; or per kernel."""
-    total = sum(part.time_ns for part in parts)
-    shown = merged(parts) if grain == "submodule" else list(parts)
-    if grain == "kernel":
-        shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
-    left_out = shown[KERNEL_ROWS:] if grain == "kernel" else []
-    rows = shown[: len(shown) - len(left_out)]
-    _table(f"{title}: {time(total)} of compute by {grain}", grain, rows, _times(rows, total))
-    if any(part.timed_forward_ns is not None for part in rows):
-        lines([("", "by events: CUDA events (a clock on a CPU), no profiler, gaps included")])
-    _table("Work and memory", grain, rows, _work(rows))
-    if left_out:
-        further_ns = sum(part.time_ns for part in left_out)
-        lines([("", f"and {len(left_out)} more, {time(further_ns)} (--json has all)")])
-
-
-_Columns = dict[str, list[str]]
-
-"""Column heading -> cells."""
-
-
-def _table(title: str, grain: Grain, parts: Sequence[Part], figures: _Columns) -> None:
-    """Print figures next to names and, for modules, their roles and counts."""
-    columns: _Columns = {"": [part.name or "(none)" for part in parts]}
-    if grain == "kernel":
-        columns[""] = [short_kernel(name) for name in columns[""]]
-    else:
-        columns["role"] = [part.role for part in parts]
-        columns["modules"] = [str(part.instances) for part in parts]
-    columns |= figures
-    texts = (0,) if grain == "kernel" else (0, 1)
-    table(title, [*columns], [*zip(*columns.values(), strict=True)], texts=texts)
-
-
-def _times(parts: Sequence[Part], total_ns: int) -> _Columns:
-    columns = {
-        "nodes": [str(part.nodes) for part in parts],
-        "forward": [_time(part.forward_ns) for part in parts],
-        "backward": [_time(part.backward_ns) for part in parts],
-        "other": [_time(part.other_ns) for part in parts],
-        "share": [f"{part.time_ns / total_ns:.1%}" if total_ns else "-" for part in parts],
-    }
-    if any(part.timed_forward_ns is not None for part in parts):
-        columns["by events: fwd"] = [time(part.timed_forward_ns) for part in parts]
-        columns["bwd"] = [time(part.timed_backward_ns) for part in parts]
-    return columns
-
-
-def _work(parts: Sequence[Part]) -> _Columns:
-    return {
-        "FLOPs": [
-            flops(part.flops) + (f" (+{part.without_flops} ?)" if part.without_flops else "")
-            for part in parts
-        ],
-        "bytes": [size(part.bytes) for part in parts],
-        "allocated": [size(part.allocated_bytes) for part in parts],
-        "freed": [size(part.freed_bytes) for part in parts],
-    }
-
-
-def _time(ns: int) -> str:
-    return time(ns) if ns else "-"
-
-
-def render_difference(difference: Difference, before: str, after: str) -> None:
-    """Print how two traces differ."""
-    total = difference.total
-    verdict = {True: "the same", False: "DIFFERENT"}
-    lines(
-        [
-            ("compute", _pair(total)),
-            ("kernels", f"names and counts {verdict[difference.same_kernels]}"),
-            ("communication", verdict[difference.same_collectives]),
-        ],
-        f"{before} -> {after}",
-    )
-    for title, changes in (
-        ("By class", difference.by_class),
-        ("By module", difference.by_module[:MODULE_ROWS]),
-        ("By kernel, largest change first", difference.by_kernel[:MODULE_ROWS]),
-    ):
-        rows = [
-            (
-                short_kernel(change.name) or "(none)",
-                change.count_before,
-                change.count_after,
-                time(change.time_before_ns),
-                time(change.time_after_ns),
-                _ratio(change),
-            )
-            for change in changes
-        ]
-        table(title, ("", "nodes", "after", "time", "after", "ratio"), rows)
-    for what, changes in (("modules", difference.by_module), ("kernels", difference.by_kernel)):
-        if len(changes) > MODULE_ROWS:
-            lines([("", f"and {len(changes) - MODULE_ROWS} more {what} (--json has all)")])
-
-
-def _pair(change: Change) -> str:
-    return (
-        f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
-        f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
-    )
-
-
-def _ratio(change: Change) -> str:
-    if not change.time_before_ns:
-        return "new" if change.time_after_ns else "-"
-    return f"x{change.time_after_ns / change.time_before_ns:.3f}"
-
-
-def render_replay(done: Replay, title: str) -> None:
-    """Print where the time of a replayed step goes."""
-    total = done.step_time_ns
-
-    def part(ns: int, of_ns: int = total) -> str:
-        return f"{time(ns)} ({ns / of_ns:.1%})"
-
-    pairs = [("step, replayed", time(total))]
-    if done.measured_ns:
-        off = total / done.measured_ns - 1
-        pairs.append(
-            ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
-        )
-    if done.steady_state is not None:
-        steady, origin = (
-            done.steady_state,
-            "measured" if done.steady_state_measured_ns else "predicted",
-        )
-        text = (
-            f"{time(steady.step_ns)}, {origin}: without the profiler, the host ahead of the GPU; "
-        )
-        idle = f"{part(steady.idle_ns, steady.step_ns)} of it idle"
-        text += f"{idle}, {time(steady.host_bound_ns)} waiting for a launch"
-        pairs.append(("steady-state step", text))
-    pairs += [
-        ("compute", part(done.compute_ns)),
-        ("exposed comm.", part(done.exposed_communication_ns)),
-        ("idle", f"{part(done.idle_ns)}, {time(done.host_bound_ns)} of it waiting for a launch"),
-    ]
-    if done.data_loading_ns:
-        pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
-    if done.unexplained_ns:
-        text = f"{part(done.unexplained_ns)}, of the idle time: gaps that no recorded wait explains"
-        pairs.append(("unexplained", text))
-    lines(pairs, title)
-    rows = [
-        (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),
-         f"{share.time_ns / total:.1%}")
-        for share in done.critical_path[:MODULE_ROWS]
-    ]  # fmt: skip
-    table("Critical path", ("", "what", "nodes", "time", "share"), rows, texts=(0, 1))
