@@ -1,5 +1,7 @@
 """Summary of a trace by class, phase and module."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 
@@ -152,6 +154,37 @@ class Summary(msgspec.Struct, frozen=True):
     classes: tuple[RankClass, ...] = ()
 
 
+class RankSummary(msgspec.Struct, frozen=True):
+    """One of several captured ranks.
+
+    Attributes:
+        rank: the rank that ran.
+        represents: all ranks that do the same work, this one included.
+        trace: file that was written.
+        step_ns: median step without a profiler; for an extrapolated trace, the fitted line's value
+            at its depth.
+        summary: summary of the trace.
+    """
+
+    rank: int
+    represents: tuple[int, ...]
+    trace: Path
+    step_ns: int | None
+    summary: Summary
+
+
+class RankSummaries(msgspec.Struct, frozen=True):
+    """All captured ranks.
+
+    Attributes:
+        ranks: one record each.
+        missing: ranks that no captured rank represents.
+    """
+
+    ranks: list[RankSummary]
+    missing: tuple[int, ...]
+
+
 def summarise(graph: Graph) -> Summary:
     """Return the summary of a graph; missing FLOPs and bytes are derived from shapes.
 
@@ -245,3 +278,11 @@ def _collectives(graph: Graph) -> list[CollectiveUse]:
         ranks = group.ranks if group else ()
         uses.append(CollectiveUse(kind, size, name, ranks, count, phase))
     return sorted(uses, key=lambda use: (use.group, use.type, -use.bytes, use.phase))
+
+
+def rank_summary(graph: Graph, rank: int, represents: tuple[int, ...], trace: Path) -> RankSummary:
+    """Return the record of one of several captured ranks; `trace` is the file of `graph`."""
+    depths = graph.job.measurement.depths
+    summary = summarise(graph)
+    step_ns = depths.step_ns.at_depth if depths else summary.measured_step_ns
+    return RankSummary(rank, represents, trace, step_ns, summary)

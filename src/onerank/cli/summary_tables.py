@@ -1,4 +1,4 @@
-"""Tables of one trace or two: summary, compilation, layers and kernels, diff, replay."""
+"""The summary of a trace, which `capture run`, `convert`, `coarsen`, `show` and `report` print."""
 
 import statistics
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from onerank.cli.terminal import (
 from onerank.display import flops, size, time
 from onerank.ir import Compilation, LayerExtrapolation, Line, Sensors
 
-FUSION_ROWS = 12
+_FUSION_ROWS = 12
+"""Generated kernels that the table lists; --json has all."""
 
 _OPERATORS = 8
 """Operators that a table cell names; --json has all."""
@@ -62,12 +63,12 @@ def render_compilation(done: Compilation, device: str) -> None:
             _operators(fusion.operators),
             ", ".join(fusion.modules),
         )
-        for fusion in done.fusions[:FUSION_ROWS]
+        for fusion in done.fusions[:_FUSION_ROWS]
     ]
     columns = ("kernel", "phase", "launches", "time", "replaces", "of")
     table("Generated kernels", columns, fusion_rows, texts=(0, 1, 4, 5))
-    if len(done.fusions) > FUSION_ROWS:
-        lines([("", f"and {len(done.fusions) - FUSION_ROWS} more (--json has all)")])
+    if len(done.fusions) > _FUSION_ROWS:
+        lines([("", f"and {len(done.fusions) - _FUSION_ROWS} more (--json has all)")])
 
 
 def _operators(counts: dict[str, int]) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,12 +21,19 @@ from onerank.cli.common import (
 )
 from onerank.cli.script import ScriptCommand, ScriptOptions, job_options, script_streams
 from onerank.cli.terminal import counted, lines, print_json, say, table
+from onerank.display import size, time
 
 if TYPE_CHECKING:
-    from onerank.capture import Capture
+    from onerank.analysis.summary import RankSummary
+    from onerank.capture import Capture, CapturedRanks
     from onerank.capture.verify.numerics import Verification
+    from onerank.ir import Graph
+
 
 DISTINCT = "distinct"
+
+_RANK_RANGES = 6
+"""Ranges of ranks in a table cell; --json has all."""
 
 
 class _Ranks(click.ParamType[tuple[int, ...] | str]):
@@ -145,9 +152,8 @@ def run(
             several = capture_ranks(
                 *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
             )
-        from onerank.cli.commands.capture_ranks import write_in_turn  # imports numpy
 
-        write_in_turn(several, str(options.world), output, as_json=as_json)
+        _write_ranks(several, str(options.world), output, as_json=as_json)
         return
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         if layers is not None:
@@ -236,6 +242,85 @@ def capture_side_by_side(
     return dataclasses.replace(pair.compiled, graph=graph)
 
 
+def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bool) -> None:
+    """Write `NAME.RANK.et` next to `output` for each captured rank, and show a table of them.
+
+    Args:
+        done: the captures by rank.
+        world: sizes of the world's axes, as text.
+        output: path from which the names of the traces are derived.
+        as_json: whether to print JSON.
+    """
+    from onerank.analysis.summary import RankSummaries, rank_summary
+    from onerank.cli.commands.convert import render_conversion
+
+    traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
+    _write_all({traces[rank]: capture.graph for rank, capture in done.captures.items()})
+    captured = [
+        rank_summary(capture.graph, rank, done.represents[rank], traces[rank])
+        for rank, capture in done.captures.items()
+    ]
+    if as_json:
+        print_json(RankSummaries(captured, done.missing))
+        return
+    for rank, capture in done.captures.items():
+        render_conversion(capture.conversion, capture.sliced, f"Linked, rank {rank}")
+    _render_ranks(captured, done.missing, world)
+
+
+def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
+    """Write each graph to its file; no file appears before all are written."""
+    from onerank.ir.scratch import scratch_directory
+
+    parent = next(iter(graphs)).absolute().parent
+    with scratch_directory(parent) as scratch:
+        for path, graph in graphs.items():
+            graph.write(scratch / path.name)
+        for path in graphs:
+            (scratch / path.name).replace(path)
+
+
+def _render_ranks(captured: "Sequence[RankSummary]", missing: tuple[int, ...], world: str) -> None:
+    rows = [
+        (
+            rank.rank,
+            _rank_ranges(rank.represents),
+            rank.summary.nodes,
+            size(rank.summary.peak_memory_bytes) if rank.summary.peak_memory_bytes else "-",
+            time(rank.step_ns),
+            rank.trace.name,
+        )
+        for rank in captured
+    ]
+    columns = ("rank", "represents", "nodes", "peak memory", "step", "trace")
+    table(
+        f"{counted(len(captured), 'rank')} captured; the world has {world}",
+        columns,
+        rows,
+        texts=(1, 5),
+    )
+    notes = dict.fromkeys(note for rank in captured for note in rank.summary.notes)
+    pairs = [("written to", str(captured[0].trace.parent))] + [("note", note) for note in notes]
+    if missing:
+        ranks = _rank_ranges(missing)
+        text = f"no trace represents the ranks {ranks}: an export to all ranks needs them"
+        pairs.append(("missing", text))
+    lines(pairs)
+
+
+def _rank_ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as runs: `0-3, 8-11`; many runs are cut, and the ranks counted."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs[:_RANK_RANGES]]
+    more = f", ... ({counted(len(ranks), 'rank')})" if len(runs) > _RANK_RANGES else ""
+    return ", ".join(texts) + more
+
+
 _TITLES = {
     "plain": "Steps without a profiler (warm-up, pure, timed), against those of a plain run",
     "profiled": "Steps under a profiler, against those of a plain run",
@@ -259,9 +344,8 @@ def verify(
 
     The script runs under the instruments of `run` and once more without them: losses, outputs and
     gradients of each step must agree. Then its first batch goes through the whole Hugging Face
-    model and
-    through all its slices, in fp32 and with real communication in one process: loss, logits and
-    every gradient must agree. Both use deterministic kernels.
+    model and through all its slices, in fp32 and with real communication in one process: loss,
+    logits and every gradient must agree. Both use deterministic kernels.
 
     Exit code 1: something differs by more than the tolerance.
     """
@@ -280,12 +364,11 @@ def verify(
     if as_json:
         print_json(verification)
     else:
-        _render(verification, f"{script}: {options.world}")
+        _render_verification(verification, f"{script}: {options.world}")
     sys.exit(1 if verification.breaches else 0)
 
 
-def _render(verification: "Verification", title: str) -> None:
-
+def _render_verification(verification: "Verification", title: str) -> None:
     pairs = [("not checked", text) for text in verification.not_checked]
     pairs += [("note", text) for text in verification.notes]
     lines(pairs, title)

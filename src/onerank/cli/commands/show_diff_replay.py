@@ -22,10 +22,13 @@ from onerank.display import flops, size, time
 from onerank.export import Granularity
 
 if TYPE_CHECKING:
-    from onerank.analysis.breakdown import Granularity, Part
+    from onerank.analysis.breakdown import Part
     from onerank.analysis.step_time import Replay
     from onerank.analysis.trace_diff import Change, Difference
     from onerank.ir import Graph
+
+_KERNEL_ROWS = 40
+"""Kernels that a table lists; --json has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +158,15 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
         render_replay(done, title=str(trace))
 
 
-KERNEL_ROWS = 40
-
-
-def render_parts(parts: "Sequence[Part]", granularity: "Granularity", title: str) -> None:
+def render_parts(parts: "Sequence[Part]", granularity: Granularity, title: str) -> None:
     """Print a row per layer; per sub-module, summed over layers; or per kernel."""
-    total = sum(part.time_ns for part in parts)
     from onerank.analysis.breakdown import merged
 
+    total = sum(part.time_ns for part in parts)
     shown = merged(parts) if granularity == "submodule" else list(parts)
     if granularity == "kernel":
         shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
-    left_out = shown[KERNEL_ROWS:] if granularity == "kernel" else []
+    left_out = shown[_KERNEL_ROWS:] if granularity == "kernel" else []
     rows = shown[: len(shown) - len(left_out)]
     _table(
         f"{title}: {time(total)} of compute by {granularity}",
@@ -183,12 +183,11 @@ def render_parts(parts: "Sequence[Part]", granularity: "Granularity", title: str
 
 
 _Columns = dict[str, list[str]]
-
 """Column heading -> cells."""
 
 
 def _table(
-    title: str, granularity: "Granularity", parts: "Sequence[Part]", figures: _Columns
+    title: str, granularity: Granularity, parts: "Sequence[Part]", figures: _Columns
 ) -> None:
     """Print figures next to names and, for modules, their roles and counts."""
     columns: _Columns = {"": [part.name or "(none)" for part in parts]}
