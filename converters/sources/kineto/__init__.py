@@ -14,7 +14,7 @@ from onerank.converters.sources.kineto.convert import (
     profile_name,
 )
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
-from onerank.converters.sources.kineto.read.allocator_history import Action, History, lingering
+from onerank.converters.sources.kineto.memory_events import Action, History, lingering
 
 __all__ = [
     "EXECUTION_TRACE",

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from onerank.converters.sources.kineto.collectives.gloo import GlooCalls, find_gloo_calls
-from onerank.converters.sources.kineto.link.et_join import join
-from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
+from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline, join
 from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
 from onerank.converters.sources.kineto.link.module_phase import (
     assign_phases,
@@ -22,14 +21,19 @@ from onerank.converters.sources.kineto.lowering.diagnostics import (
     of_unread,
     overlap_notes,
 )
-from onerank.converters.sources.kineto.memory_events import activations, differing_steps, memory
+from onerank.converters.sources.kineto.memory_events import (
+    History,
+    activations,
+    differing_steps,
+    memory,
+    read_history,
+)
 from onerank.converters.sources.kineto.profiled_steps import (
     copy_record_ids,
     drop_unknown_calls,
     merge_steps,
     with_uncontended_times,
 )
-from onerank.converters.sources.kineto.read.allocator_history import History, read_history
 from onerank.converters.sources.kineto.read.execution_trace import (
     load_execution_trace,
     no_execution_trace,

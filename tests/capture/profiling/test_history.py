@@ -21,7 +21,7 @@ from onerank.capture.profiling.allocator_snapshots import (
 )
 from onerank.capture.profiling.resident_tensors import Storage
 from onerank.converters.sources.kineto import Action
-from onerank.converters.sources.kineto.read.allocator_history import History, join_history
+from onerank.converters.sources.kineto.memory_events import History, join_history
 from onerank.converters.sources.kineto.read.schema import MemoryRows
 from onerank.ir import AllocatorSettings
 

@@ -9,7 +9,7 @@ import pytest
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, host_timeline
 from onerank.converters.sources.kineto.lowering import sync_edges
-from onerank.converters.sources.kineto.read.allocator_history import Action, History, join_history
+from onerank.converters.sources.kineto.memory_events import Action, History, join_history
 from onerank.converters.sources.kineto.read.execution_trace import without_placeholders
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.converters.sources.kineto.read.schema import MemoryRows
