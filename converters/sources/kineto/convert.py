@@ -6,15 +6,17 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.converters.sources.kineto.collectives.gloo import GlooCalls, find_gloo_calls
+from onerank.converters.sources.kineto.gloo import GlooCalls, find_gloo_calls
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline, join
 from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
+from onerank.converters.sources.kineto.link.launch_queue import launch_queue
 from onerank.converters.sources.kineto.link.module_phase import (
     assign_phases,
     attribute,
     attribute_grad_reductions,
     with_attention,
 )
+from onerank.converters.sources.kineto.link.sync_events import synchronizations
 from onerank.converters.sources.kineto.lowering.build_graph import LinkedTrace, assemble
 from onerank.converters.sources.kineto.lowering.diagnostics import (
     Conversion,
@@ -41,8 +43,6 @@ from onerank.converters.sources.kineto.read.execution_trace import (
 from onerank.converters.sources.kineto.read.kineto_trace import ALL, choose, cut, load_kineto
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.shape_inference.recorded_shapes import use_profiler_shapes
-from onerank.converters.sources.kineto.sync.launch_queue import launch_queue
-from onerank.converters.sources.kineto.sync.sync_events import synchronizations
 from onerank.converters.sources.kineto.trace_job import (
     groups_of,
     of_step,

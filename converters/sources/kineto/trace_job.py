@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from onerank.converters.sources.kineto.collectives.communication import Communication
+from onerank.converters.sources.kineto.collectives import Communication
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.converters.sources.kineto.read.schema import (

@@ -1,1 +1,1 @@
-"""Link kernels, operators and execution-trace nodes; attribute them to modules and phases."""
+"""Link host events, execution-trace nodes and GPU operations; attribute them; resolve waits."""

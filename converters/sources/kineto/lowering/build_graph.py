@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.communication import (
+from onerank.converters.sources.kineto.collectives import (
     Communication,
     find_calls,
     find_root,
@@ -20,13 +20,15 @@ from onerank.converters.sources.kineto.collectives.communication import (
     labels,
     with_root,
 )
-from onerank.converters.sources.kineto.collectives.gloo import GlooCall, GlooCalls
+from onerank.converters.sources.kineto.gloo import GlooCall, GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import (
     KERNEL_CATEGORY,
     KIND_OF_CATEGORY,
     GpuOps,
 )
+from onerank.converters.sources.kineto.link.launch_queue import LaunchQueue
+from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering import diagnostics as notes
 from onerank.converters.sources.kineto.lowering.dependency_edges import Columns, DependencyEdges
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
@@ -44,8 +46,6 @@ from onerank.converters.sources.kineto.read.schema import (
     pick,
 )
 from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE
-from onerank.converters.sources.kineto.sync.launch_queue import LaunchQueue
-from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_step_time
 from onerank.ir import UNKNOWN, Evidence, Graph, Job, Kind, Nodes, Phase, StringTable
 from onerank.ir.arrays import I32, I64

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.communication import (
+from onerank.converters.sources.kineto.collectives import (
     Communication,
     CommunicationKernels,
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
 from onerank.converters.sources.kineto.lowering.select_nodes import unattributed_calls
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
-from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.communication import (
+from onerank.converters.sources.kineto.collectives import (
     Communication,
     awaited,
     from_mark,
 )
-from onerank.converters.sources.kineto.collectives.gloo import (
+from onerank.converters.sources.kineto.gloo import (
     GlooCall,
     OperatorsByStart,
     first_operator_after,

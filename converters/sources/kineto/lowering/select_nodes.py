@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.gloo import GlooCalls
+from onerank.converters.sources.kineto.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.read.schema import OWN_CALL

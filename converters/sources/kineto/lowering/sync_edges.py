@@ -16,6 +16,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from onerank.converters.sources.kineto.link.inferred_waits import (
+    RELEASE_NS,
+    ROUNDING_NS,
+    InferredWait,
+)
+from onerank.converters.sources.kineto.link.launch_queue import QueueWait
+from onerank.converters.sources.kineto.link.sync_events import Synchronizations, Wait
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
     NodeSequence,
@@ -23,13 +30,6 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
     ThreadSequences,
 )
 from onerank.converters.sources.kineto.read.schema import GpuRows
-from onerank.converters.sources.kineto.sync.inferred_waits import (
-    RELEASE_NS,
-    ROUNDING_NS,
-    InferredWait,
-)
-from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
-from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
 from onerank.ir import Reason, StringTable
 from onerank.ir.arrays import I64
 

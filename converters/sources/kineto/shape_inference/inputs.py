@@ -151,3 +151,29 @@ def _widest(names: list[str]) -> str:
     # float16 and bfloat16 have no common 16-bit type.
     halves = {"c10::Half", "c10::BFloat16"}
     return "float" if halves <= set(widest) else widest[0]
+
+
+def broadcast(shapes: list[Shape]) -> Shape | None:
+    """Return the shape that all shapes broadcast to; None if they do not broadcast."""
+    reversed_shape: list[int] = []
+    for place in range(max(map(len, shapes), default=0)):
+        sizes = {shape[-1 - place] for shape in shapes if place < len(shape)} - {1}
+        if len(sizes) > 1:
+            return None
+        reversed_shape.append(sizes.pop() if sizes else 1)
+    return tuple(reversed(reversed_shape))
+
+
+def like(position: int, *, also: int = 0):
+    """Return a rule: the first result has the shape and type of the input at `position`.
+
+    Args:
+        position: position of the input.
+        also: number of following inputs that have a result of the same shape and type.
+    """
+
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        results = [inputs.tensor(at) for at in range(position, position + also + 1)]
+        return tuple(results) if results[0] is not None else None
+
+    return rule

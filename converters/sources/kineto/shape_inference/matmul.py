@@ -1,11 +1,12 @@
 """Results of matrix products, attention, convolutions and pooling."""
 
-from onerank.converters.sources.kineto.shape_inference.elementwise import broadcast, like
 from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
     Shape,
     Tensor,
+    broadcast,
+    like,
     requested_type,
 )
 
@@ -214,7 +215,7 @@ _UPSAMPLING = [
     for exact in ("1d", "2d", "3d")
 ] + ["upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]
 
-RULES = {
+PRODUCT_RULES = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _product(0, 1)),
     **dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addmv"), _product(1, 2)),
     "_int_mm": _product(0, 1, name="int"),

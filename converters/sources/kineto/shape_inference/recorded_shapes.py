@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
-from onerank.converters.sources.kineto.shape_inference import results_of
 from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE, Inputs, Result
+from onerank.converters.sources.kineto.shape_inference.operator_rules import results_of
 
 _UNDEFINED = "Tensor(nullptr (uninitialized))"
 

@@ -1,16 +1,162 @@
-"""Results of reductions, norms, softmaxes, losses and embedding look-ups."""
+"""Result shapes and dtypes of operators, one rule per operator; `results_of` is the entry point.
 
-from onerank.converters.sources.kineto.shape_inference.elementwise import broadcast, like
+Rules of matrix products, attention, convolutions and pooling are in `matmul`.
+"""
+
+from collections.abc import Callable
+
 from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
     Shape,
     Tensor,
+    broadcast,
     cpp_name,
+    like,
     promote_types,
     requested_type,
     type_category,
 )
+from onerank.converters.sources.kineto.shape_inference.matmul import PRODUCT_RULES
+
+_LIKE_FIRST = """
+    abs neg exp exp2 expm1 log log2 log10 log1p sin cos tan tanh asin acos atan sinh cosh
+    sigmoid sqrt rsqrt reciprocal square sign ceil floor round trunc frac erf erfc lgamma
+    digamma relu relu6 silu gelu softplus hardtanh hardswish hardsigmoid leaky_relu elu selu
+    celu mish log_sigmoid clamp clamp_min clamp_max tril triu bitwise_not masked_fill clone
+    contiguous cumprod flip roll alias detach nan_to_num dropout alpha_dropout
+    masked_scatter index_add index_copy index_fill index_put _unsafe_index_put scatter
+    scatter_add scatter_reduce renorm conj_physical logit"""
+_FLOATING = frozenset(
+    """exp exp2 expm1 log log2 log10 log1p sin cos tan tanh asin acos atan sinh cosh sigmoid sqrt
+    rsqrt reciprocal erf erfc lgamma digamma div true_divide atan2 logit""".split()
+)
+"""Operators whose result is floating point also for integers."""
+
+_BROADCAST = {
+    2: """add sub rsub mul div true_divide floor_divide remainder fmod pow maximum minimum fmax fmin
+        atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ silu_backward gelu_backward
+        sigmoid_backward tanh_backward threshold_backward leaky_relu_backward elu_backward
+        hardtanh_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
+        logit_backward glu_jvp prelu _prelu_kernel threshold hypot copysign xlogy""",
+    3: "addcmul addcdiv lerp",
+}
+_COMPARISONS = {
+    1: "logical_not isnan isinf isfinite signbit",
+    2: "eq ne lt le gt ge logical_and logical_or logical_xor",
+}
+
+
+def _like_first(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    return None if operand is None else (operand,)
+
+
+def _floating(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    if operand is None:
+        return None
+    return (operand if type_category(operand.type) > 1 else Tensor(operand.shape, "float"),)
+
+
+def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False):
+    def rule(inputs: Inputs) -> tuple[Result, ...] | None:
+        tensors = [tensor for at in range(count) if (tensor := inputs.tensor(at)) is not None]
+        shape = broadcast([tensor.shape for tensor in tensors])
+        if not tensors or shape is None:
+            return None
+        if truth:
+            return (Tensor(shape, "bool"),)
+        numbers = [inputs.value(at) for at in range(count) if inputs.tensor(at) is None]
+        result = promote_types(tensors, numbers)
+        return (Tensor(shape, "float" if floating and type_category(result) < 2 else result),)
+
+    return rule
+
+
+def _where(inputs: Inputs) -> tuple[Result, ...] | None:
+    tensors = [tensor for at in (0, 1, 2) if (tensor := inputs.tensor(at)) is not None]
+    shape = broadcast([tensor.shape for tensor in tensors])
+    chosen = [tensor for at in (1, 2) if (tensor := inputs.tensor(at)) is not None]
+    return (Tensor(shape, promote_types(chosen)),) if chosen and shape is not None else None
+
+
+def _to_copy(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    return (
+        None
+        if operand is None
+        else (Tensor(operand.shape, requested_type(inputs, 1, operand.type)),)
+    )
+
+
+def _cumsum(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    if operand is None:
+        return None
+    return (
+        Tensor(
+            operand.shape,
+            requested_type(
+                inputs, 2, operand.type if type_category(operand.type) > 1 else cpp_name("int64")
+            ),
+        ),
+    )
+
+
+def _native_dropout(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand = inputs.tensor(0)
+    return None if operand is None else (operand, Tensor(operand.shape, "bool"))
+
+
+def _repeat(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, times = inputs.tensor(0), inputs.numbers(1)
+    if operand is None or times is None or len(times) < len(operand.shape):
+        return None
+    shape = (1,) * (len(times) - len(operand.shape)) + operand.shape
+    return (Tensor(tuple(a * b for a, b in zip(shape, times, strict=True)), operand.type),)
+
+
+def _pad(inputs: Inputs) -> tuple[Result, ...] | None:
+    operand, pads = inputs.tensor(0), inputs.numbers(1)
+    if operand is None or pads is None or len(pads) > 2 * len(operand.shape):
+        return None
+    shape = list(operand.shape)
+    for place in range(len(pads) // 2):
+        shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
+    return (Tensor(tuple(shape), operand.type),) if min(shape) >= 0 else None
+
+
+def _sizes_at_1(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Rule of a backward that writes a gradient into zeros of the sizes at position 1."""
+    operand, sizes = inputs.tensor(0), inputs.numbers(1)
+    return None if operand is None or sizes is None else (Tensor(tuple(sizes), operand.type),)
+
+
+_POINTWISE_RULES = {
+    **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
+    **dict.fromkeys(_FLOATING, _floating),
+    **{
+        name: _broadcast_rule(count, floating=name in _FLOATING)
+        for count, names in _BROADCAST.items()
+        for name in names.split()
+    },
+    **{
+        name: _broadcast_rule(count, truth=True)
+        for count, names in _COMPARISONS.items()
+        for name in names.split()
+    },
+    "where": _where,
+    "_to_copy": _to_copy,
+    "cumsum": _cumsum,
+    "native_dropout": _native_dropout,
+    "_fused_dropout": _native_dropout,
+    "native_dropout_backward": _like_first,
+    "repeat": _repeat,
+    **dict.fromkeys(("slice_backward", "select_backward", "resize_"), _sizes_at_1),
+    "constant_pad_nd": _pad,
+}
+
 
 _INT64 = cpp_name("int64")
 
@@ -236,7 +382,7 @@ def _topk(inputs: Inputs) -> tuple[Result, ...] | None:
     return Tensor(shape, operand.type), Tensor(shape, _INT64)
 
 
-RULES = {
+_REDUCING_RULES = {
     "sum": _reduction(1, types=3, counts=True),
     "nansum": _reduction(1, types=3, counts=True),
     "mean": _reduction(1, types=3),
@@ -282,3 +428,69 @@ RULES = {
     "argsort": _argsort,
     "topk": _topk,
 }
+
+
+def _cat(inputs: Inputs) -> tuple[Result, ...] | None:
+    # torch.cat ignores an empty 1-d tensor among tensors of any rank.
+    tensors = [tensor for tensor in inputs.tensors(0) if tensor.shape != (0,)]
+    dim = inputs.value(1)
+    if not tensors or type(dim) is not int:
+        return None
+    first = tensors[0].shape
+    if not first or not -len(first) <= dim < len(first):
+        return None
+    place = dim % len(first)
+    size = sum(tensor.shape[place] for tensor in tensors if len(tensor.shape) == len(first))
+    return (Tensor((*first[:place], size, *first[place + 1 :]), tensors[0].type),)
+
+
+def _scalar_per_tensor(inputs: Inputs) -> tuple[Result, ...] | None:
+    return tuple(Tensor((), tensor.type) for tensor in inputs.tensors(0)) or None
+
+
+def results_like_first_list(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Return results with the shapes and types of the first list's tensors."""
+    return inputs.tensors(0) or None
+
+
+def in_place_result(inputs: Inputs) -> tuple[Result, ...] | None:
+    """Return the result of an in-place operator: its first tensor, nothing for a list."""
+    tensor = inputs.tensor(0)
+    if tensor is None:
+        return () if inputs.tensors(0) else None
+    return (tensor,)
+
+
+_ON_LISTS_RULES = {
+    "cat": _cat,
+    **dict.fromkeys(("_foreach_norm", "_foreach_max"), _scalar_per_tensor),
+}
+
+_RULES: dict[str, Callable[[Inputs], tuple[Result, ...] | None]] = {
+    **_POINTWISE_RULES,
+    **_REDUCING_RULES,
+    **PRODUCT_RULES,
+    **_ON_LISTS_RULES,
+}
+
+_ATEN = "aten::"
+
+_COMPILED = "triton_"
+
+
+def results_of(name: str, inputs: Inputs) -> tuple[Result, ...] | None:
+    """Return the results of a call; None without a rule.
+
+    Kernels that torch.compile generated write into their arguments and return nothing.
+    """
+    if name.startswith(_COMPILED):
+        return ()
+    if not name.startswith(_ATEN):
+        return None
+    operator = name.removeprefix(_ATEN).partition(".")[0]
+    rule = _RULES.get(operator)
+    if rule is None and operator.endswith("_") and not operator.endswith("__"):
+        rule = in_place_result
+    elif rule is None and operator.startswith("_foreach_"):
+        rule = results_like_first_list
+    return rule(inputs) if rule else None

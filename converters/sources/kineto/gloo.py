@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.communication import (
+from onerank.converters.sources.kineto.collectives import (
     NCCL_NAMES,
     POINT_TO_POINT,
     Communication,

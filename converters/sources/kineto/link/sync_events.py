@@ -15,9 +15,9 @@ from enum import Enum
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import groups, named
+from onerank.converters.sources.kineto.link.inferred_waits import InferredWait, StreamTimelines
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
-from onerank.converters.sources.kineto.sync.inferred_waits import InferredWait, StreamTimelines
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 

@@ -1,1 +1,0 @@
-"""Collectives and point-to-point calls of a trace."""

@@ -1,1 +1,0 @@
-"""What waits for what in a trace: recorded synchronisations, inferred waits, full launch queues."""
