@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.converters.nccl import wire_bytes
 
 REPEATS = 20
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.capture.collective_kernels.network import Network, load_network, uniform
-from onerank.converters.nccl import Interconnect, Topology, choose
-from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.converters.nccl import Interconnect, Topology, choose, wire_bytes
 from onerank.ir.errors import CaptureError
 
 

@@ -1,7 +1,7 @@
 """Predict what NCCL launches for a call: algorithm, protocol, channels, threads and latency.
 
-Follows NCCL 2.28.9: `topology` has the channel search and the interconnect by GPU name, `tuning`
-the cost model, `select_algorithm` the choice of the fastest algorithm.
+Follows NCCL 2.28.9: `topology` has the channel search and the interconnect by GPU name,
+`select_algorithm` the cost model and the choice of the fastest algorithm.
 
 Assumes equal GPUs behind NVSwitch or on PCIe (through the host beyond a pair), one NIC per GPU
 between nodes, the LL limits of an Intel host, no tuner plugin, no environment overrides and no
@@ -16,7 +16,7 @@ Validation:
 - On PCIe they agree in 31,186 of 31,500 cases; all differences are between several nodes.
 """
 
-from onerank.converters.nccl.select_algorithm import Choice, choose
+from onerank.converters.nccl.select_algorithm import Choice, choose, wire_bytes
 from onerank.converters.nccl.topology import H100, Interconnect, Topology, interconnect_of
 
-__all__ = ["H100", "Choice", "Interconnect", "Topology", "choose", "interconnect_of"]
+__all__ = ["H100", "Choice", "Interconnect", "Topology", "choose", "interconnect_of", "wire_bytes"]

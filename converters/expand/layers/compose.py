@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.expand.layers.layer_passes import LayeredGraph
-from onerank.converters.expand.layers.layer_period import LayerPlan, Renaming
+from onerank.converters.expand.layers.captured_layers import LayeredGraph, LayerPlan, Renaming
 from onerank.converters.expand.layers.memory_timeline import Copies, Copying, compose_memory_log
 from onerank.converters.expand.layers.nonlayer_nodes import DepthExtrapolation, NonlayerChanges
 from onerank.ir import Edges, Evidence, Graph, Module, Reason, ScopeTime

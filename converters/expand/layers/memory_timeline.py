@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from onerank.converters.expand.layers.layer_passes import LayeredGraph
-from onerank.converters.expand.layers.layer_period import LayerPlan
+from onerank.converters.expand.layers.captured_layers import LayeredGraph, LayerPlan
 from onerank.converters.expand.layers.nonlayer_nodes import (
     DepthExtrapolation,
     NonlayerChanges,

@@ -20,7 +20,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any, cast
 
-from onerank.converters.expand.layers.layer_passes import LayeredGraph
+from onerank.converters.expand.layers.captured_layers import LayeredGraph
 from onerank.ir.errors import DepthError
 from onerank.ir.nodes import UNKNOWN
 

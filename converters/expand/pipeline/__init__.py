@@ -8,7 +8,7 @@ from onerank.converters.expand.pipeline.expand_stages import (
     peaks,
 )
 from onerank.converters.expand.pipeline.schedules import KINDS, Action, Schedule, most_in_flight
-from onerank.converters.expand.pipeline.stage_assignment import AXIS
+from onerank.converters.expand.pipeline.stages import AXIS
 
 __all__ = [
     "AXIS",

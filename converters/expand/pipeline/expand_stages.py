@@ -1,14 +1,275 @@
-"""Expand captured stages to every rank of the pipeline, with each rank's peak memory."""
+"""Expand captured stages to every rank of the pipeline, with each rank's peak memory.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+`RankBuilder` builds the graph of one rank from the blocks of its stages.
+"""
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from onerank.converters.expand.pipeline.build_rank import RankBuilder
-from onerank.converters.expand.pipeline.schedules import Action, Schedule, most_in_flight
-from onerank.converters.expand.pipeline.stage_assignment import AXIS, StagePosition, group_stages
-from onerank.ir import Graph, Job, World
+import msgspec
+import numpy as np
+
+from onerank.converters.expand.host_delays import host_delay_nodes
+from onerank.converters.expand.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Schedule,
+    most_in_flight,
+)
+from onerank.converters.expand.pipeline.split_backward import split_backward
+from onerank.converters.expand.pipeline.stages import (
+    AFTER,
+    AXIS,
+    BEFORE,
+    BEHIND,
+    Block,
+    Stage,
+    StagePosition,
+    group_stages,
+)
+from onerank.converters.expand.root_ranks import with_roots
+from onerank.ir import (
+    UNKNOWN,
+    Edges,
+    Graph,
+    Job,
+    Kind,
+    Nodes,
+    ProcessGroup,
+    Reason,
+    StringTable,
+    World,
+)
 from onerank.ir.errors import ExportError
+from onerank.ir.nodes import TEXT_COLUMNS
+
+_NodeOfChunk = tuple[int, int, int]
+"""Chunk, captured index and micro-batch of a node of the new graph."""
+
+
+@dataclass(slots=True)
+class RankBuilder:
+    """Appends blocks of a rank's stages in schedule order, each a copy of a captured block.
+
+    Captured edges stay within a block, and between the forward and the backward of a micro-batch.
+    Across blocks, every stream, every thread and the host continue where they were. A send delays
+    only other communication. Messages between two stages on this rank are dropped. A host delay
+    follows the previous work of its GPU, not a message received in between.
+
+    Attributes:
+        chunks: chunk -> the stage that it runs.
+        stages: chunk -> number of the pipeline stage.
+        position: place of the rank in the expanded pipeline.
+        nodes: source of each node of the new graph.
+        edges: (source, target, reason) of each edge of the new graph.
+        message_ends: node -> peer and tag, for sends and receives between stages.
+        lane_ends: stream, thread or host -> its latest node.
+        copies: (chunk, block) -> captured node -> nodes to wait for instead of it.
+        split_parts: (chunk, captured micro-batch) -> nodes of the two parts of a split backward.
+        delays: chunk -> its host-delay nodes.
+    """
+
+    chunks: Mapping[int, Stage]
+    stages: Sequence[int]
+    position: StagePosition
+    nodes: list[_NodeOfChunk] = field(default_factory=list[_NodeOfChunk])
+    edges: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    message_ends: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    lane_ends: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    copies: dict[tuple[int, Block], dict[int, list[int]]] = field(
+        default_factory=dict[tuple[int, Block], dict[int, list[int]]]
+    )
+    split_parts: dict[tuple[int, int], tuple[set[int], set[int]]] = field(
+        default_factory=dict[tuple[int, int], tuple[set[int], set[int]]]
+    )
+    delays: dict[int, Container[int]] = field(default_factory=dict[int, Container[int]])
+
+    def build(self, actions: Sequence[Action]) -> Graph:
+        """Return the graph of the rank that runs `actions`."""
+        self.delays = {chunk: host_delay_nodes(stage.graph) for chunk, stage in self.chunks.items()}
+        for chunk in self.chunks:
+            self._append(chunk, Block(BEFORE), Block(BEFORE))
+        for action in actions:
+            self._append_action(action)
+        for chunk, stage in self.chunks.items():
+            # Nodes after the micro-batches wait for the last captured one, so its entry must lead
+            # to the last one of the schedule.
+            for phase in (FORWARD, BACKWARD):
+                last = self.copies[chunk, Block(phase, self.position.micro_batches - 1)]
+                self.copies[chunk, Block(phase, stage.micro_batches - 1)] = last
+        for block in (Block(BEHIND), Block(AFTER)):
+            for chunk in self.chunks:
+                self._append(chunk, block, block)
+        return self._assemble()
+
+    def _append_action(self, action: Action) -> None:
+        """Append the block, or the part of a split backward, that an action runs."""
+        stage = self.chunks[action.chunk]
+        source = stage.source(action.micro_batch, self.position.micro_batches)
+        phase = FORWARD if action.phase == FORWARD else BACKWARD
+        captured, target = Block(phase, source), Block(phase, action.micro_batch)
+        if action.phase not in (INPUT, WEIGHT):
+            self._append(action.chunk, captured, target)
+            return
+        key = action.chunk, source
+        if key not in self.split_parts:
+            inputs, weights = split_backward(stage.graph, stage.blocks[captured])
+            self.split_parts[key] = {*inputs}, {*weights}
+        part = self.split_parts[key][action.phase == WEIGHT]
+        self._append(action.chunk, captured, target, part)
+
+    def _append(
+        self, chunk: int, captured: Block, target: Block, part: Container[int] | None = None
+    ) -> None:
+        """Append a copy of the block `captured`, or of its nodes in `part`, as block `target`."""
+        stage = self.chunks[chunk]
+        copies = self.copies.setdefault((chunk, target), {})
+        entered_lanes: set[Hashable] = set()
+        ends_at_entry = dict(self.lane_ends)
+        for index in stage.blocks.get(captured, []):
+            included = part is None or index in part
+            if not included and index in copies:
+                continue  # it belongs to the other part, which is already in the graph
+            awaited = self._dependencies(chunk, index, captured, target, ends_at_entry)
+            lanes = _lanes(stage.graph, index)
+            if included:
+                for lane in lanes:
+                    if lane in self.lane_ends and lane not in entered_lanes:
+                        awaited.setdefault(self.lane_ends[lane], Reason.PROGRAM_ORDER)
+                entered_lanes.update(lanes)
+            message = self._message(chunk, index, target) if included else None
+            if not included or (message is not None and message[0] is None):
+                copies[index] = [*awaited]  # followers of the dropped node inherit its dependencies
+                continue
+            number = len(self.nodes)
+            micro_batch = target.micro_batch if target.phase in (FORWARD, BACKWARD) else UNKNOWN
+            self.nodes.append((chunk, index, micro_batch))
+            self.edges += [(source, number, int(why)) for source, why in awaited.items()]
+            copies[index] = [number]
+            if message is not None:
+                peer, tag = message
+                assert peer is not None
+                self.message_ends[number] = peer, tag
+                if stage.graph.node(index).kind is Kind.SEND:
+                    # A send completes in the background: followers wait for its data, not for it.
+                    copies[index] = [*awaited]
+                    continue
+            self.lane_ends |= dict.fromkeys(lanes, number)
+
+    def _dependencies(
+        self,
+        chunk: int,
+        index: int,
+        captured: Block,
+        target: Block,
+        ends_at_entry: Mapping[Hashable, int],
+    ) -> dict[int, Reason]:
+        """Return the nodes that the copy of a captured node waits for by its captured edges."""
+        stage = self.chunks[chunk]
+        awaited: dict[int, Reason] = {}
+        for source, reason in stage.graph.edges.of(index):
+            block = stage.block_of[source]
+            if block == captured:
+                block = target
+            elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
+                block = Block(FORWARD, target.micro_batch)
+            elif captured.phase not in (BEHIND, AFTER) and block.phase != BEFORE:
+                # An edge from another micro-batch only kept the order of a lane, and the schedule
+                # gives a new order. A host delay keeps it: it follows whatever its GPU ran before.
+                if index in self.delays[chunk]:
+                    lanes = _lanes(stage.graph, source)
+                    awaited |= {
+                        ends_at_entry[lane]: reason for lane in lanes if lane in ends_at_entry
+                    }
+                continue
+            for number in self.copies.get((chunk, block), {}).get(source, []):
+                awaited.setdefault(number, reason)
+        return awaited
+
+    def _message(self, chunk: int, index: int, block: Block) -> tuple[int | None, int] | None:
+        """Return peer and tag of a message between stages; the peer is None on this rank."""
+        graph, position = self.chunks[chunk].graph, self.position
+        node = graph.node(index)
+        if node.kind not in (Kind.SEND, Kind.RECV):
+            return None
+        peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+        if not 0 <= peer < position.captured.size:
+            return None
+        point = position.captured.point(graph.job.rank)
+        peer_point = position.captured.point(peer)
+        step = peer_point[AXIS] - point[AXIS]
+        if {**peer_point, AXIS: 0} != {**point, AXIS: 0} or abs(step) != 1:
+            return position.expanded_rank(peer, position.rank), node.value("comm_tag")
+        stage = self.stages[chunk]
+        rank, _ = position.schedule.place(position.ranks, stage + step)
+        backward = step == (-1 if node.kind is Kind.SEND else 1)
+        # A tag per stage boundary, direction and micro-batch: a schedule reorders the messages of
+        # two ranks, and the boundaries of several chunks may lie between the same two.
+        tag = (2 * min(stage, stage + step) + backward) * position.micro_batches + block.micro_batch
+        return (None if rank == position.rank else position.expanded_rank(peer, rank)), tag
+
+    def _assemble(self) -> Graph:
+        """Return the graph of all appended nodes and edges."""
+        strings = StringTable()
+        parts: list[Nodes] = []
+        order: list[int] = []
+        chunk_of = np.array([chunk for chunk, _, _ in self.nodes], dtype=np.int64)
+        captured = np.array([index for _, index, _ in self.nodes], dtype=np.int64)
+        groups: dict[str, ProcessGroup] = {}
+        for chunk, stage in self.chunks.items():
+            graph = with_roots(stage.graph, self.position.root)
+            of_chunk = np.flatnonzero(chunk_of == chunk)
+            codes = strings.encode(graph.strings.values)
+            copied = graph.nodes.take(captured[of_chunk])
+            text = {name: codes[getattr(copied, name)] for name in TEXT_COLUMNS}
+            parts.append(replace(copied, **text))
+            order += of_chunk.tolist()
+            for group in graph.job.groups:
+                expanded = self.position.group(group)
+                groups.setdefault(expanded.name, expanded)
+        nodes = Nodes.joined(parts).take(np.argsort(np.array(order, dtype=np.int64)))
+        count = len(nodes)
+        source, target, tags = nodes.comm_src.copy(), nodes.comm_dst.copy(), nodes.comm_tag.copy()
+        for number, (peer, tag) in self.message_ends.items():
+            peers = target if nodes.kind[number] == Kind.SEND else source
+            peers[number], tags[number] = peer, tag
+        nodes = replace(
+            nodes,
+            id=np.arange(count, dtype=np.uint64),
+            start_ns=np.zeros(count, dtype=np.int64),
+            micro_batch=np.array([number for _, _, number in self.nodes], dtype=np.int32),
+            comm_src=source,
+            comm_dst=target,
+            comm_tag=tags,
+        )
+        pairs = np.array(self.edges, dtype=np.int64).reshape(-1, 3)
+        edges = Edges.from_pairs(count, pairs[:, 0], pairs[:, 1], pairs[:, 2].astype(np.uint8))
+        job = self.chunks[0].graph.job
+        # Step times and memory were measured for the captured schedule; they hold for no other.
+        job = msgspec.structs.replace(
+            job,
+            world=self.position.world,
+            rank=self.position.expanded_rank(job.rank, self.position.rank),
+            groups=tuple(groups.values()),
+            measurement=msgspec.structs.replace(
+                job.measurement, step_ns=(), profiled_step_ns=0, activation_bytes=(), memory=None
+            ),
+            pipeline=None,
+            classes=(),
+        )
+        return Graph(nodes, edges, strings, job)
+
+
+def _lanes(graph: Graph, index: int) -> tuple[Hashable, ...]:
+    """Return the lanes that order a node: its stream, or its thread and the host as a whole."""
+    stream = int(graph.nodes.stream[index])
+    if stream != UNKNOWN:
+        return (("stream", stream),)
+    return f"thread {graph.nodes.thread[index]}", "host"
 
 
 class Peak(NamedTuple):

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from onerank.converters.sources.onnx.model import Tensor
-from onerank.converters.sources.onnx.node_context import Argument, AtenCall, call
-from onerank.converters.sources.onnx.operators import matmul
+from onerank.converters.sources.onnx.operators import Argument, AtenCall, call, matmul
 
 Backward = Callable[[AtenCall, tuple[bool, ...]], list[AtenCall]]
 """(forward call, which tensor operands need a gradient) -> calls."""

@@ -17,7 +17,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.terms import Operation, Term, TermRecord, quantity, quotient
 from onerank.annotate.recost.recost import recost
-from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
 from onerank.ir.errors import AnnotateError

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import compute_mask
-from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import union_duration_ns

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onerank.converters.nccl import Interconnect, Topology, choose, interconnect_of
-from onerank.converters.nccl.tuning import bandwidth
+from onerank.converters.nccl.select_algorithm import bandwidth
 
 K, M = 1 << 10, 1 << 20
 CHOICES = Path(__file__).parent / "nccl-2.28.9.csv.gz"
