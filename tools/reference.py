@@ -5,20 +5,48 @@ of a trace. `python tools/reference.py` writes the pages. With `--check` it writ
 exits with code 1 if a page is out of date.
 """
 
+import ast
+import dataclasses
+import inspect
+import re
 import sys
-from collections.abc import Iterator
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, IntEnum
 from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import click
-from json_reference import json_reference
-from trace_reference import trace_reference
+import msgspec
 
+from onerank.analysis.breakdown import Part
+from onerank.analysis.predict_ops import OpPrediction
+from onerank.analysis.step_time import Replay, StepChange
+from onerank.analysis.summary import Summary
+from onerank.analysis.trace_diff import Difference
+from onerank.annotate import Explanation, Gpu, Recosting
+from onerank.annotate.cost import CostReport
+from onerank.annotate.energy import EnergyReport
+from onerank.annotate.memory.memory_report import MemoryReport
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.click_options import SectionedCommand
+from onerank.converters.sources.kineto import Conversion
+from onerank.converters.sources.onnx import OnnxConversion
+from onerank.converters.targets.astra_sim import AstraSimExport
+from onerank.converters.targets.astra_sim.check import Finding
+from onerank.converters.targets.goal import GoalExport
+from onerank.converters.targets.simai import SimaiExport
+from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS, NODE_TYPES
+from onerank.ir.chakra.et_def_pb2 import NodeType
+from onerank.ir.chakra.metadata import SCHEMA, SECTIONS
+from onerank.ir.enums import Collective, Reason
+from onerank.ir.job.job import Job
+from onerank.ir.nodes import Nodes
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 
-_HEADER = """# Command reference
+_COMMAND_HEADER = """# Command reference
 
 `tools/reference.py` writes this page from the declarations of the commands; do not edit it.
 `capture` and `annotate` are also installed as separate commands.
@@ -27,7 +55,7 @@ _HEADER = """# Command reference
 
 def command_reference() -> str:
     """Return the page as Markdown, ending in a newline."""
-    parts = [_HEADER]
+    parts = [_COMMAND_HEADER]
     for path, command in _leaf_commands("onerank", onerank):
         parts.append(_describe(path, command))
     return "\n".join(parts)
@@ -93,12 +121,248 @@ def _unwrapped(text: str) -> str:
 
 def _cell(text: str) -> str:
     # Markdown reads the brackets of a range such as [x>=1] as a reference to a link.
-    plain = " ".join(text.split()).replace("|", "\\|")
-    return plain.replace("[", "\\[").replace("]", "\\]")
+    return _code_cell(text).replace("[", "\\[").replace("]", "\\]")
 
 
 def _code_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+PRINTED: Mapping[str, tuple[type, str]] = {
+    "onerank show": (Summary, "One record. `capture run` and `onerank coarsen` print it too."),
+    "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),
+    "onerank replay": (Replay, "One record."),
+    "onerank memory": (MemoryReport, "One record."),
+    "onerank energy": (EnergyReport, "One record."),
+    "onerank cost": (CostReport, "One record."),
+    "onerank diff": (Difference, "One record."),
+    "annotate": (Recosting, "One record, and `step` in it, a [StepChange](#stepchange)."),
+    "annotate --explain": (Explanation, "One record."),
+    "onerank predict": (OpPrediction, "A list, one record per operator."),
+    "onerank gpus": (Gpu, "A list, one record per GPU."),
+    "onerank convert": (Conversion, "One record, for recorded traces."),
+    "onerank convert MODEL.onnx": (OnnxConversion, "One record."),
+    "onerank export astra-sim": (AstraSimExport, "One record."),
+    "onerank export simai": (SimaiExport, "One record."),
+    "onerank export goal": (GoalExport, "One record."),
+    "onerank check": (Finding, "A list, one record per finding."),
+}
+"""Command -> the record that it prints with `--json`, and how many of them."""
+
+FURTHER = (StepChange,)
+"""Records that a command adds to the fields of another record."""
+
+UNITS = {
+    "ns": "ns",
+    "us": "µs",
+    "bytes": "bytes",
+    "flops": "FLOP",
+    "uj": "µJ",
+    "mw": "mW",
+    "mhz": "MHz",
+    "c": "°C",
+}
+"""Last word of a field's name -> its unit."""
+
+_JSON_HEADER = """# JSON output
+
+`tools/reference.py` writes this page from the record classes; do not edit it.
+
+A command with `--json` prints one record or a list of records. The functions of
+[the Python API](python.md) return the same records. Sizes are powers of ten; a field's name ends
+with its unit.
+"""
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "string"}
+
+
+def json_reference() -> str:
+    """Return the page as Markdown, ending in a newline."""
+    parts = [_JSON_HEADER]
+    nested: dict[str, type] = {kind.__name__: kind for kind in FURTHER}
+    for command, (kind, count) in PRINTED.items():
+        described = f"{first_paragraph(kind)} {count}"
+        parts.append(f"## {command}\n\n{described}\n\n{field_table(kind, nested)}")
+    return "\n".join([*parts, *nested_records("## Records in records", nested)])
+
+
+def nested_records(heading: str, nested: dict[str, type]) -> list[str]:
+    """Return sections on records that others hold; `nested` receives those that they hold."""
+    parts = [f"{heading}\n"]
+    described: set[str] = set()
+    while waiting := sorted(nested.keys() - described):
+        for name in waiting:
+            described.add(name)
+            text = field_table(nested[name], nested)
+            parts.append(f"### {name}\n\n{first_paragraph(nested[name])}\n\n{text}")
+    return parts
+
+
+def first_paragraph(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def field_table(kind: type, nested: dict[str, type]) -> str:
+    """Return the table of a record's fields; the records that they hold are added to `nested`."""
+    descriptions = _descriptions(kind)
+    lines = ["| field | type | unit | |", "|---|---|---|---|"]
+    for name, annotation in _fields(kind):
+        unit = UNITS.get(name.rsplit("_", 1)[-1], "")
+        # JSON has null for Python's None.
+        text = _cell(re.sub(r"\bNone\b", "null", descriptions.get(name, "")))
+        cells = (f"`{name}`", json_type(annotation, nested), unit, text)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fields(kind: type) -> Iterator[tuple[str, Any]]:
+    hints = field_hints(kind)
+    names = getattr(kind, "__struct_fields__", None) or [
+        field.name for field in dataclasses.fields(kind)
+    ]
+    encoded = getattr(kind, "__struct_encode_fields__", names)
+    for name, written in zip(names, encoded, strict=True):
+        yield written, hints[name]
+
+
+def field_hints(kind: type) -> dict[str, Any]:
+    """Return the annotations; names that a module imports for type checkers alone stay texts."""
+    module = vars(sys.modules[kind.__module__])
+    try:
+        return typing.get_type_hints(kind, {**module, kind.__name__: kind})
+    except NameError:
+        return dict(kind.__annotations__)
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Return field -> its text under `Attributes:` in the docstring."""
+    text = inspect.getdoc(kind) or ""
+    _, _, attributes = text.partition("Attributes:\n")
+    entries: dict[str, str] = {}
+    name = ""
+    for line in attributes.splitlines():
+        entry = re.match(r"    (\w+): (.*)", line)
+        if entry:
+            name = entry[1]
+            entries[name] = entry[2]
+        elif name and line.startswith("        "):
+            entries[name] += f" {line.strip()}"
+        elif line.strip():
+            break
+    return entries
+
+
+def json_type(annotation: Any, nested: dict[str, type]) -> str:
+    """Return the JSON type of an annotation; a record is a link to its table."""
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        kinds = [m for m in members if m not in (type(None), msgspec.UnsetType)]
+        texts = list(dict.fromkeys(json_type(member, nested) for member in kinds))
+        return " or ".join([*texts, *(["null"] if type(None) in members else [])])
+    if origin is Literal:
+        return " or ".join(f'`"{member}"`' for member in members)
+    if isinstance(origin, type):
+        return _container_type(origin, members, nested)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _SCALARS[type(next(iter(annotation)).value)]
+    if _is_record(annotation):
+        nested[annotation.__name__] = annotation
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return _SCALARS.get(cast("Any", annotation), "value")
+
+
+def _is_record(annotation: Any) -> bool:
+    return hasattr(annotation, "__struct_fields__") or dataclasses.is_dataclass(annotation)
+
+
+def _container_type(origin: type, members: Sequence[Any], nested: dict[str, type]) -> str:
+    if issubclass(origin, Mapping):
+        return f"object of {json_type(members[1], nested)}"
+    items = [json_type(member, nested) for member in members if member is not Ellipsis]
+    return f"array of {' and '.join(dict.fromkeys(items))}"
+
+
+_TRACE_HEADER = f"""# Trace attributes
+
+`tools/reference.py` writes this page from the code that writes traces; do not edit it.
+
+A trace is a Chakra `.et` file: length-prefixed protobuf messages, first the metadata, then the
+nodes in the order of their ids. Chakra's own times are whole microseconds; the attributes
+`start_ns` and `duration_ns` are written where microseconds lose something.
+
+## Metadata
+
+The attribute `schema` is `{SCHEMA}`. The others are JSON texts; absent ones have their default.
+"""
+
+_NODES = """
+## Nodes
+
+A node has an attribute only if its value differs from the default; -1 is a number that is not
+known. `graph.nodes` of the Python API has each as a column.
+"""
+
+_KINDS = """
+## Kinds of nodes
+
+`is_cpu_op` distinguishes the kinds of compute nodes: it is true for operators of the host.
+"""
+
+_REASONS = """
+## Dependencies
+
+All dependencies stand in Chakra's `data_deps`. The attribute `data_dep_reasons` has one byte for
+each of them, in their order.
+"""
+
+
+def trace_reference() -> str:
+    """Return the page as Markdown, ending in a newline."""
+    nested: dict[str, type] = {}
+    hints = field_hints(Job)
+    lines = [_TRACE_HEADER, "| attribute | type |", "|---|---|"]
+    for attribute, (field, _) in SECTIONS.items():
+        lines.append(f"| `{attribute}` | {json_type(hints[field], nested)} |")
+    lines += [_NODES, "| attribute | type | column | |", "|---|---|---|---|"]
+    described = _column_docs()
+    for field in FIELDS:
+        kind = field.variant.removesuffix("_val")
+        words = "" if field.words is None else f"One of {_words(field.words)}. "
+        if field.column == "collective":
+            words = f"One of {_numbers(Collective)}. "
+        text = words + described.get(field.column, "").replace("UNKNOWN", "-1")
+        lines.append(f"| `{field.attribute}` | {kind} | `{field.column}` | {text.strip()} |")
+    for place, columns in IO_COLUMNS.items():
+        for column in columns:
+            part = column.split("_")[1]
+            lines.append(f"| `{place}.{part}` | string | `{column}` | Chakra's own field. |")
+    lines += [_KINDS, "| kind | Chakra's type |", "|---|---|"]
+    lines += [f"| {kind.name.lower()} | `{NodeType.Name(n)}` |" for kind, n in NODE_TYPES.items()]
+    lines += [_REASONS, "| byte | reason |", "|---|---|"]
+    lines += [f"| {int(reason)} | {reason.name.lower()} |" for reason in Reason]
+    return "\n".join([*lines, "", *nested_records("## Records in the metadata", nested)])
+
+
+def _column_docs() -> dict[str, str]:
+    """Return column -> the text under its field in the class of the columns."""
+    (definition,) = ast.parse(inspect.getsource(Nodes)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    column = ""
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            column = statement.target.id
+        elif column and isinstance(statement, ast.Expr):
+            docs[column] = " ".join(str(ast.literal_eval(statement.value)).split())
+    return docs
+
+
+def _words(kind: type[IntEnum]) -> str:
+    return ", ".join(f"`{member.name.lower()}`" for member in kind)
+
+
+def _numbers(kind: type[IntEnum]) -> str:
+    return ", ".join(f"{int(member)} ({member.name.lower()})" for member in kind if member >= 0)
 
 
 PAGES = {

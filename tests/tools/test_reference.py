@@ -10,8 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from json_reference import PRINTED  # noqa: E402
-from reference import DIRECTORY, PAGES  # noqa: E402
+from reference import DIRECTORY, PAGES, PRINTED  # noqa: E402
 
 from onerank.cli import onerank  # noqa: E402
 from onerank.ir.chakra.attributes import FIELDS  # noqa: E402
