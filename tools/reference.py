@@ -23,20 +23,27 @@ import msgspec
 from onerank.analysis.breakdown import Part
 from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Replay, StepChange
-from onerank.analysis.summary import Summary
+from onerank.analysis.summary import RankSummaries, Summary
 from onerank.analysis.trace_diff import Difference
 from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.memory.memory_report import MemoryReport
+from onerank.capture.bench.gpu_limits import Microbenchmarks
+from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.click_options import SectionedCommand
+from onerank.cli.commands.bench import Benched, Described, Merged, StoredOperator
+from onerank.cli.commands.coarsen_storage import StorageAdded
+from onerank.cli.commands.convert import EtConverted, JsonConverted
 from onerank.converters.sources.kineto import Conversion
+from onerank.converters.sources.kineto.rank_directory import Converted
 from onerank.converters.sources.onnx import OnnxConversion
 from onerank.converters.targets.astra_sim import AstraSimExport
 from onerank.converters.targets.astra_sim.check import Finding
 from onerank.converters.targets.goal import GoalExport
 from onerank.converters.targets.simai import SimaiExport
+from onerank.ir.chakra import Repairs
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS, NODE_TYPES
 from onerank.ir.chakra.et_def_pb2 import NodeType
 from onerank.ir.chakra.metadata import SCHEMA, SECTIONS
@@ -56,12 +63,12 @@ _COMMAND_HEADER = """# Command reference
 def command_reference() -> str:
     """Return the page as Markdown, ending in a newline."""
     parts = [_COMMAND_HEADER]
-    for path, command in _leaf_commands("onerank", onerank):
+    for path, command in leaf_commands("onerank", onerank):
         parts.append(_describe(path, command))
     return "\n".join(parts)
 
 
-def _leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+def leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     """Yield the commands that do something, with their full names, as help lists them."""
     if not isinstance(command, click.Group):
         yield path, command
@@ -71,7 +78,7 @@ def _leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, cli
     for name, member in command.commands.items():
         # `capture` and `annotate` are also installed as separate commands, which users type.
         short = member in (capture, annotate)
-        yield from _leaf_commands(name if short else f"{path} {name}", member)
+        yield from leaf_commands(name if short else f"{path} {name}", member)
 
 
 def _describe(path: str, command: click.Command) -> str:
@@ -129,28 +136,41 @@ def _code_cell(text: str) -> str:
 
 
 PRINTED: Mapping[str, tuple[type, str]] = {
-    "onerank show": (Summary, "One record. `capture run` and `onerank coarsen` print it too."),
-    "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),
-    "onerank replay": (Replay, "One record."),
-    "onerank memory": (MemoryReport, "One record."),
-    "onerank energy": (EnergyReport, "One record."),
-    "onerank cost": (CostReport, "One record."),
-    "onerank diff": (Difference, "One record."),
+    "capture run": (Summary, "One record. `onerank show` and `onerank coarsen` print it too."),
+    "capture run --ranks": (RankSummaries, "One record."),
+    "capture verify": (Verification, "One record."),
+    "onerank convert": (Conversion, "One record, for recorded traces."),
+    "onerank convert DIRECTORY": (Converted, "A list, one record per rank."),
+    "onerank convert MODEL.onnx": (OnnxConversion, "One record."),
+    "onerank convert TRACE.et": (EtConverted, "One record."),
+    "onerank convert TRACE.json": (JsonConverted, "One record."),
+    "onerank storage": (StorageAdded, "One record."),
     "annotate": (Recosting, "One record, and `step` in it, a [StepChange](#stepchange)."),
     "annotate --explain": (Explanation, "One record."),
     "onerank predict": (OpPrediction, "A list, one record per operator."),
     "onerank gpus": (Gpu, "A list, one record per GPU."),
-    "onerank convert": (Conversion, "One record, for recorded traces."),
-    "onerank convert MODEL.onnx": (OnnxConversion, "One record."),
+    "onerank bench": (Benched, "One record."),
+    "onerank bench describe": (Described, "One record."),
+    "onerank bench merge": (Merged, "One record."),
+    "onerank bench show": (StoredOperator, "A list, one record per operator and data type."),
+    "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),
+    "onerank replay": (Replay, "One record."),
+    "onerank diff": (Difference, "One record."),
+    "onerank memory": (MemoryReport, "One record."),
+    "onerank energy": (EnergyReport, "One record."),
+    "onerank cost": (CostReport, "One record."),
     "onerank export astra-sim": (AstraSimExport, "One record."),
     "onerank export simai": (SimaiExport, "One record."),
     "onerank export goal": (GoalExport, "One record."),
     "onerank check": (Finding, "A list, one record per finding."),
 }
-"""Command -> the record that it prints with `--json`, and how many of them."""
+"""Command -> the record that it prints with `--json`, and how many of them, in help's order."""
 
 FURTHER = (StepChange,)
 """Records that a command adds to the fields of another record."""
+
+# The commands import these for type checkers alone, so that help loads neither numpy nor torch.
+_ANNOTATED = {kind.__name__: kind for kind in (Gpu, Microbenchmarks, Repairs)}
 
 UNITS = {
     "ns": "ns",
@@ -229,7 +249,7 @@ def field_hints(kind: type) -> dict[str, Any]:
     """Return the annotations; names that a module imports for type checkers alone stay texts."""
     module = vars(sys.modules[kind.__module__])
     try:
-        return typing.get_type_hints(kind, {**module, kind.__name__: kind})
+        return typing.get_type_hints(kind, {**_ANNOTATED, **module, kind.__name__: kind})
     except NameError:
         return dict(kind.__annotations__)
 

@@ -216,7 +216,7 @@ def test_convert_a_directory_of_captures(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(nodes_of)
 
 
-def test_chakra_s_json_is_told_as_json_and_has_no_steps(traces, tmp_path):
+def test_chakra_s_json_is_converted_and_has_no_steps(traces, tmp_path):
     spelled, out = tmp_path / "t r ä.json", tmp_path / "t.et"
     invoke(onerank, "export", "chakra-json", traces / "cpu.et", "-o", spelled)
     report = json.loads(invoke(onerank, "convert", spelled, "-o", out, "--json").stdout)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from reference import DIRECTORY, PAGES, PRINTED  # noqa: E402
+from reference import DIRECTORY, PAGES, PRINTED, leaf_commands  # noqa: E402
 
 from onerank.cli import onerank  # noqa: E402
 from onerank.ir.chakra.attributes import FIELDS  # noqa: E402
@@ -33,6 +33,20 @@ def test_every_field_of_the_json_is_described():
     assert [name for name, kind in rows if kind == "value"] == []
     for record, _ in PRINTED.values():
         assert f"\n{(record.__doc__ or '').splitlines()[0]}" in (DIRECTORY / "json.md").read_text()
+
+
+def test_every_command_with_json_names_its_record():
+    described = {" ".join(name for name in key.split() if name.islower()) for key in PRINTED}
+    with_json = {path for path, command in leaf_commands("onerank", onerank) if _has_json(command)}
+    assert len(with_json) > 20
+    assert {path.removesuffix(" measure") for path in with_json} - described == {
+        "onerank show",
+        "onerank coarsen",
+    }
+
+
+def _has_json(command: click.Command) -> bool:
+    return any("--json" in parameter.opts for parameter in command.params)
 
 
 def test_the_attributes_of_a_trace_are_those_that_are_written():

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -77,6 +77,96 @@ class MergeOptions:
     output: Path = option("Kernel database to write.", "-o", "--output", type=OUTPUT)
 
 
+@dataclass(frozen=True)
+class Described:
+    """A measured GPU and its description.
+
+    Attributes:
+        output: the description that was written.
+        gpu: its contents.
+        measured: the results of the microbenchmarks.
+    """
+
+    output: Path
+    gpu: "Gpu"
+    measured: "Microbenchmarks"
+
+
+@dataclass(frozen=True)
+class Benched:
+    """The result of a benchmark run.
+
+    Attributes:
+        output: the database.
+        gpu: CUDA's name of the GPU.
+        versions: library -> version.
+        rows: rows written.
+        requested: number of calls to measure.
+        measured: calls measured.
+        other_kernels: operators of the traces that launched other kernels on this GPU -> calls.
+        untried: reason -> number of calls that were not tried.
+        failed: reason -> number of calls that could not be measured.
+        dropped: reason -> number of the traces' kernels that were not tried.
+        inner: operators whose kernels another operator launches -> calls.
+        notes: statements on the run.
+    """
+
+    output: str
+    gpu: str
+    versions: dict[str, str]
+    rows: int
+    requested: int
+    measured: int
+    other_kernels: dict[str, int]
+    untried: dict[str, int]
+    failed: dict[str, int]
+    dropped: dict[str, int]
+    inner: dict[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A kernel database made from several.
+
+    Attributes:
+        output: the database that was written.
+        rows: rows written.
+        replaced: rows left out, because a later database measured the same call.
+        read: database -> its rows.
+    """
+
+    output: Path
+    rows: int
+    replaced: int
+    read: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StoredOperator:
+    """The calls of one operator in a kernel database.
+
+    Attributes:
+        gpu: CUDA's name of the GPU.
+        operator: ATen operator.
+        dtype: data type of the first operand.
+        calls: distinct calls.
+        rows: rows; a call has several if it was measured with several versions of a library.
+        shortest_ns: shortest median time of a row.
+        longest_ns: longest median time of a row.
+        torch: versions of torch, with commas between.
+    """
+
+    gpu: str
+    operator: str
+    dtype: str
+    calls: int
+    rows: int
+    shortest_ns: int
+    longest_ns: int
+    torch: str
+
+
 @click.command()
 @with_options(DescribeOptions)
 @as_json
@@ -130,7 +220,7 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
     )
     replace_file(options.output, to_toml(description).encode())
     if as_json:
-        print_json({"output": options.output, "gpu": description, "measured": limits})
+        print_json(Described(options.output, description, limits))
     else:
         render_described(description, base, limits, str(options.output))
 
@@ -336,11 +426,8 @@ def merge_databases(databases: tuple[Path, ...], options: MergeOptions, as_json:
     merged = merge(tables)
     write_database(merged.table, options.output)
     counts = {str(path): len(table) for path, table in zip(databases, tables, strict=True)}
-    rows, replaced = len(merged.table), merged.replaced
-    if as_json:
-        print_json({"output": options.output, "rows": rows, "replaced": replaced, "read": counts})
-    else:
-        render_merged(counts, rows, replaced, str(options.output))
+    done = Merged(options.output, len(merged.table), merged.replaced, counts)
+    print_json(done) if as_json else render_merged(done)
 
 
 @bench.command()
@@ -351,41 +438,8 @@ def show(database: Path, as_json: bool) -> None:
     """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
     from onerank.annotate.kernel_db.database import contents, read_database
 
-    summaries = contents(read_database(database)).to_dicts()
-    print_json(summaries) if as_json else render_contents(summaries, str(database))
-
-
-@dataclass(frozen=True)
-class Benched:
-    """The result of a benchmark run.
-
-    Attributes:
-        output: the database.
-        gpu: CUDA's name of the GPU.
-        versions: library -> version.
-        rows: rows written.
-        requested: number of calls to measure.
-        measured: calls measured.
-        other_kernels: operators of the traces that launched other kernels on this GPU -> calls.
-        untried: reason -> number of calls that were not tried.
-        failed: reason -> number of calls that could not be measured.
-        dropped: reason -> number of the traces' kernels that were not tried.
-        inner: operators whose kernels another operator launches -> calls.
-        notes: statements on the run.
-    """
-
-    output: str
-    gpu: str
-    versions: dict[str, str]
-    rows: int
-    requested: int
-    measured: int
-    other_kernels: dict[str, int]
-    untried: dict[str, int]
-    failed: dict[str, int]
-    dropped: dict[str, int]
-    inner: dict[str, int]
-    notes: tuple[str, ...]
+    operators = [StoredOperator(**row) for row in contents(read_database(database)).to_dicts()]
+    print_json(operators) if as_json else render_contents(operators, str(database))
 
 
 def render_benched(done: Benched) -> None:
@@ -408,21 +462,23 @@ def render_benched(done: Benched) -> None:
     lines(rows, done.output)
 
 
-def render_merged(read: Mapping[str, int], rows: int, replaced: int, output: str) -> None:
+def render_merged(done: Merged) -> None:
     """Print the databases that were read, and the rows that were written."""
-    files = [("read", f"{path}: {counted(count, 'row')}") for path, count in read.items()]
-    lines([*files, ("written", f"{counted(rows, 'row')}; {replaced} were replaced by later ones")],
-          output)  # fmt: skip
+    files = [("read", f"{path}: {counted(count, 'row')}") for path, count in done.read.items()]
+    written = f"{counted(done.rows, 'row')}; {done.replaced} were replaced by later ones"
+    lines([*files, ("written", written)], str(done.output))
 
 
-def render_contents(summaries: Sequence[Mapping[str, Any]], title: str) -> None:
+def render_contents(operators: Sequence[StoredOperator], title: str) -> None:
     """Print a table of operators."""
     columns = ("gpu", "operator", "dtype", "calls", "rows", "shortest", "longest", "torch")
     rows = [
-        (summary["gpu"], summary["operator"], summary["dtype"], summary["calls"], summary["rows"],
-         time(summary["shortest_ns"]), time(summary["longest_ns"]), summary["torch"])
-        for summary in summaries
-    ]  # fmt: skip
+        (
+            *(row.gpu, row.operator, row.dtype, row.calls, row.rows),
+            *(time(row.shortest_ns), time(row.longest_ns), row.torch),
+        )
+        for row in operators
+    ]
     table(title, columns, rows, texts=(0, 1, 2, 7))
 
 

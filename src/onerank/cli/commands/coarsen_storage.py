@@ -1,8 +1,9 @@
 """`onerank coarsen` and `onerank storage`: another trace made of one, without a prediction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -19,6 +20,9 @@ from onerank.cli.common import (
 )
 from onerank.cli.terminal import lines, print_json
 from onerank.display import size, time
+
+if TYPE_CHECKING:
+    from onerank.ir import Graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,38 @@ class StorageOptions:
     prefetch: bool = option("Let the step wait for its batch.", "--no-prefetch", default=True)
 
 
+@dataclass(frozen=True)
+class StorageNode:
+    """A node that reads from storage or writes to it.
+
+    Attributes:
+        name: name of the node.
+        kind: kind of the node.
+        bytes: bytes read or written.
+        duration_ns: duration of the node.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class StorageAdded:
+    """The storage nodes of a trace.
+
+    Attributes:
+        output: the trace that was written.
+        nodes: nodes that were added.
+        notes: what was assumed.
+    """
+
+    output: Path
+    nodes: list[StorageNode]
+    notes: Sequence[str]
+
+
 @click.command()
 @click.argument("trace", type=TRACE)
 @with_options(StorageOptions)
@@ -92,23 +128,17 @@ def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     )
     after = with_storage(before, traffic)
     after.write(options.output)
-    added = [after.node(index) for index in range(len(before), len(after))]
-    rows = [
-        {
-            "name": node.name,
-            "kind": node.kind.name.lower(),
-            "bytes": max(node.value("bytes_read"), node.value("bytes_written")),
-            "duration_ns": node.duration_ns,
-        }
-        for node in added
-    ]
+    nodes = [_storage_node(after, index) for index in range(len(before), len(after))]
     notes = after.job.measurement.notes[len(before.job.measurement.notes) :]
     if as_json:
-        print_json({"output": str(options.output), "nodes": rows, "notes": notes})
+        print_json(StorageAdded(options.output, nodes, notes))
     else:
-        pairs = [
-            (str(row["name"]), f"{size(float(row['bytes']))} in {time(float(row['duration_ns']))}")
-            for row in rows
-        ]
+        pairs = [(node.name, f"{size(node.bytes)} in {time(node.duration_ns)}") for node in nodes]
         pairs += [("note", note) for note in notes]
         lines(pairs, f"{trace} -> {options.output}")
+
+
+def _storage_node(graph: "Graph", index: int) -> StorageNode:
+    node = graph.node(index)
+    moved_bytes = max(node.value("bytes_read"), node.value("bytes_written"))
+    return StorageNode(node.name, node.kind.name.lower(), moved_bytes, node.duration_ns)

@@ -1,7 +1,7 @@
 """`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from onerank.converters.sources.kineto import Conversion
     from onerank.converters.sources.onnx import OnnxConversion
     from onerank.ir import Graph
+    from onerank.ir.chakra import Repairs
 
 
 TRACES = "Recorded traces"
@@ -98,6 +99,36 @@ class ConvertOptions:
         """Spellings of the options given that only a model takes."""
         values = {"--batch": self.batch, "--seq": self.seq, "--size": self.size}
         return [name for name, value in {**values, "--train": self.train}.items() if value]
+
+
+@dataclass(frozen=True)
+class JsonConverted:
+    """A trace written from Chakra's JSON.
+
+    Attributes:
+        output: the trace that was written.
+        nodes: number of nodes.
+    """
+
+    output: Path
+    nodes: int
+
+
+@dataclass(frozen=True)
+class EtConverted:
+    """A trace written from a `.et` file, or from Chakra's JSON with --repair.
+
+    Attributes:
+        output: the trace that was written.
+        nodes: number of nodes.
+        groups: process group -> its ranks.
+        dropped: dependencies that --repair dropped; None without it.
+    """
+
+    output: Path
+    nodes: int
+    groups: Mapping[str, Sequence[int]]
+    dropped: "Repairs | None"
 
 
 @click.command(cls=SectionedCommand, sections=headings(ConvertOptions))
@@ -200,7 +231,7 @@ def _convert_json(source: Path, options: ConvertOptions, *, as_json: bool) -> No
         return
     nodes = from_json(source, options.output)
     if as_json:
-        print_json({"output": options.output, "nodes": nodes})
+        print_json(JsonConverted(options.output, nodes))
     else:
         say(f"{options.output}: {nodes} nodes")
 
@@ -226,8 +257,8 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
     if as_json:
-        dropped = {"dropped": repairs} if options.repair else {}
-        print_json({"output": output, "nodes": len(graph), "groups": groups, **dropped})
+        dropped = repairs if options.repair else None
+        print_json(EtConverted(output, len(graph), groups, dropped))
         return
     say(f"{output}: {len(graph)} nodes, {len(groups)} groups")
     if options.repair:
