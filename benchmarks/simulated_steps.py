@@ -32,8 +32,8 @@ import onerank
 from onerank.analysis.step_time import replay
 from onerank.capture.collective_kernels.network import Curve
 from onerank.converters.expand.host_delays import insert_host_delays_by_rank
-from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
-from onerank.converters.expand.ranks import expand_ranks
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.ranks import RankGraph, expand_ranks
 from onerank.converters.nccl import wire_bytes
 from onerank.converters.targets.astra_sim import export as export_workload
 from onerank.converters.targets.astra_sim import export_ranks as export_workloads

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from onerank.converters.expand.root_ranks import with_peers, with_roots
+from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Collective, Graph, Job, ProcessGroup, RankClass, World, axis_of
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError

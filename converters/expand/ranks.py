@@ -1,18 +1,39 @@
 """Expand the graphs of one rank per class to all ranks of the job.
 
 `check_messages` checks that ranks represented by one graph send what their peers receive.
+
+Roots of collectives and peers of messages are global ranks. When a graph is reused for another rank
+or another world, `with_roots` and `with_peers` map them to the ranks of its groups there.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.converters.expand.pipeline import RankGraph
-from onerank.ir import Graph, Job, Kind, Phase, RankClass
+from onerank.ir import UNKNOWN, Graph, Job, Kind, Phase, ProcessGroup, RankClass
 from onerank.ir.errors import ExportError
+from onerank.ir.nodes import ROOT_COLUMNS
 
 _MOST_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraph:
+    """A graph and the ranks of the expanded job that it represents.
+
+    Attributes:
+        graph: the step; its job's rank is one of `ranks`.
+        ranks: the ranks that it represents.
+        stages: pipeline stages that these ranks run.
+        peak_memory_bytes: with the schedule's micro-batches in flight; 0 if unknown.
+    """
+
+    graph: Graph
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    peak_memory_bytes: int
 
 
 def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
@@ -212,3 +233,29 @@ def _per_rank(messages: Counter[Phase], entry: RankGraph) -> str:
         f"{count // len(entry.ranks)} of its {phase.name.lower()}"
         for phase, count in sorted(messages.items())
     )
+
+
+def with_roots(graph: Graph, new_root: Callable[[ProcessGroup, int], int]) -> Graph:
+    """Return the graph with every root replaced by `new_root(group, root)`.
+
+    A root that is not a member of its group becomes UNKNOWN; files of other tools have such roots.
+    """
+    nodes, job = graph.nodes, graph.job
+    ends = {name: getattr(nodes, name).copy() for name in ("comm_src", "comm_dst")}
+    world = ProcessGroup("", tuple(range(job.world.size)), "world")
+    for index in np.flatnonzero(np.isin(nodes.collective, list(ROOT_COLUMNS))).tolist():
+        node = graph.node(index)
+        group = job.group(node.text("group")) or world
+        root = new_root(group, node.root) if node.root in group.ranks else UNKNOWN
+        ends[ROOT_COLUMNS[node.collective]][index] = root
+    return graph.with_columns(**ends)
+
+
+def with_peers(graph: Graph, new_peer: Callable[[int], int]) -> Graph:
+    """Return the graph with the destination of sends and the source of receives replaced."""
+    nodes = graph.nodes
+    ends = {name: getattr(nodes, name).copy() for name in ("comm_src", "comm_dst")}
+    for index in np.flatnonzero(graph.mask(Kind.SEND, Kind.RECV)).tolist():
+        column = "comm_dst" if nodes.kind[index] == Kind.SEND else "comm_src"
+        ends[column][index] = new_peer(int(ends[column][index]))
+    return graph.with_columns(**ends)

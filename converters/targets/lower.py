@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.converters.expand.pipeline import RankGraph
-from onerank.converters.expand.ranks import check_messages
+from onerank.converters.expand.ranks import RankGraph, check_messages
 from onerank.converters.targets.expand_symmetry import Placement, Shift, opposite_shift
 from onerank.ir import Edges, Graph, Kind, Node, World
 from onerank.ir.edges import topological_order

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onerank.converters.expand.pipeline import RankGraph
+from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.targets.expand_symmetry import Placement, group_placement
 from onerank.ir import Collective, Graph, Kind, Node, World
 

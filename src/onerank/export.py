@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
-    from onerank.converters.expand.pipeline import RankGraph
+    from onerank.converters.expand.ranks import RankGraph
     from onerank.converters.nccl import Interconnect
     from onerank.converters.targets.astra_sim import AstraSimExport
     from onerank.converters.targets.goal import GoalExport

@@ -2,7 +2,6 @@
 
 from onerank.converters.expand.pipeline.expand_stages import (
     Peak,
-    RankGraph,
     expand,
     peak_memory,
     peaks,
@@ -15,7 +14,6 @@ __all__ = [
     "KINDS",
     "Action",
     "Peak",
-    "RankGraph",
     "Schedule",
     "expand",
     "most_in_flight",

@@ -31,7 +31,7 @@ from onerank.converters.expand.pipeline.stages import (
     StagePosition,
     group_stages,
 )
-from onerank.converters.expand.root_ranks import with_roots
+from onerank.converters.expand.ranks import RankGraph, with_roots
 from onerank.ir import (
     UNKNOWN,
     Edges,
@@ -322,23 +322,6 @@ def peaks(job: Job) -> list[Peak]:
             peak = peak_memory([job], actions)
             stage_peaks.append(Peak(kind, micro_batches, in_flight, peak))
     return stage_peaks
-
-
-@dataclass(frozen=True, slots=True)
-class RankGraph:
-    """A graph and the ranks of the expanded job that it represents.
-
-    Attributes:
-        graph: the step; its job's rank is one of `ranks`.
-        ranks: the ranks that it represents.
-        stages: pipeline stages that these ranks run.
-        peak_memory_bytes: with the schedule's micro-batches in flight; 0 if unknown.
-    """
-
-    graph: Graph
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    peak_memory_bytes: int
 
 
 def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> list[RankGraph]:

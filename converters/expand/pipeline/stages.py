@@ -11,7 +11,7 @@ import msgspec
 
 from onerank.converters.expand.host_delays import host_delay_nodes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, Schedule
-from onerank.converters.expand.root_ranks import with_peers, with_roots
+from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Graph, Job, Kind, Node, Phase, ProcessGroup, Reason, World
 from onerank.ir.errors import ExportError
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
-from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import (
     prefetched_storage,
     require_gpu_work,
     storage_delays,
 )
-from onerank.converters.expand.ranks import check_all_equal
+from onerank.converters.expand.ranks import RankGraph, check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute

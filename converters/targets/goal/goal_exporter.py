@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
-from onerank.converters.expand.pipeline import RankGraph
-from onerank.converters.expand.ranks import check_all_equal
+from onerank.converters.expand.ranks import RankGraph, check_all_equal
 from onerank.converters.nccl import H100, Interconnect
 from onerank.converters.targets.expand_symmetry import unequal_axis, world_of
 from onerank.converters.targets.goal.collective_algorithms import CollectiveCall

@@ -9,9 +9,10 @@ import pytest
 from raised import raises_code
 from stages import HIDDEN_BYTES, captures, stage
 
-from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import Block, split_into_blocks
+from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export, export_ranks
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World

@@ -17,7 +17,8 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import recost
-from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.goal import export, export_ranks
 from onerank.converters.targets.goal.collective_algorithms import (
