@@ -4,20 +4,24 @@
 script in this process, or in forks of it.
 
 The names below are imported on first use. The command line imports `onerank.capture.options` and
-`onerank.capture.validate` to check its options, and must not import torch for that.
+`onerank.capture.validate_options` to check its options, and must not import torch for that.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from onerank.capture.capture_depths import capture_at_depths
+    from onerank.capture.capture_script import (
+        Capture,
+        CapturedRanks,
+        capture,
+        capture_at_depths,
+        capture_ranks,
+    )
     from onerank.capture.isolated_capture import run
-    from onerank.capture.one_rank import Capture, capture
     from onerank.capture.options import Options
     from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
     from onerank.capture.profiling.window_plan import WindowPlan
-    from onerank.capture.several_ranks import CapturedRanks, capture_ranks
 
 __all__ = [
     "Capture",
@@ -33,14 +37,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Capture": "one_rank",
-    "CapturedRanks": "several_ranks",
+    "Capture": "capture_script",
+    "CapturedRanks": "capture_script",
     "Options": "options",
     "ShardingPlan": "parallelize.tensor.plan_file",
     "WindowPlan": "profiling.window_plan",
-    "capture": "one_rank",
-    "capture_at_depths": "capture_depths",
-    "capture_ranks": "several_ranks",
+    "capture": "capture_script",
+    "capture_at_depths": "capture_script",
+    "capture_ranks": "capture_script",
     "read_plan": "parallelize.tensor.plan_file",
     "run": "isolated_capture",
 }

@@ -23,8 +23,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from onerank.capture.capture_script import Capture, capture
 from onerank.capture.isolation import named_progress, run_isolated
-from onerank.capture.one_rank import Capture, capture
 from onerank.capture.options import Options
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.module_roles import WRAPPED

@@ -27,7 +27,7 @@ from onerank.capture.patches import rebound
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.capture.script.runner import environment, play_script
-from onerank.capture.validate import names_torch_distributed
+from onerank.capture.validate_options import names_torch_distributed
 
 
 def decide_torchrun(

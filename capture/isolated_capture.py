@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.capture.validate import validate_early
+from onerank.capture.validate_options import validate_early
 from onerank.ir import Graph
 from onerank.ir.errors import CaptureError
 
@@ -63,8 +63,7 @@ def _capture(
 ) -> Graph:
     """Capture in the process that runs the script; only its graph returns, which needs no torch."""
     with loading_capture():
-        from onerank.capture.capture_depths import capture_at_depths
-        from onerank.capture.one_rank import capture
+        from onerank.capture.capture_script import capture, capture_at_depths
 
     if layers is None:
         return capture(script, args, options, progress).graph

@@ -11,8 +11,8 @@ its process must not take the command with it. Both run in processes of `multipr
 "forkserver" with torch preloaded replaces neither. Its processes have imported torch with the
 environment of the server, so environment variables come too late. Against a fork it imports torch
 a second time, because the command needs torch to unpickle the results. Seconds until a process
-that needs `onerank.capture.one_rank` answers (torch 2.13 for CPU, two busy cores, 2026-11-25; the
-import takes 2.4 s of CPU):
+that needs `onerank.capture.capture_script` answers (torch 2.13 for CPU, two busy cores, 2026-11-25;
+the import takes 2.4 s of CPU):
 
     process    fork    forkserver    fresh interpreter
     first      0.05    5.0           5.0 to 6.5

@@ -32,7 +32,7 @@ from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.runner import run_script
-from onerank.capture.validate import validate
+from onerank.capture.validate_options import validate
 from onerank.ir.errors import CaptureError
 from onerank.ir.scratch import scratch_directory
 

@@ -12,7 +12,9 @@ and are not read: the converter derives callers from times.
 
 import contextlib
 import errno
+import gzip
 import re
+import shutil
 import threading
 import time
 from collections.abc import Generator
@@ -31,7 +33,6 @@ from onerank.capture.profiling.allocator_snapshots import recorded
 from onerank.capture.profiling.clock import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
 from onerank.capture.profiling.observations import Others, Watch, Window
-from onerank.capture.profiling.raw_traces import compress
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import Work
 from onerank.converters.sources.kineto import (
@@ -172,6 +173,17 @@ def unparsed(profiler: profile) -> Generator[None]:
         assert inner is not None
         inner.acc_events = False
         yield
+
+
+_LEVEL = 6
+"""A trace is 6% larger than at 9, in half the time."""
+
+
+def compress(source: Path, target: Path) -> None:
+    """Put a file, gzipped, in the place of another."""
+    with source.open("rb") as plain, gzip.open(target, "wb", compresslevel=_LEVEL) as packed:
+        shutil.copyfileobj(plain, packed)
+    source.unlink()
 
 
 def write(profiler: profile, file: Path) -> None:

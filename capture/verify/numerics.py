@@ -34,7 +34,7 @@ from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.run_as_rank import RankRun, run_as_rank, slicing
 from onerank.capture.script.runner import CaptureComplete, run_script
-from onerank.capture.validate import uses_torch_distributed
+from onerank.capture.validate_options import uses_torch_distributed
 from onerank.capture.verify.comparison import (
     ABSOLUTE,
     RELATIVE,

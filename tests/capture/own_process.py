@@ -48,7 +48,7 @@ def _server() -> Any:
             "torch._dynamo",
             "transformers.models.llama.modeling_llama",
             "transformers.models.mixtral.modeling_mixtral",
-            "onerank.capture.several_ranks",
+            "onerank.capture.capture_script",
             "onerank.cli.main",
         ]
     )

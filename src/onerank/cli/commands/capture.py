@@ -120,7 +120,7 @@ def run(
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
     from onerank.capture.isolated_capture import loading_capture
-    from onerank.capture.validate import validate_early
+    from onerank.capture.validate_options import validate_early
 
     script, module = named.located(script)
     output = how.output or _default_output(script)
@@ -138,10 +138,9 @@ def run(
     chosen = None if isinstance(how.ranks, str) else how.ranks
     validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
     with loading_capture():
-        from onerank.capture.capture_depths import capture_at_depths
+        from onerank.capture.capture_script import capture as capture_script
+        from onerank.capture.capture_script import capture_at_depths, capture_ranks
         from onerank.capture.isolation import forked_processes, sigterm_interrupts
-        from onerank.capture.one_rank import capture as capture_script
-        from onerank.capture.several_ranks import capture_ranks
 
     if how.ranks is not None:
         with (
@@ -350,7 +349,7 @@ def verify(
     Exit code 1: something differs by more than the tolerance.
     """
     from onerank.capture.isolated_capture import loading_capture
-    from onerank.capture.validate import validate_early
+    from onerank.capture.validate_options import validate_early
 
     script, module = named.located(script)
     windows = WindowPlan(warm_up=1, pure=1, repeat=1)

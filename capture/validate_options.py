@@ -11,7 +11,6 @@ from pathlib import Path
 
 from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
-from onerank.capture.profiling.raw_traces import check_raw_dir
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, DepthError
 
@@ -86,6 +85,26 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             "and --zero are for scripts that do not\n"
             "  leave them out (--dp then gives the world's shape only), or give --no-torchrun",
             code="dp-strategy-unused",
+        )
+
+
+def check_raw_dir(directory: Path | None) -> None:
+    """Check that raw traces can take the place of a directory; None is no place.
+
+    Raises:
+        CaptureError: it is not empty, or where the process works.
+    """
+    if directory is None or not directory.exists():
+        return
+    if any(directory.iterdir()):
+        raise CaptureError(
+            f"--raw-dir {directory}: the directory is not empty: name another",
+            code="raw-directory-not-empty",
+        )
+    if directory.samefile(Path.cwd()):
+        raise CaptureError(
+            f"--raw-dir {directory}: the working directory; name one in it",
+            code="raw-directory-is-cwd",
         )
 
 
