@@ -1,6 +1,6 @@
 """Run a script as one rank of a job and measure it.
 
-`run` captures in a process of its own. `capture`, `capture_at_depths` and `capture_ranks` run the
+`run` captures in a separate process. `capture`, `capture_at_depths` and `capture_ranks` run the
 script in this process, or in forks of it.
 
 The names below are imported on first use. The command line imports `onerank.capture.options` and

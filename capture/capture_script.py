@@ -97,7 +97,7 @@ def capture(
         if options.raw_dir is not None:
             keep(raw, options.raw_dir)
         graph, conversion = convert_directory(raw)
-        return Capture(graph, conversion, rank_run.models.sliced, rank_run.shallow.layers)
+        return Capture(graph, conversion, rank_run.models.sliced, rank_run.fewer_layers.layers)
 
 
 def capture_at_depths(

@@ -1,4 +1,4 @@
-"""The record of a collective or point-to-point call: request, group, bytes."""
+"""The record of a collective or point-to-point call: kind, group, bytes, peer."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,30 +24,31 @@ WorkPhase = Literal["forward", "backward"]
 
 
 class CommCall(msgspec.Struct, frozen=True):
-    """One collective or point-to-point call, as asked for.
+    """A collective or point-to-point call as the job issues it.
 
     Attributes:
         sequence: 0, 1, 2 ... in issue order within this process.
         collective: all_reduce, reduce, all_gather, gather, scatter, broadcast, all_to_all,
             reduce_scatter, barrier, send or recv.
-        group: name of the process group: what its creator called it, else torch's name for it.
+        group: name of the process group: its description, or torch's name if it has none.
         group_ranks: global ranks of the group, in group order.
         bytes: bytes of the per-rank input. All-reduce and reduce-scatter: the full tensor;
-            all-to-all: the full local buffer; all-gather and gather: the own shard; broadcast,
-            reduce, send and recv: the tensor; scatter: the parts of all ranks together, as NCCL
-            counts it on each of them; barrier: 0.
-        dtype: "bfloat16". "uint8" for a barrier, and for a coalesced gather of several types.
-        elements: how many of that dtype.
+            all-to-all: the full local buffer; all-gather and gather: this rank's shard; broadcast,
+            reduce, send and recv: the tensor; scatter: the parts of all ranks together, which NCCL
+            counts on each rank; barrier: 0.
+        dtype: such as "bfloat16"; "uint8" for a barrier, and for a coalesced gather of several
+            types.
+        elements: number of elements of that dtype.
         peer: global rank: destination of a send, source of a recv (None: any), root of a broadcast,
             reduce, gather or scatter.
         tag: tag of a send or recv.
-        asynchronous: whether the caller may go on before the call is done.
-        in_split_sizes: rows for each rank, where an all-to-all states them.
-        out_split_sizes: rows from each rank, where an all-to-all states them.
-        phase: forward for activations, backward for gradients that a stage of a pipeline sends or
-            receives; None where that is not known.
-        micro_batch: which they are of, from 0 in each step.
-        reduction: of a reduction, torch's name for what it does: sum, avg, premul_sum, max ...
+        asynchronous: whether the caller may continue before the call is done.
+        in_split_sizes: rows for each rank, if an all-to-all states them.
+        out_split_sizes: rows from each rank, if an all-to-all states them.
+        phase: of a send or recv of a pipeline stage: forward for activations, backward for
+            gradients; None if unknown.
+        micro_batch: micro-batch of the activations or gradients, from 0 in each step.
+        reduction: torch's name of a reduction: sum, avg, premul_sum, max ...
     """
 
     sequence: int
@@ -68,33 +69,42 @@ class CommCall(msgspec.Struct, frozen=True):
 
 
 class Group(NamedTuple):
-    """A process group as this process sees it."""
+    """A process group from the view of this process.
+
+    Attributes:
+        name: as in `CommCall.group`.
+        ranks: global ranks, in group order.
+        rank: index of this process in the group.
+        high_priority: whether NCCL runs the group's collectives on a high-priority stream.
+    """
 
     name: str
     ranks: tuple[int, ...]
-    rank: int  # this process's place among them
-    high_priority: bool = False  # whether its own stream goes before others
+    rank: int
+    high_priority: bool = False
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.ranks)
 
 
 class Payload(NamedTuple):
-    """What a call moves."""
+    """The data that a call moves."""
 
     dtype: str
     elements: int
     bytes: int
 
     def times(self, count: int) -> "Payload":
-        """Return as many of it."""
+        """Return the payload of `count` such tensors."""
         return Payload(self.dtype, self.elements * count, self.bytes * count)
 
 
 def as_json(call: CommCall) -> str:
-    """Write a call without its group's ranks: 100,000 of them would cost half a millisecond."""
+    """Return a call as JSON, without the ranks of its group."""
+    # The ranks are stored once per group: writing 100,000 of them takes half a millisecond of the
+    # host time that is measured.
     rest = _rest_as_json(
         call.collective,
         call.group,
@@ -113,18 +123,20 @@ def as_json(call: CommCall) -> str:
     return f'{{"sequence":{call.sequence},{rest}'
 
 
+# Steps repeat their calls except for the sequence number, so most texts come from the cache. The
+# time to build them would be host time of the measured step.
 @lru_cache(maxsize=4096)
 def _rest_as_json(*values: object) -> str:
-    """Write what a call shares with that of the step before: the host has little time for it."""
+    """Return the fields of a call except sequence and group ranks, without the opening brace."""
     names = [name for name in CommCall.__struct_fields__ if name not in ("sequence", "group_ranks")]
     return msgspec.json.encode(dict(zip(names, values, strict=True))).decode().removeprefix("{")
 
 
 def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
-    """Add up what tensors hold.
+    """Return the total payload of tensors.
 
     Raises:
-        CaptureError: a type is not known, or they are of several and the call takes one.
+        CaptureError: a dtype is unknown, or the dtypes differ and the call accepts only one.
     """
     elements, size, dtypes = 0, 0, set[str]()
     for tensor in tensors:
@@ -142,10 +154,10 @@ def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
         return Payload("uint8", 0, 0)
     if len(dtypes) == 1:
         return Payload(dtypes.pop(), elements, size)
-    if collective == "all_gather":  # it only moves bytes, and NCCL takes mixed types there
+    if collective == "all_gather":  # moves bytes only: NCCL accepts mixed dtypes in it
         return Payload("uint8", size, size)
     raise CaptureError(
-        f"one {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue one call for "
+        f"a single {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue a call for "
         "each",
         code="collective-mixed-dtypes",
     )

@@ -71,7 +71,7 @@ def _probe(
     script: Path, args: Sequence[str], options: Options, report: Callable[[object], None]
 ) -> None:
     """Run the script up to its first process group or training forward, and report which."""
-    end_process = os._exit  # the script may replace it
+    end_process = os._exit  # the script may replace os._exit
 
     def finish(*, created: bool) -> NoReturn:
         report(created)
@@ -84,6 +84,8 @@ def _probe(
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             finish(created=False)
 
+    # The capture runs the script again and shows its output then. Descriptors, because libraries in
+    # C write to them directly.
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
@@ -141,7 +143,7 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
     local = rank % per_node if options.true_local_rank else 0
     variables = torchrun_variables(rank, size, per_node, local)
     if size == 1 and not options.torchrun:
-        variables = {}  # a script that finds RANK takes the branch of several GPUs
+        variables = {}  # a script that sees RANK in its environment uses several GPUs
     with contextlib.ExitStack() as stack:
         for context in (
             environment(variables),
@@ -155,9 +157,9 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
 
 
 def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> dict[str, str]:
-    """Return the environment torchrun would give a rank.
+    """Return the environment variables that torchrun sets for a rank.
 
-    `local` is LOCAL_RANK: 0 names the one GPU of this host.
+    `local` is LOCAL_RANK: 0 is the index of the only GPU.
     """
     return {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""`run`: capture a script in a process of its own, for Python programs and notebooks."""
+"""`run`: capture a script in a separate process, for Python programs and notebooks."""
 
 import contextlib
 import os
@@ -31,20 +31,20 @@ def run(
     """Run a script as one rank of a job, measure one step, and return its graph.
 
     `run("train.py", args=["--lr", "1"], tp=4)` does what `capture run train.py --tp 4 -- --lr 1`
-    does. The script runs in a process of its own, so this process loads no torch, and keeps its
-    memory and random state.
+    does. The script runs in a separate process, so this process does not import torch, and its
+    memory and random state do not change.
 
     Args:
         script: a training script that steps an optimizer.
-        args: the script's own arguments.
+        args: arguments of the script.
         capture_layers: build a Hugging Face model with each of these numbers of layers in turn,
-            and extrapolate to its own depth; None captures the whole model.
-        progress: receives a few words on what goes on; by default they go to stderr.
+            and extrapolate to its full depth; None captures the whole model.
+        progress: receives a short description of each phase; the default writes it to stderr.
         options: the fields of `Options` and `WindowPlan`, which are the options of `capture run`
             with underscores: `tp=4`, `fsdp=True`, `warm_up=1`.
 
     Raises:
-        CaptureError: the script cannot be captured as requested, or torch is missing.
+        CaptureError: the script cannot be captured with these options, or torch is missing.
         TypeError: there is no option of this name.
     """
     requested = _options(options)
@@ -61,7 +61,8 @@ def _capture(
     layers: Sequence[int] | None,
     progress: Progress,
 ) -> Graph:
-    """Capture in the process that runs the script; only its graph returns, which needs no torch."""
+    """Capture in the process that runs the script, and return the graph."""
+    # Not the `Capture`: its slices refer to torch, and the caller's process must not import torch.
     with loading_capture():
         from onerank.capture.capture_script import capture, capture_at_depths
 
@@ -72,12 +73,13 @@ def _capture(
 
 @contextlib.contextmanager
 def loading_capture() -> Generator[None]:
-    """Import `onerank.capture` in this context, with torch's log lines off.
+    """Silence torch's log in a context that imports `onerank.capture`.
 
     Raises:
-        CaptureError: torch, or a library that the capture extra installs, is missing.
+        CaptureError: torch, or another library of the capture extra, is missing.
     """
-    # torch reads these on import; the profiler's own log lines would be among the script's output
+    # torch reads these variables on import. Otherwise the log of torch and of its profiler would
+    # mix with the script's output.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
@@ -92,12 +94,13 @@ def loading_capture() -> Generator[None]:
 
 
 def _options(values: Mapping[str, Any]) -> Options:
-    """Return the options that keywords name, checked as the command line checks them.
+    """Return the options for keyword arguments, checked as on the command line.
 
     Raises:
-        CaptureError: a value is not one of its option's.
+        CaptureError: an option does not accept its value.
         TypeError: there is no such option.
     """
+    # Only fields with help are options: the command line has no others either.
     of_job = {field.name: field for field in fields(Options) if "help" in field.metadata}
     of_windows = {field.name: field for field in fields(WindowPlan) if "help" in field.metadata}
     job: dict[str, Any] = {}
@@ -124,17 +127,18 @@ def _checked(field: "Field[Any]", value: Any) -> Any:
             code="option-not-a-choice",
         )
     minimum = field.metadata.get("minimum")
-    if minimum is not None and value is not None and not (_is_whole(value) and value >= minimum):
+    if minimum is not None and value is not None and not (_is_integer(value) and value >= minimum):
         raise CaptureError(
-            f"{field.name}={value!r}: expected a whole number from {minimum} on",
+            f"{field.name}={value!r}: expected an integer of at least {minimum}",
             code="option-out-of-range",
         )
-    # Only the fields of files have Path in their type; of sharding_plan it is a string.
+    # Only fields of files have Path in their type. The type of sharding_plan is a string, because
+    # the module imports ShardingPlan for type checkers only.
     return Path(value) if isinstance(value, str) and "Path" in str(field.type) else value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # True is an int in Python
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Run a function in a separate process: a fresh interpreter, or a fork of the command.
 
-A capture must not inherit memory, caches, or tuned kernels of another one, and a kernel that kills
-its process must not take the command with it. Both run in processes of `multiprocessing`:
+A capture must not inherit memory, caches or tuned kernels of another capture. A kernel that kills
+its process must not end the command. Both run in processes of `multiprocessing`:
 
 - `run_isolated` starts a fresh interpreter ("spawn"). Use it where environment variables decide
   how Python, torch or a driver start, such as `TORCH_COMPILE_DISABLE`.
@@ -52,7 +52,7 @@ _EVENT, _RETURNED, _RAISED, _BAD_FORK = "event", "returned", "raised", "bad fork
 
 
 class BadForkError(Exception):
-    """The process was forked from one that had called the driver of a GPU."""
+    """The process is a fork of a process that had called the driver of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Call:
 
 
 class ProcessRunner(Protocol):
-    """Runs functions one at a time, each in a process of its own, as `run_isolated` does."""
+    """Runs functions one at a time, each in a separate process, as `run_isolated` does."""
 
     def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
         """Return `function(*args, progress)`."""
@@ -273,7 +273,7 @@ def _forget_exit_handlers() -> None:
 
 
 def _draw_seeds() -> None:
-    """Give this process seeds of its own: forks share the generators of the command."""
+    """Seed this process's generators anew: forks share the state of the command's generators."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:

@@ -47,7 +47,7 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The job that a script stands in, and what to capture of it.
+    """The job that a script belongs to, and what to capture of it.
 
     The help of each option says what its field means. The other fields are:
 
@@ -80,13 +80,13 @@ class Options:
         "Sequence parallelism, as Megatron-LM's; needs --tp.", heading=JOB, default=False
     )
     tp_style: Literal["megatron", "hf"] = _option(
-        "Where collectives stand: in Megatron-LM's places, or in transformers' own.",
+        "Where collectives are issued: as in Megatron-LM, or as in transformers.",
         heading=JOB,
         default="megatron",
         show_default=True,
     )
     sharding_plan: "Path | ShardingPlan | None" = _option(
-        "Plan file (TOML): how to slice a model class of the script's own.",
+        "Plan file (TOML): how to slice a model class that the script defines.",
         heading=JOB,
         default=None,
         input_file=True,
@@ -190,7 +190,7 @@ class Options:
 
     @cached_property
     def plan(self) -> "ShardingPlan | None":
-        """The plan for the script's own model class; None slices Hugging Face models.
+        """The plan for a model class that the script defines; None slices Hugging Face models.
 
         Raises:
             SliceError: the file cannot be read, or is not a plan.

@@ -39,16 +39,16 @@ from onerank.ir.scratch import scratch_directory
 
 @dataclass(frozen=True)
 class RankRun:
-    """A script that was run as one rank.
+    """The result of running a script as one rank.
 
     Attributes:
-        raw: directory that the windows wrote to; it goes with the context.
-        peers: the other ranks' stand-ins.
-        models: what was sliced.
-        modules: what the script called.
-        windows: what was watched.
-        shallow: how many layers the models were built with.
-        script_distributed: whether the script uses torch.distributed itself.
+        raw: directory with the traces of the windows; removed at the end of `run_as_rank`.
+        peers: the other ranks: emulated, or real processes.
+        models: the sliced models.
+        modules: modules that the script called.
+        windows: the measurement windows and their observations.
+        fewer_layers: number of layers that models were built with.
+        script_distributed: whether the script distributes itself.
     """
 
     raw: Path
@@ -56,7 +56,7 @@ class RankRun:
     models: ModelSlicing
     modules: Modules
     windows: Windows
-    shallow: FewerLayers
+    fewer_layers: FewerLayers
     script_distributed: bool
 
 
@@ -66,22 +66,23 @@ def run_as_rank(
     args: Sequence[str],
     options: Options,
     progress: Progress = lambda _: None,
-    watch: Callable[..., Windows] = Windows,
+    make_windows: Callable[..., Windows] = Windows,
 ) -> Generator[RankRun]:
-    """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
+    """Run `script` as one rank of a job whose other ranks do not exist.
 
-    A script that distributes itself runs as it is, in the requested world; in any other script the
-    Hugging Face models are sliced. With a plan its class is sliced in every script.
+    A script that distributes itself runs unchanged in the requested world. In any other script the
+    Hugging Face models are sliced. With a sharding plan, the plan's class is sliced in every
+    script. The world exists while the context lasts.
 
     Args:
         script: as for `capture`.
         args: as for `capture`.
         options: as for `capture`.
         progress: as for `capture`.
-        watch: makes the windows, from what `Windows` takes.
+        make_windows: creates the windows; takes the arguments of `Windows`.
 
     Raises:
-        CaptureError: the script cannot be run as asked.
+        CaptureError: the script cannot run with these options.
     """
     if script.is_file():
         options = decide_torchrun(script, args, options, progress)
@@ -93,10 +94,10 @@ def run_as_rank(
         raw = stack.enter_context(scratch_directory())
         messages = None
         if script_distributed and not options.record_real_job:
-            rehearsal = SenderProcesses(
-                options.rank, sender_runner(script, args, options), progress
-            )
-            messages = stack.enter_context(rehearsal.ready())
+            # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
+            # of a process that has initialised it.
+            senders = SenderProcesses(options.rank, sender_runner(script, args, options), progress)
+            messages = stack.enter_context(senders.ready())
         peers = peers_of(
             options.rank,
             world.size,
@@ -107,40 +108,43 @@ def run_as_rank(
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
-        left_out = SkippedCheckpoints()
+        skipped_checkpoints = SkippedCheckpoints()
         if not options.record_real_job:
-            left_out = stack.enter_context(skip_checkpoints())
-            started = (
+            skipped_checkpoints = stack.enter_context(skip_checkpoints())
+            launch = (
                 emulated_launch(options, options.rank) if script_distributed else _single_process()
             )
-            stack.enter_context(started)
-        modules = Modules()  # first, so that what is communicated as a forward begins is in it
+            stack.enter_context(launch)
+        # Before the hooks of the parallel forms: a collective that such a hook issues as a forward
+        # begins must run inside the module's scope.
+        modules = Modules()
         stack.enter_context(modules.installed())
         if not script_distributed:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
-        shallow = FewerLayers(
+        fewer_layers = FewerLayers(
             options.depth,
             StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
         )
-        stack.enter_context(shallow.installed())
-        windows = watch(options.windows, raw, modules, progress, peers)
+        stack.enter_context(fewer_layers.installed())
+        windows = make_windows(options.windows, raw, modules, progress, peers)
 
         def at_step() -> None:
             if script_distributed and isinstance(peers, Recorder):
                 peers.next_step()
-            shallow.check_built(script)
+            fewer_layers.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
-            # after its second step: one may average parameters behind the first
+            # Not after the first step: a script that averages parameters between steps
+            # communicates for the first time after it.
             silent = isinstance(peers, Recorder) and not peers.calls and windows.steps == 1
             whole = slices and not models.sliced and windows.steps == 0
             if world.size > 1 and (silent or whole):
-                found = "no model was sliced" if slices else "nothing was communicated"
-                raise nothing_parallel_error(script, options, found, models.passed_over)
+                finding = "no model was sliced" if slices else "nothing was communicated"
+                raise nothing_parallel_error(script, options, finding, models.passed_over)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
                 raise nothing_routed_error(script, options)
-            cut = slices and world.sizes.get("tp", 1) > 1
-            if windows.steps == 0 and cut and (note := note_of_slices()) is not None:
+            has_slices = slices and world.sizes.get("tp", 1) > 1
+            if windows.steps == 0 and has_slices and (note := note_of_slices()) is not None:
                 windows.observed.notes.append(note)
 
         progress(f"running {script.name}")
@@ -151,14 +155,17 @@ def run_as_rank(
             parted=slices and world.sizes.get("cp", 1) > 1,
             before=BeforeFirstStep(script, progress, modules),
         )
-        made_up = peers.partial_sums.note() if isinstance(peers, Recorder) else None
-        windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
-        yield RankRun(raw, peers, models, modules, windows, shallow, script_distributed)
+        sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
+        windows.observed.notes += [
+            *skipped_checkpoints.notes(windows.steps),
+            *filter(None, [sums_note]),
+        ]
+        yield RankRun(raw, peers, models, modules, windows, fewer_layers, script_distributed)
 
 
 @contextlib.contextmanager
 def _single_process() -> Generator[None]:
-    """Let the script see a job of one process, the form in which it was written."""
+    """Show the script a job of one process, for which it was written."""
     with block_launchers(), hidden_group():
         yield
 
@@ -167,12 +174,12 @@ def _single_process() -> Generator[None]:
 def _parallel(
     models: ModelSlicing | None, copies: int, peers: Peers, options: Options
 ) -> Generator[None]:
-    """Slice a script's models, and share them among their copies, while the context lasts.
+    """Slice a script's models and apply data parallelism to them while the context lasts.
 
     Args:
-        models: what slices them; None leaves them whole.
-        copies: ranks that hold the same, and see other data.
-        peers: makes the groups.
+        models: slices the models; None leaves them whole.
+        copies: number of data-parallel ranks.
+        peers: creates the process groups.
         options: as for `capture`.
     """
     world, rank = options.world, options.rank
@@ -181,7 +188,7 @@ def _parallel(
             stack.enter_context(models.installed())
         shards = None
         strategy = options.data_parallel or "ddp"
-        # --zero 2 takes gradients away as they come
+        # --zero 2 reduces gradients as they arrive, so no sum over micro-batches can be deferred.
         if models is not None and options.tp_style == "megatron" and strategy != "zero2":
             stack.enter_context(DeferredGradSync(models.slices_of).installed())
         if copies > 1:
@@ -198,12 +205,15 @@ def _parallel(
 
 
 def has_accelerator() -> bool:
-    """Whether models may be too large for where they go; a CPU has them whole anyway."""
+    """Return whether models may be too large for their device before they are sharded.
+
+    False on a CPU: the whole model is built in the same memory anyway.
+    """
     return torch.cuda.is_available()
 
 
 def slicing(peers: Peers, options: Options) -> ModelSlicing:
-    """Return what slices a script's models for the rank that `options` names."""
+    """Return the slicing of a script's models for the rank in `options`."""
     routing = parse_routing(options.moe_routing)
 
     def slice_one(model: nn.Module) -> Sliced:
@@ -226,48 +236,46 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
 
 
 def nothing_parallel_error(
-    script: Path, options: Options, found: str, passed_over: nn.Module | None
+    script: Path, options: Options, finding: str, passed_over: nn.Module | None
 ) -> CaptureError:
-    """Return the error of a script that did a first step, and a world of several ranks unused.
+    """Return the error of a script whose first steps did not use a world of several ranks.
 
     Args:
-        script: what ran.
-        options: what was asked for.
-        found: what was missed.
+        script: path of the script.
+        options: options of the capture.
+        finding: "no model was sliced" or "nothing was communicated".
         passed_over: the first model that was called and not sliced.
     """
     if options.torchrun:
         why = (
-            "The script ran as torchrun would start it, and communicated nothing. To slice its "
-            "models instead, give --no-torchrun. Where there is no GPU, accelerate and the HF "
-            "Trainer communicate only when told to take the CPU: --use_cpu, or "
-            "ACCELERATE_USE_CPU=true"
+            "The script ran as torchrun would start it. To slice its models instead, give "
+            "--no-torchrun. Without a GPU, accelerate and the HF Trainer communicate only if they "
+            "are set to use the CPU: --use_cpu, or ACCELERATE_USE_CPU=true"
         )
     elif passed_over is None:
         why = (
             "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with "
-            "--sharding-plan FILE, a class of the script's own. If the script distributes itself, "
-            "give --torchrun"
+            "--sharding-plan FILE, a class that the script defines. If the script distributes "
+            "itself, give --torchrun"
         )
     elif options.plan is None:
         why = without_plan(passed_over)
     else:
         why = (
-            f"The plan slices the class {' or '.join(options.plan.classes)}; the script "
-            "called "
+            f"The plan slices the class {' or '.join(options.plan.classes)}; the script called "
             f"a {type(passed_over).__name__}"
         )
     return CaptureError(
-        f"{script}: in its first steps in a world of {options.world} {found}. "
-        f"To capture it whole, leave the sizes out. {why}",
+        f"{script}: in its first steps in a world of {options.world} {finding}\n"
+        f"  to capture the whole model, leave the sizes out. {why}",
         code="nothing-parallel",
     )
 
 
 def nothing_routed_error(script: Path, options: Options) -> CaptureError:
-    """Return the error of a script whose tokens are to be routed, and none of whose models is."""
+    """Return the error of --moe-routing for a script of which no model was sliced."""
     return CaptureError(
-        f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
-        f"(--tp, --ep), and in a world of {options.world} it sliced none of {script}: leave it out",
+        f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models (--tp, "
+        f"--ep), and in a world of {options.world} no model of {script} was sliced\n  leave it out",
         code="routing-unused",
     )

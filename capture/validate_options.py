@@ -1,7 +1,7 @@
 """Check the options of a capture against each other and against the script's text.
 
 The command line calls `validate_early` before it imports torch, so that a wrong option is reported
-within a second. This module and its imports name torch in annotations alone.
+within a second. This module and its imports use torch only in annotations.
 """
 
 import ast
@@ -29,11 +29,12 @@ def validate_early(
         script: path of the script.
         options: what to capture.
         ranks: ranks to capture in turn; None for one of each class.
-        layers: depths to capture at and to extrapolate from; None for the script's own depth.
+        layers: depths to capture at and to extrapolate from; None for the full depth.
         several: whether several ranks are captured.
 
     Raises:
-        CaptureError: there is no such script, or options exclude each other, the world or it.
+        CaptureError: there is no such script, or options contradict each other, the world or the
+            script.
         DepthError: the depths cannot be extrapolated from.
     """
     distributed = distributes_itself(script, options)
@@ -81,18 +82,17 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
         _check_stages(script, options, distributed)
     if distributed and options.data_parallel is not None:
         raise CaptureError(
-            f"{script} creates process groups of its own, so it runs as it is, and --ddp, --fsdp "
-            "and --zero are for scripts that do not\n"
-            "  leave them out (--dp then gives the world's shape only), or give --no-torchrun",
+            f"--ddp, --fsdp and --zero have no effect: {script} creates process groups itself\n"
+            "  leave them out (--dp then sets only the shape of the world), or give --no-torchrun",
             code="dp-strategy-unused",
         )
 
 
 def check_raw_dir(directory: Path | None) -> None:
-    """Check that raw traces can take the place of a directory; None is no place.
+    """Check that raw traces can be kept in a directory; None keeps none.
 
     Raises:
-        CaptureError: it is not empty, or where the process works.
+        CaptureError: the directory is not empty, or is the working directory.
     """
     if directory is None or not directory.exists():
         return
@@ -109,7 +109,7 @@ def check_raw_dir(directory: Path | None) -> None:
 
 
 def _check_launch(script: Path, options: Options, distributed: bool | None) -> None:
-    """Refuse what torchrun would be given for a script that it does not start here."""
+    """Refuse options of torchrun for a script that is not started as torchrun would."""
     if options.record_real_job:
         why = "--record-real-job leaves this to the torchrun that launched the ranks"
     elif distributed is False:
@@ -206,7 +206,7 @@ def _check_distinct(script: Path, options: Options, *, distributed: bool | None)
 
 
 def _ranks_to_name(world: World) -> str:
-    """Return what to give instead of `distinct`."""
+    """Return the advice on ranks to name instead of `distinct`."""
     stages = [world.first({"pp": stage}) for stage in range(world.sizes.get("pp", 1))]
     if len(stages) > 1:
         text = ",".join(map(str, stages))
@@ -248,7 +248,7 @@ def check_layers(layers: Sequence[int], options: Options) -> None:
 
 
 def _check_stages(script: Path, options: Options, distributed: bool | None) -> None:
-    """Refuse `--capture-layers` for a script that makes its pipeline stages itself."""
+    """Refuse `--capture-layers` for a script that creates its pipeline stages itself."""
     if distributed and options.world.sizes.get("pp", 1) > 1:
         raise DepthError(
             f"--capture-layers with --pp {options.world.sizes['pp']}: {script.name} distributes "
@@ -291,7 +291,8 @@ def names_torch_distributed(script: Path, options: Options) -> bool:
     if _NAMES_DISTRIBUTED.search(script.read_text(errors="replace")):
         return True
     root = Path.cwd() if options.module else script.resolve().parent
-    # A local module may name torch.distributed for its types alone, so only a set-up counts there.
+    # A local module may name torch.distributed only for its types: there only calls that create
+    # groups count.
     return any(
         _CREATES_GROUPS.search(path.read_text(errors="replace"))
         for path in local_imports(script, root)
@@ -299,9 +300,9 @@ def names_torch_distributed(script: Path, options: Options) -> bool:
 
 
 def local_imports(script: Path, root: Path) -> list[Path]:
-    """Return the files below `root` that a script imports, directly or through one another."""
+    """Return the files below `root` that a script imports, directly or through other such files."""
     files = [script]
-    for path in files:  # grows
+    for path in files:  # the loop appends to the list
         for names, level in _imports(path):
             place = path.resolve().parents[level - 1] if level else root
             for end in range(1, len(names) + 1):

@@ -143,7 +143,7 @@ REFUSED = {
     "distributes itself": (
         "ddp",
         "    torch.distributed.init_process_group('gloo')\n" + SGD + TRAIN,
-        r"(?s)creates process groups of its own.*--no-torchrun",
+        r"(?s)creates process groups itself.*--no-torchrun",
     ),
     "wraps itself elsewhere": (
         "ddp",

@@ -393,7 +393,7 @@ def test_routing_without_slicing_is_refused(tmp_path):
     trace = tmp_path / "trace.et"
     done = capture(EXAMPLE, "--moe-routing", "zipf:1", "-o", trace, *SMALL)
     assert done.returncode == 2
-    assert "--moe-routing zipf:1: it holds for models that onerank slices" in done.stderr
+    assert "error[routing-unused]: --moe-routing zipf:1" in done.stderr
     assert not trace.exists()
 
 
