@@ -26,8 +26,8 @@ from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
 from onerank.capture.parallelize.rank_classes import classes_along
 from onerank.capture.parallelize.tensor.slicer import Sliced
-from onerank.capture.profiling.observations import Observed
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
+from onerank.capture.profiling.window_observations import Observed
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, run_as_rank
 from onerank.capture.validate_options import (

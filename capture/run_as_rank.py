@@ -29,7 +29,7 @@ from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.profiling.window_runner import Windows
+from onerank.capture.profiling.windows import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import validate

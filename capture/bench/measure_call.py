@@ -19,7 +19,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onerank.capture.bench.bench_call import BenchCall
-from onerank.capture.profiling.clock import Stopwatch
+from onerank.capture.profiling.clocks import Stopwatch
 from onerank.capture.profiling.profiled_windows import unparsed
 
 _LABEL = "onerank::bench::"

@@ -9,20 +9,35 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from onerank.capture.profiling.resident_tensors import Held, Storage, sizes_of
 from onerank.converters.sources.kineto import Action, History, lingering
 from onerank.ir import AllocatorSettings
+
+ByMemoryClass = dict[str, tuple[int, ...]]
+"""Class of memory -> bytes or pool of each storage, the largest storage first."""
+
+
+class Storage(NamedTuple):
+    """Memory of one or more tensors: bytes and address."""
+
+    bytes: int
+    address: int
+
+
+def sizes_of(storages: Mapping[str, Iterable[Storage]]) -> ByMemoryClass:
+    """Return the bytes of each storage."""
+    return {name: tuple(storage.bytes for storage in group) for name, group in storages.items()}
+
 
 Snapshot = Mapping[str, Any]
 
 WORKSPACE = "workspace"
-"""Class of what is held and is no tensor of Python's: cuBLAS workspaces, buckets, C++ tensors."""
+"""Class of memory that no Python tensor refers to: cuBLAS workspaces, buckets, C++ tensors."""
 
 _ACTIONS = {
     "alloc": Action.ALLOCATED,
@@ -30,8 +45,8 @@ _ACTIONS = {
     "free_completed": Action.USABLE,
 }
 _DEFAULT_POOL = (0, 0)
-NOTHING: Snapshot = {"segments": (), "device_traces": ()}
-"""Before anything was recorded."""
+EMPTY_SNAPSHOT: Snapshot = {"segments": (), "device_traces": ()}
+"""The snapshot before the first recorded event."""
 
 Key = tuple[tuple[int, int], int]
 """A private pool, (0, 0) for none, and a stream."""
@@ -39,7 +54,7 @@ Key = tuple[tuple[int, int], int]
 
 @dataclass
 class Pools:
-    """Numbers of the allocator's pools, as they are met; 0 is the default stream's."""
+    """Numbers of the allocator's pools in order of appearance; 0 is the default stream's pool."""
 
     known: dict[Key, int] = field(default_factory=lambda: {(_DEFAULT_POOL, 0): 0})
 
@@ -50,11 +65,11 @@ class Pools:
 
 @dataclass
 class StepHistory:
-    """A step that is being recorded.
+    """The allocator's history of a step that is being recorded.
 
     Attributes:
-        before: snapshot at its begin; None where nothing is recorded.
-        after: snapshot at its end.
+        before: snapshot at the begin of the step; None if nothing is recorded.
+        after: snapshot at the end of the step.
     """
 
     before: Snapshot | None = None
@@ -68,9 +83,9 @@ class StepHistory:
 
 @contextlib.contextmanager
 def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
-    """Record what the allocator does; a script's own recording goes on as it was.
+    """Record the allocator's events; if the script records them already, read its recording.
 
-    That may be bounded, see `is_complete`.
+    A script may limit the number of events that its recording keeps; see `is_complete`.
     """
     if not on_gpu or torch.cuda.get_allocator_backend() != "native":
         yield StepHistory()
@@ -85,14 +100,14 @@ def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
             _record(on=False)
 
 
-class StepsHistory:
-    """Records step after step, and keeps only the last."""
+class LastStepHistory:
+    """Records one step after another, and keeps only the last one."""
 
     def __init__(self) -> None:
         self._on = False
 
     def begin(self) -> None:
-        """Forget what was recorded, and record on."""
+        """Begin a step: discard the events of the previous step."""
         if self._on:
             self.stop()
         elif _records():
@@ -102,23 +117,23 @@ class StepsHistory:
         self._on = True
 
     def last(self) -> Snapshot | None:
-        """Return the snapshot of what was done since the last step began; None of no step."""
+        """Return a snapshot with the events since the last step began; None without a step."""
         return _snapshot() if self._on else None
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._on:
             _record(on=False)
         self._on = False
 
 
 @contextlib.contextmanager
-def steps_recorded(*, on_gpu: bool) -> Generator[StepsHistory | None]:
-    """Record what the allocator does in each of some steps; None where that cannot be."""
+def last_step_recorded(*, on_gpu: bool) -> Generator[LastStepHistory | None]:
+    """Yield a recorder of the allocator's events per step; None if they cannot be recorded."""
     if not on_gpu or torch.cuda.get_allocator_backend() != "native":
         yield None
         return
-    history = StepsHistory()
+    history = LastStepHistory()
     try:
         yield history
     finally:
@@ -144,25 +159,29 @@ def _snapshot() -> Snapshot:
 
 
 def is_complete(before: Snapshot, after: Snapshot, device: int) -> bool:
-    """Return whether nothing was forgotten between two snapshots: a script may bound its own."""
+    """Return whether the later snapshot contains all events since the earlier one.
+
+    A recording that the script limits drops its oldest events.
+    """
     first, second = _trace(before, device), _trace(after, device)
+    # Dropped events are the oldest, so the first event of both shows whether any was dropped.
     return len(second) > len(first) and list(second[: min(1, len(first))]) == list(first[:1])
 
 
 def history_of(
     before: Snapshot, after: Snapshot, device: int, pools: Pools, reserved_bytes: int = 0
 ) -> History:
-    """Return what the allocator of a device did between two snapshots.
+    """Return the events of a device's allocator between two snapshots.
 
     Args:
         before: snapshot taken while the history was being recorded.
-        after: a later one of the same recording.
+        after: a later snapshot of the same recording.
         device: number of the GPU.
-        pools: the pools met so far; those met here are added.
+        pools: the known pools; new ones are added.
         reserved_bytes: as in `History`.
     """
     begin = len(_trace(before, device))
-    entries = [one for one in _trace(after, device)[begin:] if one["action"] in _ACTIONS]
+    entries = [entry for entry in _trace(after, device)[begin:] if entry["action"] in _ACTIONS]
     segments = _Segments([*before["segments"], *after["segments"]], device)
     numbers = [pools.number(_key(entry, segments)) for entry in entries]
     return History(
@@ -176,14 +195,17 @@ def history_of(
 
 
 def lingering_as(profiled: History, other: History) -> History:
-    """Return a profiled step's history with its memory lingering as it did in another step.
+    """Return a profiled step's history with memory that lingers as long as in another step.
 
-    A profiler slows the host, which is then less far ahead of the GPU, so that less memory is freed
-    before another stream is done with it. Where the steps did not do the same, up to a few events
-    at their ends, the history stays.
+    Freed memory lingers until other streams have finished with it. If the steps differ by more than
+    a few events at their begin and end, the history is returned unchanged.
     """
+    # A profiler slows the host, which then runs less far ahead of the GPU and frees less memory
+    # before another stream has finished with it. With the lingering of an unprofiled step the
+    # simulated reserved memory of an 80-layer FSDP2 job was 0.03% above the allocator's; with that
+    # of the profiled step it was 3.9% below.
     profiled_events, other_events = _events(profiled), _events(other)
-    shift = next((shift for shift in _SHIFTS if _alike(profiled_events, other_events, shift)), None)
+    shift = next((shift for shift in _SHIFTS if _equal(profiled_events, other_events, shift)), None)
     if shift is None:
         return profiled
     other_lingers = lingering(np.array(other.action), np.array(other.address)).tolist()
@@ -195,40 +217,42 @@ def lingering_as(profiled: History, other: History) -> History:
 
 
 _SHIFTS = tuple(sorted(range(-16, 17), key=abs))
+"""Events by which the begins of two recordings may differ, the smallest first."""
 
 
 def _events(history: History) -> list[tuple[int, int, int]]:
     rows = zip(history.action, history.bytes, history.pool, strict=True)
+    # When freed memory becomes usable is what differs between the steps.
     return [row for row in rows if row[0] != Action.USABLE]
 
 
-def _alike(left: Sequence[Any], right: Sequence[Any], shift: int) -> bool:
-    """Return whether the events are the same, with `shift` more at the begin of the others."""
+def _equal(left: Sequence[Any], right: Sequence[Any], shift: int) -> bool:
+    """Return whether the events are equal where they overlap; `right` begins `shift` earlier."""
     first, last = max(0, -shift), min(len(left), len(right) - shift)
     tolerance = len(_SHIFTS)
     overlaps = last - first >= max(len(left), len(right)) - tolerance and last > first
     return overlaps and left[first:last] == right[first + shift : last + shift]
 
 
-def held_in(
+def resident_by_class(
     snapshot: Snapshot, device: int, storages: Mapping[str, Sequence[Storage]], pools: Pools
-) -> tuple[Held, Held]:
-    """Return the bytes and the pools of what is held, by class.
+) -> tuple[ByMemoryClass, ByMemoryClass]:
+    """Return the bytes and the pools of resident memory, by class.
 
-    A block that none of the storages lies in is of the class "workspace".
+    A block that contains none of the storages has the class "workspace".
 
     Args:
         snapshot: the allocator's state.
         device: number of the GPU.
-        storages: those of Python's tensors by class.
-        pools: the pools met so far; those met here are added.
+        storages: storages of Python tensors by class.
+        pools: the known pools; new ones are added.
     """
     segments = _Segments(snapshot["segments"], device)
     pool_of_storage = {
-        name: tuple(pools.number(segments.pool_at(one.address)) for one in found)
-        for name, found in storages.items()
+        name: tuple(pools.number(segments.pool_at(storage.address)) for storage in group)
+        for name, group in storages.items()
     }
-    starts = sorted(one.address for found in storages.values() for one in found)
+    starts = sorted(storage.address for group in storages.values() for storage in group)
     workspace_blocks: list[tuple[int, int]] = []
     for segment in segments.rows:
         for block in segment["blocks"]:
@@ -246,7 +270,7 @@ def held_in(
 
 
 def settings_of(snapshot: Snapshot) -> AllocatorSettings | None:
-    """Return how the allocator was configured; None where as it comes."""
+    """Return the allocator's settings; None for the defaults."""
     reported = snapshot.get("allocator_settings", {})
     divisions = reported.get("roundup_power2_divisions", {})
     parts = tuple(int(divisions[key]) for key in sorted(divisions, key=int))
@@ -270,22 +294,22 @@ def _pool_of(segment: Mapping[str, Any]) -> Key:
 
 
 def _key(entry: Mapping[str, Any], segments: "_Segments") -> Key:
-    """Return the pool of a traced event; older versions name only its stream."""
+    """Return the pool of a traced event; older torch versions record only the stream."""
     pool_id = entry.get("pool_id")
     private = segments.pool_at(entry["addr"])[0] if pool_id is None else tuple(pool_id)
     return private, entry["stream"]
 
 
 class _Segments:
-    """Segments of a device, found by address."""
+    """Segments of a device, sorted by address."""
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], device: int) -> None:
         on_device = [segment for segment in segments if segment.get("device", device) == device]
-        self.rows = sorted(on_device, key=lambda one: one["address"])
+        self.rows = sorted(on_device, key=lambda segment: segment["address"])
         self._starts = [row["address"] for row in self.rows]
 
     def pool_at(self, address: int) -> Key:
-        """Return the pool of the segment that holds an address, the default where none does."""
+        """Return the pool of the segment that contains an address; without one, the default."""
         place = bisect_right(self._starts, address) - 1
         if place < 0 or address >= self._starts[place] + self.rows[place]["total_size"]:
             return _DEFAULT_POOL, 0

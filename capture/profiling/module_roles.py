@@ -43,24 +43,28 @@ _QUERIES = re.compile(r"(q|query|queries|to_q|wq)(_?proj|_?linear|_?lin|_a_proj|
 _KEYS = re.compile(r"(k|key|keys|to_k|wk)(_?proj|_?linear|_?lin)?|kv_a_proj.*|kv_b_proj")
 _FUSED = re.compile(r"(w?qkv|in|c)_?proj_weight|w?qkv(_?proj)?|query_key_value|c_attn|to_qkv", re.I)
 WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""What torch.compile, checkpoint_wrapper and FSDP call the module that they wrap."""
+"""Attributes in which torch.compile, checkpoint_wrapper and FSDP store the module they wrap."""
 
 
 def describe(root: nn.Module) -> list[tuple[nn.Module, Module]]:
-    """Return every module within `root`, itself first, with what is known of it.
+    """Return every module within `root`, itself first, with its path, class, role and layer.
 
-    Paths are those of `named_modules`; `root` goes by the name of its class. A wrapper, as of
-    recomputation, goes by the path of the module within, and so does one of the whole model whose
-    only child is called `module` (DistributedDataParallel).
+    Paths are those of `named_modules`, except for `root`, which has the name of its class. A
+    wrapper, such as checkpoint_wrapper's, has the path of the module inside. So has a wrapper of
+    the whole model whose only child is named `module` (DistributedDataParallel).
     """
-    return _Description(root).found
+    return _ModelWalk(root).described
 
 
-class _Description:
-    """Walks down a model; what a role or a layer covers is told to the modules below."""
+class _ModelWalk:
+    """Walks down a model and passes role and layer to the modules below.
+
+    Attributes:
+        described: the result of `describe`.
+    """
 
     def __init__(self, root: nn.Module) -> None:
-        self.found: list[tuple[nn.Module, Module]] = []
+        self.described: list[tuple[nn.Module, Module]] = []
         self._seen: set[nn.Module] = set()
         self._layers = set(_layers(root))
         self._past_layers = False
@@ -79,39 +83,44 @@ class _Description:
         layer: str,
         role: str,
         scope: str,
-        beside_attention: bool = False,
+        has_attention_sibling: bool = False,
     ) -> None:
+        # A module that a model registers twice (tied embeddings) keeps its first path.
         if module in self._seen:
             return
-        alike = _wrappers(module, outermost=not prefix)
-        module = alike[-1]
-        self._seen.update(alike)
-        if not self._layers.isdisjoint(alike):
+        wrapped = _wrappers(module, outermost=not prefix)
+        module = wrapped[-1]
+        self._seen.update(wrapped)
+        if not self._layers.isdisjoint(wrapped):
             layer, role, scope = path, "layer", ""
             self._past_layers = True
         elif role in ("other", "layer"):
-            own = self._role(module, in_layer=bool(layer), beside_attention=beside_attention)
-            if own:
-                role, scope = own, path
-            elif not layer or not _is_plain(module):
+            role_by_rule = self._role(
+                module, in_layer=bool(layer), has_attention_sibling=has_attention_sibling
+            )
+            if role_by_rule:
+                role, scope = role_by_rule, path
+            elif not layer or not _has_no_parameters(module):
                 role = "other"
         within = "" if scope == path else scope
-        known = Module(path, type(module).__name__, role, layer, within)
-        self.found += [(one, known) for one in alike]
-        inner = _experts_of(module) if role == "mlp" else {}
+        description = Module(path, type(module).__name__, role, layer, within)
+        self.described += [(wrapper, description) for wrapper in wrapped]
+        expert_roles = _expert_roles(module) if role == "mlp" else {}
         attention = any(_attends(child) for child in module.children())
         for name, child in module.named_children():
             below = f"{prefix}.{name}" if prefix else name
             place = {"layer": layer, "role": role, "scope": scope}
-            if child in inner:
-                place |= {"role": inner[child], "scope": below}
-            self._walk(child, below, below, **place, beside_attention=attention)
+            if child in expert_roles:
+                place |= {"role": expert_roles[child], "scope": below}
+            self._walk(child, below, below, **place, has_attention_sibling=attention)
 
-    def _role(self, module: nn.Module, *, in_layer: bool, beside_attention: bool) -> str:
-        """Return the role that `module` has by itself, or "": the rules in their order."""
+    def _role(self, module: nn.Module, *, in_layer: bool, has_attention_sibling: bool) -> str:
+        """Return the role by the rules of this module's docstring; "" if no rule applies."""
         named = type(module).__name__.lower()
+        # A module around layers (a whole decoder) has no role, whatever its name says.
         whole = not any(child in self._layers for child in module.modules())
-        projects = whole and _holds_projection(module)
+        projects = whole and _has_projection(module)
+        # The first rule that applies decides.
         rules = {
             "embedding": isinstance(module, _EMBEDDINGS)
             or ("embedding" in named and whole and not in_layer),
@@ -123,38 +132,40 @@ class _Description:
             and (self._past_layers or self._is_vocabulary(module)),
             "mlp": projects
             and in_layer
-            and (beside_attention or next(module.children(), None) is not None)
-            and bool(_experts_of(module) or _is_feed_forward(module)),
+            and (has_attention_sibling or next(module.children(), None) is not None)
+            and bool(_expert_roles(module) or _is_feed_forward(module)),
         }
         return next((role for role, holds in rules.items() if holds), "")
 
     def _is_vocabulary(self, module: nn.Module) -> bool:
-        weight = getattr(module, "weight", None)  # a module of its own where it is computed
+        weight = getattr(module, "weight", None)  # may be a module that computes the weight
         return isinstance(weight, Tensor) and tuple(weight.shape) in self._vocabularies
 
 
 def _wrappers(module: nn.Module, *, outermost: bool = True) -> list[nn.Module]:
-    """Return what is wrapped around a module, from the outside in, and the module last."""
-    found = [module]
-    while len(inner := [*found[-1].named_children()]) == 1:
+    """Return the wrappers around a module from the outside in, and the module itself last."""
+    chain = [module]
+    while len(inner := [*chain[-1].named_children()]) == 1:
         name, child = inner[0]
         if name not in WRAPPED and not (outermost and name == "module"):
             break
-        found.append(child)
-    return found
+        chain.append(child)
+    return chain
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model: elements of its outermost repeated containers."""
     for child in module.children():
         elements = [_wrappers(element, outermost=False)[-1] for element in child.children()]
         compound = [element for element in elements if next(element.children(), None) is not None]
-        alike = len({type(element) for element in compound}) == 1
+        same_class = len({type(element) for element in compound}) == 1
         if isinstance(child, nn.ModuleList):
             repeated = bool(compound) and len(compound) == len(elements)
         else:
+            # These containers also join different parts, as an MLP of a Sequential does.
             repeated = (
                 isinstance(child, nn.Sequential | nn.ModuleDict)
-                and alike
+                and same_class
                 and len(compound) == len(elements) > 1
             )
         if repeated:
@@ -168,21 +179,24 @@ def _is_flat(module: nn.Module) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    """Whether the module multiplies by one matrix; a wrapper of one may hold more modules."""
+    """Return whether the module multiplies by a single matrix, with or without a bias.
+
+    The class need not be nn.Linear (GPT-2 has Conv1D), and may contain other modules (LoRA).
+    """
     if isinstance(module, _PROJECTIONS):
         return True
-    own = [parameter.dim() for parameter in module.parameters(recurse=False)]
-    return max(own, default=0) == 2 and not isinstance(module, _EMBEDDINGS) and len(own) <= 2
+    dims = [parameter.dim() for parameter in module.parameters(recurse=False)]
+    return max(dims, default=0) == 2 and not isinstance(module, _EMBEDDINGS) and len(dims) <= 2
 
 
-def _holds_projection(module: nn.Module) -> bool:
+def _has_projection(module: nn.Module) -> bool:
     return any(_is_projection(part) for part in module.modules())
 
 
 def _attends(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
-    if not _holds_projection(module):
+    if not _has_projection(module):
         return False
     named = type(module).__name__.lower()
     if "attention" in named or "attn" in named:
@@ -193,13 +207,13 @@ def _attends(module: nn.Module) -> bool:
     return parts or any(map(_FUSED.fullmatch, names))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module has no parameters: an activation, a dropout, a container of such."""
+def _has_no_parameters(module: nn.Module) -> bool:
+    """Return whether the module has no parameters, like an activation or a dropout."""
     return next(module.parameters(), None) is None
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
-    """Whether every part is a projection, has no parameters, or is a norm."""
+    """Return whether every part is a projection, a norm, or has no parameters."""
     return all(
         _is_projection(part)
         or isinstance(part, _NORMS)
@@ -209,36 +223,36 @@ def _is_feed_forward(module: nn.Module) -> bool:
     )
 
 
-def _experts_of(module: nn.Module) -> dict[nn.Module, str]:
-    """Return the children of a mixture of experts that are its experts and its router."""
+def _expert_roles(module: nn.Module) -> dict[nn.Module, str]:
+    """Return "experts" or "router" for such children of a mixture of experts; {} for others."""
     children = [*module.children()]
     counts = {child: count for child in children if (count := _expert_count(child))}
     if not counts:
         return {}
-    found = dict.fromkeys(counts, "experts")
-    held = max(counts.values())
+    roles = dict.fromkeys(counts, "experts")
+    experts = max(counts.values())
     for child in children:
-        if child not in found and _routes(child, held):
-            found[child] = "router"
-    return found
+        if child not in roles and _routes(child, experts):
+            roles[child] = "router"
+    return roles
 
 
 def _routes(module: nn.Module, experts: int) -> bool:
-    """Whether the module scores `experts` experts; a rank may hold a share of all only."""
+    """Return whether the module scores experts, of which this rank has `experts`."""
     if "router" in type(module).__name__.lower():
         return True
+    # A multiple: under expert parallelism the router scores all experts, and a rank has a share.
     rows = next((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 2), 0)
     return _is_projection(module) and rows > 1 and rows % experts == 0
 
 
 def _expert_count(module: nn.Module) -> int:
-    """Return how many experts the module holds, 0 where it is no experts."""
+    """Return the number of experts in the module; 0 if it contains none."""
     if isinstance(module, nn.ModuleList):
-        alike = len({type(child) for child in module}) == 1
-        return (
-            len(module) if alike and len(module) > 1 and all(map(_holds_projection, module)) else 0
-        )
-    if isinstance(module, _ConvNd):
+        same_class = len({type(child) for child in module}) == 1
+        repeated = same_class and len(module) > 1 and all(map(_has_projection, module))
+        return len(module) if repeated else 0
+    if isinstance(module, _ConvNd):  # the weight of a 1-D convolution has three dimensions too
         return 0
     cubes = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
     named = type(module).__name__.lower()

@@ -33,27 +33,29 @@ from onerank.ir import Module
 def hooked(
     modules: Sequence[nn.Module], before: Callable[..., Any], after: Callable[..., Any]
 ) -> Generator[None]:
-    """Hook the modules while the context lasts, behind the hooks that they have.
+    """Hook the modules while the context lasts, after the hooks that they have already.
 
     Args:
-        modules: each once.
-        before: a forward pre-hook, given keywords too.
-        after: a forward hook, given keywords too; called where the forward raises as well.
+        modules: modules to hook, each once.
+        before: a forward pre-hook that also takes keyword arguments.
+        after: a forward hook that also takes keyword arguments; called even if the forward raises.
     """
-    number = RemovableHandle(OrderedDict()).id  # that no other hook has
+    # All modules store the hooks under one new number. register_forward_hook would give each hook a
+    # separate one, and dynamo guards on it: no layer from the ninth on would run compiled.
+    number = RemovableHandle(OrderedDict()).id
     try:
         for module in modules:
-            for hooks, value in _places(module, before, after):
+            for hooks, value in _hook_entries(module, before, after):
                 hooks[number] = value
         yield
     finally:
         for module in modules:
-            for hooks, _ in _places(module, before, after):
+            for hooks, _ in _hook_entries(module, before, after):
                 hooks.pop(number, None)
 
 
-def _places(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any], Any], ...]:
-    """Return where nn.Module keeps a hook and what it knows of it, each with its value."""
+def _hook_entries(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any], Any], ...]:
+    """Return the dictionaries in which nn.Module stores a hook and its flags, with the values."""
     return (
         (module._forward_pre_hooks, before),
         (module._forward_pre_hooks_with_kwargs, True),
@@ -64,12 +66,13 @@ def _places(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any],
 
 
 Arguments = tuple[Any, dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 Before = Callable[[nn.Module, Any, dict[str, Any]], Arguments | None]
-"""Called with a module and its arguments; may return others."""
+"""Called with a module and its arguments; may return other arguments."""
 
 After = Callable[[nn.Module, Any, dict[str, Any], Any], None]
-"""Called with a module, its arguments and its output, None where it raised."""
+"""Called with a module, its arguments, and its output or None if it raised."""
 
 
 class CompiledCall:
@@ -81,7 +84,7 @@ class CompiledCall:
         self._hooks: OrderedDict[int, tuple[Before, After]] = OrderedDict()
 
     def register(self, before: Before, after: After) -> RemovableHandle:
-        """Add hooks, inside of those added before."""
+        """Add hooks inside those that were added earlier."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = before, after
         return handle
@@ -107,7 +110,7 @@ def compiled_call(module: Any) -> CompiledCall | None:
 
 @contextlib.contextmanager
 def hooks_around_compiled(before: Before, after: After) -> Generator[None]:
-    """Let the calls of modules that are compiled while the context lasts be between these."""
+    """Run hooks around the calls of modules that are compiled in place while the context lasts."""
     compile_in_place: Callable[..., None] = nn.Module.compile
 
     def compile_watched(module: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,55 +123,63 @@ def hooks_around_compiled(before: Before, after: After) -> Generator[None]:
 
 
 SCOPE = "onerank::module::"
+"""Prefix of the profiler range of a module's forward; the module's path follows."""
 
 MODEL = "onerank::model::"
-"""Around calls of models after the first that go by the same name, with a number of their own."""
+"""Prefix of the range around calls of the second and later models of one name; their number
+follows."""
 
 
 def profiler_on() -> bool:
-    """Whether a profiler records at present."""
+    """Return whether a profiler is recording."""
     enabled: Any = torch.autograd.profiler
     return enabled._is_profiler_enabled
 
 
 class Listener(Protocol):
-    """Is told of every forward."""
+    """Receives the begin and end of every forward."""
 
     def enter(self, path: str, model: int) -> None:
-        """Take note that the forward of the module called `path` begins.
+        """Receive the begin of a forward.
 
         Args:
-            path: its name.
-            model: how many models before it go by its name, where it is a model itself; else 0.
+            path: path of the module.
+            model: for a model, the number of earlier models of the same name; otherwise 0.
         """
         ...
 
     def leave(self) -> None:
-        """Take note that the innermost forward ends."""
+        """Receive the end of the innermost forward."""
         ...
 
 
 class Modules:
-    """The modules of a script, from the first call of the outermost one on.
+    """The modules of a script, known from the first call of their model on.
+
+    A model is a module with parameters that is called first while no other module's forward runs.
+    Modules without parameters are no models: scripts often create losses and activations for each
+    call. They also create containers for each call (`layers[:4]`), so a model is identified by its
+    first parameter.
 
     Attributes:
-        listener: told of every forward while it is set.
-        on_model_call: called with a model and its arguments before each outermost forward of it.
-        calls: of models, so far; a model is what was called first from outside of all others, and
-            has parameters: losses and activations are often made anew for each call. So are
-            containers (`layers[:4]`), which are known by their first parameter.
+        listener: receives every forward; None for no listener.
+        on_model_call: functions to call with a model and its arguments before each of its outermost
+            forwards.
+        calls: number of calls of models so far.
     """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
         self.on_model_call: list[Callable[[nn.Module, Arguments], None]] = []
         self.calls = 0
-        self._inside: list[nn.Module] = []  # of forwards that have not ended
+        self._inside: list[nn.Module] = []  # modules whose forward has not ended, outermost first
         self._paths: dict[nn.Module, str] = {}
         self._table: dict[str, Module] = {}
-        self._models: Counter[str] = Counter()
+        self._models: Counter[str] = Counter()  # by name
+        # First parameter of a model -> name -> number. Identity is the key, because comparing
+        # parameters compares their values.
         self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
-        self._numbers: dict[nn.Module, int] = {}
+        self._numbers: dict[nn.Module, int] = {}  # of models
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -184,7 +195,7 @@ class Modules:
 
     @contextlib.contextmanager
     def listened_by(self, listener: Listener) -> Generator[None]:
-        """Tell `listener` of every forward while the context lasts."""
+        """Report every forward to `listener` while the context lasts."""
         self.listener = listener
         try:
             yield
@@ -192,19 +203,20 @@ class Modules:
             self.listener = None
 
     def table(self) -> tuple[Module, ...]:
-        """Return what is known of each module, by path.
+        """Return the description of each module, by path.
 
-        Where two models of the script name a module alike, the first one's stands.
+        If two models of the script have a module of the same path, the first model's counts.
         """
         return tuple(self._table[path] for path in dict.fromkeys(self._paths.values()))
 
     def __iter__(self) -> Iterator[tuple[nn.Module, Module]]:
-        """Yield each module with what is known of it."""
+        """Yield each module with its description."""
         for module, path in self._paths.items():
             yield module, self._table[path]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        # asked first: whatever else a compiler sees here, it recompiles when that changes
+        # First: dynamo guards on any state that it sees read here, and compiles again when that
+        # state changes.
         if torch.compiler.is_compiling():
             return
         if module not in self._paths:
@@ -214,7 +226,7 @@ class Modules:
         if module in self._numbers and module not in self._inside:
             self.calls += 1
             if self.on_model_call:
-                # Read here: one frame further down, the caller's frame is another one.
+                # Read here: in a function called from here, the caller's frame is another one.
                 named = kwargs if kwargs is not None else _keywords(sys._getframe(1))  # pyright: ignore
                 for observe in self.on_model_call:
                     observe(module, (args, named))
@@ -227,22 +239,22 @@ class Modules:
             self._end(len(self._inside) - 1 - self._inside[::-1].index(module))
 
     def _leave_compiled(self, module: nn.Module, *_: Any) -> None:
-        # where a graph breaks, of two hooks one may have been compiled and the other not
+        # Where a graph breaks, the hook before a forward may be compiled and the one after it not.
         if module in self._inside:
             self._end(self._inside.index(module))
 
     def _end(self, place: int) -> None:
-        """End the forwards from a place on, the innermost first."""
+        """End the forwards from index `place` on, the innermost first."""
         while len(self._inside) > place:
             self._inside.pop()
             if self.listener is not None:
                 self.listener.leave()
 
     def _add(self, root: nn.Module) -> None:
-        """Take in `root` and all it holds: the outermost module that is called is called first."""
-        for module, known in describe(root):
-            self._paths[module] = known.path
-            self._table.setdefault(known.path, known)
+        """Add `root` and all modules in it: the outermost module of a model is called first."""
+        for module, description in describe(root):
+            self._paths[module] = description.path
+            self._table.setdefault(description.path, description)
         if (first := next(root.parameters(), None)) is not None:
             name = self._paths[root]
             numbers = self._known.setdefault(first, {})
@@ -253,13 +265,12 @@ class Modules:
 
 
 def _keywords(caller: FrameType) -> dict[str, Any]:
-    """Return the keyword arguments of the module call that runs a global hook.
-
-    torch passes them to hooks of one module, but not to global ones. A hook of the module itself
-    would be copied with it by copy.deepcopy, and pickled with it by torch.save.
-    """
-    known = caller.f_code.co_filename == _CALL_IMPL.co_filename
-    return caller.f_locals.get("kwargs", {}) if known else {}
+    """Return the keyword arguments of the module call that runs a global hook."""
+    # torch passes keyword arguments to the hooks of a module, but not to global hooks. A hook of
+    # the module is no alternative: copy.deepcopy would copy it and torch.save would pickle it with
+    # the module. So they are read from the frame of `Module._call_impl`.
+    is_module_call = caller.f_code.co_filename == _CALL_IMPL.co_filename
+    return caller.f_locals.get("kwargs", {}) if is_module_call else {}
 
 
 _CALL_IMPL: CodeType = nn.Module.__call__.__code__

@@ -30,11 +30,11 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.patches import live
 from onerank.capture.profiling.allocator_snapshots import recorded
-from onerank.capture.profiling.clock import StepClock
+from onerank.capture.profiling.clocks import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
-from onerank.capture.profiling.observations import Others, Watch, Window
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import Work
+from onerank.capture.profiling.window_observations import Others, Watch, Window
 from onerank.converters.sources.kineto import (
     STRUCTURE,
     UNCONTENDED,
@@ -175,13 +175,13 @@ def unparsed(profiler: profile) -> Generator[None]:
         yield
 
 
-_LEVEL = 6
-"""A trace is 6% larger than at 9, in half the time."""
+_GZIP_LEVEL = 6
+"""A trace is 6% larger than at level 9, and is compressed in half the time."""
 
 
 def compress(source: Path, target: Path) -> None:
-    """Put a file, gzipped, in the place of another."""
-    with source.open("rb") as plain, gzip.open(target, "wb", compresslevel=_LEVEL) as packed:
+    """Compress a file with gzip to `target`, and remove it."""
+    with source.open("rb") as plain, gzip.open(target, "wb", compresslevel=_GZIP_LEVEL) as packed:
         shutil.copyfileobj(plain, packed)
     source.unlink()
 

@@ -1,4 +1,4 @@
-"""Memory of the profiled steps, and the influence of Python's garbage collector on it.
+"""Memory of the profiled steps: resident tensors, peak, history, and Python's garbage collector.
 
 Tensors in reference cycles live until the collector runs. It runs after a number of allocations of
 Python objects, so at another point in each step and under each instrument. The peak would depend on
@@ -7,26 +7,32 @@ chance.
 
 import contextlib
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from onerank.capture.patches import live
 from onerank.capture.profiling.allocator_snapshots import (
-    NOTHING,
+    EMPTY_SNAPSHOT,
+    LastStepHistory,
     Pools,
     StepHistory,
-    StepsHistory,
-    held_in,
+    Storage,
     history_of,
     is_complete,
+    last_step_recorded,
     lingering_as,
-    steps_recorded,
+    resident_by_class,
+    sizes_of,
 )
-from onerank.capture.profiling.observations import Observed
-from onerank.capture.profiling.resident_tensors import holdings, sizes_of
+from onerank.capture.profiling.window_observations import Observed
 from onerank.converters.sources.kineto import History, history_name
 
 _NOTED_SHARE = 0.01
@@ -89,13 +95,15 @@ class StepMemory:
         self._unprofiled: History | None = None
 
     @contextlib.contextmanager
-    def unprofiled(self) -> Generator[StepsHistory | None]:
+    def unprofiled(self) -> Generator[LastStepHistory | None]:
         """Record the steps inside; the last one gives how long freed memory lingers."""
-        with steps_recorded(on_gpu=self._observed.on_gpu) as history:
+        with last_step_recorded(on_gpu=self._observed.on_gpu) as history:
             yield history
             last = history.last() if history is not None else None
         if last is not None:
-            self._unprofiled = history_of(NOTHING, last, torch.cuda.current_device(), self._pools)
+            self._unprofiled = history_of(
+                EMPTY_SNAPSHOT, last, torch.cuda.current_device(), self._pools
+            )
 
     def note_reserved(self) -> None:
         """Store the peak of the allocator's reserved memory so far."""
@@ -104,13 +112,13 @@ class StepMemory:
 
     def at_start(self, history: StepHistory) -> int:
         """Write the memory resident at the begin of a step to `observed`; return its bytes."""
-        storages = holdings("cuda" if self._observed.on_gpu else "cpu")
+        storages = resident_storages("cuda" if self._observed.on_gpu else "cpu")
         self._observed.resident_bytes = sizes_of(storages)
         if not self._observed.on_gpu:
             return sum(sum(sizes) for sizes in self._observed.resident_bytes.values())
         if history.before is not None:
             device = torch.cuda.current_device()
-            sizes_and_pools = held_in(history.before, device, storages, self._pools)
+            sizes_and_pools = resident_by_class(history.before, device, storages, self._pools)
             self._observed.resident_bytes, self._observed.resident_pools = sizes_and_pools
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -149,3 +157,108 @@ class StepMemory:
                 f"peak memory differs between profiled steps, from {min(peaks)} to {max(peaks)} "
                 "bytes; the graph records the largest"
             )
+
+
+def resident_storages(device_type: str) -> dict[str, tuple[Storage, ...]]:
+    """Return the storages of all live tensors on a type of device, by class.
+
+    The classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data
+    and other tensors of the script). A storage counts once, in the first class with a tensor of it.
+    The largest storage comes first. Memory that libraries allocate without a Python tensor (cuBLAS
+    workspaces, DistributedDataParallel's buckets) is not included.
+    """
+    with _unrecorded():
+        tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
+        parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
+        # An optimizer may step tensors that are no nn.Parameter, such as flat shards.
+        for optimizer in optimizers:
+            parameters += [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        states = (value for optimizer in optimizers for value in _values(optimizer.state))
+        grads = (_gradient(tensor) for tensor in [*parameters, *tensors])
+        seen: set[int] = set()
+        return {
+            name: tuple(sorted(_storages(group, device_type, seen), key=lambda s: -s.bytes))
+            for name, group in (
+                ("parameters", parameters),
+                ("gradients", (grad for grad in grads if grad is not None)),
+                ("optimizer", states),
+                ("other", tensors),
+            )
+        }
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Generator[None]:
+    """Keep operators of the context out of the profile."""
+    # The scan runs while the profiler is on. Reading the parts of a sparse tensor runs operators,
+    # which would be in the profiled step and not in the structure step.
+    autograd: Any = torch.autograd
+    autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        autograd._enable_record_function(True)
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(tensor, FakeTensor):
+        return None
+    with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
+        return tensor.grad if tensor.is_leaf else None
+    return None
+
+
+def _values(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an optimizer's state, at any depth."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _values(value)
+    elif isinstance(state, list | tuple):
+        for value in state:  # pyright: ignore[reportUnknownVariableType]
+            yield from _values(value)
+
+
+def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[Storage]:
+    storages: list[Storage] = []
+    for tensor in tensors:
+        for dense in _inside(tensor):
+            with contextlib.suppress(RuntimeError):
+                if dense.device.type != device_type:
+                    continue
+                storage = dense.untyped_storage()
+                address = storage.data_ptr()
+                if address not in seen and storage.nbytes():
+                    seen.add(address)
+                    storages.append(Storage(storage.nbytes(), address))
+    return storages
+
+
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
+}
+"""Layout of a sparse tensor -> methods that return its dense parts."""
+
+
+def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a tensor: a DTensor's local tensor, the parts of a sparse one."""
+    # A ShardedTensor's shards are live tensors too. Without a shard, its `device` needs a GPU.
+    if isinstance(tensor, FakeTensor | ShardedTensor):
+        return
+    if tensor.layout in _PARTS:
+        for part in _PARTS[tensor.layout]:
+            yield getattr(tensor, part)().detach()
+        return
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh as well
+            yield from _inside(inner)

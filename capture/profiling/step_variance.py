@@ -1,7 +1,7 @@
 """Detect steps that do different work, or compute non-finite numbers.
 
-A rank without peers trains on other gradients than the real job and may diverge where the job would
-not; the duration of kernels depends on their data.
+A rank without peers trains on other gradients than the real job and may diverge when the job would
+not. The duration of kernels depends on their data.
 
 A step lasts from one step() of the script's first optimizer to the next. If the script does not
 repeat that (critics and generators, rollouts and updates, an optimizer that updates some parameters
@@ -30,10 +30,10 @@ def note_of_overflow(modules: Modules) -> str:
         for module, _ in modules
         for parameter in module.parameters(recurse=False)
     }
-    shards: list[Any] = [getattr(one, "_local_tensor", one) for one in parameter_by_id.values()]
-    local_shards = [shard for shard in shards if _is_held(shard)]
+    shards: list[Any] = [getattr(p, "_local_tensor", p) for p in parameter_by_id.values()]
+    local_shards = [shard for shard in shards if _has_values(shard)]
     largest = _torch._foreach_norm(local_shards, ord=float("inf")) if local_shards else []
-    infinite = sum(not bool(one.isfinite()) for one in largest)
+    infinite = sum(not bool(norm.isfinite()) for norm in largest)
     if not infinite:
         return ""
     return (
@@ -43,8 +43,8 @@ def note_of_overflow(modules: Modules) -> str:
     )
 
 
-def _is_held(shard: Any) -> bool:
-    """Whether a parameter's numbers are here, in a type that has infinity."""
+def _has_values(shard: Any) -> bool:
+    """Return whether a parameter has data on this rank, in a dtype that has infinity."""
     is_float_tensor = type(shard) in (Tensor, nn.Parameter) and shard.dtype in _DTYPES
     return (
         is_float_tensor
@@ -72,7 +72,7 @@ class Work(NamedTuple):
     inputs: tuple[Shapes, ...] = ()
 
     def has_inputs_of(self, other: "Work") -> bool:
-        """Whether both steps give their models inputs of the same shapes."""
+        """Return whether both steps give their models inputs of the same shapes."""
         # Steps with more calls of one shape are equal here: `note_of` reports their number.
         if self.models == other.models:
             return self.inputs == other.inputs
@@ -85,16 +85,17 @@ class Work(NamedTuple):
 
 
 def shapes_of(arguments: Any) -> Shapes:
-    """Return the shapes of all tensors in containers of arguments.
+    """Return the shapes of all tensors in nested containers of arguments.
 
-    A ragged dimension of a nested tensor counts as 0: torch gives each such tensor a symbol of its
-    own for it, so no two steps would be equal.
+    A nested tensor counts by its number of dimensions.
     """
     shapes: list[tuple[int, ...]] = []
     pending = [arguments]
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):
+            # The ragged dimension of a nested tensor is a new symbol for each tensor, so the shapes
+            # of no two steps would be equal.
             nested = value.is_nested
             shapes.append((value.dim(),) if nested else tuple(map(int, value.shape)))
         elif isinstance(value, Mapping):
@@ -167,7 +168,7 @@ def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up:
         f"they repeat every {period}: --optimizer-steps {optimizer_steps * period} captures "
         "those as one"
         if period
-        else "--optimizer-steps N captures N of the optimizer's as one"
+        else "--optimizer-steps N captures N optimizer steps as one"
     )
     return (
         f"steps do different work: they {verb} {min(counts)} to {max(counts)} times, the one in "

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TIMED = HOST = 3
-
 """Steps of the module and host windows: three is the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]

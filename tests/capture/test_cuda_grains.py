@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.analysis.breakdown import parts
 from onerank.capture import Capture, Options, WindowPlan, capture
-from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling.clocks import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.ir import Phase
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling.clocks import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
 
 

@@ -13,13 +13,13 @@ import onerank
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.capture.profiling.allocator_snapshots import (
     Pools,
-    held_in,
+    Storage,
     history_of,
     is_complete,
     lingering_as,
+    resident_by_class,
     settings_of,
 )
-from onerank.capture.profiling.resident_tensors import Storage
 from onerank.converters.sources.kineto import Action
 from onerank.converters.sources.kineto.memory_events import History, join_history
 from onerank.converters.sources.kineto.read.schema import MemoryRows
@@ -225,7 +225,7 @@ def test_what_is_held_gets_its_pool_and_the_rest_is_workspace():
         "other": (Storage(100, 0x5000_0100),),  # within a block
     }
     pools = Pools()
-    sizes, numbers = held_in(snapshot(HELD, []), 0, storages, pools)
+    sizes, numbers = resident_by_class(snapshot(HELD, []), 0, storages, pools)
     assert sizes == {
         "parameters": (24 * MIB - 100,),
         "gradients": (4 * MIB,),
@@ -238,7 +238,7 @@ def test_what_is_held_gets_its_pool_and_the_rest_is_workspace():
 
 def test_one_stream_alone_needs_no_numbers():
     storages = {"parameters": (Storage(24 * MIB, 0x7000_0000),)}
-    assert held_in(snapshot(HELD[:1], []), 0, storages, Pools())[1] == {}
+    assert resident_by_class(snapshot(HELD[:1], []), 0, storages, Pools())[1] == {}
 
 
 def test_a_cuda_graphs_pool_is_another_by_its_entries_or_its_segments():

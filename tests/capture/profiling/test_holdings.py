@@ -7,12 +7,13 @@ import textwrap
 import pytest
 import torch
 
-from onerank.capture.profiling.resident_tensors import holdings
+from onerank.capture.profiling.step_memory import resident_storages
 
 SCRIPT = """
 import json, torch
 from torch import nn
-from onerank.capture.profiling.resident_tensors import holdings, sizes_of
+from onerank.capture.profiling.allocator_snapshots import sizes_of
+from onerank.capture.profiling.step_memory import resident_storages
 
 model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32)).to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -22,7 +23,7 @@ optimizer.step()
 rows = nn.Embedding(16, 8, sparse=True, device=DEVICE)
 rows(torch.arange(4, device=DEVICE)).sum().backward()
 tied = model[0].weight.T  # shares the storage of a parameter
-print(json.dumps(sizes_of(holdings(DEVICE))))
+print(json.dumps(sizes_of(resident_storages(DEVICE))))
 """
 
 
@@ -78,7 +79,7 @@ def test_the_simulated_allocator_reserves_what_the_real_one_did(tmp_path):
 def test_reading_sparse_tensors_leaves_nothing_in_the_profile():
     sparse = torch.eye(3).to_sparse()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        found = holdings("cpu")
+        found = resident_storages("cpu")
         torch.ones(2)
     sizes = [storage.bytes for storages in found.values() for storage in storages]
     # its values and indices, float32[3] and int64[2, 3]

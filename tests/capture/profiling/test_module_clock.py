@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onerank.capture.profiling import clock
-from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling import clocks
+from onerank.capture.profiling.clocks import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
 
 MS = 1_000_000
@@ -35,7 +35,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch):
-    monkeypatch.setattr(clock, "time", CLOCK)
+    monkeypatch.setattr(clocks, "time", CLOCK)
 
 
 class Work(torch.autograd.Function):

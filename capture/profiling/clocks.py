@@ -1,10 +1,10 @@
-"""Time layers and sub-modules without a profiler, forward and backward.
+"""Time steps and modules without a profiler: CUDA events on a GPU, the host clock on a CPU.
 
-A mark (a CUDA event on the module's stream, or the host clock on a CPU) is recorded before and
-after each forward. Backward lasts from the completed gradient of the module's first output to the
-completed gradient of its input. The input passes through a view, so that other uses of it do not
-count. If no input needs a gradient, backward ends when the last parameter's gradient is
-accumulated.
+`StepClock` times steps. `ModuleClock` times layers and sub-modules, forward and backward, with a
+mark before and after each forward. Backward lasts from the completed gradient of the module's first
+output to the completed gradient of its input. The input passes through a view, so that other uses
+of it do not count. If no input needs a gradient, backward ends when the last parameter's gradient
+is accumulated.
 
 The hooks are tensor hooks, which launch nothing: a view is host work and allocates nothing on the
 device. A forward within backward recomputes a checkpoint and counts as backward.
@@ -12,6 +12,7 @@ device. A forward within backward recomputes a checkpoint and counts as backward
 
 import contextlib
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -27,9 +28,61 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from onerank.capture.patches import untraced
-from onerank.capture.profiling.clock import Stopwatch
 from onerank.capture.profiling.module_scopes import Modules, compiled_call, hooked
 from onerank.ir import ScopeTime
+
+
+class Stopwatch:
+    """Marks points in time; marking never waits for the GPU.
+
+    Args:
+        on_gpu: whether to mark with CUDA events on the current stream or with the host's clock.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+
+    def mark(self) -> Any:
+        """Return a mark of the current point in time."""
+        if not self.on_gpu:
+            return time.perf_counter_ns()
+        # On a GPU the host's clock would show when work is launched, not when it runs.
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Block until a mark is reached."""
+        if self.on_gpu:
+            mark.synchronize()
+
+    def between(self, before: Any, after: Any) -> int:
+        """Return the nanoseconds between two marks; the GPU must have reached both."""
+        return round(before.elapsed_time(after) * 1e6) if self.on_gpu else after - before
+
+
+class StepClock:
+    """Measures step durations from marks between steps."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._watch = Stopwatch(on_gpu=on_gpu)
+        self._marks: list[Any] = []
+        self._counts: list[bool] = []
+
+    def mark(self, *, counts: bool = True) -> None:
+        """Mark the boundary of two steps; `counts` is whether the step that ends is kept."""
+        self._marks.append(self._watch.mark())
+        self._counts.append(counts)
+
+    def durations_ns(self) -> tuple[int, ...]:
+        """Return the durations, in nanoseconds, of the steps marked with `counts`."""
+        if self._watch.on_gpu:
+            torch.cuda.synchronize()
+        steps = zip(self._marks, self._marks[1:], self._counts[1:], strict=False)
+        return tuple(
+            self._watch.between(before, after) for before, after, counts in steps if counts
+        )
+
 
 OPTIMIZER = "optimizer"
 
@@ -145,13 +198,16 @@ class ModuleClock:
     def _before(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        if torch.compiler.is_compiling():  # it runs later; a trace must not find a list changed
+        # Compiled code calls the hook later. A trace must not see the lists of this object change,
+        # or dynamo compiles again.
+        if torch.compiler.is_compiling():
             return None
         path = self._paths[module]
         inside = any(name == path and call is not None for name, call in self._open)
         if inside or _captured(on_gpu=self._watch.on_gpu):
             self._open.append((path, None))
             return None
+        # -1 outside of backward: a forward within backward recomputes a checkpoint.
         recomputes = torch._C._current_graph_task_id() != -1  # pyright: ignore
         call = _Call(self._begin(path, "backward" if recomputes else "forward"))
         self._open.append((path, call))
@@ -218,7 +274,9 @@ class ModuleClock:
     def _ended(self, path: str) -> _Call | None:
         """Pop and return the call that ends; None if its begin was compiled or is not timed."""
         while any(name == path for name, _ in self._open):
-            name, open_call = self._open.pop()  # calls whose end was compiled remain above
+            # Where a graph breaks, the begin of a call may be seen and its end compiled away. Such
+            # calls remain on the stack above the one that ends.
+            name, open_call = self._open.pop()
             if name == path:
                 return open_call
         return None

@@ -1,49 +1,64 @@
 """Run the measurement windows of a capture: which steps are observed, and by which instrument.
 
-Each instrument disturbs the others, so each has steps of its own:
+Each instrument disturbs the others, so each observes separate steps:
 
 - warm-up
 - pure: one mark per step, for the step time
-- host: each step begins with an idle GPU, like the profiled one, for the host time without profiler
-- timed: marks at layers and sub-modules, for their times without a profiler
+- host: each step begins with an idle GPU, as a profiled step does, for the host time
+- timed: marks at layers and sub-modules, for their times
 - profiled: Kineto, for times and memory, repeated on request
 - uncontended: Kineto without emulated collectives, if those occupy the GPU
 - structure: Kineto and execution trace, for operators, shapes and record ids
 
-Host time is never read from the structure window: the observer slows every operator tenfold.
+Host time is never read from the structure window: the execution trace observer slows every operator
+tenfold (111 us against 3 to 6 us under Kineto, torch 2.13 on a CPU). The profiled windows are in
+`profiled_windows`.
 
 A window is a generator. Each `yield` lets the script take one step and returns whether a GradScaler
 skipped the optimizer. A skipped step is not a training step, so its window takes another one. Steps
 before the first training step belong to no window.
 """
 
+import contextlib
 import itertools
+import statistics
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
 
+from onerank.capture.profiling.allocator_snapshots import LastStepHistory
+from onerank.capture.profiling.clocks import ModuleClock, StepClock
 from onerank.capture.profiling.module_scopes import Modules
-from onerank.capture.profiling.observations import Observed, Others, Watch, Window
+from onerank.capture.profiling.nvml import SensorSampler
 from onerank.capture.profiling.profiled_windows import ProfiledWindows
-from onerank.capture.profiling.step_memory import StepMemory
+from onerank.capture.profiling.step_memory import Collector, StepMemory
 from onerank.capture.profiling.step_variance import (
+    Work,
     WorkOfSteps,
     input_spread,
     note_of,
     note_of_inputs,
     note_of_overflow,
 )
-from onerank.capture.profiling.unprofiled_windows import UnprofiledWindows
-from onerank.capture.profiling.window_plan import HOST, Progress, WindowPlan
+from onerank.capture.profiling.window_observations import Observed, Others, Watch, Window
+from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan
 from onerank.ir.errors import ScriptError
 
 _MOST_SKIPPED = 100
-
 """Consecutive skipped steps: a scale of 2^16 halved 100 times is far below float16's range."""
 
 
 class Windows:
-    """Walks through the windows; `boundary` is called after every step."""
+    """Runs the windows one after another; `boundary` is called after every step of the script.
+
+    Attributes:
+        observed: observations so far.
+        steps: steps of the script so far.
+        skipped: steps that a loss scaler skipped.
+        complete: whether all windows are done.
+    """
 
     def __init__(
         self,
@@ -145,19 +160,20 @@ class Windows:
             observed.notes.append(note)
         observed.input_spread = input_spread(self._work.by_step, captured)
         equal = [work.has_inputs_of(captured) for work in observed.step_work]
-        if any(equal):  # else the median over other shapes is the only step time there is
+        if any(equal):  # otherwise the median over other shapes is the only known step time
             observed.step_ns = tuple(itertools.compress(observed.step_ns, equal))
         equal = [work.has_inputs_of(captured) for work in observed.host_step_work]
         observed.host_step_ns = [*itertools.compress(observed.host_step_ns, equal)]
 
     def _windows(self) -> Window:
-        """Walk through the windows; the script trained its first step before the start."""
+        """Run the windows in order; the script's first training step is before the first window."""
         self.observed.on_gpu = _gpu_allocations() > self._allocated
         yield from self._unprofiled.warm_up()
         yield from self._unprofiled.pure()
         if self.observed.on_gpu:
             yield from self._unprofiled.host()
         yield from self._unprofiled.timed()
+        # All unprofiled windows come first: a profiler changes how much memory is reserved.
         yield from self._profiled.warm_up()
         for _ in range(self._plan.repeat):
             yield from self._profiled.step()
@@ -174,3 +190,112 @@ def _gpu_allocations() -> int:
         return 0
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
     return sum(counters.get("allocation.all.allocated", 0) for counters in stats)
+
+
+SETTLED_SPREAD = 0.02
+"""Relative spread of three steps below which a GPU has warmed up."""
+
+MAX_WARM_UP_FACTOR = 4
+"""Limit of warm-up steps, in multiples of the requested ones: some scripts never settle."""
+
+
+class UnprofiledWindows:
+    """Write times of steps, of their modules and of the host to `observed`."""
+
+    def __init__(self, watch: Watch, memory: StepMemory) -> None:
+        self._plan = watch.plan
+        self._modules = watch.modules
+        self._progress = watch.progress
+        self._observed = watch.observed
+        self._memory = memory
+        self._works = watch.steps.by_step
+
+    def warm_up(self) -> Window:
+        """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
+        collector = Collector()
+        watching = collector.watching() if self._observed.on_gpu else contextlib.nullcontext()
+        with self._memory.unprofiled() as history, watching:
+            yield from self._until_settled(history, collector)
+        if self._observed.on_gpu and (note := collector.note(torch.cuda.max_memory_allocated())):
+            self._observed.notes.append(note)
+
+    def _until_settled(self, history: LastStepHistory | None, collector: Collector) -> Window:
+        settles = self._observed.on_gpu and self._plan.settle
+        limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
+        clock = StepClock(on_gpu=self._observed.on_gpu)
+        clock.mark()
+        step = 2
+        while step <= limit:
+            last = clock.durations_ns()[-3:] if self._observed.on_gpu else ()
+            if step > self._plan.warm_up and len(last) == 3 and _spread(last) < SETTLED_SPREAD:
+                return
+            self._progress(f"warm-up, step {step} of {limit}")
+            if history is not None:
+                history.begin()
+            collector.begin_step()
+            skipped = yield
+            clock.mark(counts=not skipped)
+            step += not skipped
+        last = clock.durations_ns()[-3:]
+        if len(last) == 3 and _spread(last) >= SETTLED_SPREAD:
+            self._observed.notes.append(
+                f"the last three warm-up steps still differed by {_spread(last):.1%}"
+            )
+
+    def pure(self) -> Window:
+        """Time steps with one mark between two of them and no other instrument."""
+        clock = StepClock(on_gpu=self._observed.on_gpu)
+        sampler = SensorSampler()
+        with sampler.sampling() if self._observed.on_gpu else contextlib.nullcontext():
+            self._observed.step_work = yield from self._steps("pure", self._plan.pure, clock)
+            self._observed.step_ns = clock.durations_ns()
+        self._memory.note_reserved()
+        self._observed.sensors = sampler.result()
+        if sampler.missing:
+            self._observed.notes.append(sampler.missing)
+
+    def host(self) -> Window:
+        """Measure the host time of steps that begin with an idle GPU."""
+        while (taken := len(self._observed.host_step_ns)) < HOST:
+            self._progress(f"host time, step {taken + 1} of {HOST}")
+            # As before a profiled step: the converter compares the host times of the two, to learn
+            # how much the profiler slows the host.
+            torch.cuda.synchronize()
+            begun = time.perf_counter_ns()
+            skipped = yield
+            if not skipped:
+                self._observed.host_step_ns.append(time.perf_counter_ns() - begun)
+                self._observed.host_step_work.append(self._works[-1])
+
+    def timed(self) -> Window:
+        """Time the layers and sub-modules of steps."""
+        clock = StepClock(on_gpu=self._observed.on_gpu)
+        modules = ModuleClock(self._modules, on_gpu=self._observed.on_gpu)
+        with modules.running():
+            yield from self._steps("timed by module", TIMED, clock, modules)
+        self._observed.timed_step_ns = clock.durations_ns()
+        self._observed.scopes = modules.times()
+
+    def _steps(
+        self, label: str, count: int, clock: StepClock, modules: ModuleClock | None = None
+    ) -> Generator[None, bool, list[Work]]:
+        """Let the script take `count` steps that are not skipped, with a mark between steps.
+
+        Returns:
+            Work of each of these steps.
+        """
+        clock.mark()
+        works: list[Work] = []
+        while len(works) < count:
+            self._progress(f"{label}, step {len(works) + 1} of {count}")
+            skipped = yield
+            clock.mark(counts=not skipped)
+            if modules is not None:
+                modules.end_step(counts=not skipped)
+            if not skipped:
+                works.append(self._works[-1])
+        return works
+
+
+def _spread(durations_ns: tuple[int, ...]) -> float:
+    return (max(durations_ns) - min(durations_ns)) / statistics.median(durations_ns)

@@ -1,19 +1,18 @@
-"""What the windows of a capture share: their plan, the other ranks, and their observations."""
+"""Observations of a capture's windows, and the state that the windows share."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
 from onerank.capture.profiling.module_scopes import Modules
-from onerank.capture.profiling.resident_tensors import Held
 from onerank.capture.profiling.step_variance import Work, WorkOfSteps
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.ir import ScopeTime, Sensors
 
 Window = Generator[None, bool, None]
-
-"""Yields once per step of the script; is sent whether the step was skipped."""
+"""Yields once per step of the script; receives whether a loss scaler skipped the step."""
 
 
 @dataclass
@@ -31,9 +30,9 @@ class Observed:
         sensors: GPU sensors during the pure steps; None if none could be read.
         profiled_step_ns: duration of each profiled step.
         profiled_host_ns: host time of each profiled step.
-        start_memory_bytes: memory allocated at the begin of each profiled step.
+        start_memory_bytes: memory allocated at the start of each profiled step.
         peak_memory_bytes: peak memory of each profiled step; 0 on a CPU.
-        resident_bytes: storages resident at the begin of the last profiled step, by class.
+        resident_bytes: storages resident at the start of the last profiled step, by class.
         resident_pools: allocator pool of each of these storages.
         input_spread: spread of the input sizes of the steps, as in `ir.Measurement`.
         notes: sentences that are stored with the trace.
@@ -51,8 +50,8 @@ class Observed:
     profiled_host_ns: list[int] = field(default_factory=list[int])
     start_memory_bytes: list[int] = field(default_factory=list[int])
     peak_memory_bytes: list[int] = field(default_factory=list[int])
-    resident_bytes: Held = field(default_factory=Held)
-    resident_pools: Held = field(default_factory=Held)
+    resident_bytes: ByMemoryClass = field(default_factory=ByMemoryClass)
+    resident_pools: ByMemoryClass = field(default_factory=ByMemoryClass)
     input_spread: float = 0.0
     notes: list[str] = field(default_factory=list[str])
 
