@@ -2,7 +2,7 @@
 
 A record whose class derives from `Displayed` prints as tables and is HTML tables in a notebook. The
 labels are the record's fields, which are also the keys of `--json`; the end of a field's name is
-its unit. No class describes its own tables.
+its unit. No class describes its tables.
 """
 
 import dataclasses

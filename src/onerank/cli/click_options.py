@@ -3,8 +3,8 @@
 The options of a command are the fields of a frozen dataclass. The field's name is the option's name
 (`tp_style` is `--tp-style`), its type is the type in Python, and a field without a default is a
 required option. Its metadata holds what the command line adds: help, heading, range. `with_options`
-gives a command the options and passes them as one instance, `headings` groups them for help, and
-`tools/reference.py` writes the reference page from them.
+adds the options to a command, which receives an instance of the dataclass. `headings` groups them
+for help, and `tools/reference.py` writes the reference page from them.
 
 The dataclass stands where it is used. The options of a capture are declared in
 `onerank.capture.options`, which does not import click; their metadata is plain data with the names
@@ -36,7 +36,7 @@ class _WholeNumbers(click.ParamType[tuple[int, ...]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        if isinstance(value, tuple):  # click converts the default too
+        if isinstance(value, tuple):  # click converts the default, too
             return cast("tuple[int, ...]", value)
         try:
             return tuple(int(part) for part in str(value).split(","))
@@ -52,7 +52,7 @@ Sections = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """What the command line needs to know of a field.
+    """What a field's metadata adds for the command line.
 
     Attributes:
         help: one or two sentences.
@@ -193,7 +193,7 @@ def with_options(
 
     Args:
         kind: a dataclass whose fields are `option`s.
-        parameter: of the command, which gets them as one instance.
+        parameter: name of the command's parameter that receives an instance of `kind`.
         without: fields that this command does not offer; they keep their defaults.
     """
     options = [option for option in declared_options(kind) if option.name not in without]
@@ -205,7 +205,9 @@ def with_options(
             return command(*args, **{parameter: kind(**fields)}, **values)
 
         decorated: Any = called
+        # Decorators apply from the last to the first, and help lists options in the reverse order.
         for option in reversed(options):
+            # The name is passed because click would derive "no_prefetch" from --no-prefetch.
             add_option = click.option(*option.spellings, option.name, **option.click_keywords())
             decorated = add_option(decorated)
         return decorated
@@ -242,7 +244,10 @@ class SectionedCommand(ReportingMain):
 
 
 class SectionedGroup(ReportingMain, click.Group):
-    """A group whose commands stand under headings, each with its first sentence whole."""
+    """A group whose commands stand under headings, each with its whole first paragraph.
+
+    click's own list cuts the text to one line.
+    """
 
     def __init__(self, *args: Any, sections: Sections | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

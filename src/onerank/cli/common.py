@@ -1,4 +1,8 @@
-"""Argument types of all commands, and errors with exit code 2."""
+"""What all commands share: argument types, errors with exit code 2, notes of traces.
+
+`onerank --help` imports this module, so modules that import numpy, polars or torch are imported
+inside functions.
+"""
 
 import atexit
 import contextlib
@@ -95,12 +99,14 @@ class _Number(click.FloatRange):
 GB_PER_S = _Number(min=1e-3, max=1e6)
 """A bandwidth in GB/s, at least 1 MB/s: below that, times in ns would exceed 64 bits."""
 
+# At most 1,000 s, far above any network's.
 LATENCY_NS = _Number(min=0, max=1e12)
 
 MINUTES = _Number(min=0, min_open=True)
 
 GIGABYTES = _Number(min=0, max=1000)
 
+# Bytes are an int64 column of a graph; half its range leaves room for the sum of two.
 BYTES = click.IntRange(0, 2**62)
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)
@@ -147,8 +153,9 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
 
         if isinstance(error, ScriptError) and error.script_traceback:
             say(error.script_traceback.rstrip(), err=True)
+        # A BrokenPipeError is an OSError, but no error of the user: `onerank show t.et | head`.
         if isinstance(error, BrokenPipeError):
-            raise  # the reader closed the pipe; click then exits without a message
+            raise  # click exits without a message
         if isinstance(error, OSError):
             place = f"{os.fsdecode(error.filename)}: " if error.filename else ""
             code = "disk-full" if error.errno in _DISK_FULL else "file-access"
@@ -165,7 +172,7 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted: nothing was written", err=True)
-        sys.exit(130)
+        sys.exit(130)  # as a shell reports SIGINT: 128 + 2
 
 
 def _inputs(arguments: Mapping[str, Any]) -> list[Path]:
@@ -188,9 +195,9 @@ class ReportingMain(click.Command):
         with exit_on_errors({}):
             try:
                 code = super().main(*args, standalone_mode=False, **extra)
-                if sys.stdout is not None:  # None if it was closed before the process started
-                    # Otherwise the interpreter flushes at exit, and reports a full disk as code
-                    # 120.
+                # None if it was closed before the process started.
+                if sys.stdout is not None:
+                    # The interpreter's flush at exit would report a full disk as exit code 120.
                     sys.stdout.flush()
             except click.exceptions.Abort as abort:
                 raise KeyboardInterrupt from abort
@@ -262,6 +269,7 @@ def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:
 def _exit_despite(before: set[threading.Thread], code: Any) -> None:
     running = [thread for thread in threading.enumerate() if thread.daemon and thread not in before]
     if running and isinstance(code, int):
+        # `os._exit` skips exit handlers, which remove temporary directories, and flushes nothing.
         exits: Any = atexit
         exits._run_exitfuncs()
         flush_streams()

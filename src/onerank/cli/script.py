@@ -1,8 +1,8 @@
 """The script of `capture run` and `capture verify`: its argument, its options, its streams.
 
-SCRIPT is a file or, with -m, a module; its own options come after `--`. It runs in this process and
-may close, redirect or replace the standard streams. Progress therefore goes to a copy of the
-descriptor of stderr, and the command's own streams are restored when the script has ended.
+SCRIPT is a file or, with -m, a module; the script's arguments come after `--`. The script runs in
+this process and may close, redirect or replace the standard streams. Progress therefore goes to a
+copy of the descriptor of stderr, and the command's streams are restored when the script has ended.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ def script_of(module: str) -> tuple[Path, str]:
         UsageError: no such module in the working directory or among installed packages.
     """
     directory = str(Path.cwd())
+    # As `python -m` does; `onerank` itself starts with the directory of its script there.
     sys.path.insert(0, directory)
     try:
         places = _places(module)
@@ -47,6 +48,7 @@ def script_of(module: str) -> tuple[Path, str]:
 
 def _places(module: str) -> list[Path]:
     """Return where a module could lie, without a suffix."""
+    # `importlib.util.find_spec` of a submodule imports its package, and so the user's code.
     first, *submodules = module.split(".")
     specs = (finder.find_spec(first, None) for finder in sys.meta_path)
     spec = next((spec for spec in specs if spec is not None), None)
@@ -58,7 +60,7 @@ def _places(module: str) -> list[Path]:
 
 
 class ScriptCommand(SectionedCommand):
-    """A command that runs a script, whose own arguments come after `--`."""
+    """A command that runs a script; the script's arguments come after `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse; an unknown option may be one of the script's."""
@@ -96,7 +98,7 @@ class ScriptOptions:
         *("-m", "--module"),
         heading=SCRIPT,
         default=False,
-        is_eager=True,  # before SCRIPT, which is then no file
+        is_eager=True,  # parsed before SCRIPT, whose type depends on it
     )
 
     def located(self, script: Path) -> tuple[Path, str | None]:
@@ -141,10 +143,12 @@ def script_streams(*, stdout_to_stderr: bool) -> Generator[Callable[[str], None]
         stdout_to_stderr: whether what the script and its subprocesses print goes to stderr,
             because stdout receives the command's JSON.
     """
+    # A buffer that is flushed after `dup2` would arrive at the other stream.
     _flush()
     saved = {number: os.dup(number) for number in (0, 1, 2) if _is_open(number)}
     shown = os.fdopen(os.dup(2), "w", errors="backslashreplace") if 2 in saved else None
     if stdout_to_stderr and 2 in saved:
+        # The descriptor and not `sys.stdout`: subprocesses and C++ code write to it, too.
         os.dup2(2, 1)
     try:
         with _progress(shown) as progress, _crashes_named(shown):
@@ -166,7 +170,7 @@ def script_streams(*, stdout_to_stderr: bool) -> Generator[Callable[[str], None]
 
 @contextlib.contextmanager
 def _crashes_named(shown: TextIO | None) -> Generator[None]:
-    """Let a crash in a library (SIGSEGV, SIGABRT) print the line of the script that led there."""
+    """Print the script's traceback if a library crashes the process (SIGSEGV, SIGABRT)."""
     if shown is None or faulthandler.is_enabled():
         yield
         return
@@ -192,7 +196,7 @@ def _flush() -> None:
 
 
 def _restore(name: str, number: int) -> None:
-    """Set `sys.NAME` to the interpreter's own stream, or to a new one if that was closed."""
+    """Set `sys.NAME` to the interpreter's original stream, or to a new one if that was closed."""
     stream: Any = getattr(sys, f"__{name}__")
     if stream is None or stream.closed:
         stream = open(number, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -202,7 +206,10 @@ def _restore(name: str, number: int) -> None:
 
 @contextlib.contextmanager
 def _progress(shown: TextIO | None) -> Generator[Callable[[str], None]]:
-    """Yield what shows a message: on a line of its own, but counted steps of a terminal on one."""
+    """Yield the function that shows a message.
+
+    Each message is a line. On a terminal a counted step replaces the line of the step before it.
+    """
     if shown is None:
         yield lambda _: None
         return
@@ -252,7 +259,7 @@ class _LiveLine:
 
     @contextlib.contextmanager
     def shared_with(self, name: str) -> Generator[None]:
-        """Let the script's writes to `sys.NAME` start on a line of their own."""
+        """Let the script's writes to `sys.NAME` start on a new line."""
         stream: Any = getattr(sys, name)
         setattr(sys, name, _SharedStream(stream, self))
         try:

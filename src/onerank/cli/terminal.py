@@ -23,10 +23,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 MODULE_ROWS = 14
+"""Modules that a table lists; --json has all."""
+
 RANKS = 12
 """Ranks listed on one line; --json has all."""
+
 KERNEL_NAME = 120
 """Characters of a kernel name in a table; --json has all."""
+
+# Nearly every kernel of PyTorch has these, and they hide the part of the name that differs.
 _NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::|c10::")
 
 
@@ -66,11 +71,12 @@ def console(*, err: bool = False) -> Any:
 
     plain: dict[str, Any] = {"stderr": err, "highlight": False, "markup": False, "emoji": False}
     opened = Console(**plain)
+    # rich takes 80 columns for a pipe, which folds most tables.
     return opened if opened.is_terminal else Console(**plain, width=120)
 
 
 def amount(value: float) -> str:
-    """Format a sum of money, or what it is reckoned from: four digits that count, cents of more."""
+    """Format an amount of money or a factor of one: to cents from 100 on, else to four digits."""
     if abs(value) >= 100:
         return f"{value:.2f}"
     if value == 0 or abs(value) < 1e-6:
@@ -85,7 +91,15 @@ def table(
     *,
     texts: Sequence[int] = (0,),
 ) -> None:
-    """Print a table: the columns `texts` left-aligned and folded, figures right and whole."""
+    """Print a table.
+
+    Args:
+        title: title of the table.
+        columns: headings.
+        rows: cells, as many as headings.
+        texts: columns of text, left-aligned and folded. The others hold figures, which are
+            right-aligned and never cut or folded.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -106,6 +120,7 @@ def table(
         else:
             printed.add_column(column, justify="right", no_wrap=True)
     for row in rows:
+        # A Text, because rich reads markup in a str: a kernel's name can hold brackets.
         printed.add_row(*(Text(visible_line(str(cell))) for cell in row))
     console().print(printed)
 
@@ -116,7 +131,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def short_kernel(name: str) -> str:
-    """Return a kernel's name without the namespaces all of PyTorch's have, and its start only."""
+    """Return the start of a kernel's name, without PyTorch's namespaces."""
     short = _NAMESPACES.sub("", name)
     return short if len(short) <= KERNEL_NAME else f"{short[: KERNEL_NAME - 1]}…"
 
@@ -132,7 +147,7 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
 
 
 def counts_of_evidence(counts: dict[str, int], times_ns: dict[str, int] | None = None) -> str:
-    """Say how many nodes' times have which evidence, and what part of all time that is."""
+    """Return the number of nodes by evidence, and the share of the time that each has."""
     kinds = [f"{n} {evidence(name)}" for name, n in counts.items()]
     if times_ns is not None and len(counts) > 1:
         shares = parts(times_ns)
@@ -148,19 +163,20 @@ def evidence(name: str) -> str:
 
 
 def parts(amounts: dict[str, int]) -> dict[str, str]:
-    """Return each amount's part of their sum in percent."""
+    """Return each amount's share of their sum in percent."""
     whole = sum(amounts.values()) or 1
     return {name: _percent(amount / whole * 100) for name, amount in amounts.items()}
 
 
 def _percent(share: float) -> str:
+    # A rounded "0.0%" or "100.0%" would say none or all.
     if 0 < share < 0.05:
         return "<0.1%"
     return ">99.9%" if 99.95 <= share < 100 else f"{share:.1f}%"
 
 
 def rank_list(ranks: tuple[int, ...]) -> str:
-    """Name ranks as short as can be."""
+    """Return ranks as text: a range, at most eight of them, or their number."""
     if not ranks:
         return "?"
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
@@ -226,12 +242,12 @@ def reserve_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            opened = os.open(os.devnull, os.O_RDWR)  # POSIX takes the lowest free number
             assert opened == number, f"descriptor {opened}, not {number}"
 
 
 def discard_stdout() -> None:
-    """Discard what stdout still holds, so that the interpreter does not fail on it at its end."""
+    """Discard what stdout still holds, so that the interpreter's flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stdout.flush()

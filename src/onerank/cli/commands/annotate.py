@@ -1,4 +1,4 @@
-"""`annotate --target GPU`: predict the step on another GPU; `gpus`: GPU descriptions."""
+"""`annotate --target GPU` predicts a step on another GPU; `gpus` lists GPU descriptions."""
 
 import re
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class AnnotateOptions:
         metavar="GPU|FILE",
     )
     database: tuple[Path, ...] = option(
-        "Kernel database with rows of the target, as `onerank bench` writes it, in addition to the "
+        "Kernel database with rows of the target, which `onerank bench` writes, in addition to the "
         "shipped ones; may be repeated.",
         heading=TARGET,
         default=(),
@@ -59,8 +59,8 @@ class AnnotateOptions:
     )
     # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
     model: Literal["auto", "learned", "residual", "roofline", "ratio"] = option(
-        "auto: looked up where the target was measured, else learned; for a CPU capture the "
-        "datasheet.",
+        "auto: looked up in kernel databases of the target, else learned; for a CPU capture the "
+        "datasheet's roofline.",
         heading=TARGET,
         default="auto",
         show_default=True,
@@ -73,8 +73,8 @@ class AnnotateOptions:
         metavar="NODE",
     )
     override: tuple[str, ...] = option(
-        "What if a figure of the target (`onerank gpus --schema`) were another, "
-        "memory_bandwidth_gb_per_s=6000 for one; may be repeated.",
+        "What if a figure of the target (`onerank gpus --schema`) had this value, such as "
+        "memory_bandwidth_gb_per_s=6000; may be repeated.",
         heading=WHAT_IF,
         default=(),
         multiple=True,
@@ -87,45 +87,45 @@ class AnnotateOptions:
         metavar="LENGTH",
     )
     micro_batch: str | None = option(
-        "What if a micro-batch had so many sequences; 1=4 names the captured size.",
+        "What if a micro-batch had this many sequences; 1=4 names the captured size.",
         heading=WHAT_IF,
         default=None,
         metavar="SIZE",
     )
     dtype: Literal["fp8", "bf16", "fp16", "tf32"] | None = option(
-        "What if matrix products in a wider type ran in this one; fp16: bf16 products, too.",
+        "What if matrix products in wider types ran in this type; fp16 applies to bf16, too.",
         heading=WHAT_IF,
         default=None,
     )
     kernel: tuple[str, ...] = option(
-        "usual (default): what the target's libraries run, eager attention stays; fused: eager "
-        "attention as well; flash2, flash3, cudnn, AMD's aotriton, ck or aiter: that one, of both; "
-        "same; or eager: no fused kernel.",
+        "usual (default): fused attention runs the target's usual kernel. fused: eager attention, "
+        "too. flash2, flash3, cudnn, AMD's aotriton, ck or aiter: both run this kernel. same: the "
+        "captured kernel. eager: no fused kernel.",
         heading=WHAT_IF,
         default=(),
         multiple=True,
         metavar="attention=KERNEL",
     )
     fuse: Literal["elementwise", "norm"] | None = option(
-        "What if neighbouring kernels that pass data on were one; norm: reductions as well.",
+        "What if neighbouring elementwise kernels were fused; norm: reductions, too.",
         heading=WHAT_IF,
         default=None,
     )
     overlap: Literal["as-captured", "on", "off"] = option(
-        "on: communication overlaps compute as far as its data allow; off: they wait for each "
-        "other, in the order of their issue.",
+        "on: communication overlaps compute as far as data dependencies allow. off: they run one "
+        "after the other, in the order of issue.",
         heading=WHAT_IF,
         default="as-captured",
         show_default=True,
     )
     nvlink_active: bool = option(
-        "Links to peers draw power as in the job, which a slice on one GPU does not see; kernels "
-        "at the power limit take longer.",
+        "Count the power of active NVLinks, which a capture on one GPU does not draw; kernels at "
+        "the power limit take longer.",
         heading=WHAT_IF,
         default=False,
     )
     host_scale: float = option(
-        "Host operators take this many times as long as measured; 0: no time at all.",
+        "Multiply the durations of host operators by this factor.",
         heading=WHAT_IF,
         default=1.0,
         type=click.FloatRange(0, 1000),
@@ -150,10 +150,10 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     """Predict the duration of every compute node of TRACE, and of the step, on another GPU.
 
     Writes the trace with the new durations and prints the step before and after. Every predicted
-    node records how it was predicted and an interval that holds four of five measured times on GPUs
-    that the model had not seen. Communication and the host stay as measured; a network simulator,
-    or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU step that
-    it represents, from the target's datasheet: the weakest evidence.
+    node records how it was predicted, and an 80% interval: it held four of five measured times on
+    GPUs that the model had not seen. Communication and the host stay as measured. A network
+    simulator, or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU
+    step that it represents, predicted from the target's datasheet, which is the weakest evidence.
     """
     from dataclasses import asdict
 
@@ -189,7 +189,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     before = read_trace(trace) if as_json else onerank.read(trace)
     after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
     recosting = summarise(before, after)
-    # Replay refuses a graph with a cycle, so it comes before anything is written.
+    # Replay refuses a graph with a cycle, so it runs before anything is written.
     step = step_change(before, after, recosting.interval)
     after.write(output)
     if as_json:
@@ -201,7 +201,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
 
 
 def _check_explains(options: AnnotateOptions, *, as_captured: bool) -> None:
-    """Refuse options that change or write what --explain only shows."""
+    """Refuse options that have no effect with --explain."""
     if options.output is not None or options.host_scale != 1:
         refused = "--host-scale" if options.output is None else "--output"
         raise click.UsageError(f"--explain writes nothing; leave out {refused}")
@@ -232,7 +232,7 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
 
 
 def default_output(trace: Path, target: str, name: str) -> Path:
-    """Return `trace.H100.et` for `trace.et` and `H100`; a description file's GPU gives the name."""
+    """Return `trace.H100.et` for `trace.et` and `H100`, or the name in a description file."""
     word = name if Path(target).suffix == ".toml" or "/" in target else target
     word = re.sub(r"[^\w.-]+", "-", word)
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")
@@ -243,7 +243,7 @@ class GpusOptions:
     """What `gpus` prints."""
 
     check: Path | None = option(
-        "Print a description instead, or what is wrong with it (exit 2).",
+        "Check a description, and print it or its first error (exit code 2).",
         default=None,
         type=click.Path(path_type=Path),
         metavar="FILE",
@@ -284,7 +284,7 @@ _MOST_NAMES = 12
 def render_recosting(
     recosting: "Recosting", step: "StepChange", notes: Sequence[str], title: str
 ) -> None:
-    """Print what a re-costing changed; `notes` are those of the graph it made."""
+    """Print what a re-costing changed, and the notes of the new graph."""
     before, after = recosting.before_ns, recosting.after_ns
     pairs = [
         *_step(recosting, step),
@@ -325,7 +325,7 @@ def render_recosting(
 
 
 def _step(recosting: "Recosting", step: "StepChange") -> list[tuple[str, str]]:
-    """Say how long the step takes before and after."""
+    """Return the lines on the step before and after."""
     if step.after is None:
         return []
     how = "steady state" if step.source == "steady_state" else "replayed"
@@ -343,14 +343,14 @@ def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
 
 
 def _where(recosting: "Recosting", step: "StepChange") -> None:
-    """Show where the time of the step goes, before and after."""
+    """Print the parts of the step, before and after."""
     if step.before is None or step.after is None:
         return
     untimed = f", {step.untimed} calls not timed" if step.untimed else ""
     labels = ("compute", f"exposed communication{untimed}", "idle", "  waiting for a launch", "all")
     figures = [
-        [f"{time(ns)} {ns / one.step_ns:6.1%}" for ns in _times(one)]
-        for one in (step.before, step.after)
+        [f"{time(ns)} {ns / parts.step_ns:6.1%}" for ns in _times(parts)]
+        for parts in (step.before, step.after)
     ]
     rows = list(zip(labels, *figures, strict=True))
     host = "steady state" if step.source == "steady_state" else "replayed with its host as profiled"
@@ -368,7 +368,7 @@ def _times(parts: "Parts") -> tuple[int, ...]:
 
 
 def _shares(times_ns: dict[str, int]) -> str:
-    """Say what part of a class's time has which evidence, the largest first."""
+    """Return the shares of a class's time by evidence, the largest first."""
     shares = parts(times_ns)
     if len(shares) < 2:
         return "".join(evidence(name) for name in shares)

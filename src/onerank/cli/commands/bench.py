@@ -43,7 +43,7 @@ class DescribeOptions(GpuOptions):
 
     output: Path = option("Description to write (TOML).", "-o", "--output", type=OUTPUT)
     base_gpu: str | None = option(
-        "Gives what is not measured.  [default: this GPU's description]",
+        "Description of the figures that are not measured.  [default: this GPU's]",
         default=None,
         metavar="GPU|FILE",
     )
@@ -54,15 +54,17 @@ class MeasureOptions(GpuOptions):
     """What to measure, for how long, and the database to write."""
 
     grid: Literal["training", "power"] | None = option(
-        "Measure training shapes of common models, or calls that span what the GPU draws, two "
+        "training: shapes of common models. power: calls from idle to the power limit, two "
         "seconds each, with their power.",
         default=None,
     )
     minutes: float | None = option(
-        "Begin no call after so long; what matters most comes first.", default=None, type=MINUTES
+        "Start no call after this time; calls with the most total time come first.",
+        default=None,
+        type=MINUTES,
     )
     update: Path | None = option(
-        "Leave out what it holds for this GPU and libraries; write both.",
+        "Skip calls that this database has for this GPU and these libraries; write both.",
         default=None,
         type=DATABASE,
         metavar="DATABASE",
@@ -172,10 +174,11 @@ class StoredOperator:
 @as_json
 @reports_errors
 def describe(options: DescribeOptions, as_json: bool) -> None:
-    """Measure what the GPU at hand sustains and draws, and write its description.
+    """Measure the rates and the power of the GPU, and write its description.
 
-    Products in each data type, a copy, the cache, the launch floor, idle power and the power
-    model's coefficients; some two minutes. `annotate --target FILE` takes the description.
+    Measures GEMMs in each data type, a copy, the cache, the launch floor, idle power and the
+    coefficients of the power model in about two minutes. `annotate --target FILE` reads the
+    description.
     """
     from datetime import UTC, datetime
 
@@ -214,8 +217,8 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
             "tdp_w": limits.limit_w,
         },
         f"onerank bench describe on {device.name}, {date}; {library_versions}; CUDA graph replays "
-        "of random operands: products of the mean rates, and short ones, as they come, others "
-        "held for two seconds",
+        "on random operands; all calls ran for two seconds except short GEMMs and those of the "
+        "mean rates",
         date,
     )
     replace_file(options.output, to_toml(description).encode())
@@ -226,7 +229,7 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
 
 
 _WRITTEN_EACH_S = 30
-"""Seconds between writes of the database, so that an aborted run loses little."""
+"""Seconds between writes of the database: what an aborted run loses at most."""
 
 
 class _MeasuresByDefault(SectionedGroup):
@@ -240,7 +243,7 @@ class _MeasuresByDefault(SectionedGroup):
 
 @click.group(cls=_MeasuresByDefault)
 def bench() -> None:
-    """Measure kernels on the GPU at hand: `onerank bench TRACE... -o FILE`, or one of these."""
+    """Measure kernels on the GPU: `onerank bench TRACE... -o FILE`, or a subcommand."""
 
 
 bench.add_command(describe)
@@ -252,10 +255,10 @@ bench.add_command(describe)
 @as_json
 @reports_errors
 def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) -> None:
-    """Measure every distinct call of the TRACEs, or of a grid, on the GPU at hand.
+    """Measure every distinct call of the TRACEs, or of a grid, on the GPU.
 
-    Times are those of CUDA graph replays after the clocks have settled, on random operands. What is
-    measured is written every half minute.
+    Times are those of CUDA graph replays on random operands, after the clocks have settled. Rows
+    are written every half minute.
     """
     if not traces and options.grid is None:
         raise click.UsageError("give traces, or --grid training or power, or both")
@@ -280,10 +283,12 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
         if update:
             requested = len(requests)
             requests = lacking(requests, stored, device.name, software)
-            notes.append(f"{requested - len(requests)} calls are in {update}, {len(stored)} rows")
+            skipped = requested - len(requests)
+            notes.append(f"{counted(skipped, 'call')} skipped: {update} has them")
             account.requested = len(requests)
         seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(requests), "measuring") as advance:
+            # Calls run in a child process, because a kernel can end its process.
             child = child_on(device.torch)
             measurements = measure_isolated(
                 requests, account, child, seconds=seconds, advance=advance
@@ -301,6 +306,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             except CaptureError as error:
                 if not rows:
                     raise
+                # A run takes hours; an error in its last call must not lose the others.
                 write_database(merge([stored, table_of(rows)]).table, output)
                 saved = f"the {len(rows)} rows measured until then are in {output}"
                 raise CaptureError(f"{error}; {saved}", code=error.code) from error
@@ -342,6 +348,7 @@ def _calls_to_measure(
                 code="bench-no-operators",
             )
         for request in plan.requests:
+            # A call can launch other kernels in another trace: one request has all of them.
             earlier = requests.get(request.layouts)
             kernels = request.kernels | earlier.kernels if earlier else request.kernels
             requests[request.layouts] = dataclasses.replace(request, kernels=kernels)
@@ -419,7 +426,7 @@ def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "Kernel
 @as_json
 @reports_errors
 def merge_databases(databases: tuple[Path, ...], options: MergeOptions, as_json: bool) -> None:
-    """Make one database of several; of the same call measured twice the later one stays."""
+    """Merge databases; of two rows of the same call the later one stays."""
     from onerank.annotate.kernel_db.database import merge, read_database, write_database
 
     tables = [read_database(path) for path in databases]
@@ -435,7 +442,7 @@ def merge_databases(databases: tuple[Path, ...], options: MergeOptions, as_json:
 @as_json
 @reports_errors
 def show(database: Path, as_json: bool) -> None:
-    """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
+    """Show the contents of a database: GPUs, operators, data types, calls, times."""
     from onerank.annotate.kernel_db.database import contents, read_database
 
     operators = [StoredOperator(**row) for row in contents(read_database(database)).to_dicts()]

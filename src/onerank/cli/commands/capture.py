@@ -1,4 +1,4 @@
-"""`capture run SCRIPT`: run a script as one rank or several; `verify`: its numerics."""
+"""`capture run SCRIPT` captures one rank or several; `capture verify` compares numerics."""
 
 import dataclasses
 import os
@@ -65,22 +65,22 @@ class CaptureOptions:
     )
     ranks: tuple[int, ...] | str | None = option(
         "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
-        "process of its own, and write NAME.RANK.et for each.",
+        "separate process, and write NAME.RANK.et for each.",
         heading=CAPTURED,
         default=None,
         type=_Ranks(),
         metavar="distinct|R,R[,...]",
     )
     capture_layers: tuple[int, ...] | None = option(
-        "Capture a Hugging Face model built with this many layers, at each depth in turn, and "
-        "extrapolate to its own depth. With --pp: layers of the captured stage.",
+        "Build a Hugging Face model with each of these numbers of layers in turn, capture it, and "
+        "extrapolate to its full depth. With --pp: layers of the captured stage.",
         heading=CAPTURED,
         default=None,
         metavar="N,N[,...]",
     )
     compile: Literal["default", "reduce-overhead", "max-autotune"] | None = option(
-        "Experiment: capture eager too (NAME.eager.et next to the output), then under "
-        "torch.compile in this mode, and report what each sub-module gained.",
+        "Capture the step eager (NAME.eager.et next to the output), then under torch.compile in "
+        "this mode, and report the gain of each sub-module.",
         heading=CAPTURED,
         default=None,
         is_flag=False,
@@ -90,7 +90,7 @@ class CaptureOptions:
 
 @click.group(cls=SectionedGroup)
 def capture() -> None:
-    """Capture what ONE rank of a training job does, on one GPU or on a CPU."""
+    """Capture what one rank of a training job does, on one GPU or on a CPU."""
 
 
 @capture.command(
@@ -116,14 +116,15 @@ def run(
 ) -> None:
     """Run SCRIPT as rank R of a job, measure one step, write its trace.
 
-    Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
-    is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
+    Hugging Face models are sliced. A script that uses torch.distributed runs unchanged.
+    Collectives are recorded and not executed. SCRIPT is stopped once its step is measured.
     """
     from onerank.capture.isolated_capture import loading_capture
     from onerank.capture.validate_options import validate_early
 
     script, module = named.located(script)
     output = how.output or _default_output(script)
+    # All checks come before torch is imported, so that a wrong option is an error within a second.
     keep_inputs(output, script, _plan_file(job))
     _check_exclusive(job, how)
     options = dataclasses.replace(job, module=module, windows=windows)
@@ -131,7 +132,8 @@ def run(
         rank = _launched_rank()
         output = output.with_suffix(f".{rank}{output.suffix}")
         raw_dir = job.raw_dir and job.raw_dir.with_name(f"{job.raw_dir.name}.{rank}")
-        # Ranks that each decide when their steps have settled would stop at different steps.
+        # Each rank would decide for itself when its steps have settled, and stop at another step
+        # than its peers, which then wait for it in a collective.
         windows = dataclasses.replace(windows, settle=False)
         options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
     layers = how.capture_layers
@@ -164,7 +166,7 @@ def run(
             captured = capture_side_by_side(script, args, options, how.compile, output, progress)
         else:
             captured = capture_script(script, args, options, progress)
-    # Imported late: they import polars, whose threads would run next to the script.
+    # Imported after the script has run: they import polars, whose threads would run next to it.
     from onerank.analysis.summary import summarise
     from onerank.cli.commands.convert import render_conversion
     from onerank.cli.summary_tables import render_summary
@@ -179,7 +181,11 @@ def run(
 
 
 def _default_output(script: Path) -> Path:
-    """Return the trace named like the script in the working directory, if it can be written."""
+    """Return the trace in the working directory that is named like the script.
+
+    Raises:
+        BadParameter: the directory is not writable.
+    """
     name = script.parent.name if script.stem == "__main__" else script.stem
     return TRACE_OUTPUT.convert(f"{name}.et", None, None)
 
@@ -189,7 +195,7 @@ def _plan_file(job: Options) -> Path | None:
 
 
 def _check_exclusive(job: Options, how: CaptureOptions) -> None:
-    """Refuse combinations of options that each capture several times."""
+    """Refuse combinations of options of which each captures several times."""
     if how.compile is not None and job.record_real_job:
         raise click.UsageError(
             "--compile captures twice, but the ranks of --record-real-job start only once"
@@ -339,14 +345,14 @@ _TITLES = {
 def verify(
     script: Path, args: tuple[str, ...], named: ScriptOptions, job: Options, as_json: bool
 ) -> None:
-    """Check that instruments and slicing leave SCRIPT's numbers unchanged.
+    """Check that measuring and slicing leave SCRIPT's numbers unchanged.
 
-    The script runs under the instruments of `run` and once more without them: losses, outputs and
+    SCRIPT runs under the instruments of `run` and once more without them: losses, outputs and
     gradients of each step must agree. Then its first batch goes through the whole Hugging Face
     model and through all its slices, in fp32 and with real communication in one process: loss,
-    logits and every gradient must agree. Both use deterministic kernels.
+    logits and every gradient must agree. Both checks use deterministic kernels.
 
-    Exit code 1: something differs by more than the tolerance.
+    Exit code 1: a tensor differs by more than the tolerance.
     """
     from onerank.capture.isolated_capture import loading_capture
     from onerank.capture.validate_options import validate_early

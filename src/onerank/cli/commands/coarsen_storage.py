@@ -1,4 +1,4 @@
-"""`onerank coarsen` and `onerank storage`: another trace made of one, without a prediction."""
+"""`onerank coarsen` and `onerank storage`: traces with fewer nodes, or with storage nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CoarsenOptions:
-    """What a node of the coarse trace is, and where the trace goes."""
+    """The scope of a node of the coarse trace, and the trace to write."""
 
-    granularity: Literal["layer", "submodule"] = option("What a node is.")
+    granularity: Literal["layer", "submodule"] = option("Scope of a node.")
     output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
 
 
@@ -41,7 +41,8 @@ class CoarsenOptions:
 def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
     """Write TRACE with one node per layer or sub-module, phase and micro-batch.
 
-    Communication stays as it is and divides what it interrupts; GPU time is kept to the nanosecond.
+    Communication is kept and divides the nodes that it interrupts. The sum of GPU time does not
+    change.
     """
     import onerank as package
     from onerank.analysis.summary import summarise
@@ -60,12 +61,10 @@ def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """What a rank reads and writes, and how fast."""
+    """What a rank reads and writes, and its bandwidth."""
 
     output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
-    storage_gb_s: float = option(
-        "What one rank reads and writes a second.", type=GB_PER_S, metavar="GB/S"
-    )
+    storage_gb_s: float = option("Storage bandwidth of a rank.", type=GB_PER_S, metavar="GB/S")
     batch_bytes: int = option("Bytes that a rank loads for each step.", default=0, type=BYTES)
     checkpoint_every: int | None = option(
         "Steps between two checkpoints.", default=None, type=click.IntRange(1, 2**62)

@@ -1,4 +1,4 @@
-"""`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
+"""`onerank convert` lowers recorded traces or an ONNX model to a graph."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class ConvertOptions:
         metavar="N|median|all",
     )
     operators: bool = option(
-        "No --et: keep the operators too, which hold the GPU back in a replay as the host did.",
+        "Without --et: keep the operators, too. A replay then includes the host's launch times.",
         heading=TRACES,
         default=False,
     )
@@ -77,8 +77,8 @@ class ConvertOptions:
     )
     train: bool = option("Add backward and an AdamW step.", heading=MODEL, default=False)
     repair: bool = option(
-        "Of a .et or Chakra's .json, drop dependencies on absent nodes, of nodes on themselves, "
-        "and such as close a cycle.",
+        "Drop dependencies on absent nodes, of nodes on themselves, and those that close a cycle, "
+        "of a .et or of Chakra's .json.",
         heading=CHAKRA,
         default=False,
     )
@@ -140,8 +140,8 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
     """Turn recorded traces or a model into a Chakra trace.
 
     Traces: --kineto and --et of one window, or a directory of `capture run --raw-dir` as SOURCE.
-    Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
-    rank, as SOURCE; -o is then a directory too. Chakra's JSON: a .json file as SOURCE. Another
+    Several ranks: as SOURCE a directory of such directories, or of a Kineto trace and an execution
+    trace per rank; -o is then a directory, too. Chakra's JSON: a .json file as SOURCE. Another
     tool's .et as SOURCE: written with the groups of a comm_groups.json next to it.
     A model: an .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """

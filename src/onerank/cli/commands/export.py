@@ -1,4 +1,4 @@
-"""`onerank export`: workloads for simulators, files for other tools; `onerank check`."""
+"""`onerank export` writes workloads and files for other tools; `onerank check` checks them."""
 
 import re
 import sys
@@ -50,7 +50,7 @@ WRITTEN = "Output"
 
 
 class _Capability(click.ParamType[int]):
-    """A compute capability, major.minor; as NCCL counts it, 86 for 8.6."""
+    """A compute capability, major.minor. Its value is NCCL's number, such as 86 for 8.6."""
 
     name = "capability"
 
@@ -58,38 +58,40 @@ class _Capability(click.ParamType[int]):
         from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
 
         if not re.fullmatch(COMPUTE_CAPABILITY, str(value)):
-            self.fail(f"{value}: expected major.minor, as 8.6 of an A10", param, ctx)
+            self.fail(f"{value}: expected major.minor, such as 8.6 of an A10", param, ctx)
         return int(str(value).replace(".", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a job grows from the traces of a few ranks."""
+    """How the traces of a few ranks expand to the job."""
 
     dp: int | None = option(
-        "Replicas, in place of those captured.",
+        "Number of replicas, in place of the captured number.",
         heading=JOB,
         default=None,
         type=click.IntRange(2),
     )
     schedule: str | None = option(
-        "Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.", heading=JOB, default=None
+        "Pipeline schedule: gpipe, 1f1b, interleaved:V or zbv.", heading=JOB, default=None
     )
-    micro_batches: int | None = option("Of a pipelined step.", heading=JOB, default=None, type=SIZE)
+    micro_batches: int | None = option(
+        "Micro-batches of a step, for --schedule.", heading=JOB, default=None, type=SIZE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(PipelineOptions):
-    """How a job grows to all ranks, and whether they wait for their hosts."""
+    """How traces expand to all ranks, and whether these wait for their hosts."""
 
     ranks: int | None = option(
-        "For a trace that does not record its world.",
+        "Number of ranks, for a trace that does not record its world.",
         heading=JOB,
         default=None,
         type=click.IntRange(2),
     )
     include_host_delays: bool = option(
-        "Let the GPU wait for its host as it did.", heading=JOB, default=False
+        "Delay GPU operations as their host did in the capture.", heading=JOB, default=False
     )
 
 
@@ -98,38 +100,38 @@ class AstraSimOptions(RankOptions):
     """The job, its network, and what is written."""
 
     bandwidth_gb_s: float | None = option(
-        "GB/s of each rank in each direction.  [default: the trace's GPU's; else 450]",
+        "GB/s of each rank in each direction.  [default: of the trace's GPU, else 450]",
         heading=NETWORK,
         default=None,
         type=GB_PER_S,
     )
     busbw_gb_s: float | None = option(
-        "In its place, the bus bandwidth that large collectives reach as measured; their "
-        "reductions then take no further time.",
+        "In place of --bandwidth-gb-s: the measured bus bandwidth of large collectives. It "
+        "includes the time of their reductions.",
         heading=NETWORK,
         default=None,
         type=GB_PER_S,
     )
     latency_ns: float = option(
-        "From one rank to another.",
+        "Latency from rank to rank.",
         heading=NETWORK,
         default=500.0,
         type=LATENCY_NS,
         show_default=True,
     )
     output: Path = option(
-        "Directory to write; the files of an earlier export there are replaced.",
+        "Directory to write; replaces the files of an earlier export.",
         *("-o", "--output"),
         heading=WRITTEN,
         type=DIRECTORY,
     )
     overwrite: bool = option(
-        "Write into a directory that holds other files too; they stay.",
+        "Write into a directory that has other files, and keep those.",
         heading=WRITTEN,
         default=False,
     )
     name: str = option(
-        "Prefix of the traces.", heading=WRITTEN, default="workload", show_default=True
+        "Prefix of the trace files.", heading=WRITTEN, default="workload", show_default=True
     )
     granularity: Granularity = option(
         "Write one node per layer or sub-module between communications.",
@@ -145,7 +147,7 @@ class SimaiOptions(PipelineOptions):
 
     output: Path = option("Workload text to write.", *("-o", "--output"), type=OUTPUT)
     granularity: Literal["layer", "submodule"] = option(
-        "What a row is.", default="submodule", show_default=True
+        "Scope of a row.", default="submodule", show_default=True
     )
 
 
@@ -161,7 +163,8 @@ class GoalOptions(RankOptions):
         show_default=True,
     )
     compute_capability: int | None = option(
-        "Of the GPUs, as 8.6: NCCL chooses by it.  [default: the trace's GPU's; else 9.0]",
+        "Compute capability of the GPUs, by which NCCL chooses algorithms.  [default: of the "
+        "trace's GPU, else 9.0]",
         heading=NETWORK,
         default=None,
         type=_Capability(),
@@ -177,7 +180,7 @@ class GoalOptions(RankOptions):
 
 
 def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
-    """Read the traces one at a time; a note that several have is printed once."""
+    """Read the traces one at a time; print a note of several traces once."""
     seen: set[str] = set()
     return (read_trace(file, seen=seen) for file in files)
 
@@ -190,9 +193,9 @@ def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
 def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
-    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
-    of them, as `capture run --ranks distinct` writes them; with --schedule those of a pipeline's
-    stages.
+    TRACES: a trace that represents all ranks. Or a trace of each class of equivalent ranks, as
+    `capture run --ranks distinct` writes them, or their directory. With --schedule, the traces of
+    the pipeline's stages.
     """
     from onerank import export
 
@@ -212,10 +215,10 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
 @as_json
 @reports_errors
 def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> None:
-    """Write a SimAI workload, and report what the format cannot hold.
+    """Write a SimAI workload, and report what the format cannot express.
 
-    TRACES: one trace that represents all ranks; with --schedule those of a pipeline's stages, one
-    per class of equal stages, or a directory of them.
+    TRACES: a trace that represents all ranks. With --schedule, a trace of each class of equivalent
+    stages, or their directory.
     """
     from onerank import export
 
@@ -236,8 +239,8 @@ def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> Non
 def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
 
-    TRACES: one trace that represents all ranks; or one of each class of equal ranks, or a directory
-    of them; with --schedule those of a pipeline's stages.
+    TRACES: a trace that represents all ranks. Or a trace of each class of equivalent ranks, or
+    their directory. With --schedule, the traces of the pipeline's stages.
     """
     from onerank import export
 
@@ -330,7 +333,7 @@ def chakra_json(trace: Path, options: FileOptions) -> None:
     },
 )
 def export() -> None:
-    """Hand a trace to a simulator, or to a tool that shows or reads it."""
+    """Write a trace in the format of a simulator or of another tool."""
 
 
 for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
@@ -344,7 +347,7 @@ for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
 def check(path: Path, as_json: bool) -> None:
     """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
 
-    Exit code 1: findings. Notes, on what ASTRA-sim ignores or converts, are no findings.
+    Exit code 1: there are findings. Notes on what ASTRA-sim ignores or converts do not count.
     """
     from onerank.converters.targets.astra_sim.check import check as check_path
 
@@ -358,6 +361,7 @@ def check(path: Path, as_json: bool) -> None:
 
 
 _GROUPS = 16
+"""Process groups that a line lists; --json has all."""
 
 
 def render_export(done: "AstraSimExport") -> None:
@@ -418,6 +422,8 @@ def render_goal(done: "GoalExport") -> None:
     pairs += [("dropped", f"{count}: {algorithm}") for algorithm, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
+    # 500 ns of latency and 0.0022 ns per byte (450 GB/s) are the defaults of `export astra-sim`, no
+    # message is so large (-S) that LogGOPSim starts its rendezvous protocol.
     pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
     lines(pairs, f"{done.path}: GOAL schedule")
 

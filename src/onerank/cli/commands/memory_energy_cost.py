@@ -1,4 +1,4 @@
-"""`onerank memory`, `onerank energy` and `onerank cost`: what a step needs in addition to time."""
+"""`onerank memory`, `onerank energy` and `onerank cost`: what a step uses in addition to time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class TargetOptions:
     """The GPU that energy and cost are for."""
 
     target: str | None = option(
-        "Re-cost for this GPU first. Default: the GPU that the durations hold for.",
+        "Re-cost for this GPU first. Default: the GPU of the trace's durations.",
         default=None,
         metavar="GPU|FILE",
     )
     override: tuple[str, ...] = option(
-        "Change a figure of the GPU, tdp_w=500 for one; may be repeated.",
+        "Replace a figure of the GPU, such as tdp_w=500; may be repeated.",
         default=(),
         multiple=True,
         metavar="FIGURE=VALUE",
@@ -37,22 +37,22 @@ class TargetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CostOptions(TargetOptions):
-    """The GPU, its price, and how many of them train how much."""
+    """The GPU, its price, the number of GPUs, and the tokens of a step."""
 
-    prices: Path = option(
-        "Price list, a TOML file; examples/prices.toml shows its form.", type=TRACE
-    )
+    prices: Path = option("Price list (TOML); examples/prices.toml is an example.", type=TRACE)
     gpus: int | None = option(
         "GPUs to pay for. Default: the ranks of the trace's world.", default=None, type=SIZE
     )
     tokens: int | None = option(
-        "That a step trains. Default: what the embedding looks up.", default=None, type=SIZE
+        "Tokens that a step trains. Default: those that the embedding looks up.",
+        default=None,
+        type=SIZE,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """The GPU whose memory is filled, and how much the tables show."""
+    """The GPU whose memory the step should fit, and the length of the tables."""
 
     target: str | None = option(
         "A name of `onerank gpus`, or a description. Default: the device of the trace.",
@@ -60,7 +60,7 @@ class MemoryOptions:
         metavar="GPU|FILE",
     )
     non_allocator_gb: float | None = option(
-        "GB that the CUDA context and NCCL take outside the allocator. Default: by public reports.",
+        "GB of the CUDA context and NCCL, outside the allocator. Default: from public reports.",
         default=None,
         type=GIGABYTES,
     )
@@ -147,7 +147,7 @@ def render_energy(report: "EnergyReport", title: str) -> None:
         pairs.append(("sensor", f"{watts} over the steps without a profiler"))
     formula = (
         f"{c.base:g} + {c.active:g} u_active + {c.tensor:g} u_tensor + {c.memory:g} u_memory + "
-        f"{c.vector:g} u_vector of the limit, which holds the mean"
+        f"{c.vector:g} u_vector of the power limit, which caps the mean"
     )
     pairs += [("power", f"{formula}; {report.source}")]
     lines(pairs + [("note", note) for note in report.notes], title)

@@ -27,7 +27,7 @@ COLLECTIVE = "Collective"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """What `predict` predicts, for which GPU. Sizes that are not given are not required."""
+    """The operator that `predict` predicts, and the GPU. Each operator needs its own sizes."""
 
     target: str = option("A name of `onerank gpus`, or a description.", metavar="GPU|FILE")
     database: tuple[Path, ...] = option(
@@ -38,7 +38,7 @@ class PredictOptions:
         metavar="FILE",
     )
     output: Path | None = option(
-        "Write a table (.csv or .parquet): the rows of FILE and their predictions.",
+        "Table to write (.csv or .parquet): the rows of FILE and their predictions.",
         *("-o", "--output"),
         default=None,
         type=OUTPUT,
@@ -47,7 +47,9 @@ class PredictOptions:
     dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         "Data type of the operands. Default: bf16.", default=None
     )
-    batch: int | None = option("GEMMs of a batch, or sequences.", default=None, type=SIZE)
+    batch: int | None = option(
+        "GEMMs in a batch, or sequences of attention.", default=None, type=SIZE
+    )
     m: int | None = option("Rows of the result.", heading=GEMM, default=None, type=SIZE)
     n: int | None = option("Columns of the result.", heading=GEMM, default=None, type=SIZE)
     k: int | None = option("Inner size of a GEMM.", heading=GEMM, default=None, type=SIZE)
@@ -58,13 +60,13 @@ class PredictOptions:
     kv_heads: int | None = option(
         "Key and value heads. Default: as --heads.", heading=ATTENTION, default=None, type=SIZE
     )
-    seq: int | None = option("Queries.", heading=ATTENTION, default=None, type=SIZE)
+    seq: int | None = option("Query length.", heading=ATTENTION, default=None, type=SIZE)
     kv_seq: int | None = option(
-        "Keys. Default: as --seq.", heading=ATTENTION, default=None, type=SIZE
+        "Key length. Default: as --seq.", heading=ATTENTION, default=None, type=SIZE
     )
     head_dim: int | None = option("Size of a head.", heading=ATTENTION, default=None, type=SIZE)
     causal: bool = option(
-        "Attend to all keys, not the earlier ones alone.",
+        "Attend to all keys, not only to earlier ones.",
         "--no-causal",
         heading=ATTENTION,
         default=True,
@@ -78,10 +80,12 @@ class PredictOptions:
     collective: (
         Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"] | None
     ) = option("Default: all_reduce.", heading=COLLECTIVE, default=None)
-    nbytes: int | None = option("Input of one rank.", heading=COLLECTIVE, default=None, type=SIZE)
+    nbytes: int | None = option(
+        "Input bytes of one rank.", heading=COLLECTIVE, default=None, type=SIZE
+    )
     ranks: int | None = option("Ranks of the group.", heading=COLLECTIVE, default=None, type=SIZE)
     busbw_gb_s: float | None = option(
-        "Bus bandwidth, as nccl-tests reports it. Default: the description's link bandwidth.",
+        "Bus bandwidth, as nccl-tests reports it. Default: the link bandwidth of the description.",
         heading=COLLECTIVE,
         default=None,
         type=GB_PER_S,
@@ -100,11 +104,10 @@ _NOT_SIZES = ("target", "database", "output")
 def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     """Predict how long an operator takes on a GPU, without a trace.
 
-    OP is gemm, attention, norm, elementwise or collective, with its sizes as options. FILE is a CSV
-    or parquet file with a column "op" and a column for each size. An operator is predicted as
-    `annotate` predicts one of a CPU capture; the interval holds four of five measured times. A
-    collective takes its wire bytes over the bus bandwidth, as in `onerank replay`, and has no
-    interval.
+    OP is gemm, attention, norm, elementwise or collective; its sizes are options. FILE is a CSV or
+    parquet file with a column "op" and a column for each size. An operator is predicted as
+    `annotate` predicts those of a CPU capture, with an 80% interval. The time of a collective is
+    its wire bytes over the bus bandwidth, as in `onerank replay`, without an interval.
     """
     from dataclasses import asdict
 
@@ -117,7 +120,7 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     }
     path = None if what in OPS else Path(what)
     if path is not None and len(sizes) > 1:  # --no-causal has a value in any case
-        raise click.UsageError("FILE has the sizes: give --target, --database and --output alone")
+        raise click.UsageError("FILE has the sizes: give only --target, --database and --output")
     rows: list[dict[str, Any]] = [{"op": what, **sizes}] if path is None else _read(path)
     if options.output is not None:
         keep_inputs(options.output, path, *options.database)
@@ -172,6 +175,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             "  give gemm, attention, norm, elementwise, collective, or such a file",
             code="predict-what",
         )
+    # Read here and not by polars, so that a missing file is an OSError with its name.
     data = io.BytesIO(path.read_bytes())
     try:
         table = pl.read_csv(data) if path.suffix == ".csv" else pl.read_parquet(data)
@@ -183,13 +187,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as CSV, or as parquet where the name ends so."""
+    """Write rows as parquet if the name ends in .parquet, else as CSV."""
     import io
 
     import polars as pl
 
     from onerank.ir.atomic_write import replace_file
 
+    # By default polars infers types from the first 100 rows, and a mixed table lacks sizes there.
     table, data = pl.DataFrame(rows, infer_schema_length=None), io.BytesIO()
     table.write_parquet(data) if path.suffix == ".parquet" else table.write_csv(data)
     replace_file(path, data.getvalue())

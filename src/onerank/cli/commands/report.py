@@ -14,7 +14,7 @@ import click
 
 from onerank.cli.click_options import option, with_options
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
-from onerank.cli.terminal import counted, say, visible_line
+from onerank.cli.terminal import say, visible_line
 from onerank.display import size, time
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Where the page goes."""
+    """The page to write."""
 
-    output: Path = option("HTML file; it needs no other file.", "-o", "--output", type=OUTPUT)
+    output: Path = option("HTML file to write.", "-o", "--output", type=OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class _Section:
 def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     """Write TRACE as an interactive page, or TRACE and OTHER side by side.
 
-    The page shows the parts of the step, a timeline that zooms, compute time by module, the
-    roofline of the kernels, memory over time and what holds it at the peak. The tables of `show`
-    and `replay` follow. The page works without a network.
+    The page shows the parts of the step, a timeline, compute time by module, the roofline of the
+    kernels, memory over time and the blocks at the peak, and the tables of `show` and `replay`. It
+    is one file, and works without a network.
     """
     import onerank
     from onerank.cli.report_charts import plotly_js
     from onerank.ir.atomic_write import replace_file
 
     if len(traces) > 2:
-        raise click.UsageError(f"a report shows one or two traces, and {len(traces)} are given")
+        raise click.UsageError(f"{len(traces)} traces given; a report shows one or two")
     keep_inputs(options.output, *traces)
     library = plotly_js()
     figures: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
         heading = f"<h2>{html.escape(title)}</h2><p>{caption}</p><ul>{key}</ul>"
         parts.append(f'{heading}<div class="{layout}">{"".join(charts)}</div>')
     parts.append("<h2>Tables</h2>" + "".join(tables))
-    # "</" would end the script element, wherever a name of the trace holds it.
+    # "</" in a name of the trace would end the script element.
     data = json.dumps(figures, separators=(",", ":")).replace("</", "<\\/")
     title = html.escape(" and ".join(visible_line(trace.name) for trace in traces))
     template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
@@ -171,7 +171,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
         figure, dropped = charts.timeline_chart(graph, lanes)
         caption = "Colours as above. Drag to zoom, double-click to reset, hover for names."
         if dropped:
-            caption += f" The {counted(dropped, 'shortest operation')} are not drawn."
+            caption += f" The shortest operations are not drawn: {dropped}."
         sections.append(_Section("Timeline", caption, figure, wide=True))
         modules = report_data.module_tree(graph)
         caption = "Compute time by module. Click a module to zoom into it."
@@ -192,6 +192,6 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
         key = charts.memory_colours(memory)
         sections.append(_Section("Memory", caption, figure, key))
         if memory.at_peak:
-            caption = "The step's own blocks at the peak, by module."
+            caption = "Blocks that the step allocated and that are in use at the peak, by module."
             sections.append(_Section("Memory at the peak", caption, charts.peak_chart(memory)))
     return sections

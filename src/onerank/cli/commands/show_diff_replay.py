@@ -33,10 +33,12 @@ _KERNEL_ROWS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """What `show` prints in place of the summary."""
+    """The tables that `show` prints."""
 
-    text: bool = option("Print every node, one per line.", default=False)
-    granularity: Granularity | None = option("Print a table of these instead.", default=None)
+    text: bool = option("Print every node in place of the summary.", default=False)
+    granularity: Granularity | None = option(
+        "Print a table of layers, sub-modules or kernels in place of the summary.", default=None
+    )
 
 
 @click.command()
@@ -69,7 +71,7 @@ def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
 
 
 def _read_even_broken(trace: Path) -> "Graph":
-    """Read a trace; of one with dependencies on absent nodes show what remains, with a note."""
+    """Read a trace; without its invalid dependencies, and with a note, if it has some."""
     import onerank as package
     from onerank.ir.chakra import read_repaired
     from onerank.ir.errors import GraphError
@@ -101,7 +103,7 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
 
 
 def _show_parts(graph: "Graph", granularity: Granularity, title: str, *, as_json: bool) -> None:
-    """Print what each layer, sub-module or kernel takes of the step."""
+    """Print the share of the step that each layer, sub-module or kernel takes."""
     from onerank.analysis.breakdown import parts
 
     shares = parts(graph, granularity)
@@ -113,16 +115,18 @@ def _show_parts(graph: "Graph", granularity: Granularity, title: str, *, as_json
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """How communication is timed, and where the timeline goes."""
+    """How communication is timed, and the timeline to write."""
 
     busbw_gb_s: float | None = option(
-        "Time communication by this bus bandwidth. Default: the times in the trace.",
+        "Time communication with this bus bandwidth. Default: the times in the trace.",
         default=None,
         type=GB_PER_S,
         metavar="GB/S",
     )
     perfetto: Path | None = option(
-        "Timeline: as measured, and as replayed below it.", default=None, type=OUTPUT
+        "Timeline to write: the measured step, and the replayed step below.",
+        default=None,
+        type=OUTPUT,
     )
 
 
@@ -135,7 +139,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     """Schedule TRACE with its own durations and edges.
 
     Prints step time, compute, exposed communication, idle and host-bound time, and the critical
-    path. A replay that differs from the measured step shows that edges are wrong.
+    path. A replay that differs from the measured step has wrong or missing edges.
     """
     import onerank as package
     from onerank.analysis.step_time import with_communication
