@@ -99,7 +99,7 @@ def test_goal_notes_an_assumed_compute_capability(tmp_path):
 def test_a_compute_capability_that_is_none_is_refused(given, traces, tmp_path):
     export = ("export", "goal", traces / "gpu.et", "-o", tmp_path / "job.goal")
     done = invoke(onerank, *export, "--compute-capability", given, code=2)
-    assert f"{given}: expected major.minor, as 8.6 of an A10" in done.stderr
+    assert f"{given}: expected major.minor" in done.stderr
     assert not (tmp_path / "job.goal").exists()
 
 

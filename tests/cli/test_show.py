@@ -126,8 +126,11 @@ def test_a_description_is_checked_against_its_schema():
     assert "memory_bandwidth_gb_per_s" in schema["properties"]["figures"]["required"]
 
 
-def test_verify_says_what_it_does():
-    assert "losses, outputs" in invoke(capture, "verify", "--help").stdout
+def test_verify_takes_the_options_of_a_job_and_none_of_its_output():
+    text = invoke(capture, "verify", "--help").stdout
+    assert "--tp INTEGER" in text
+    assert "--raw-dir" not in text
+    assert "--record-real-job" not in text
 
 
 @pytest.mark.parametrize(
