@@ -50,25 +50,25 @@ class GlooCalls:
     """The calls that Gloo ran.
 
     Attributes:
-        found: the calls, by start.
+        calls: in the order of their starts.
         unknown: number of records with an unknown collective, by name.
         of_groups: number of groups in the trace; with several, the group of a call is unknown.
     """
 
-    found: list[GlooCall] = field(default_factory=list[GlooCall])
+    calls: list[GlooCall] = field(default_factory=list[GlooCall])
     unknown: Counter[str] = field(default_factory=Counter[str])
     of_groups: int = 0
 
     def callers(self) -> I64:
         """Return the operators that issued a call."""
-        callers = {call.caller for call in self.found if call.caller != NONE}
+        callers = {call.caller for call in self.calls if call.caller != NONE}
         return np.array(sorted(callers), dtype=np.int64)
 
     def within(self, timeline: HostTimeline) -> Mask:
         """Return which events are part of a call that ran on a Gloo thread, bool[n]."""
         rows = timeline.rows
         inside = np.zeros(len(timeline), dtype=bool)
-        for call in self.found:
+        for call in self.calls:
             thread = int(rows.thread[call.op])
             if call.caller == NONE or thread != rows.thread[call.caller]:
                 span = timeline.threads[thread]
@@ -84,14 +84,14 @@ class GlooCalls:
             f"{count} {name!r} records are dropped: unknown collective"
             for name, count in self.unknown.items()
         ]
-        if without_caller := sum(call.caller == NONE for call in self.found):
+        if without_caller := sum(call.caller == NONE for call in self.calls):
             notes.append(
                 f"{without_caller} calls by Gloo have no issuing operator in the trace; a "
                 "replay keeps the time between them"
             )
-        if self.found and self.of_groups > 1:
+        if self.calls and self.of_groups > 1:
             notes.append(
-                f"the process group of {len(self.found)} calls by Gloo is unknown: the trace has "
+                f"the process group of {len(self.calls)} calls by Gloo is unknown: the trace has "
                 f"{self.of_groups} groups, and torch's profiler names the group only for NCCL"
             )
         return notes
@@ -107,10 +107,10 @@ def find_gloo_calls(
         et: the execution trace; without it, bytes and peers are unknown.
         groups: groups of the trace; if there are several, the group of a call is unknown.
     """
-    calls = GlooCalls(of_groups=len(groups))
+    gloo_calls = GlooCalls(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
     if not len(records):
-        return calls
+        return gloo_calls
     rows = timeline.rows
     issuers = np.flatnonzero(
         rows.is_operator & timeline.named(lambda name: name.startswith(_OPERATOR))
@@ -120,12 +120,16 @@ def find_gloo_calls(
     for op in records[np.argsort(rows.start_ns[records], kind="stable")].tolist():
         name = timeline.name(op).removeprefix(RUN)
         if name not in _NAMES and name not in POINT_TO_POINT:
-            calls.unknown[timeline.name(op)] += 1
+            gloo_calls.unknown[timeline.name(op)] += 1
             continue
+        # Record ids ascend in the order in which events begin, and the record begins inside its
+        # issuer.
         before = int(np.searchsorted(rows.rf_id[issuers], rows.rf_id[op])) - 1
         caller = int(issuers[before]) if before >= 0 and rows.rf_id[op] else NONE
-        calls.found.append(GlooCall(op, caller, _communication(timeline, et, op, caller, group)))
-    return calls
+        gloo_calls.calls.append(
+            GlooCall(op, caller, _communication(timeline, et, op, caller, group))
+        )
+    return gloo_calls
 
 
 def _communication(
@@ -134,6 +138,7 @@ def _communication(
     name = timeline.name(op).removeprefix(RUN)
     kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
     peer, tag = _peer(inputs_of(timeline, caller, et)) if name in POINT_TO_POINT else (UNKNOWN,) * 2
+    # c10d's operators name a peer by its place in the group; graphs have global ranks.
     if 0 <= peer < len(group.ranks):
         peer = group.ranks[peer]
     if name == "scatter":
@@ -196,6 +201,7 @@ def first_operator_after(call: GlooCall, operators: "OperatorsByStart") -> int:
         return NONE
     timeline = operators.timeline
     end_ns = int(timeline.rows.end_ns[call.op])
+    # DDP's reducer issues calls inside autograd functions and waits for all of them afterwards.
     if timeline.in_functions[call.caller]:
         return operators.first_outside_functions(end_ns)
     return operators.first_on_thread(int(timeline.rows.thread[call.caller]), end_ns)

@@ -62,6 +62,7 @@ def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64
     )
     for name in calls.keys() & structure_calls.keys():
         sequences += zip(calls[name], structure_calls[name], strict=False)
+    # The id of an unpaired event stays 0: without the observer, all ids of the window are 0.
     rf_id = profile.rows.rf_id.copy()
     paired = 0
     for events, structure_events in sequences:
@@ -286,6 +287,8 @@ def _merged(
         measured: list[I64] = []
         for step, step_sequences in steps:
             step_names, step_index = step_sequences.get(key, ((), index[:0]))
+            # Only equal sequences pair nodes: with one node more, each later node would pair with
+            # another.
             if step_names == names:
                 measured.append(step.nodes.duration_ns[step_index])
             else:

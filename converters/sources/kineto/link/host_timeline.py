@@ -261,6 +261,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
     )
 
 
+# A public pair of files without record ids (DLRM) aligns 984 to 988 of 988 operators.
 MIN_ALIGNED_SHARE = 0.95
 """Share of operators that must align by order if the Kineto trace has no record ids."""
 
@@ -366,10 +367,13 @@ def join(
             f"{kineto}: has no operators: profile with ProfilerActivity.CPU",
             code="trace-no-operators",
         )
+    # Record ids are 0 if no execution trace observer ran during the profile.
     if not rows.rf_id[rows.is_operator].any():
         reason = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
         error = f"{both} cannot be linked: {reason}"
         return _join_by_order(timeline, et, reason, error, MIN_ALIGNED_SHARE)
+    # The record function id is the only key that both files share. Kineto's `External id` equals it
+    # by accident only.
     et_row = last_of(et.rf_id, rows.rf_id)
     known = et_row >= 0
     equal = known.copy()

@@ -87,6 +87,8 @@ _RULES = ("external id", "enclosing operator", "no operator", "no launch")
 
 _NO_OPERATOR = _RULES.index("no operator")
 
+# `cudaGraphLaunch` and `hipGraphLaunch` start many operations: 6,264 of the 7,866 GPU operations of
+# a public trace come from graph launches.
 _GRAPH = len(_RULES)
 
 
@@ -166,6 +168,8 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         rows.take(order), launch[order], launched[order], launch_ns[order]
     )  # fmt: skip
 
+    # An operation carries the id of the innermost operator around its launch. If the operation
+    # lacks it, its launch may have it.
     external = rows.external_id.copy()
     by_launch = launched & (external == 0)
     external[by_launch] = launches.external_id[launch[by_launch]]
@@ -190,6 +194,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     in_mark[emulating] = pick(timeline.in_mark, _around(trace, timeline, launch[emulating]), NONE)
     lost = ~launched & (operator < 0) & (in_mark < 0)
     lost = np.flatnonzero(lost & ~_backlog(rows, launched))
+    # Without any recorded launch there is no usual delay between launch and start to apply.
     if len(lost) and launched.any():
         operator[lost] = _at_start(trace, timeline, rows, np.where(launched, launch, NONE), lost)
     return GpuOps(

@@ -66,6 +66,9 @@ class LaunchQueue:
         ]
 
 
+# A wait for queue room shrinks on a faster GPU, an operator's time does not. Eight Llama-8B layers
+# measured on an H200 and re-costed to a B200 replay in 88.6 ms with these waits and in 126.7 ms
+# without; their compute takes 80.2 ms.
 def launch_queue(trace: KinetoTrace) -> LaunchQueue:
     """Find the launches of a trace that waited for a place in the queue of their stream."""
     calls, gpu = trace.launches, trace.gpu

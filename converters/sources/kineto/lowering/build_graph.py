@@ -102,7 +102,7 @@ def assemble(
         builder.add_launches()
         unplaced = placement.on_streams(recorded)
     else:
-        unplaced = placement.on_threads(recorded, gloo.found)
+        unplaced = placement.on_threads(recorded, gloo.calls)
     builder.add_order(streams, threads)
     sync_edges = SyncEdges(builder, streams, threads)
     syncs, without_edge = sync_edges.add_waits(trace.waits, trace.queue.waits)
@@ -122,10 +122,10 @@ def assemble(
     kernels["blocked_ns"] = sync_edges.gpu_waits(gaps if with_operators else UnexplainedGaps())
     marks = np.array([call.op for call in recorded], dtype=np.int64)
     requests = [call.communication for call in recorded]
-    gloo_calls = [call.communication for call in gloo.found]
+    gloo_calls = [call.communication for call in gloo.calls]
     recorded_part = recorded_columns(timeline, marks, requests, et)
     recorded_part |= placement.columns(thread_numbers, to=len(recorded))
-    gloo_part = gloo_columns(timeline, gloo.found, et)
+    gloo_part = gloo_columns(timeline, gloo.calls, et)
     gloo_part |= placement.columns(thread_numbers, begin=len(recorded))
     columns, order = join_by_start([host, kernels, recorded_part, gloo_part], builder.start_ns)
     place = np.argsort(order)
@@ -342,14 +342,17 @@ def gpu_columns(
         "bytes_read": np.where(kernel, UNKNOWN, np.where(copies, rows.bytes, 0)),
         "op": pick(timeline.rows.name, operator, 0),
         **_context(timeline, operator),
+        # An NCCL kernel's size is in its arguments. Its operator may have issued several calls.
         **_operands(timeline, et, np.where(communicates, NONE, operator)),
     }
     kinds = [columns[name] for name in _TYPES]
     columns.update(zip(_TYPES, types_by_kernels(rows.name, kinds, timeline.strings), strict=True))
+    # A collective's time depends on the network: it has no uncontended time of its GPU.
     columns["uncontended_ns"] = np.where(communicates, UNKNOWN, gpu.uncontended_ns[chosen])
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()
     places: list[int] = call[communicates].tolist()
+    # All calls of the window, not only those of chosen kernels: a label must be unique among them.
     groups = labels((args.group_name, args.group_description) for args in timeline.calls)
     communications = [
         from_kernel(f"{file}: kernel {names[code]!r}", names[code], timeline.calls[place], groups)

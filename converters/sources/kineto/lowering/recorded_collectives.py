@@ -133,8 +133,11 @@ class CallPlacement:
         for call in calls:
             number = self._add_call(call)
             if call.kernels:
+                # The capture launches the kernel where torch's NCCL backend would run the call: an
+                # asynchronous call on its group's stream, a blocking call on the caller's.
                 first = call.kernels[0]
                 key = int(rows.device[first]), int(rows.stream[first])
+                # A stream that ran nothing but emulating kernels has no other node.
                 if key not in self._streams:
                     self._streams[key] = NodeSequence(self._times)
                 self._streams[key].insert_by_start(number)
@@ -240,6 +243,7 @@ class CallPlacement:
         before = sequence.last_launched(self._times.launch[number]) if sequence else None
         if before is not None:
             self._edges.add(before, number, Reason.PROGRAM_ORDER)
+        # Calls of one group run in the order in which they were issued.
         earlier = self._asynchronous.get(call.communication.group)
         if earlier is not None:
             self._edges.add(earlier, number, Reason.STREAM_ORDER)

@@ -113,13 +113,18 @@ def leaves(timeline: HostTimeline) -> list[int]:
         parent = parents[index]
         if parent < 0:
             continue
+        # In 16 bits a CPU calls the convolution of each group; a GPU runs one kernel for all
+        # groups.
         groups[parent] += whole[index] and base in _CONVOLVES
         if whole[index] and base not in _HELPERS:
             worked[parent] = True
         worked[parent] |= worked[index]
         multiplied[parent] |= multiplied[index] or (whole[index] and base in _MULTIPLIES)
+        # A tensor subclass also dispatches views: only a call that leads to work is forwarded.
         forwards = base in _DISPATCHERS and (worked[index] or helped[index] or fake[index])
         forwarded[parent] |= forwards or forwarded[index]
+        # Under autocast the outer call has float32 operands and the casts are inside. As a node it
+        # cost a GPT-2 step twice its time, and hid the casts.
         called_again[parent] |= works[index] and names[parent] == base
         helped[parent] |= whole[index] or helped[index]
     operators: list[int] = []

@@ -305,9 +305,12 @@ class SyncEdges:
         """Add edges of synchronisations; return their number, and waits without edges by reason."""
         added = 0
         without_edge = Counter[str]()
-        for wait in waits.found:
+        for wait in waits.used:
+            # `count` exceeds the number of sources where earlier waits already imply some edges.
             awaited, count, last_end_ns = self._awaited(wait)
             waiters = self._waiters(wait)
+            # A stream's wait delays no call; a host's wait without earlier launches waits for
+            # nothing.
             if wait.waiting_stream is None and count:
                 waited_ns = last_end_ns - wait.start_ns
                 self._block(wait.thread, wait.start_ns, wait.end_ns, waited_ns, waiters)
@@ -373,6 +376,8 @@ class SyncEdges:
         gpu_numbers = self._operators + np.arange(len(self._gpu_rows))
         returned = self._gpu.returned_ns[self._gpu_rows]
         known[gpu_numbers[returned >= 0]] = returned[returned >= 0]
+        # Launch and program order do not bound the start here: the return of the launch call does,
+        # and it is in `known` already.
         waits = tuple(set(Reason) - {Reason.LAUNCH, Reason.PROGRAM_ORDER})
         known = self._edges.latest(end, known, of=waits)
         ready = np.full(len(end), NEVER_LATE)

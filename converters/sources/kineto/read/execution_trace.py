@@ -23,6 +23,9 @@ from onerank.ir.errors import TraceError
 MAX_MISSING_SHARE = 0.02
 """Missing callers that are accepted, as a share of the nodes."""
 
+# torch's observer removes callers from its stack that it never put there when it records operators
+# of nested tensors; below the bottom of the stack that corrupts memory. The capture therefore puts
+# placeholders on the stack first.
 PLACEHOLDERS = "onerank::placeholders"
 """Names of the nodes around placeholder callers, which are not in the file."""
 
@@ -39,6 +42,7 @@ def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
         marks: ids of the nodes called PLACEHOLDERS: alternately one before and one after such
             callers, int64[m].
     """
+    # The root replaces a placeholder: conversion takes callers from times, not from this file.
     first, last = marks[: len(marks) // 2 * 2].reshape(-1, 2).T
     if not len(first):
         return caller
@@ -125,6 +129,7 @@ def load_execution_trace(
     """
     expected = "a PyTorch execution trace (an object with `schema` and `nodes`)"
     schema = ""
+    # The schema selects how nodes are decoded, and may stand before or after them.
     for part in ArrayFile(path, "nodes", SchemaFile, expected):
         schema = part.schema
         if schema:
@@ -188,6 +193,7 @@ def _part(
     strings: StringTable,
     keep: frozenset[int] | None,
 ) -> ExecutionTrace:
+    # A node without a record id, such as the root, is no event of the Kineto trace.
     numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
     kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
     texts = (raw for _, node in compress(numbered, kept) for raw in node.operands)

