@@ -200,6 +200,7 @@ def check_messages(rank_graphs: Sequence[RankGraph]) -> None:
         for (is_send, peer, phase), count in zip(messages.T.tolist(), counts.tolist(), strict=True):
             other = graph_of.get(peer, -1)
             route, totals = ((index, other), sent) if is_send else ((other, index), received)
+            # Each of the represented ranks sends the same messages.
             totals.setdefault(route, Counter())[Phase(phase)] += count * len(entry.ranks)
     for route in sorted(sent.keys() & received.keys()):
         # A graph that represents only its captured rank cannot be the wrong one for it.

@@ -227,8 +227,11 @@ def _launchers(graph: Graph, lanes: dict[Lane, list[int]], concurrent: Mask) -> 
     launcher = np.full(len(graph), -1, dtype=np.int64)
     reason, target = graph.edges.reason, graph.edges.target
     launches = reason == Reason.LAUNCH
+    # On a CPU a concurrent collective has no launch; the operator before it on its thread issued
+    # it.
     launches |= concurrent[target] & (reason == Reason.PROGRAM_ORDER)
     launcher[graph.edges.target[launches]] = graph.edges.source[launches]
+    # GPU work before the first launch has no operator; the first thread's first node stands for it.
     first = min(
         (members[0] for (kind, _), members in lanes.items() if kind == "thread"),
         key=lambda node: int(graph.nodes.start_ns[node]),
@@ -341,6 +344,7 @@ class LayerPlan:
     def of(cls, period: int, equal_layers: range, captured: int, depth: int) -> "LayerPlan":
         """Choose the period in the middle of the equal layers, away from the first and last."""
         inner = range(max(equal_layers.start, 1), min(equal_layers.stop, captured - 1))
+        # FSDP's first and last layers also fetch or release states for their neighbours.
         start = (inner.start + inner.stop - period + 1) // 2
         return cls(start, period, (depth - captured) // period, inner)
 

@@ -234,6 +234,8 @@ def _durations(work: _Composition, old: I64, copy: I64) -> I64:
         for layer in range(plan.start, plan.start + plan.period):
             block = layer_pass.blocks[layer]
             equal = [layer_pass.blocks[other] for other in plan.equivalents(layer)]
+            # The median of equal layers, not the copied layer alone: one slow kernel would be
+            # repeated in every copy.
             median[block] = np.median(known[np.array(equal)], axis=0).round().astype(np.int64)
     for node, columns in work.changes.columns.items():
         known[node] = median[node] = columns.get("duration_ns", known[node])
@@ -270,6 +272,8 @@ def _without_overlap(work: _Composition, start: I64, duration: I64) -> I64:
         span = slice(place, place := place + len(lane))
         if kind != "thread" or not streams:
             before = np.cumsum(duration[span]) - duration[span]
+            # The recurrence start[i] = max(start[i], end[i-1]) without a loop: subtract the time of
+            # all predecessors, take the running maximum, add it again.
             start[span] = before + np.maximum.accumulate(start[span] - before)
     return start
 

@@ -116,6 +116,7 @@ def find_bucket_calls(graph: Graph) -> BucketCalls | None:
         if by_host:
             next_nodes = [c for node in by_host for c in after[node, Reason.LAUNCH]]
         reductions = [c for c in next_nodes if nodes.collective[c] == Collective.ALL_REDUCE]
+        # A communication hook, such as compression, sends other bytes: then the rule does not hold.
         if len(reductions) != 1 or nodes.comm_bytes[reductions[0]] != size:
             return None
         calls += reductions
@@ -140,6 +141,7 @@ def find_buckets(graph: Graph) -> DdpBuckets | None:
         return None
     types = {json.loads(graph.node(node).text("input_types"))[0] for node in filled}
     item = _BYTES.get(types.pop(), 0) if len(types) == 1 else 0
+    # Mixed dtypes fill buckets per dtype, and gradients of several threads have no common order.
     if not item or len(np.unique(graph.nodes.thread[filled])) > 1:
         return None
     shapes = [operand_shapes(graph, node)[0] for node in filled]
@@ -153,6 +155,7 @@ def find_buckets(graph: Graph) -> DdpBuckets | None:
     size = 0
     for number, shape in enumerate(shapes, start=1):
         size += item * math.prod(shape)
+        # torch closes a bucket once it reaches its capacity, so a bucket may exceed the capacity.
         if size >= (CAPACITY_BYTES if ends else FIRST_BYTES) or number == len(shapes):
             ends.append(number)
             sizes.append(size)
@@ -344,6 +347,8 @@ class _Insertion:
     def _duration(self, size: int) -> int:
         """Return the duration of a call of `size` bytes, interpolated between captured calls."""
         captured = self._captured.graph.nodes
+        # np.interp needs ascending sizes, and returns the nearest duration beyond the captured
+        # sizes.
         known = sorted((int(captured.comm_bytes[c]), int(captured.duration_ns[c])) for c in
                        self._captured.calls)  # fmt: skip
         sizes, durations = zip(*known, strict=True)

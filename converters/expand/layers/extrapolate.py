@@ -92,6 +92,7 @@ def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
             place, size = np.array(places, np.int64), np.array(log.blocks.bytes, np.int64)
             steps[place[place >= 0]] = sign * size[place >= 0]
         return start_bytes + max(0, int(np.cumsum(steps).max(initial=0)))
+    # Sums per operator do not say whether a free precedes an allocation: this is an upper bound.
     order = np.argsort(nodes.start_ns, kind="stable")
     allocated, freed = nodes.bytes_allocated[order], nodes.bytes_freed[order]
     before = np.cumsum(allocated - freed) - (allocated - freed)
@@ -305,6 +306,7 @@ def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChan
         f"{what}: the line through the captures falls by {-fitted.slope:.0f} ns with each layer, "
         "so other work slowed the steps with fewer layers: capture again on an idle machine"
         for what, fitted in (("step time", depths.step_ns), ("compute", depths.compute_ns))
+        # Other work on the machine gave -14 ms per layer once; the line would hide it.
         if round(fitted.slope) < 0
     ]
     if differing := captured.differing_layers:
@@ -364,6 +366,8 @@ def _extrapolate(
     """Return the graph at `depth` from captures whose layers are numbered from 0."""
     layers = sorted(graphs)
     whole = layers[-1] == depth
+    # Buckets fill up to a size, not to a layer. Composed with the buckets of few layers, a DDP step
+    # has wrong calls.
     calls = {count: find_bucket_calls(graph) for count, graph in graphs.items()}
     repeating, last = dict(graphs), calls[layers[-1]]
     # Gradient buckets span layers, so their calls are removed here and inserted again below.

@@ -196,6 +196,7 @@ def memory_timeline(
         )
         stops = [*starts[1:], end(set(layer_pass.blocks[order[-1]]), last)]
         for layer, start, stop in zip(order, starts, stops, strict=True):
+            # A layer without an allocation has no place in the order of events.
             if start < 0 or stop <= start:
                 return None
             timeline.first[number, layer], timeline.stop[number, layer] = start, stop
@@ -258,6 +259,8 @@ def compose_memory_log(
             if block.freed >= 0:
                 freed = deep_timeline.freed(block.allocated, last, block.freed)
             if allocated is not None and freed is not None:
+                # A block that a neighbouring layer frees may move before its allocation at an end
+                # of the model.
                 freed = max(allocated, freed)
             tag = first if allocated is not None else last
             node = copies.number.get((block.row, tag), copies.number.get((block.row, 0), NONE))
@@ -343,6 +346,7 @@ def _grown(
         total = extrapolation.value(
             *(sum(block.bytes for block in blocks) for blocks in (few, many))
         )
+        # Blocks that no rule matches still grow: one more block keeps their total on the line.
         missing_bytes = total - sum(block.bytes for block in many)
         if missing_bytes > 0:
             yield replace(many[-1], bytes=missing_bytes, spare=0), 0
@@ -461,6 +465,7 @@ def _extrapolated_storages(
     kept = few & many
     other = sorted((few - kept).elements(), reverse=True)
     surplus = sorted((many - kept).elements(), reverse=True)
+    # A storage that exists only in the shallow capture follows no line.
     if len(other) > len(surplus):
         return None
     storages = Counter(kept)

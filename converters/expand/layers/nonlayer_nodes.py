@@ -45,7 +45,8 @@ class DepthExtrapolation:
     def value(self, shallow: int, deep: int) -> int:
         """Return the value at the model's depth on the line through both, rounded, 0 at least."""
         return max(
-            0, deep + round(Fraction((deep - shallow) * self.periods_beyond, self.periods_between))
+            0,
+            deep + round(Fraction((deep - shallow) * self.periods_beyond, self.periods_between)),
         )
 
 
@@ -430,6 +431,8 @@ class _Matching:
         if grows:
             self._time([few], [many], 1)
         runs, others = _runs(self.shallow, few_gpu), _runs(self.deep, many_gpu)
+        # Longer tensor lists may select other kernels. Then only the total time can follow the
+        # line.
         if [name for name, _ in runs] != [name for name, _ in others]:
             self._time(few_gpu, many_gpu, len(many_gpu))
             return
@@ -498,6 +501,7 @@ class _Matching:
         durations = {node: int(self.deep.graph.nodes.duration_ns[node]) for node in many}
         before = int(self.shallow.graph.nodes.duration_ns[few].sum())
         after = sum(durations.values())
+        # The copies added by `units` repeat one launch, so that launch counts once per copy.
         total = after + (count - len(many)) * durations[many[_repeated_launch(many)]]
         target = self.extrapolation.value(before, after)
         for node, duration in durations.items():

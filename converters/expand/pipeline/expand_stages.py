@@ -197,6 +197,7 @@ class RankBuilder:
         if node.kind not in (Kind.SEND, Kind.RECV):
             return None
         peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+        # Traces of other tools may have a peer outside the world, or none.
         if not 0 <= peer < position.captured.size:
             return None
         point = position.captured.point(graph.job.rank)
@@ -369,6 +370,7 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
             chunks = [group.stages[number] for number in numbers]
             graph = RankBuilder(dict(enumerate(chunks)), numbers, position).build(actions)
             peak = peak_memory([stage.graph.job for stage in chunks], actions)
+            # Ranks of one group do equal work on every stage, so they share this graph.
             members = group.ranks(world, rank)
             rank_graphs.append(RankGraph(graph, members, tuple(numbers), peak))
     return rank_graphs

@@ -137,6 +137,8 @@ def _one_forward_one_backward(
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """Yield the actions of 1F1B with several chunks, which alternate by rounds of micro-batches."""
+    # As torch.distributed.pipelining's ScheduleInterleaved1F1B: it takes any number of
+    # micro-batches that the rounds divide, where Megatron-LM needs a multiple of the ranks.
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
         raise ExportError(

@@ -38,6 +38,8 @@ def _product(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     """Differentiate C = A B: dA = dC B^T and dB = A^T dC, summed over broadcast axes."""
     *bias, left, right = _tensors(forward)
     grad = _out(forward)
+    # A product with a vector has an outer product or a scaled vector as gradient: element-wise
+    # work.
     if len(left.shape) < 2 or len(right.shape) < 2:
         return [call("mul", [grad, right], left)] * sum(needs)
     calls: list[AtenCall] = []
@@ -66,6 +68,8 @@ def _reduced(product: AtenCall, operand: Tensor) -> list[AtenCall]:
 def _convolution(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     x, weight, bias = forward.inputs[:3]
     assert isinstance(x, Tensor)
+    # aten::convolution_backward returns input, weight and bias gradients; a convolution without
+    # bias has two operands.
     mask = [bool(need) for need in (*needs, False, False)[:3]]
     results = [
         operand if wanted and isinstance(operand, Tensor) else None
@@ -140,6 +144,7 @@ def _nothing(*_: object) -> list[AtenCall]:
 
 
 def _embedding(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
+    # PyTorch's gradient of a weight is dense: as large as the table, whatever the number of tokens.
     table, index = _tensors(forward)
     return [call("embedding_dense_backward", [_out(forward), index], table)]
 
@@ -158,8 +163,11 @@ def _attention(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
     out = _out(forward)
+    # The forward saves a log-sum-exp per query row, in float32 whatever the inputs' type.
     statistics = Tensor(q.shape[:3], "FLOAT")
     arguments: list[Argument] = [
+        # In the order of the operator's schema: grad_out, query, key, value, out, logsumexp,
+        # cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal.
         *(out, q, k, v, out, statistics, None, None, q.shape[2], k.shape[2], 0.0, causal)
     ]
     return [call("_scaled_dot_product_flash_attention_backward", arguments, q, k, v)]

@@ -110,6 +110,7 @@ class _Inliner:
         """Return the replacement of a node, None if it stays; a malformed node stays too."""
         weights = len(self.weights)
         try:
+            # Nested loops multiply: each loop alone may be within the limit.
             replacement = rule(node, attributes) if self.copies < MOST_NODES else None
         except (LookupError, ValueError, TypeError, ArithmeticError):
             replacement = None
@@ -136,6 +137,8 @@ class _Inliner:
         carried, stacked, inlined = list(node.input[2:]), list[list[str]](), list[Any]()
         for iteration in range(int(count)):
             number, condition_node = self._constant(iteration), self._constant(value=True)
+            # A body reads the iteration number, the condition and the carried values, in this order
+            # (ONNX's operator Loop).
             inputs = [number.output[0], condition_node.output[0], *carried]
             nodes, results = self._copy(body, weights, inputs)
             if not self.constants.get(results[0], False):

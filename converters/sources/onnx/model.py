@@ -33,6 +33,7 @@ DTYPES = {
 }
 """ONNX element type -> (PyTorch's C++ name for it, bytes). Strings and 4-bit types have none."""
 
+# protobuf cannot parse a message of 2 GiB or more.
 _LARGEST = (1 << 31) - 1
 _MOST = (1 << 63) - 1
 """Largest number that a column of a graph and an int64 attribute of Chakra hold."""
@@ -199,6 +200,7 @@ def _read(path: Path) -> Any:
     _check_names(path, proto)
     if proto.functions:
         _check_expansion(path, proto)
+        # After the check: the inliner itself has no limit.
         proto = inline_local_functions(proto)
     return proto
 

@@ -61,6 +61,7 @@ class StepBuilder:
             for position in _BUFFERS.get(node.op_type, ())
             if position < len(node.input)
         }
+        # Exporters store constants such as epsilons as scalar weights.
         trained = {n: t for n, t in model.weights.items() if t.floating and t.numel > 1}
         self._parameters = {n: t for n, t in trained.items() if n not in buffers} if train else {}
         self._needs = set(self._parameters)
@@ -91,6 +92,8 @@ class StepBuilder:
         if indices:
             self._allocate(indices[-1], sum(self._size(name) for name in results))
         for root in sorted({self._root(name) for name in node.input if name}):
+            # Autograd saves operands for the backward; without `train` a value is free after its
+            # last use.
             saved = self._train and root in self._needs
             if indices and not saved and self._dies(root, place):
                 self._free(indices[-1], self._size(root))
@@ -104,8 +107,11 @@ class StepBuilder:
             ready = {index for name in results for index in gradients[name]}
             if not ready and not any(name in self._outputs for name in results):
                 continue  # no gradient arrives, since nothing uses the results
+            # An output of the model starts the backward: nothing produces its gradient, so it
+            # follows the forward.
             before = ready or {tail}
             for name in results:
+                # Autograd adds the gradients of a value that several nodes read, two at a time.
                 extra = len(gradients[name]) - 1
                 tensor = self._shapes.tensors[name]
                 for _ in range(extra):
@@ -160,6 +166,8 @@ class StepBuilder:
             return
         lists = tuple(self._parameters[name] for name in updated)
         before = {index for name in updated for index in gradients[name]}
+        # Parameters, gradients and the two moments: the four lists of the fused kernel have equal
+        # shapes.
         adamw = AtenCall("aten::_fused_adamw_", (lists, lists, lists, lists), ())
         (index,) = self._add([adamw], before, "", Phase.OPTIMIZER)
         self._free(index, sum(self._size(name) for name in updated))

@@ -203,6 +203,7 @@ def matmul_of(node: NodeContext) -> list[AtenCall]:
 def matmul(left: Tensor, right: Tensor, out: Tensor) -> AtenCall:
     """Return the product as PyTorch launches it: folded to two axes if `right` has no batch."""
     if len(left.shape) >= 2 and len(right.shape) == 2:
+        # As torch.matmul: leading axes become rows of one `mm`, not a batch of products.
         rows = left.like(prod(left.shape[:-1]), left.shape[-1])
         return call("mm", [rows, right], out.like(rows.shape[0], right.shape[-1]))
     if 2 < len(left.shape) == len(right.shape) and left.shape[:-2] == right.shape[:-2]:
@@ -230,6 +231,7 @@ def einsum(node: NodeContext) -> list[AtenCall] | None:
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     terms, arrow, result = equation.partition("->")
     operands = terms.split(",")
+    # An ellipsis, an implicit result or a third operand does not reduce to one product.
     if "." in equation or not arrow or len(operands) != 2:
         return [call("einsum", [*node.inputs], node.out)]
     left, right = operands
@@ -280,6 +282,7 @@ def attention(node: NodeContext) -> list[AtenCall]:
     k = _by_head(node.tensor(1), heads[1])
     v = _by_head(node.tensor(2), heads[1])
     past = node.optional(4)
+    # A cache lengthens keys and values, not queries.
     if past is not None:
         k = k.like(*k.shape[:2], k.shape[2] + past.shape[2], k.shape[3])
         v = v.like(*v.shape[:2], v.shape[2] + past.shape[2], v.shape[3])

@@ -51,6 +51,7 @@ class Shapes:
         self._stated = {value.name: value for value in model.proto.graph.value_info}
         self._stated |= {value.name: value for value in model.proto.graph.output}
         for tensor in model.proto.graph.initializer:
+            # External weights need not be there: only their shapes count.
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
             if not external and np.prod(tensor.dims) <= FOLDABLE:
                 self.known[tensor.name] = data_of(model.path, tensor)
@@ -127,6 +128,8 @@ class Shapes:
             self._set(node.output[0], _shape_data(node, self.tensors[node.input[0]]))
             return True
         known = all(name in self.known for name in node.input if name)
+        # A node without inputs other than a Constant draws random numbers: its values must not
+        # become constants of the graph.
         random = not node.input and node.op_type != "Constant"
         if node.op_type in _WITH_SUBGRAPH or random or not known:
             return False
