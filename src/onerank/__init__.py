@@ -46,13 +46,13 @@ __version__ = "0.1.0"
 def read(path: str | Path) -> Graph:
     """Read a Chakra `.et` file, of onerank or of another tool.
 
-    Groups that another tool keeps in a file beside its traces are read too, and the work it counted
-    for nodes without a time.
+    Of another tool's trace, this also reads the file of process groups in the same directory, and
+    the work that the tool counted for nodes without a time.
 
     Raises:
         ChakraError: the file is truncated, or not Chakra.
-        FormatError: the groups are not what the trace's nodes name.
-        GraphError: two nodes share an id, or one waits for a node that is not there.
+        FormatError: the file of groups lacks groups that the nodes name.
+        GraphError: two nodes share an id, or a node waits for an absent node.
         OSError: the file cannot be read.
     """
     return _read(Path(path), Path(path), repair=False)
@@ -71,23 +71,23 @@ def convert(
     train: bool = False,
     repair: bool = False,
 ) -> Graph:
-    """Lower one rank's recorded traces, or a model, to a graph.
+    """Lower the recorded traces of a rank, or a model, to a graph.
 
     Args:
         source: a Kineto trace; a directory of `capture run --raw-dir`; an `.onnx` model; or
             Chakra's `.json` or `.et`.
         et: execution trace of the same window as the Kineto trace; None: GPU operations only.
         profiles: Kineto traces of steps with the same work, for their times.
-        step: of a Kineto trace with steps: a number, "median" or "all".
-        operators: keep the operators of a Kineto trace without `et`, without shapes.
-        sizes: of a model, its symbolic sizes by name.
-        batch: of a model, size of the inputs' first axis.
-        seq: of a model, sequence length.
-        train: of a model, add backward and an AdamW step.
-        repair: of a Chakra trace, drop dependencies that break the graph.
+        step: a step of a Kineto trace: its number, "median" or "all".
+        operators: keep the operators of a Kineto trace without `et`; they have no shapes.
+        sizes: symbolic sizes of a model, by name.
+        batch: size of the first axis of a model's inputs.
+        seq: sequence length of a model.
+        train: add backward and an AdamW step to a model.
+        repair: drop dependencies that break the graph of a Chakra trace.
 
     Raises:
-        FormatError: the source is not what its name promises, or holds several ranks.
+        FormatError: the source has another format than its name says, or holds several ranks.
         TraceError: the traces cannot be read or linked.
         OnnxError: the model cannot be read, or leaves sizes open.
     """
@@ -99,8 +99,8 @@ def convert(
 
         if not is_capture(path):
             raise FormatError(
-                f"{path} is no directory of one capture; `onerank convert {path} -o DIRECTORY` "
-                "converts the traces of several ranks",
+                f"{path} is not the directory of one capture\n"
+                f"  `onerank convert {path} -o DIRECTORY` converts the traces of several ranks",
                 code="convert-not-a-capture",
             )
         return convert_directory(path)[0]
@@ -159,20 +159,20 @@ def recost(
     """Return a graph with the duration of every compute node predicted for another GPU.
 
     Args:
-        trace: a captured or converted graph, or the file of one.
-        target: name of a GPU description, or the path of one.
-        model: cost model, "ratio", "roofline", "residual", "learned" or "auto".
+        trace: a captured or converted graph, or its file.
+        target: a GPU description, its name or its path.
+        model: cost model: "ratio", "roofline", "residual", "learned" or "auto".
         source: GPU the graph was measured on, as `target`; None: as its device record names it.
         databases: kernel databases of the target, in addition to the shipped ones.
         override: figures of the target to replace: `{"memory_bandwidth_gb_per_s": 6000}`.
         seq: what if sequences were this long; "4096=8192" names the captured length.
-        micro_batch: what if a micro-batch had so many sequences.
-        dtype: what if matrix products in a wider type ran in this one.
+        micro_batch: what if a micro-batch had this many sequences.
+        dtype: what if matrix products in wider types ran in this type.
         attention: kernel of attention, such as "flash3"; "usual": what the target's libraries run.
-        fuse: what if neighbouring kernels that pass data on were one.
+        fuse: what if neighbouring elementwise kernels were fused; "norm": reductions, too.
         overlap: whether communication overlaps compute.
-        nvlink_active: links to peers draw power as in the job.
-        host_scale: host operators take this many times as long as measured.
+        nvlink_active: count the power of active NVLinks.
+        host_scale: factor on the durations of host operators.
 
     Raises:
         TargetError: the target is unknown or its description malformed.
@@ -203,10 +203,10 @@ def _text(value: float | str | None) -> str | None:
 
 
 def replay(trace: Trace, *, busbw_gb_s: float | None = None) -> Replay:
-    """Schedule a graph with its own durations and edges, and return the parts of the step.
+    """Schedule a graph with its durations and edges, and return the parts of the step.
 
     Args:
-        trace: a graph, or the file of one.
+        trace: a graph, or its file.
         busbw_gb_s: bus bandwidth that times communication; None: the times in the trace.
 
     Raises:
@@ -223,10 +223,10 @@ def memory(
     """Return the peak memory of a step by class, what the allocator reserves, and whether it fits.
 
     Args:
-        trace: a graph, or the file of one.
+        trace: a graph, or its file.
         target: GPU that it should fit; None: the device of the trace.
-        non_allocator_gb: GB that the CUDA context and NCCL take outside the allocator; None: by
-            public reports.
+        non_allocator_gb: GB of the CUDA context and NCCL, outside the allocator; None: from public
+            reports.
 
     Raises:
         AnnotateError: the graph has no memory information.
@@ -246,8 +246,8 @@ def energy(
     """Return the energy of a step by class of work, idle gaps included, between bounds.
 
     Args:
-        trace: a graph, or the file of one.
-        target: GPU to re-cost for first; None: the GPU that the durations hold for.
+        trace: a graph, or its file.
+        target: GPU to re-cost for first; None: the GPU of the durations.
         override: figures of the GPU to replace: `{"tdp_w": 500}`.
 
     Raises:
@@ -271,8 +271,8 @@ def cost(
     """Return what a step and a million trained tokens cost, rented and owned.
 
     Args:
-        trace: a graph, or the file of one.
-        prices: price list, a TOML file; `examples/prices.toml` shows its form.
+        trace: a graph, or its file.
+        prices: price list (TOML); `examples/prices.toml` is an example.
         target: as for `energy`.
         override: as for `energy`.
         gpus: GPUs to pay for; None: the ranks of the trace's world.
@@ -287,7 +287,7 @@ def cost(
 
 
 def diff(before: Trace, after: Trace) -> Difference:
-    """Compare two graphs, or the files of two, by class, module and kernel name."""
+    """Compare two graphs, or their files, by class, module and kernel name."""
     from onerank.analysis.trace_diff import compare
 
     return compare(_graph(before), _graph(after))
@@ -341,7 +341,7 @@ def predict(
     Args:
         op: "gemm", "attention", "norm", "elementwise" or "collective" with its `sizes`; or a list
             of mappings, each with "op" and its sizes.
-        target: name of a GPU description, or the path of one.
+        target: a GPU description, its name or its path.
         databases: kernel databases of the target, in addition to the shipped ones.
         sizes: fields of `onerank.analysis.predict_ops.OpCall`.
 
@@ -357,7 +357,7 @@ def predict(
 
 
 def __getattr__(name: str) -> object:
-    """Import names on first use, so that `import onerank` stays light."""
+    """Import names on first use, so that `import onerank` loads neither numpy nor torch."""
     if name in ("capture", "export"):
         return importlib.import_module(f"onerank.{name}")
     if name == "Graph":

@@ -42,7 +42,8 @@ def visible_line(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
-    if 0xDC80 <= code <= 0xDCFF:  # Python's stand-in for the byte 0x80 to 0xff of a path
+    # Python decodes the bytes 0x80 to 0xff of a path that is not UTF-8 to these surrogates.
+    if 0xDC80 <= code <= 0xDCFF:
         return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
@@ -106,7 +107,7 @@ class Displayed:
     """Base of a record, a dataclass or msgspec Struct, that prints as tables of its fields.
 
     Attributes:
-        units: unit of the figures in a field whose name does not end with it, "bytes" for one.
+        units: field -> unit, such as "bytes", of fields whose names do not end with a unit.
     """
 
     __slots__ = ()
@@ -125,7 +126,7 @@ class Displayed:
 
 
 class Records(list[T]):
-    """A list of records that prints as one table, a row per record."""
+    """A list of records that prints as a table with a row per record."""
 
     def __repr__(self) -> str:
         return _row_table("", self).text()

@@ -43,20 +43,21 @@ def astra_sim(
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
     Args:
-        traces: a graph or file that represents all ranks, or one of each class of equal ranks; a
-            directory stands for the `.et` files in it.
-        output: directory to write; the files of an earlier export there are replaced.
-        dp: replicas, in place of those captured.
-        schedule: of a pipeline: "gpipe", "1f1b", "interleaved:V" or "zbv".
-        micro_batches: of a pipelined step.
+        traces: a graph or file that represents all ranks, or one of each class of equivalent
+            ranks; a directory stands for the `.et` files in it.
+        output: directory to write; replaces the files of an earlier export.
+        dp: number of replicas, in place of the captured number.
+        schedule: pipeline schedule: "gpipe", "1f1b", "interleaved:V" or "zbv".
+        micro_batches: micro-batches of a pipelined step.
         ranks: number of ranks, for a trace that does not record its world.
-        include_host_delays: let the GPU wait for its host as it did.
-        bandwidth_gb_s: GB/s of each rank in each direction; None: the trace's GPU's, else 450.
-        busbw_gb_s: in its place, the bus bandwidth that large collectives reach as measured.
-        latency_ns: from one rank to another.
-        name: prefix of the traces.
+        include_host_delays: delay GPU operations as their host did in the capture.
+        bandwidth_gb_s: GB/s of each rank in each direction; None: of the trace's GPU, else 450.
+        busbw_gb_s: in place of `bandwidth_gb_s`, the measured bus bandwidth of large collectives,
+            which includes the time of their reductions.
+        latency_ns: latency from rank to rank.
+        name: prefix of the trace files.
         granularity: "kernel", or one node per layer or sub-module between communications.
-        overwrite: write into a directory that holds other files too; they stay.
+        overwrite: write into a directory that has other files, and keep those.
 
     Raises:
         ExportError: arguments exclude each other, or the simulator does not support the job.
@@ -72,6 +73,7 @@ def astra_sim(
         )
     network = {**_links_of(job.graphs[0]), "latency_ns": latency_ns}
     if busbw_gb_s is not None:
+        # A measured bus bandwidth includes reductions, so ASTRA-sim must not add memory time.
         network |= {"bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
     elif bandwidth_gb_s is not None:
         network["bandwidth_gb_per_s"] = bandwidth_gb_s
@@ -92,15 +94,15 @@ def simai(
     micro_batches: int | None = None,
     granularity: Literal["layer", "submodule"] = "submodule",
 ) -> SimaiExport:
-    """Write a SimAI workload, and report what the format cannot hold.
+    """Write a SimAI workload, and report what the format cannot express.
 
     Args:
-        traces: a graph or file that represents all ranks; with `schedule` those of a pipeline's
-            stages, one per class of equal stages, or a directory of them.
+        traces: a graph or file that represents all ranks; with `schedule` one of each class of
+            equivalent stages, or their directory.
         output: text file to write.
-        dp: replicas, in place of those captured.
+        dp: as for `astra_sim`.
         schedule: as for `astra_sim`.
-        micro_batches: of a step.
+        micro_batches: micro-batches of a step.
         granularity: scope of a row.
 
     Raises:
@@ -144,8 +146,8 @@ def goal(
         ranks: as for `astra_sim`.
         include_host_delays: as for `astra_sim`.
         gpus_per_node: consecutive ranks that share a node.
-        compute_capability: of the GPUs, as NCCL counts it: 86 for 8.6. None: the trace's GPU's,
-            else 90.
+        compute_capability: NCCL's number for the GPUs, such as 86 for 8.6; None: of the trace's
+            GPU, else 90.
         granularity: as for `astra_sim`.
 
     Raises:
@@ -171,7 +173,7 @@ def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> i
     """Write a timeline for ui.perfetto.dev; return the number of slices.
 
     Args:
-        trace: a graph or the file of one.
+        trace: a graph, or its file.
         output: JSON file to write, with gzip if its name ends in .gz.
         title: name of the timeline; None: the name of the file, or "step".
     """
@@ -185,14 +187,14 @@ def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> i
 
 
 def graph_of(trace: Trace) -> Graph:
-    """Return a graph as it is, and read that of a file."""
+    """Return a graph unchanged, or read it from its file."""
     import onerank
 
     return onerank.read(trace) if isinstance(trace, (str, Path)) else trace
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files, those of a directory in its place.
+    """Return the files; a directory stands for the `.et` files in it.
 
     Raises:
         ExportError: a directory has no `.et` file.
@@ -275,7 +277,7 @@ def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _Captur
 
 @dataclass(frozen=True)
 class _Expansion:
-    """How a job grows from captured ranks to all; the fields are arguments of `astra_sim`."""
+    """How captured ranks expand to all; the fields are arguments of `astra_sim`."""
 
     schedule: str | None
     micro_batches: int | None
@@ -302,6 +304,7 @@ class _Expansion:
         from onerank.ir.errors import ExportError
 
         graphs, notes = job.graphs, job.notes
+        # Before the expansion: delays are measured on captured ranks, and copied with their nodes.
         if self.include_host_delays and (self.schedule is not None or len(graphs) > 1):
             graphs, delay_notes = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
             notes = [*notes, *delay_notes]
@@ -361,8 +364,9 @@ def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, li
 
 
 def _described(graph: Graph) -> Gpu | None:
-    """Return the description of the graph's GPU, of its board where figures of it were changed."""
+    """Return the description of the graph's GPU; overridden figures do not count."""
     from onerank.annotate import find_gpu
 
     name = graph.job.device.name
+    # A re-costed graph can name "H100-SXM (tdp_w=500)".
     return find_gpu(name) or find_gpu(name.split(" (", 1)[0])

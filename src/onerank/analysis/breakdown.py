@@ -40,7 +40,7 @@ NOTHING = Share("", 0, 0, 0, 0, 0)
 
 
 def share_of_all(graph: Graph) -> Share:
-    """Return all compute of a characterised graph, as one share without a name."""
+    """Return all compute of a characterised graph as a single share without a name."""
     compute = np.flatnonzero(compute_mask(graph))
     shares = _shares(graph, compute, np.zeros(len(compute), dtype=np.int64), [""])
     return shares[0] if shares else NOTHING
@@ -70,6 +70,7 @@ def shares_by_kernel(graph: Graph) -> list[Share]:
 
 def _by_text(graph: Graph, compute: I64, column: str, key: Callable[[str], str]) -> list[Share]:
     codes: I64 = getattr(graph.nodes, column)[compute].astype(np.int64)
+    # A million nodes have some hundred names: `key` is called once per name.
     distinct, inverse = np.unique(codes, return_inverse=True)
     keys = [key(graph.strings[code]) for code in distinct.tolist()]
     names = sorted(set(keys))
@@ -91,6 +92,7 @@ def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[
     nodes = graph.nodes
 
     def total(values: I64) -> list[int]:
+        # `np.bincount` with weights sums in float64, which loses units of FLOPs above 2**53.
         sums = np.zeros(len(names), dtype=np.int64)
         np.add.at(sums, codes, values)
         return sums.tolist()
@@ -201,6 +203,7 @@ def _sum(name: str, role: str, members: list[Part]) -> Part:
     summed: dict[str, Any] = {"name": name, "role": role}
     for field in Part.__struct_fields__[2:]:
         values = [value for part in members if (value := getattr(part, field)) is not None]
+        # None and not 0 if no member was timed: `show` then has no column of timed modules.
         summed[field] = sum(values) if values else None
     return Part(**summed)
 
@@ -231,5 +234,6 @@ def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[Part]
         total(nodes.bytes_freed, everything),
         strict=True,
     )
+    # Memory counts all nodes of the scope, because host operators allocate, not kernels.
     summed = [Part(scope.path, scope.role, 1, *row) for scope, *row in columns]
     return [part for part in summed if part.nodes or part.allocated_bytes or part.freed_bytes]

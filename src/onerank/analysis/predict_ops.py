@@ -40,7 +40,7 @@ _BUS_BANDWIDTH_NOTE = "link_bandwidth_gb_per_s of the description: give a measur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One call. Each operator reads its own sizes; `REQUIRED` lists those without a default.
+    """A call. Each operator reads the sizes in `REQUIRED`, and those in `_OPTIONAL`.
 
     Attributes:
         op: one of `OPS`.
@@ -108,8 +108,10 @@ class OpCall:
                 f"{', '.join(missing)} is missing or smaller",
                 code="predict-size",
             )
+        # The dataclass is frozen, so defaults that depend on other fields need this.
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "kv_seq", self.kv_seq or self.seq)
+        # Grouped-query attention: each key and value head serves the same number of query heads.
         if self.op == "attention" and self.heads % self.kv_heads:
             raise AnnotateError(
                 f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads\n"
@@ -119,7 +121,7 @@ class OpCall:
 
     @property
     def sizes(self) -> str:
-        """The call's own sizes as text, such as "m=4096 n=4096 k=4096"."""
+        """The sizes of the call as text, such as "m=4096 n=4096 k=4096"."""
         names = [*REQUIRED[self.op], *_OPTIONAL.get(self.op, ())]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -152,8 +154,9 @@ class OpPrediction(Displayed):
         duration_ns: predicted duration.
         p10_ns: lower end of the 80% interval; None without one.
         p90_ns: upper end.
-        bound: what takes longest: "compute", "memory", "cache", "launch", "issue" or "link".
-        evidence: how sure it is, as in a re-costed trace; "bandwidth" for collectives.
+        bound: the part of the time that is longest: "compute", "memory", "cache", "launch",
+            "issue", "alignment" or "link".
+        evidence: source of the duration, as in a re-costed trace; "bandwidth" for collectives.
         terms: the duration as a tree of terms.
     """
 
@@ -172,8 +175,8 @@ def predict_calls(
 ) -> list[OpPrediction]:
     """Return the predicted durations of calls on a GPU, in their order.
 
-    The calls count as those of one step: a GEMM whose misaligned m is another one's n is taken for
-    its weight gradient (see `gemm_tiles.has_misaligned_rows`).
+    The calls count as calls of one step: a GEMM whose misaligned m is the n of another GEMM is
+    taken for the weight gradient of that GEMM (see `gemm_tiles.has_misaligned_rows`).
 
     Args:
         calls: the calls to predict.
@@ -283,6 +286,7 @@ def _operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
         ]
         values = ["", "", "", 0.0, call.causal]
         outputs = [(tensor, query), ("Tensor(float)", query[:3])]
+        # The second output is the log-sum-exp of each query, in fp32 whatever the operands are.
         return "aten::_scaled_dot_product_flash_attention", inputs, values, outputs
     if call.op == "norm":
         rows, weight = [1, call.m, call.n], [call.n]
@@ -340,7 +344,7 @@ _BOUNDS = {
 
 
 def _bound(root: Term) -> str:
-    """Return which of a modelled time's parts takes longest."""
+    """Return the longest part of a modelled time."""
     named_terms = list(root.named())
     tiles = [term for term in named_terms if term.name in ("by tiles", "by rows")]
     timed = (tiles or [term for term in named_terms if term.name == "datasheet"] or [root])[-1]

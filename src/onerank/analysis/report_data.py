@@ -176,7 +176,7 @@ def module_tree(graph: Graph) -> list[ModuleTime]:
 def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
     """Return the kernels whose FLOPs and bytes are known, and the data type of the products.
 
-    Equal calls are one point. The data type is the torch type with the most FLOPs in matrix
+    Equal calls are a single point. The data type is the torch type with the most FLOPs in matrix
     products; "" without products.
     """
     costs = op_costs_of(graph)
@@ -190,7 +190,7 @@ def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
         rows = np.flatnonzero(is_known & (costs.op_class == code))
         work = np.stack([names[rows], costs.flops[rows], moved[rows]])
         _, first, point = np.unique(work, axis=1, return_index=True, return_inverse=True)
-        point = point.reshape(-1)
+        point = point.reshape(-1)  # numpy 2.0 returns the inverse with the dimensions of `work`
         time = np.zeros(len(first), dtype=np.int64)
         np.add.at(time, point, duration[rows])
         calls = np.bincount(point)

@@ -12,7 +12,7 @@ from onerank.ir import Graph
 from onerank.ir.errors import TargetError
 
 _POWER = ("tdp_w", "idle_w", "power_")
-"""Prefixes of GPU figures that no duration depends on."""
+"""Prefixes of GPU figures that do not change a duration."""
 
 
 def step_energy(graph: Graph, target: str | None, figures: Mapping[str, float]) -> EnergyReport:
@@ -57,6 +57,8 @@ def step_cost(
     counted, source = tokens_of(graph) if tokens is None else (tokens, "given")
     paid = gpus or max(graph.job.world.size, 1)
     job = Job(paid, power_timeline.step_ns, power_timeline.source, counted, source)
+    # Energy is a function, because a price list may not need it: a GPU without power figures can be
+    # rented.
     return report_cost(
         gpu, job, price_list, prices, lambda: report_energy(graph, gpu, power_timeline)
     )
@@ -68,6 +70,7 @@ def _on_gpu(
     """Return the graph, re-costed if a target is given, its GPU, and the timeline of its step."""
     if target is not None:
         described = load_gpu(target)
+        # Overridden power figures would make the target another GPU for the durations, too.
         timed = {name: value for name, value in figures.items() if not name.startswith(_POWER)}
         graph = recost(graph, with_figures(described, timed))
         return graph, with_figures(described, figures), power_timeline_of(graph)
@@ -89,6 +92,7 @@ def power_timeline_of(graph: Graph) -> PowerTimeline:
     busy = replayed.compute_ns + replayed.exposed_communication_ns
     step = graph.job.measurement.median_step_ns
     if step is not None:
+        # Times of a capture vary: the busy time of the profiled step can exceed the median step.
         return PowerTimeline(max(step, busy), busy, "median step without a profiler")
     if replayed.steady_state is not None:
         source = "steady-state replay, host overhead as without a profiler"

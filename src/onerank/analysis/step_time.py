@@ -99,12 +99,13 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     times = schedule(graph)
     busy = compute_mask(graph) | graph.communication
     busy_ns = _union(times, busy)
-    waited = unrecorded_waits(graph)
-    without_gaps = replace(times, start_ns=times.start_ns - waited)
+    # An operation that starts earlier by its unrecorded wait covers the idle time of that wait.
+    without_gaps = replace(times, start_ns=times.start_ns - unrecorded_waits(graph))
     begun_ns = int(times.start_ns.min())
     step = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
     return Replay(
         step_time_ns=step.step_ns,
+        # The measured steps had the network of the capture, not this bandwidth.
         measured_ns=None if bandwidth_gb_per_s else _measured_ns(graph),
         steady_state=_steady_state(graph),
         steady_state_measured_ns=(
@@ -124,6 +125,7 @@ def _steady_state(graph: Graph) -> Parts | None:
     step = steady_state_step(graph)
     if step is None:
         return None
+    # The host runs ahead into the next step, so the device's last operation ends the step.
     ended_ns = int(step.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
     return _parts(graph, step.times, ended_ns - step.step_ns, step.step_ns + step.residual_ns)
 
@@ -133,12 +135,14 @@ def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
     compute_ns = _union(times, compute_mask(graph))
     busy_ns = _union(times, compute_mask(graph) | graph.communication)
     idle_ns = step_ns - busy_ns
+    # A negative residual makes a steady-state step shorter than its replay, and its idle time less.
     host_bound_ns = min(_host_bound(graph, times, begun_ns), idle_ns)
     return Parts(step_ns, compute_ns, busy_ns - compute_ns, idle_ns, host_bound_ns)
 
 
 def _measured_ns(graph: Graph) -> int | None:
     """Return the duration of the profiled step; None if the graph no longer has all of it."""
+    # A GPU step without host operators is coarsened, or was recorded without them.
     on_gpu, has_host = graph.mask(Kind.KERNEL).any(), graph.mask(Kind.HOST_OP).any()
     return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
 
@@ -154,6 +158,7 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
         node = graph.node(index)
         size, name = node.value("comm_bytes"), node.text("group")
         group = graph.job.group(name)
+        # The default group of torch.distributed has no name and is the world.
         ranks = len(group.ranks) if group else graph.job.world.size if name == "" else 0
         if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
             missing = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
@@ -167,7 +172,7 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
 
 
 def _union(times: Schedule, chosen: Mask) -> int:
-    """Return the time in which at least one chosen node runs."""
+    """Return the time in which at least one of the chosen nodes runs."""
     return union_duration_ns(times.start_ns[chosen], times.end_ns[chosen])
 
 
@@ -177,6 +182,7 @@ def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
     gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
     if not len(gpu):
         return 0
+    # Streams overlap: the device is idle only from the latest end of all earlier operations on.
     reach = np.maximum.accumulate(times.end_ns[gpu])
     before = np.concatenate([[begun_ns], reach[:-1]])
     idle = np.maximum(times.start_ns[gpu] - before, 0)
@@ -184,7 +190,10 @@ def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
 
 
 def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
-    """Walk back from the last end to the start, each time to the node that determined the start."""
+    """Return the shares of the critical path.
+
+    The walk goes back from the last end, from each node to the node that determined its start.
+    """
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     begun_ns = np.where(times.blocked_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
@@ -244,14 +253,16 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
         interval: 10th and 90th percentile of the total compute time after, in ns; () for none.
 
     Raises:
-        GraphError: one has a cycle.
+        GraphError: one of the graphs has a cycle.
     """
     replay_before, replay_after = (_replayed(graph) for graph in (before, after))
+    # A steady-state step does not compare with a replay under the profiler, so neither mixes them.
     in_steady_state = bool(replay_before and replay_before.steady_state) and bool(
         replay_after and replay_after.steady_state
     )
     compute = compute_mask(after)
     total = int(after.nodes.duration_ns[compute].sum())
+    # The interval is one of the sum of all compute; the whole step scales with it.
     ends = [
         _with_compute(after, end / total, in_steady_state=in_steady_state)
         for end in interval

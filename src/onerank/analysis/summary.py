@@ -215,6 +215,7 @@ def summarise(graph: Graph) -> Summary:
         step_ns=measured.step_ns,
         timed_step_ns=measured.timed_step_ns,
         host_step_ns=measured.host_step_ns,
+        # The first profiled step: it gave the structure of the trace. 0 without any.
         profiled_host_ns=sum(measured.profiled_host_ns[:1]),
         profiled_step_ns=measured.profiled_step_ns,
         data_loading_ns=int(nodes.duration_ns[graph.data_loading].sum()),
@@ -225,11 +226,13 @@ def summarise(graph: Graph) -> Summary:
             if step_ns and measured.profiled_step_ns
             else None
         ),
+        # Merged steps can lack a node in some of them; the minimum promises no more than all have.
         samples=int(nodes.samples[compute].min()) if len(compute) else 0,
         spread_ns=int(nodes.spread_ns[compute].sum()),
         sensors=job.device.sensors,
         device=job.device.name,
         device_type=job.device.type,
+        # `ep` divides cp * dp, so it is no axis of the world.
         world={**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})},
         rank=job.rank,
         by_class=_by_time(shares_by_class(graph)),

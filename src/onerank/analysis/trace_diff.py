@@ -16,7 +16,7 @@ from onerank.ir import Graph
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Count and time of one name in both traces; 0 in a trace without it."""
+    """Count and time of a name in both traces; 0 in a trace without it."""
 
     name: str
     count_before: int
@@ -53,6 +53,7 @@ def compare(before: Graph, after: Graph) -> Difference:
     """
     first, second = summarise(before), summarise(after)
     before, after = characterise(before), characterise(after)
+    # By name, because ids of two captures do not correspond.
     kernels = _changes(shares_by_kernel(before), shares_by_kernel(after))
     return Difference(
         same_kernels=all(change.count_before == change.count_after for change in kernels),

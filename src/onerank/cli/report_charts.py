@@ -28,7 +28,7 @@ from onerank.ir.errors import OneRankError
 Figure = dict[str, Any]
 
 MOST_SPANS = 20_000
-"""Bars of a timeline. A browser draws each as an SVG element; more make zooming sluggish."""
+"""Bars of a timeline. Plotly draws each as an SVG element, and more make zooming sluggish."""
 
 _MOST_EVENTS = 4_000
 """Points of a memory chart; the largest value of each group of events is kept."""
@@ -62,7 +62,8 @@ def plotly_js() -> str:
         ReportError: plotly is not installed.
     """
     try:
-        offline: Any = importlib.import_module("plotly.offline")  # it has no type stubs
+        # By name, because plotly has no type stubs.
+        offline: Any = importlib.import_module("plotly.offline")
     except ImportError as error:
         raise ReportError(
             "a report needs plotly: pip install 'onerank[report]'", code="report-not-installed"
@@ -81,7 +82,7 @@ def memory_colours(memory: MemoryTimeline) -> dict[str, str]:
 
 
 def step_chart(parts: Sequence[StepPart]) -> Figure:
-    """Draw the step as one bar."""
+    """Draw the step as a bar of its parts."""
     total = sum(part.time_ns for part in parts) or 1
     data = [
         {
@@ -101,11 +102,12 @@ def step_chart(parts: Sequence[StepPart]) -> Figure:
 
 
 def timeline_chart(graph: Graph, lanes: Sequence[Lane]) -> tuple[Figure, int]:
-    """Draw what runs when on each stream.
+    """Draw the operations of each stream over time.
 
     Returns:
-        The figure, and the number of short spans that it leaves out.
+        The figure, and the number of short spans that are not drawn.
     """
+    # Over MOST_SPANS the shortest spans are dropped: less than a pixel until the user zooms far in.
     lengths = [span.duration_ns for lane in lanes for span in lane.spans]
     durations = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     shortest = 0
@@ -162,7 +164,7 @@ def module_chart(modules: Sequence[ModuleTime]) -> Figure:
                 ],
                 "labels": labels,
                 "values": [module.time_ns for module in ordered],
-                "branchvalues": "total",
+                "branchvalues": "total",  # the value of a module includes its sub-modules
                 "customdata": [
                     [time(module.time_ns), f"{module.time_ns / total:.1%}", module.nodes]
                     for module in ordered
@@ -216,6 +218,7 @@ def roofline_chart(points: Sequence[RooflinePoints], gpu: Gpu, dtype: str) -> Fi
     lowest = min(float(kind.intensity.min()) for kind in points) / 2
     highest = max(float(kind.intensity.max()) for kind in points) * 2
     peak, bandwidth = gpu.peak_tensor_flops_per_s(dtype), gpu.peak_bandwidth_bytes_per_s
+    # Without a peak for the data type the roof is the slope alone.
     ridge = peak / bandwidth if peak else highest
     roof = [lowest, ridge, max(highest, ridge)] if peak else [lowest, ridge]
     data.append(
@@ -278,6 +281,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
         }
     ]
     marks += [
+        # "paper" is the height of the plot, from 0 to 1, whatever the memory is.
         {"x": event, "y": 1, "yref": "paper", "yanchor": "bottom", "text": name, "showarrow": False}
         for name, event in memory.phases.items()
     ]
@@ -286,6 +290,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
          "line": {"color": "#888888", "width": 1, "dash": "dot"}}
         for event in memory.phases.values()
     ]  # fmt: skip
+    # A capacity far above the peak would flatten the chart.
     if capacity_bytes and capacity_bytes < 2 * peak:
         lines.append(
             {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity_bytes / 1e9,
@@ -303,7 +308,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
 
 
 def peak_chart(memory: MemoryTimeline) -> Figure:
-    """Draw what the step's own blocks at the peak belong to, by module and class."""
+    """Draw the blocks that the step allocated and that are in use at the peak, by module."""
     rows = memory.at_peak[:16][::-1]
     labels = [f"{_escaped(row.module) or '(none)'} · {row.memory_class}" for row in rows]
     return _figure(
@@ -326,7 +331,10 @@ def peak_chart(memory: MemoryTimeline) -> Figure:
 
 
 def _kept_events(total: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return which events to draw: all, or the highest of each group of equal length."""
+    """Return which events to draw: all, or the one with the most bytes of each group of events.
+
+    The groups are equally long, so the peak is always drawn.
+    """
     if len(total) <= _MOST_EVENTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), _MOST_EVENTS + 1).astype(np.int64)
@@ -348,7 +356,7 @@ def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
         "layout": {
             "height": height,
             "margin": {"l": 60, "r": 12, "t": 24, "b": 48},
-            "showlegend": False,
+            "showlegend": False,  # the page has a key above the figures, shared by two traces
             "treemapcolorway": list(_MODULE_PALETTE),
             "modebar": {"bgcolor": "rgba(0,0,0,0)"},
             **layout,

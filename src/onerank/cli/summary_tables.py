@@ -82,11 +82,12 @@ def _gain(before: int | None, after: int | None) -> str:
 
 
 def render_summary(summary: Summary, title: str) -> None:
-    """Print what a trace holds."""
+    """Print the summary of a trace."""
     world = " ".join(f"{axis} {n}" for axis, n in summary.world.items() if n > 1) or "one rank"
     kinds = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary.kinds.items())
     kinds = f" ({kinds})" if kinds else ""
     kind = f" ({summary.device_type})" if summary.device_type else ""
+    # "model" is an ONNX model, whose nodes are operators that ran nowhere.
     on_cpu = summary.device_type in ("cpu", "model") and not summary.gpu_ops
     pairs = [
         ("device", f"{summary.device or 'not known'}{kind}"),
@@ -171,6 +172,7 @@ def _step(summary: Summary) -> str:
 def _measured(summary: Summary) -> list[tuple[str, str]]:
     """Return the lines on how the step was measured; measurements that are missing have none."""
     pairs: list[tuple[str, str]] = []
+    # After re-costing, the busy time is still that of the GPU that was measured.
     if summary.gap_ns is not None and not summary.annotations:
         pairs.append(
             ("GPU busy", f"{time(summary.gpu_busy_ns)} of the step; idle {time(summary.gap_ns)}")
@@ -231,6 +233,7 @@ def _shares(title: str, shares: list[Share], total_ns: int) -> None:
             share.count,
             time(share.time_ns),
             f"{share.time_ns / total_ns:.1%}" if total_ns else "-",
+            # "+3 ?": three nodes whose FLOPs are not known.
             flops(share.flops) + (f" (+{share.without_flops} ?)" if share.without_flops else ""),
             size(share.bytes),
         )
