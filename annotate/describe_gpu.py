@@ -12,7 +12,7 @@ from onerank.annotate.gpus.registry import check_gpu
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.power import Coefficients, utilization
 from onerank.ir.errors import TargetError
-from onerank.ir.job.microbenchmarks import SustainedCall
+from onerank.ir.measurement import SustainedCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 

@@ -27,7 +27,7 @@ from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit.datasheet_eval import as_calibrated
 from tools.fit.fit_tiles import fit_robustly, from_vector, rates_of, to_vector
 from tools.fit.leave_one_out import fits_without
@@ -39,7 +39,7 @@ LONG_NS = 10_000
 OFF = 0.1  # error of the model for a GEMM, in ln
 APART, RATES_APART = 0.3, 0.1
 TESTED = 4000  # GEMMs on which the error is evaluated
-DRAWS, DRAWN = 8, len(LARGE) + len(SKINNY)
+DRAWS, DRAWN = 8, len(LARGE_SHAPES) + len(SKINNY_SHAPES)
 MORE = 100, 300
 
 
@@ -83,7 +83,7 @@ def errors_of(products: Products, gpu: Gpu, start: Model) -> list[float]:
     order = order[times[order] > LONG_NS]
     tested, pool = order[:TESTED], order[TESTED:]
     place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
-    calibration = np.array([place[size] for size in (*LARGE, *SKINNY)])
+    calibration = np.array([place[size] for size in (*LARGE_SHAPES, *SKINNY_SHAPES)])
     tested = tested[~np.isin(tested, calibration)]
 
     def error(measured: I64) -> float:

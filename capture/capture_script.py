@@ -51,7 +51,7 @@ from onerank.ir import (
     axis_of,
 )
 from onerank.ir.errors import CaptureError
-from onerank.ir.scratch import scratch_directory
+from onerank.ir.output_files import scratch_directory
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import validate
 from onerank.ir.errors import CaptureError
-from onerank.ir.scratch import scratch_directory
+from onerank.ir.output_files import scratch_directory
 
 
 @dataclass(frozen=True)

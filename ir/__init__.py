@@ -1,30 +1,33 @@
 """The graph of one rank: nodes, edges, job, text form, and the Chakra reader and writer."""
 
-from onerank.ir.allocations import AllocatorSettings, Blocks, MemoryClass, MemoryLog
-from onerank.ir.edges import Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.graph import Graph, GraphBuilder
-from onerank.ir.job.compilation import (
+from onerank.ir.graph import Edges, Graph, GraphBuilder
+from onerank.ir.job import (
     COMPILED_GRAPH,
+    Annotation,
     Compilation,
     Fusion,
     GeneratedKernel,
+    Job,
+    Module,
     ModuleTime,
 )
-from onerank.ir.job.job import Annotation, Job, Module
-from onerank.ir.job.measurement import (
+from onerank.ir.measurement import (
+    AllocatorSettings,
+    Blocks,
     Device,
     HostOverhead,
     LayerExtrapolation,
     Line,
     Measurement,
+    MemoryClass,
+    MemoryLog,
     Reading,
     ScopeTime,
     Sensors,
 )
-from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World, axis_of
-from onerank.ir.nodes import UNKNOWN, Node, Nodes
-from onerank.ir.string_table import StringTable
+from onerank.ir.nodes import UNKNOWN, Node, Nodes, StringTable
+from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World, axis_of
 
 __all__ = [
     "COMMUNICATION",

@@ -11,7 +11,7 @@ from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import Kind, Phase, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph, GraphBuilder
-from onerank.ir.job.job import Job, Module
+from onerank.ir.job import Job, Module
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
 
 Grain = Literal["layer", "submodule"]

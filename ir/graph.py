@@ -5,25 +5,99 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.display import Displayed
-from onerank.ir.arrays import I64, Mask, membership_mask
-from onerank.ir.edges import Edges, topological_order
-from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase, Reason
+from onerank.ir.arrays import I64, U8, Mask, membership_mask
+from onerank.ir.enums import (
+    COMMUNICATION,
+    DATA_LOADING,
+    GPU_COMPUTE,
+    Collective,
+    Evidence,
+    Kind,
+    Phase,
+    Reason,
+)
 from onerank.ir.errors import GraphError
-from onerank.ir.job.job import Job
-from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes, default_of, dtype_of, is_text
-from onerank.ir.string_table import StringTable
+from onerank.ir.job import Job
+from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes, StringTable, default_of, dtype_of, is_text
 
 if TYPE_CHECKING:
     import networkx
     import polars
 
     from onerank.ir.coarsen import Grain
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Dependencies by node index: those of node i are `source[offsets[i]:offsets[i + 1]]`.
+
+    Attributes:
+        offsets: int64[n + 1].
+        source: int64[m], indices of the nodes waited for.
+        reason: uint8[m], a `Reason` per edge.
+    """
+
+    offsets: I64
+    source: I64
+    reason: U8
+
+    @classmethod
+    def from_pairs(cls, count: int, source: I64, target: I64, reason: U8) -> Self:
+        """Build from one (source, target, reason) per edge; order within a target is kept."""
+        order = np.argsort(target, kind="stable")
+        offsets = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum(np.bincount(target, minlength=count), out=offsets[1:])
+        return cls(offsets, source[order], reason[order])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def target(self) -> I64:
+        """Index of the waiting node, int64[m]."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    def of(self, node: int) -> list[tuple[int, Reason]]:
+        """Return (index, reason) of each node that `node` waits for."""
+        span = slice(self.offsets[node], self.offsets[node + 1])
+        pairs = zip(self.source[span].tolist(), self.reason[span].tolist(), strict=True)
+        return [(source, Reason(reason)) for source, reason in pairs]
+
+
+def topological_order(edges: Edges) -> tuple[I64, I64]:
+    """Return (order, leftover): a topological order, and the nodes on or after a cycle.
+
+    Of the ready nodes, the one with the lowest index comes first, so equal graphs have equal
+    orders. `leftover` is empty for an acyclic graph.
+    """
+    import heapq
+
+    count = len(edges.offsets) - 1
+    waiting = np.diff(edges.offsets).tolist()
+    by_source = np.argsort(edges.source, kind="stable")
+    followers = edges.target[by_source].tolist()
+    starts = np.searchsorted(edges.source[by_source], np.arange(count + 1)).tolist()
+    ready = [node for node in range(count) if waiting[node] == 0]
+    order: list[int] = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for follower in followers[starts[node] : starts[node + 1]]:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                heapq.heappush(ready, follower)
+    done = np.zeros(count, dtype=bool)
+    done[order] = True
+    return np.array(order, dtype=np.int64), np.flatnonzero(~done)
+
+
+_ENUM_COLUMNS = {"kind": Kind, "phase": Phase, "collective": Collective, "evidence": Evidence}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -157,22 +231,51 @@ class Graph(Displayed):
         return coarsen(self, grain)
 
     def nodes_frame(self) -> polars.DataFrame:
-        """Return one row per node: every column, strings and enum names spelled out."""
-        from onerank.ir.dataframe import nodes_frame
+        """Return one row per node, n x columns; enum columns hold lower-case names."""
+        import polars as pl
 
-        return nodes_frame(self)
+        columns: dict[str, pl.Series] = {}
+        for spec in fields(Nodes):
+            values = getattr(self.nodes, spec.name)
+            if spec.name == "foreign":
+                continue
+            if spec.name in TEXT_COLUMNS:
+                columns[spec.name] = pl.Series(self.strings.decode(values), dtype=pl.String)
+            elif spec.name in _ENUM_COLUMNS:
+                names = {int(member): member.name.lower() for member in _ENUM_COLUMNS[spec.name]}
+                columns[spec.name] = pl.Series([names[v] for v in values.tolist()], dtype=pl.String)
+            else:
+                columns[spec.name] = pl.Series(values)
+        return pl.DataFrame(columns)
 
     def edges_frame(self) -> polars.DataFrame:
-        """Return one row per edge: `source` and `target` node ids and the `reason`."""
-        from onerank.ir.dataframe import edges_frame
+        """Return one row per edge: `source` id, `target` id, `reason` in lower case."""
+        import polars as pl
 
-        return edges_frame(self)
+        edges = self.edges
+        names = {int(reason): reason.name.lower() for reason in Reason}
+        return pl.DataFrame(
+            {
+                "source": self.nodes.id[edges.source],
+                "target": self.nodes.id[edges.target],
+                "reason": pl.Series([names[r] for r in edges.reason.tolist()], dtype=pl.String),
+            }
+        )
 
     def to_networkx(self) -> networkx.DiGraph[int]:
-        """Return a networkx graph keyed by node id; edges point from source to waiter."""
-        from onerank.ir.dataframe import to_networkx
+        """Return a networkx graph keyed by node id, every column a node attribute.
 
-        return to_networkx(self)
+        Edges point from a node to those that wait for it.
+        """
+        import networkx as nx
+
+        digraph: nx.DiGraph[int] = nx.DiGraph()
+        for row in self.nodes_frame().iter_rows(named=True):
+            attributes = {name: value for name, value in row.items() if name != "id"}
+            digraph.add_node(row["id"], **attributes)
+        for source, target, reason in self.edges_frame().iter_rows():
+            digraph.add_edge(source, target, reason=reason)
+        return digraph
 
     def write(self, path: str | Path) -> None:
         """Write a Chakra `.et` file; it appears under its name only when complete.

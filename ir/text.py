@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from onerank.ir.enums import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.job.measurement import Device, LayerExtrapolation, Line, Reading, Sensors
+from onerank.ir.measurement import Device, LayerExtrapolation, Line, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 _LABELS = {

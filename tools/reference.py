@@ -48,7 +48,7 @@ from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS, NODE_TYPES
 from onerank.ir.chakra.et_def_pb2 import NodeType
 from onerank.ir.chakra.metadata import SCHEMA, SECTIONS
 from onerank.ir.enums import Collective, Reason
-from onerank.ir.job.job import Job
+from onerank.ir.job import Job
 from onerank.ir.nodes import Nodes
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import polars as pl
 
-from onerank.ir.atomic_write import write_tables
 from onerank.ir.errors import DatabaseError, first_line
+from onerank.ir.output_files import write_tables
 
 COLD, WARM = "cold", "warm"
 

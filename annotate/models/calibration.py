@@ -18,7 +18,7 @@ from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.error_model import same_die
 from onerank.annotate.models.gemm_tiles import F64, Rates, gemm_ns
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 
 # The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,
 # so both are adjusted together, several times.
@@ -49,7 +49,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     if not rate or not described.figures.keys() >= {*names}:
         return Calibration(gpu, 1.0)
     tflops, gb_per_s = (described.figures[name].value for name in names)
-    large, skinny = shapes_of(LARGE), shapes_of(SKINNY)
+    large, skinny = shapes_of(LARGE_SHAPES), shapes_of(SKINNY_SHAPES)
     compute = memory = 1.0
     limits = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
     # The limits apply in every round: clipped only at the end, a measurement above what the model

@@ -7,7 +7,7 @@ import numpy as np
 
 from onerank.ir import Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
-from onerank.ir.replay.steady_state import with_host_factor
+from onerank.ir.replay import with_host_factor
 
 
 def scale_host(graph: Graph, factor: float) -> Graph:

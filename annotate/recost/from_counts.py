@@ -11,7 +11,7 @@ from onerank.annotate.models.roofline import MODEL
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.bookkeeping import details_of, job_for
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.chakra.workload_counts import MOST, counts_elements
+from onerank.ir.chakra.other_tools import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 

@@ -15,7 +15,7 @@ from onerank.capture.bench.measure_call import Replays
 from onerank.capture.bench.random_operands import with_random_operands
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY, SustainedCall
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES, SustainedCall
 
 _SUSTAINED_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0  # before idle power is read, and while it is
@@ -35,8 +35,8 @@ class Microbenchmarks:
 
     Attributes:
         sustained: runs of one call for two seconds.
-        gemm_tflops: geometric mean over the `LARGE` GEMMs in bf16, 1e12 FLOP per second.
-        skinny_gb_per_s: geometric mean over the `SKINNY` GEMMs of the bytes of operands and
+        gemm_tflops: geometric mean over the `LARGE_SHAPES` GEMMs in bf16, 1e12 FLOP per second.
+        skinny_gb_per_s: geometric mean over the `SKINNY_SHAPES` GEMMs of the bytes of operands and
             results, 1e9 per second.
         copy_gb_per_s: bytes read and written by a copy of 1 GiB, 1e9 per second.
         cache_gb_per_s: bytes of a sum of tensors in the last-level cache, 1e9 per second; of the
@@ -85,8 +85,8 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
     copy = Operand((_COPY_ELEMENTS,))
     sustained_copy = _sustain(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
     advance()
-    large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE]
-    skinny = [2 * (m * k + k * n + m * n) / _short_ns(bench, m, n, k) for m, n, k in SKINNY]
+    large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE_SHAPES]
+    skinny = [2 * (m * k + k * n + m * n) / _short_ns(bench, m, n, k) for m, n, k in SKINNY_SHAPES]
     advance()
     return Microbenchmarks(
         sustained=(*sustained, sustained_copy),

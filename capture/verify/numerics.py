@@ -48,7 +48,7 @@ from onerank.capture.verify.slice_check import compare_slices, without_replicas
 from onerank.capture.verify.step_probe import Probe, Sample, StepRecord, load_steps
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir.errors import CaptureError, OneRankError
-from onerank.ir.scratch import scratch_directory
+from onerank.ir.output_files import scratch_directory
 
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic

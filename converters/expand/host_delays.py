@@ -10,9 +10,9 @@ import numpy as np
 
 from onerank.converters.expand.preconditions import prefetched_storage, storage_delays
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
-from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
-from onerank.ir.replay.steady_state import steady_state_step
+from onerank.ir.graph import I64
+from onerank.ir.replay import steady_state_step
 
 NAME = "idle: waiting for the host"
 

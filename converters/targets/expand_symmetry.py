@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onerank.converters.expand.pipeline import AXIS
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
-from onerank.ir.job.comm_groups import WORLD
+from onerank.ir.world import WORLD
 
 ONE_RANK = "collectives of one-rank groups"
 NO_BYTES = "communications of 0 bytes"

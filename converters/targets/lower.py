@@ -9,9 +9,8 @@ import numpy as np
 from onerank.converters.expand.ranks import RankGraph, check_messages
 from onerank.converters.targets.expand_symmetry import Placement, Shift, opposite_shift
 from onerank.ir import Edges, Graph, Kind, Node, World
-from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
-from onerank.ir.graph import Mask
+from onerank.ir.graph import Mask, topological_order
 
 HOST = "host operations"
 NO_TIME = "GPU nodes of 0 ns"

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from onerank.ir import Graph, Kind, Reason
-from onerank.ir.atomic_write import created, write_tables
 from onerank.ir.errors import ExportError
+from onerank.ir.output_files import created, write_tables
 
 NODES = "nodes.parquet"
 EDGES = "edges.parquet"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Reason
-from onerank.ir.atomic_write import replace_file
+from onerank.ir.output_files import replace_file
 
 I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)

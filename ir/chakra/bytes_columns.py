@@ -15,8 +15,7 @@ from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.errors import ChakraError
-from onerank.ir.nodes import TEXT_COLUMNS, Nodes, Objects
-from onerank.ir.string_table import Codes, StringTable
+from onerank.ir.nodes import TEXT_COLUMNS, Codes, Nodes, Objects, StringTable
 
 ATTRIBUTE = b"\x52"
 """Tag of a node's attribute: field 10, wire type 2 (a length follows), so 10 << 3 | 2."""

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
-from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame
 from onerank.ir.chakra.metadata import VERSION
 from onerank.ir.errors import ChakraError, first_line
+from onerank.ir.output_files import replace_file
 
 _HEAD_BYTES = 1 << 16
 

@@ -21,8 +21,7 @@ from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, find, scan
 from onerank.ir.chakra.framing import UNREADABLE
 from onerank.ir.enums import Collective
-from onerank.ir.nodes import default_of, dtype_of, is_text, largest_of
-from onerank.ir.string_table import StringTable
+from onerank.ir.nodes import StringTable, default_of, dtype_of, is_text, largest_of
 
 # Runs and attributes beyond this number hold exact times or ids and hardly repeat, so remembering
 # them would cost memory and save no parsing.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from onerank.ir.arrays import I64
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
-from onerank.ir.string_table import StringTable
+from onerank.ir.nodes import StringTable
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """Multiplier of the hash: 2**64 / the golden ratio, as in Fibonacci hashing."""

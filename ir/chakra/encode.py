@@ -40,8 +40,7 @@ from onerank.ir.chakra.dedup import group_equal_rows
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
-from onerank.ir.nodes import Nodes, default_of, is_text
-from onerank.ir.string_table import StringTable
+from onerank.ir.nodes import Nodes, StringTable, default_of, is_text
 
 
 def header(version: str) -> bytes:

@@ -7,10 +7,9 @@ import msgspec
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
 from onerank.ir.errors import ChakraError
-from onerank.ir.job.compilation import Compilation
-from onerank.ir.job.job import Annotation, Job, Module
-from onerank.ir.job.measurement import Device, Measurement
-from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World
+from onerank.ir.job import Annotation, Compilation, Job, Module
+from onerank.ir.measurement import Device, Measurement
+from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World
 
 VERSION = "1.0.0"
 """Version that Chakra's own generator writes."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from onerank.ir.arrays import I64, U64, Mask
-from onerank.ir.atomic_write import replacing
 from onerank.ir.chakra.attributes import (
     ATTRIBUTES_OF,
     IO_COLUMNS,
@@ -28,6 +27,7 @@ from onerank.ir.chakra.reader import decode
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes
+from onerank.ir.output_files import replacing
 
 Changes = dict[str, Mask]
 """Column, or "dependencies" -> nodes whose value differs from the one in their message, bool[n]."""

@@ -24,7 +24,7 @@ from onerank.ir import (
     Reason,
     World,
 )
-from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay import schedule
 
 TRACES = Path(__file__).parents[2] / "traces"
 

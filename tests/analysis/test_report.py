@@ -28,7 +28,7 @@ from onerank.cli import report_charts as charts
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.chakra import read
-from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay import schedule
 
 TRACES = Path(__file__).parents[2] / "traces"
 

@@ -9,7 +9,7 @@ from raised import raises_code
 from onerank.annotate import load_gpu
 from onerank.annotate.describe_gpu import described, to_toml
 from onerank.annotate.energy import PowerTimeline, report_energy
-from onerank.ir.job.microbenchmarks import SustainedCall
+from onerank.ir.measurement import SustainedCall
 
 CUBE = 2 * 8192**3
 

@@ -10,9 +10,9 @@ from raised import raises_code
 from onerank.annotate.cost import load_prices
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.ir import input_files
+from onerank.ir.chakra.other_tools import read_groups
 from onerank.ir.errors import CaptureError, FormatError, TargetError
 from onerank.ir.input_files import load_csv, load_json, load_toml
-from onerank.ir.job.comm_groups import read_groups
 
 TOML = {
     "nested arrays": (b"a = " + b"[" * 5_000 + b"]" * 5_000, "file-nested-too-deep"),

@@ -21,7 +21,7 @@ from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.roofline import predict
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit.fit_tiles import stored_ns
 from tools.fit.measured_kernels import F64, Attention, Products, family, of_attention, of_layers
 
@@ -155,8 +155,8 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
 
     def described(target: Gpu) -> Gpu:
         measured = {
-            "measured_gemm_tflops": reached(target, LARGE).flops / 1e12,
-            "measured_skinny_gb_per_s": reached(target, SKINNY).bytes / 1e9,
+            "measured_gemm_tflops": reached(target, LARGE_SHAPES).flops / 1e12,
+            "measured_skinny_gb_per_s": reached(target, SKINNY_SHAPES).bytes / 1e9,
         }
         source = next(iter(target.sources))
         figures = {n: Figure(value, source, "measured") for n, value in measured.items()}

@@ -20,9 +20,9 @@ from onerank.annotate.passes.overlap.data_dependencies import (
 from onerank.annotate.passes.remove_nodes import one_per_pair
 from onerank.annotate.passes.resize.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Reason
-from onerank.ir.edges import topological_order
 from onerank.ir.errors import AnnotateError
-from onerank.ir.replay.scheduler import launches
+from onerank.ir.graph import topological_order
+from onerank.ir.replay import launches
 
 I64 = npt.NDArray[np.int64]
 

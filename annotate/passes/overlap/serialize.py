@@ -9,8 +9,8 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
-from onerank.ir.edges import topological_order
 from onerank.ir.errors import AnnotateError
+from onerank.ir.graph import topological_order
 
 I64 = npt.NDArray[np.int64]
 

@@ -21,10 +21,19 @@ from onerank.converters.sources.kineto.read.schema import (
     Distributed,
     KinetoTrace,
 )
-from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup, World
+from onerank.ir import (
+    Device,
+    Graph,
+    HostOverhead,
+    Job,
+    Kind,
+    Measurement,
+    ProcessGroup,
+    World,
+    replay,
+)
 from onerank.ir.arrays import union_duration_ns
-from onerank.ir.job.world import axis_of
-from onerank.ir.replay import steady_state
+from onerank.ir.world import axis_of
 
 _HOST_FACTORS = (0.2, 1.2)
 """Range in which the factor on host times is searched."""
@@ -56,7 +65,7 @@ def with_host_overhead(graph: Graph) -> Graph:
         )
     measurement = msgspec.structs.replace(measurement, host_overhead=overhead, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
-    return steady_state.with_step_time(replace(graph, job=job), step_ns)
+    return replay.with_step_time(replace(graph, job=job), step_ns)
 
 
 def _host_overhead(graph: Graph, measurement: Measurement) -> HostOverhead:
@@ -103,7 +112,7 @@ def _find_factor(
 
 def _host_span(graph: Graph, factor: float) -> int:
     """Return the replayed time from the start of the first operator to the end of the last."""
-    times = steady_state.replay_without_profiler(graph, factor).schedule()
+    times = replay.replay_without_profiler(graph, factor).schedule()
     host = graph.mask(Kind.HOST_OP)
     return int(times.end_ns[host].max() - times.start_ns[host].min())
 

@@ -42,8 +42,8 @@ from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to
 from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
-from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
+from onerank.ir.output_files import replace_file
 
 # Lowering ----------------------------------------------------------------------------------------
 

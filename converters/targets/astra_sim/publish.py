@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
-from onerank.ir.atomic_write import created, replace_file
 from onerank.ir.errors import ExportError
-from onerank.ir.scratch import remove_abandoned, scratch_directory
+from onerank.ir.output_files import created, remove_abandoned, replace_file, scratch_directory
 
 MANIFEST = "export.json"
 """Lists the files that an export wrote. A later export removes no others."""

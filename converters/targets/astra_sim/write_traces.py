@@ -10,9 +10,9 @@ import numpy as np
 from onerank.converters.targets.expand_symmetry import Placement, shift_rank
 from onerank.converters.targets.lower import LoweredStep, tag_of
 from onerank.ir import Graph, Kind, World
-from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
-from onerank.ir.edges import I64
+from onerank.ir.graph import I64
+from onerank.ir.output_files import replace_file
 
 VERSION = "1.0.0"
 COMP = 4

@@ -28,8 +28,8 @@ from onerank.converters.targets.lower import NO_IDLE_TIME, check_peers
 from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
 from onerank.display import Displayed
 from onerank.ir import Graph, Kind
-from onerank.ir.atomic_write import replacing
 from onerank.ir.errors import ExportError
+from onerank.ir.output_files import replacing
 
 GPUS_PER_NODE = 8
 

@@ -18,9 +18,9 @@ from onerank.converters.targets.simai.layer_times import EMBEDDING, LayerTimes, 
 from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, all_rows
 from onerank.display import Displayed
 from onerank.ir import Graph, Job, Kind
-from onerank.ir.atomic_write import replace_file
 from onerank.ir.coarsen import Grain
 from onerank.ir.errors import ExportError
+from onerank.ir.output_files import replace_file
 
 LARGEST_MESSAGE = 2**31 - 1
 """Largest pp_comm, which SimAI reads as an int."""

@@ -13,7 +13,7 @@ from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.peak import ModuleMemory, levels_of, resident_blocks
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
-from onerank.ir.replay.scheduler import Schedule
+from onerank.ir.replay import Schedule
 
 I64 = npt.NDArray[np.int64]
 

@@ -15,8 +15,7 @@ from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay.scheduler import ReplayedRank, Schedule, schedule, unrecorded_waits
-from onerank.ir.replay.steady_state import steady_state_step
+from onerank.ir.replay import ReplayedRank, Schedule, schedule, steady_state_step, unrecorded_waits
 
 I64 = npt.NDArray[np.int64]
 

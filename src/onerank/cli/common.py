@@ -59,7 +59,7 @@ class _OutputFile(click.Path):
         if path.exists() and not path.is_file():
             return path  # a pipe or a device is written directly, without a temporary file
         if not self.dir_okay and not parent.exists() and parent.parent.is_dir():
-            parent = parent.parent  # `atomic_write.replacing` creates one missing directory
+            parent = parent.parent  # `output_files.replacing` creates one missing directory
         if not parent.is_dir():
             self.fail(f"'{path}': there is no directory '{parent}'; create it first.", param, ctx)
         try:  # for root, os.access reports /proc and read-only mounts as writable

@@ -15,7 +15,7 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.annotate.models.learned import predict_from_description
-from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit import Products
 from tools.fit.datasheet_eval import as_calibrated
 from tools.fit.fit_tiles import rates_of
@@ -40,10 +40,10 @@ def test_mean_rates_are_geometric() -> None:
 def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> None:
     told = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
     true = described(load_gpu("B200"), told)
-    every, c = shapes_of([*LARGE, *SKINNY]), shipped().gemm
+    every, c = shapes_of([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
     times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c)
     assert calibrated(true, c) == (true, 1)  # nothing of it was measured
-    large, skinny = len(LARGE), len(SKINNY)
+    large, skinny = len(LARGE_SHAPES), len(SKINNY_SHAPES)
     measured = {
         "measured_gemm_tflops": rates_in(every[:large], times[:large]).flops / 1e12,
         "measured_skinny_gb_per_s": rates_in(every[-skinny:], times[-skinny:]).bytes / 1e9,
@@ -118,8 +118,8 @@ def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
 
 def test_a_target_is_known_by_its_datasheet_and_two_microbenchmarks() -> None:
     gpus = [load_gpu(name) for name in ("A100", "H100", "L40S")]
-    every = shapes_of([*LARGE, *SKINNY])
-    times = np.concatenate([np.full(len(LARGE), 5e6), np.full(len(SKINNY), 2e5)])
+    every = shapes_of([*LARGE_SHAPES, *SKINNY_SHAPES])
+    times = np.concatenate([np.full(len(LARGE_SHAPES), 5e6), np.full(len(SKINNY_SHAPES), 2e5)])
     made = as_calibrated(gpus, Products("bfloat16", every, {"H100-SXM": times}))(gpus[1])
     # 27 products of 8192^3 FLOPs * 2 in the geometric mean; 8 of 8192 * 16384 bytes * 2 and more
     assert made.figures["measured_gemm_tflops"].value == pytest.approx(219.9, rel=1e-3)

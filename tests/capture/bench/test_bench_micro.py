@@ -11,7 +11,8 @@ from onerank.capture.bench.bench_runner import Bench
 
 def test_mean_rates_are_those_of_the_products_that_calibrate(monkeypatch: pytest.MonkeyPatch):
     small = ((64, 64, 64), (128, 64, 32))
-    sizes = {"_LARGE_GEMMS": small, "_POWER_GEMMS": (), "LARGE": small, "SKINNY": ((16, 64, 64),),
+    sizes = {"_LARGE_GEMMS": small, "_POWER_GEMMS": (), "LARGE_SHAPES": small,
+             "SKINNY_SHAPES": ((16, 64, 64),),
              "_SUSTAINED_S": 0.01, "_COPY_ELEMENTS": 1 << 10,
              "_CACHED_ELEMENTS": (1 << 10,)}  # fmt: skip
     for name, value in sizes.items():

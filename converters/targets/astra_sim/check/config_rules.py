@@ -29,8 +29,8 @@ from onerank.converters.targets.astra_sim.check.config_text import (
     yaml_real,
 )
 from onerank.converters.targets.astra_sim.check.findings import Report
+from onerank.ir.chakra.other_tools import GROUP_FILES, group_files
 from onerank.ir.enums import Collective
-from onerank.ir.job.comm_groups import NAMES, group_files
 
 NETWORK_FILE = "network.yml"
 
@@ -304,7 +304,7 @@ def as_list(value: Any) -> list[Any] | None:
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
-GROUPS_FILE = NAMES[0]
+GROUPS_FILE = GROUP_FILES[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
 )
 from onerank.converters.targets.astra_sim.check.deadlocks import CommRun, report_stalls
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.ir.edges import I64
+from onerank.ir.graph import I64
 
 _MAX_REFINEMENTS = 64
 """Passes over all ranks after which every rank runs."""

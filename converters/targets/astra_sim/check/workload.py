@@ -36,8 +36,8 @@ from onerank.converters.targets.astra_sim.check.findings import Finding, Report
 from onerank.converters.targets.astra_sim.check.matching import check_matching
 from onerank.converters.targets.astra_sim.check.node_rules import Setting
 from onerank.converters.targets.astra_sim.check.rank_files import RankReader
+from onerank.ir.chakra.other_tools import RANK_FILE
 from onerank.ir.errors import FormatError
-from onerank.ir.job.comm_groups import RANK_FILE
 
 Progress = Callable[[str, int, int], None]
 """Gets the prefix of a set, how many of its files are read, and how many there are."""

@@ -186,8 +186,8 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
     from onerank.annotate.gpus.registry import find_gpu, load_gpu
     from onerank.capture.bench.bench_runner import Bench, on_device, versions
     from onerank.capture.bench.gpu_limits import COUNT, microbenchmarks
-    from onerank.ir.atomic_write import replace_file
     from onerank.ir.errors import TargetError
+    from onerank.ir.output_files import replace_file
 
     with on_device(options.gpu) as device:
         base = load_gpu(options.base_gpu) if options.base_gpu else find_gpu(device.name)

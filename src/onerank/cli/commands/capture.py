@@ -275,7 +275,7 @@ def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bo
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
     """Write each graph to its file; no file appears before all are written."""
-    from onerank.ir.scratch import scratch_directory
+    from onerank.ir.output_files import scratch_directory
 
     parent = next(iter(graphs)).absolute().parent
     with scratch_directory(parent) as scratch:

@@ -303,7 +303,7 @@ def parquet(trace: Path, options: ParquetOptions) -> None:
 def dot(trace: Path, options: FileOptions) -> None:
     """Write a drawing of the graph for Graphviz."""
     from onerank.converters.targets.parquet_dot import to_dot
-    from onerank.ir.atomic_write import replace_file
+    from onerank.ir.output_files import replace_file
 
     keep_inputs(options.output, trace)
     replace_file(options.output, to_dot(read_trace(trace)).encode())
@@ -317,8 +317,8 @@ def dot(trace: Path, options: FileOptions) -> None:
 @reports_errors
 def chakra_json(trace: Path, options: FileOptions) -> None:
     """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
-    from onerank.ir.atomic_write import replace_file
     from onerank.ir.chakra import to_json
+    from onerank.ir.output_files import replace_file
 
     keep_inputs(options.output, trace)
     replace_file(options.output, to_json(trace).encode())

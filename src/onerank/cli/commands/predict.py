@@ -192,7 +192,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
     import polars as pl
 
-    from onerank.ir.atomic_write import replace_file
+    from onerank.ir.output_files import replace_file
 
     # By default polars infers types from the first 100 rows, and a mixed table lacks sizes there.
     table, data = pl.DataFrame(rows, infer_schema_length=None), io.BytesIO()

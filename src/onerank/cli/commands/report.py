@@ -62,7 +62,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     """
     import onerank
     from onerank.cli.report_charts import plotly_js
-    from onerank.ir.atomic_write import replace_file
+    from onerank.ir.output_files import replace_file
 
     if len(traces) > 2:
         raise click.UsageError(f"{len(traces)} traces given; a report shows one or two")
@@ -158,7 +158,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
     from onerank.analysis import report_data
     from onerank.annotate import find_gpu
     from onerank.cli import report_charts as charts
-    from onerank.ir.replay.scheduler import schedule
+    from onerank.ir.replay import schedule
 
     sections: list[_Section] = []
     if replayed is not None:

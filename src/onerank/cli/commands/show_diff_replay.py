@@ -143,7 +143,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     """
     import onerank as package
     from onerank.analysis.step_time import with_communication
-    from onerank.ir.replay.scheduler import schedule
+    from onerank.ir.replay import schedule
 
     if options.perfetto is not None:
         keep_inputs(options.perfetto, trace)

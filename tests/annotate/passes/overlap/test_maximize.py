@@ -31,7 +31,7 @@ from onerank.ir import (
     Reason,
     World,
 )
-from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay import schedule
 
 COMPUTE = 7
 ELEMENTS, ITEM = 100, 4

@@ -14,7 +14,7 @@ from onerank.converters.sources.kineto.read.execution_trace import without_place
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.converters.sources.kineto.read.schema import MemoryRows
 from onerank.ir import Graph
-from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay import schedule
 
 DEPTH = 100
 """More callers than are climbed one by one."""

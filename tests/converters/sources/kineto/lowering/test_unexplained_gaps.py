@@ -8,7 +8,7 @@ from onerank import read
 from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
-from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay import schedule
 
 
 def two_streams(first: tuple[float, float], second: tuple[float, float]) -> Trace:

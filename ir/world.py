@@ -9,6 +9,9 @@ import msgspec
 
 from onerank.ir.errors import JobError
 
+WORLD = "world"
+"""The only axis of a world whose parallel axes are not known."""
+
 
 class ProcessGroup(msgspec.Struct, frozen=True):
     """A process group: ranks that communicate with each other.

@@ -1,30 +1,31 @@
-"""Process groups that other tools store outside a trace's metadata.
+"""What other tools' traces hold outside of onerank's metadata: process groups, and counts of work.
 
-Either a JSON file next to the traces, `{"1": [0, 1], ...}` (group name -> global ranks), which
-ASTRA-sim reads as --comm-group-configuration; or a METADATA node as torch records it, `[{"pg_name":
-"1", "ranks": [0, 1]}, ...]`, where an empty list means all ranks.
+Process groups are in a JSON file next to the traces, `{"1": [0, 1], ...}` (group name -> global
+ranks), which ASTRA-sim reads as --comm-group-configuration; or in a METADATA node as torch records
+it, `[{"pg_name": "1", "ranks": [0, 1]}, ...]`, where an empty list means all ranks. Counts of FLOPs
+and bytes are in the nodes of STAGE's traces, which have no durations.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.enums import Kind
-from onerank.ir.errors import FormatError
+from onerank.ir.errors import FormatError, GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.input_files import load_json
-from onerank.ir.job.world import ProcessGroup, World
+from onerank.ir.nodes import UNKNOWN
+from onerank.ir.world import WORLD, ProcessGroup, World
 
-NAMES = ("comm_groups.json", "comm_group.json")
+GROUP_FILES = ("comm_groups.json", "comm_group.json")
 """Names of the file: in ASTRA-sim's examples, and as written by STAGE."""
 
-WORLD = "world"
-"""The only axis of a world whose parallel axes are not known."""
-
-_DEFAULT = ("", "0")
+_DEFAULT_GROUPS = ("", "0")
 """Names of the group of all ranks (ASTRA-sim's Workload.cc)."""
 
 RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
@@ -75,7 +76,7 @@ def with_groups(graph: Graph, path: Path) -> Graph:
     rank, world = _rank_and_world(path, ranks_of_groups)
     all_ranks = tuple(range(world))
     groups = {name: tuple(ranks) or all_ranks for name, ranks in ranks_of_groups.items()}
-    groups |= {name: all_ranks for name in _DEFAULT if name in used and name not in groups}
+    groups |= {name: all_ranks for name in _DEFAULT_GROUPS if name in used and name not in groups}
     _check_ranks(groups, world, path.parent / source)
     _check_used(used, groups, rank, path, source)
     process_groups = tuple(ProcessGroup(name, ranks) for name, ranks in groups.items() if name)
@@ -112,10 +113,10 @@ def _groups_file(path: Path) -> Path | None:
 def group_files(directory: Path, trace: str) -> list[Path]:
     """Return the files with the process groups of a trace, in the order of the names searched.
 
-    If none of `NAMES` exists, PREFIX.json next to PREFIX.RANK.et is used, as STAGE's main.py names
-    it.
+    If none of `GROUP_FILES` exists, PREFIX.json next to PREFIX.RANK.et is used: STAGE's main.py
+    writes the groups there.
     """
-    files = [directory / name for name in NAMES if (directory / name).is_file()]
+    files = [directory / name for name in GROUP_FILES if (directory / name).is_file()]
     rank = RANK_FILE.fullmatch(trace)
     if files or rank is None:
         return files
@@ -215,3 +216,71 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text; more than 8 are shortened to the first 4 and the last 3."""
     names = [str(rank) for rank in ranks]
     return ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
+
+
+MOST = 1 << 58
+"""Largest number of operations or bytes of a node; no figure derived from it exceeds 64 bits."""
+NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
+_STAGE, _EINSUM = "symbolic_tensor_network", "M"
+"""STAGE's values of a file's `schema`, and of `op_type` for a matrix product."""
+
+
+def is_counted(graph: Graph) -> bool:
+    """Return whether no compute node of the graph has a time, and some have FLOPs."""
+    compute = graph.gpu_compute
+    times, flops = graph.nodes.duration_ns[compute], graph.nodes.flops[compute]
+    return len(times) > 0 and not times.any() and bool((flops > 0).any())
+
+
+def counts_elements(graph: Graph) -> bool:
+    """Return whether tensor and communication sizes of the graph count elements, not bytes.
+
+    STAGE counts elements (`Tensor.eval_size` in its tensor.py), whatever its `--mixed_precision`.
+    """
+    if graph.foreign is None:
+        return False
+    attributes = GlobalMetadata.FromString(graph.foreign).attr
+    return any(
+        attribute.name == "schema" and attribute.string_val == _STAGE for attribute in attributes
+    )
+
+
+def with_counted_work(graph: Graph) -> Graph:
+    """Return the graph with FLOPs and bytes set for compute nodes that have no duration.
+
+    STAGE writes `num_ops` and `tensor_size` instead of durations; ASTRA-sim's roofline derives a
+    duration from them (Workload.cc, `issue_comp`). All of `tensor_size` counts as read. STAGE
+    counts a multiplication and its addition as one operation (ops/einsum.py); these are two FLOPs.
+
+    Raises:
+        GraphError: a count is out of range.
+    """
+    nodes = graph.nodes
+    is_uncounted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
+    columns = {name: getattr(nodes, name).copy() for name in ("flops", "bytes_read")}
+    columns["bytes_written"] = nodes.bytes_written.copy()
+    any_counted, stage = False, counts_elements(graph)
+    for index in np.flatnonzero(is_uncounted).tolist():
+        message = nodes.foreign[index]
+        if message is None:
+            continue
+        counts = {
+            attribute.name: getattr(attribute, attribute.WhichOneof("value") or "name")
+            for attribute in Node.FromString(message).attr
+            if attribute.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
+        }
+        flops, size = counts.get(NUM_OPS), counts.get(TENSOR_SIZE)
+        if not isinstance(flops, int) or not isinstance(size, int) or min(flops, size) < 0:
+            continue
+        if max(flops, size) > MOST:
+            node = graph.node(index)
+            raise GraphError(
+                f"node {node.id} ({node.name!r}) counts {flops} operations and a size of {size}: "
+                f"expected {MOST} at most",
+                code="graph-counts-too-large",
+            )
+        per_count = 2 if stage and counts.get(OP_TYPE) == _EINSUM else 1
+        columns["flops"][index], columns["bytes_read"][index] = per_count * flops, size
+        columns["bytes_written"][index] = 0
+        any_counted = True
+    return replace(graph, nodes=replace(nodes, **columns)) if any_counted else graph

@@ -7,14 +7,19 @@ import sys
 import time
 from pathlib import Path
 
-from onerank.ir.atomic_write import replace_file, replacing
-from onerank.ir.scratch import remove_abandoned, scratch_directory, scratch_file
+from onerank.ir.output_files import (
+    remove_abandoned,
+    replace_file,
+    replacing,
+    scratch_directory,
+    scratch_file,
+)
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from onerank.ir.atomic_write import replacing
-from onerank.ir.scratch import scratch_directory
+from onerank.ir.output_files import replacing
+from onerank.ir.output_files import scratch_directory
 place = Path(sys.argv[1])
 with scratch_directory(place) as directory, replacing(place / "t.et") as file:
     (directory / "raw").mkdir()

@@ -16,10 +16,9 @@ from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead
 from onerank.ir import Graph, GraphBuilder, HostOverhead, Job, Kind, Measurement, Reason
-from onerank.ir.replay.scheduler import schedule
-from onerank.ir.replay.steady_state import steady_state_step, with_step_time
+from onerank.ir.replay import schedule, steady_state_step, with_step_time
 
-GRAPHS = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-graphs"
+GRAPHS = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-graphs"
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,0 @@
-"""Replay a graph by its edges: scheduler, start delays and the steady-state step."""
