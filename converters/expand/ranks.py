@@ -177,7 +177,7 @@ def check_messages(rank_graphs: Sequence[RankGraph]) -> None:
 
     Neighbouring stages of a pipeline exchange equally many bytes, activations one way and
     gradients the other. If one graph wrongly represents both stages, every send still meets a
-    receive, but one of another phase. This happens for a script whose pipeline lies along another
+    receive, but of another phase. This happens for a script whose pipeline lies along another
     axis than in the given world, such as picotron's inside its data parallelism.
 
     Args:

@@ -448,7 +448,7 @@ def _storages(measured: Measurement, name: str) -> Counter[tuple[int, int]]:
 
 
 def _buckets_in(storages: Counter[tuple[int, int]], sizes: list[int]) -> Counter[tuple[int, int]]:
-    """Return the storages that are buckets, none unless there is one of every size."""
+    """Return the storages that are buckets; empty unless every bucket has a storage of its size."""
     missing = Counter(sizes)
     of_buckets = Counter[tuple[int, int]]()
     for (size, pool), count in storages.items():

@@ -205,7 +205,7 @@ def _retrace(trail: Any) -> Alignment:
 
 
 def repeat_units(deep: Sequence[Any], units: Sequence[tuple[int, int]], beyond: int) -> list[Any]:
-    """Return the sequence with `beyond` more repetitions after the last one of each unit."""
+    """Return the sequence with `beyond` more repetitions of each unit after its last."""
     repeated: list[Any] = []
     copied = 0
     for start, length in units:

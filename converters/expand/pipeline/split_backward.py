@@ -1,6 +1,6 @@
 """Split a captured backward into the gradient of the input and the gradients of the weights.
 
-The first part is every node that the sent gradient depends on, found by walking the operators
+The first part is every node that the sent gradient depends on, determined by walking the operators
 backwards along the tensors that they read and write. All other nodes end in weight gradients.
 """
 

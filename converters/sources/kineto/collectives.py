@@ -390,11 +390,11 @@ def _split(
         multiple, (np.cumsum(counts) - counts)[list(multiple)], strict=True
     ):
         calls = multiple[kernel_row]
-        here = slice(int(begin), int(begin) + len(calls))
+        parts_of_kernel = slice(int(begin), int(begin) + len(calls))
         until = _shares(calls, int(gpu.rows.duration_ns[kernel_row]))
-        places[here] = call[kernel_row] + np.arange(len(calls))
-        rows.start_ns[here] += until[:-1]
-        rows.duration_ns[here] = np.diff(until)
+        places[parts_of_kernel] = call[kernel_row] + np.arange(len(calls))
+        rows.start_ns[parts_of_kernel] += until[:-1]
+        rows.duration_ns[parts_of_kernel] = np.diff(until)
     parts = {
         spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
     }

@@ -199,8 +199,8 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     """Return one graph for equal steps, and the report of its conversion.
 
     Steps are used if their compute (GPU operations by stream; on a CPU operators by thread) has the
-    most frequent sequence of names; others are dropped. The graph comes from one used step: among
-    those with the most frequent host work, the one with the median summed compute (of two, the
+    most frequent sequence of names; others are dropped. The graph comes from one used step: of
+    those with the most frequent host work, the step with the median summed compute (of two, the
     lower). Each node gets the median duration, the number of samples and their spread (longest
     minus shortest). A sequence whose names differ in a step has no samples of that step.
 

@@ -34,10 +34,10 @@ DTYPES = {
 """ONNX element type -> (PyTorch's C++ name for it, bytes). Strings and 4-bit types have none."""
 
 # protobuf cannot parse a message of 2 GiB or more.
-_LARGEST = (1 << 31) - 1
-_MOST = (1 << 63) - 1
+_MAX_FILE_BYTES = (1 << 31) - 1
+_MAX_INT64 = (1 << 63) - 1
 """Largest number that a column of a graph and an int64 attribute of Chakra hold."""
-_MOST_NODES = 1_000_000
+_MAX_NODES = 1_000_000
 """Largest number of nodes that inlining a model's functions may give."""
 _FLOATING = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8")
 
@@ -54,8 +54,8 @@ def checked_size(size: int, what: str) -> int:
     Raises:
         SizeError: it is negative, or 2^63 or more.
     """
-    if not 0 <= size <= _MOST:
-        raise SizeError(f"{what} is {size}; expected 0 to 2^63 - 1 = {_MOST}")
+    if not 0 <= size <= _MAX_INT64:
+        raise SizeError(f"{what} is {size}; expected 0 to 2^63 - 1 = {_MAX_INT64}")
     return size
 
 
@@ -137,8 +137,8 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
     weights = _weights(path, proto)
     model_inputs = [value for value in proto.graph.input if value.name not in weights]
     bound = _bind(path, model_inputs, sizes, batch, seq)
-    inputs = {value.name: tensor for value in model_inputs if (tensor := _of_value(value, bound))}
-    stated = {value.name: _of_value(value, bound) for value in proto.graph.value_info}
+    inputs = {value.name: tensor for value in model_inputs if (tensor := shape_of(value, bound))}
+    stated = {value.name: shape_of(value, bound) for value in proto.graph.value_info}
     inline_control_flow(
         path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis)
     )
@@ -161,11 +161,6 @@ def _length(tensor: Tensor | None, axis: int) -> int | None:
     return tensor.shape[axis] if tensor is not None else None
 
 
-def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
-    """Return the shape and type that a ValueInfoProto states, or None if part of it is open."""
-    return _of_value(value, bound)
-
-
 def _read(path: Path) -> Any:
     try:
         from onnx import load_model_from_string
@@ -175,9 +170,9 @@ def _read(path: Path) -> Any:
             f"reading {path} needs onnx\n  pip install 'onerank[onnx]'", code="onnx-not-installed"
         ) from error
     size = path.stat().st_size
-    if size > _LARGEST:
+    if size > _MAX_FILE_BYTES:
         raise OnnxError(
-            f"{path}: {size} bytes exceed protobuf's limit of {_LARGEST}\n"
+            f"{path}: {size} bytes exceed protobuf's limit of {_MAX_FILE_BYTES}\n"
             "  save the model with its weights in external files",
             code="onnx-file-too-large",
         )
@@ -237,9 +232,9 @@ def _check_expansion(path: Path, proto: Any) -> None:
             f"{path}: its functions call each other {len(functions)} levels deep",
             code="onnx-too-many-nodes",
         ) from error
-    if total > _MOST_NODES:
+    if total > _MAX_NODES:
         raise OnnxError(
-            f"{path}: its functions stand for {total} nodes; expected at most {_MOST_NODES}",
+            f"{path}: its functions stand for {total} nodes; expected at most {_MAX_NODES}",
             code="onnx-too-many-nodes",
         )
 
@@ -299,7 +294,8 @@ def _of_initializer(tensor: Any) -> Tensor:
     return Tensor(tuple(tensor.dims), _type_name(tensor.data_type))
 
 
-def _of_value(value: Any, bound: Mapping[str, int]) -> Tensor | None:
+def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
+    """Return the shape and type that a ValueInfoProto states, or None if part of it is open."""
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
         return None

@@ -25,7 +25,7 @@ class AtenCall:
     Attributes:
         op: operator with namespace: "aten::mm".
         inputs: arguments by position in the operator's schema.
-        outputs: results, None for one that is not computed.
+        outputs: results, None for a result that is not computed.
     """
 
     op: str
@@ -172,7 +172,7 @@ def group_norm(node: NodeContext) -> list[AtenCall]:
 
 
 def softmax(name: str) -> Rule:
-    """Return the rule of a softmax; PyTorch's takes an axis and a flag for half precision."""
+    """Return the rule of a softmax; PyTorch's operator also has an axis and a precision flag."""
     return lambda node: [call(name, [node.tensor(0), -1, False], node.out)]
 
 
@@ -226,7 +226,7 @@ def gemm(node: NodeContext) -> list[AtenCall]:
 
 
 def einsum(node: NodeContext) -> list[AtenCall] | None:
-    """Return a two-operand equation as a batched product."""
+    """Lower an equation of two operands to a batched product; others stay `aten::einsum`."""
     equation = node.attributes["equation"]
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     terms, arrow, result = equation.partition("->")
@@ -318,13 +318,13 @@ def multi_head(node: NodeContext) -> list[AtenCall] | None:
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 RECURRENT = tuple(_GATES)
-"""Operators that become a few calls for each time step."""
+"""Operators that become three calls per time step and direction."""
 
 
 def recurrent(node: NodeContext) -> list[AtenCall] | None:
-    """Lower to one product for all inputs, then a product and gates for each time step.
+    """Lower LSTM, GRU or RNN to a product for all inputs, then a product and gates per time step.
 
-    None if the time steps are too many to list.
+    None if there are more time steps than `MOST_NODES`.
     """
     x, weight = node.tensor(0), node.tensor(1)
     batch_first = bool(node.attributes.get("layout"))
@@ -367,7 +367,7 @@ def _nothing(_: NodeContext) -> list[AtenCall]:
 
 
 def _variadic(name: str) -> Callable[[NodeContext], list[AtenCall]]:
-    """Return the rule of an n-ary operator: n - 1 calls of the binary one."""
+    """Return the rule of an n-ary operator: n - 1 calls of the binary operator."""
 
     def rule(node: NodeContext) -> list[AtenCall]:
         first, *others = node.present
@@ -384,7 +384,10 @@ def _mean(node: NodeContext) -> list[AtenCall]:
 
 
 def _gather(node: NodeContext) -> list[AtenCall]:
-    """Lower rows of a 2-D weight to an embedding, and one constant index, a view, to nothing."""
+    """Lower Gather of rows of a 2-D weight to an embedding, else to an index_select.
+
+    A single constant index is a view, which launches nothing.
+    """
     table, index = node.tensor(0), node.tensor(1)
     axis = node.attributes.get("axis", 0) % len(table.shape)
     if axis == 0 and len(table.shape) == 2 and node.weights[0]:

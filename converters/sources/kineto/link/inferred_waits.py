@@ -50,7 +50,7 @@ class InferredWait:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """A stream that is waited for, and the one that waits."""
+    """A stream that is waited for, and the stream that waits."""
 
     stream: int
     waiting: int
@@ -118,14 +118,14 @@ class _OperationEnds:
         other_than: int | None = None,
         last_launched: bool = False,
     ) -> int | None:
-        """Return the place of the last operation that ended in a time and was launched by another.
+        """Return the place of the last operation that ended within an interval.
 
         Args:
             since_ns: it ended after this time.
             until_ns: it ended at this time or before.
             launched_by_ns: it was launched at this time or before.
             other_than: its stream is not this one.
-            last_launched: it is the last one of its stream that was launched by then.
+            last_launched: it is the last operation of its stream that was launched by then.
         """
         low = int(np.searchsorted(self.ended, since_ns, side="right"))
         high = int(np.searchsorted(self.ended, until_ns, side="right"))

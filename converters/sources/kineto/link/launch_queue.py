@@ -121,13 +121,13 @@ class _StreamLaunches:
         rows = rows[np.lexsort((gpu.start_ns[rows], calls.start_ns[call[rows]]))]
         ends = np.maximum.accumulate(gpu.start_ns[rows] + gpu.duration_ns[rows])
         first = np.flatnonzero(np.diff(call[rows], prepend=-1))
-        calls_made = call[rows[first]]
-        start, end = calls.start_ns[calls_made], calls.end_ns[calls_made]
+        launching = call[rows[first]]
+        start, end = calls.start_ns[launching], calls.end_ns[launching]
         last = np.searchsorted(ends, end, side="right") - 1
         within = (last >= 0) & (ends[last] > start)
         return cls(
-            name=calls.name[calls_made],
-            thread=calls.thread[calls_made],
+            name=calls.name[launching],
+            thread=calls.thread[launching],
             start_ns=start,
             end_ns=end,
             pending=first - np.searchsorted(ends, start, side="right"),
@@ -137,7 +137,7 @@ class _StreamLaunches:
 
     @property
     def _ahead(self) -> Mask:
-        """Which calls the host made far ahead of the GPU, and was far ahead when they returned."""
+        """Calls that began and returned while the host was far ahead of the GPU, bool[n]."""
         most = int(self.pending.max())
         return (2 * self.pending >= max(most, 2 * LEAST_PENDING)) & (
             2 * self.still_pending >= self.pending
@@ -145,9 +145,9 @@ class _StreamLaunches:
 
     @property
     def _usual_ns(self) -> I64:
-        """Return the median duration of the calls of that name that surely found room, int64[n].
+        """Usual duration of each call, int64[n]: the median of its name's calls with queue room.
 
-        Where none did, the shortest of that name.
+        If no call of the name surely had room, it is the shortest duration.
         """
         took = self.end_ns - self.start_ns
         usual = np.zeros(len(took), dtype=np.int64)

@@ -3,8 +3,8 @@
 Drivers since CUDA 13 leave the stream and the record of a `cuda_sync` event open; the event id and
 the times of runtime calls remain. torch creates an event when it first records it, and ids ascend
 with creation. So for events created within the trace, records come in the order of ids. An event
-older than the trace is assumed to be the one that the same thread recorded just before the wait.
-The recorded stream is the one on which that thread launched last.
+older than the trace is assumed to be the event that the same thread recorded just before the wait.
+Its stream is the stream on which that thread launched last.
 """
 
 from bisect import bisect_left, bisect_right

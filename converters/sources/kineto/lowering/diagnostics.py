@@ -65,8 +65,8 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
             for (first, second), count in pairs.most_common(_NAMED_PAIRS)
         )
         notes.append(
-            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the previous one of their "
-            f"stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
+            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the previous operation of "
+            f"their stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
             f"(most frequent of {len(pairs)} pairs: {most})"
         )
     early = gpu.launch_ns - rows.start_ns

@@ -107,7 +107,7 @@ class _DeviceOperations:
 
     Attributes:
         number: numbers of the future nodes, int64[n].
-        stream: place of each one's stream among the device's, int64[n].
+        stream: place of each operation's stream among the device's, int64[n].
         start: int64[n].
         end: int64[n].
         next_start: start of the next operation of the stream, int64[n].
@@ -158,10 +158,10 @@ def _ended_before(operations: _DeviceOperations, late: I64) -> list[tuple[int, i
 
 
 def _ending_at(operations: _DeviceOperations, late: I64) -> list[tuple[int, int] | None]:
-    """Return end and number of the operation of another stream that runs its last blocks then.
+    """Return, for each of `late`, end and number of an operation in its last blocks.
 
-    Then: when each of `late` starts. Of several, the one that ends first. Only the last operation
-    that a stream started can run its last blocks.
+    It runs on another stream, and is in its last blocks when the late operation starts. Of several
+    operations, the first to end is returned. Only the last operation that a stream started can run its last blocks.
     """
     # The late operations are visited by time, and a heap holds what runs its last blocks: asking
     # every stream for each late operation would take streams x late steps.
@@ -187,7 +187,7 @@ def _ending_at(operations: _DeviceOperations, late: I64) -> list[tuple[int, int]
                 ending[position] = end, number
                 break
             heappop(running)
-            if until[place] >= time_ns:  # of the late operation's own stream
+            if until[place] >= time_ns:  # of the late operation's stream
                 skipped.append((end, number, place))
         for entry in skipped:
             heappush(running, entry)
@@ -398,8 +398,8 @@ class SyncEdges:
     def gpu_waits(self, late: UnexplainedGaps) -> I64:
         """Return the unexplained wait of each GPU operation, int64[gpu_numbers].
 
-        Negative: the overlap with the previous operation of its stream, or of another one that left
-        it free SMs.
+        Negative: the overlap with the previous operation of its stream, or with an operation that
+        left it free SMs.
         """
         start, end = (
             np.array(times, dtype=np.int64) for times in (self._times.start, self._times.end)

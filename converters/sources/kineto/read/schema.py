@@ -1,4 +1,4 @@
-"""The JSON fields that conversion reads, and the columns made from them."""
+"""The JSON fields that conversion reads, and the columns built from them."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

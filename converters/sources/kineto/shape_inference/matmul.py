@@ -12,7 +12,14 @@ from onerank.converters.sources.kineto.shape_inference.inputs import (
 
 
 def _product(first: int, second: int, *, types: int | None = None, name: str = ""):
-    """Return the rule of `[..., m, k] x [..., k, n]`, the operands at these positions."""
+    """Return the rule of `[..., m, k] x [..., k, n]`.
+
+    Args:
+        first: position of the left operand.
+        second: position of the right operand.
+        types: position of the requested dtype; None for operators without one.
+        name: type of the result; "" for the left operand's.
+    """
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         left, right = inputs.tensor(first), inputs.tensor(second)
@@ -38,7 +45,10 @@ def _linear(inputs: Inputs) -> tuple[Result, ...] | None:
 
 
 def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
-    """Rule of a grouped product of experts; offsets split its rows, columns or inner dimension."""
+    """Apply the rule of a grouped product of experts, whose offsets split one dimension.
+
+    They split the rows (2-D x 3-D), the columns (3-D x 2-D) or the inner dimension (2-D x 2-D).
+    """
     left, right, offsets = (inputs.tensor(at) for at in range(3))
     if left is None or right is None:
         return None
@@ -53,14 +63,20 @@ def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
 
 
 def _attention(*, heads_first: bool):
-    """Return the rule of fused attention: the output, and a log-sum-exp per row."""
+    """Return the rule of fused attention: the output, and a log-sum-exp per row and head.
+
+    Args:
+        heads_first: whether operands are [batch, heads, rows, width], else [batch, rows, heads,
+            width].
+    """
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         query, _, value = (inputs.tensor(at) for at in range(3))
         if query is None or value is None or len(query.shape) < 3:
             return None
-        *batch, rows, heads = query.shape[:-1]
-        sums = (*batch, rows, heads) if heads_first else (*batch, heads, rows)
+        # The log-sum-exp has the heads before the rows, whatever the layout of the query.
+        *batch, first, second = query.shape[:-1]
+        sums = (*batch, first, second) if heads_first else (*batch, second, first)
         output = Tensor((*query.shape[:-1], value.shape[-1]), query.type)
         return output, Tensor(sums, "float")
 
@@ -76,7 +92,10 @@ def _window_positions(
 
 
 def _per_side(numbers: list[int] | None, count: int, default: int | None) -> list[int] | None:
-    """Return a number for each of `count` sides; one number applies to all, none is `default`."""
+    """Return a number for each of `count` sides.
+
+    A single number applies to all sides, an empty list means `default`.
+    """
     if not numbers:
         return None if default is None or numbers is None else [default] * count
     return numbers * count if len(numbers) == 1 else numbers if len(numbers) == count else None
@@ -154,6 +173,7 @@ def _convolution(
                 _transposed_sides(x.shape, kernel, *lists, inputs.numbers(output_padding)),
                 count,
             )
+            # A transposed convolution's weight is [in, out / groups, ...].
             channels *= weight.shape[1]
         else:
             sides, channels = _window_sides(x.shape, kernel, *lists), weight.shape[0]
@@ -167,6 +187,7 @@ def _convolution(
 
 def _convolution_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     grad, x, weight = (inputs.tensor(at) for at in range(3))
+    # Positions of convolution_backward: 7 is `transposed`, 9 `groups`, 10 `output_mask`.
     mask = inputs.list_of(10)
     if grad is None or x is None or weight is None or mask is None:
         return None
@@ -185,6 +206,7 @@ def _pooling(*, dilated: bool, indices: bool):
         x, kernel, ceiling = inputs.tensor(0), inputs.numbers(1), inputs.value(5 if dilated else 4)
         if x is None or not kernel or ceiling is None:
             return None
+        # An empty stride means the kernel size.
         lists = [inputs.numbers(2) or kernel, inputs.numbers(3)]
         lists.append(inputs.numbers(4) if dilated else [1])
         sides = _window_sides(x.shape, tuple(kernel), *lists, up=ceiling is True)
@@ -197,7 +219,7 @@ def _pooling(*, dilated: bool, indices: bool):
 
 
 def _resize(inputs: Inputs) -> tuple[Result, ...] | None:
-    """Rule of an operator that produces images of the size at position 1."""
+    """Apply the rule of an operator that produces images of the size at position 1."""
     x, sides = inputs.tensor(0), inputs.numbers(1)
     if x is None or not sides or len(sides) > len(x.shape):
         return None

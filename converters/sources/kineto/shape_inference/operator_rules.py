@@ -128,7 +128,7 @@ def _pad(inputs: Inputs) -> tuple[Result, ...] | None:
 
 
 def _sizes_at_1(inputs: Inputs) -> tuple[Result, ...] | None:
-    """Rule of a backward that writes a gradient into zeros of the sizes at position 1."""
+    """Apply the rule of a backward that writes a gradient into zeros of the sizes at position 1."""
     operand, sizes = inputs.tensor(0), inputs.numbers(1)
     return None if operand is None or sizes is None else (Tensor(tuple(sizes), operand.type),)
 
@@ -187,6 +187,14 @@ def _reduce(inputs: Inputs, at: int) -> tuple[Tensor, Shape] | None:
 
 
 def _reduction(at: int, *, types: int | None, counts: bool = False):
+    """Return the rule of a reduction.
+
+    Args:
+        at: position of the dimensions, then of `keepdim`.
+        types: position of the requested dtype; None for operators without one.
+        counts: whether integers and booleans are summed in int64.
+    """
+
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         reduction = _reduce(inputs, at)
         if reduction is None:
@@ -200,6 +208,8 @@ def _reduction(at: int, *, types: int | None, counts: bool = False):
 
 
 def _reduction_to(name: str):
+    """Return the rule of a reduction whose result has the type `name`."""
+
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         reduction = _reduce(inputs, 1)
         return None if reduction is None else (Tensor(reduction[1], name),)
@@ -208,7 +218,10 @@ def _reduction_to(name: str):
 
 
 def _extreme(inputs: Inputs) -> tuple[Result, ...] | None:
-    """Rule of max and min: over all, along a dimension (with indices), or of two tensors."""
+    """Apply the rule of max and min.
+
+    They reduce a tensor, reduce a dimension (with indices), or compare two tensors.
+    """
     operand, other = inputs.tensor(0), inputs.tensor(1)
     if operand is None:
         return None
@@ -230,6 +243,7 @@ def _layer_norm(inputs: Inputs) -> tuple[Result, ...] | None:
     if operand is None:
         return None
     count = len((inputs.tensor(2) or operand).shape) if sizes is None else len(sizes)
+    # Means and reciprocal deviations are saved for backward, in float32 for half-precision inputs.
     rows = operand.shape[: len(operand.shape) - count] + (1,) * count
     half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
     saved = Tensor(rows, "float" if half else operand.type)
@@ -242,7 +256,12 @@ def _rms_norm(inputs: Inputs) -> tuple[Result, ...] | None:
 
 
 def _gradients(operands: tuple[int, ...], mask: int | None):
-    """Return a rule of a backward: gradients are like the inputs at these positions."""
+    """Return the rule of a backward whose gradients are like the inputs at these positions.
+
+    Args:
+        operands: the positions.
+        mask: position of the flags that say which gradients are requested; None for all.
+    """
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         gradients: list[Result] = [inputs.tensor(at) for at in operands]
@@ -262,7 +281,9 @@ def _batch_norm(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
     saved = Tensor(
-        (operand.shape[1] if training is not False else 0,), "float" if half else operand.type
+        # Evaluation saves no statistics of the batch.
+        (operand.shape[1] if training is not False else 0,),
+        "float" if half else operand.type,
     )
     return operand, saved, saved
 
@@ -279,6 +300,7 @@ def _softmax(inputs: Inputs) -> tuple[Result, ...] | None:
     operand = inputs.tensor(0)
     if operand is None:
         return None
+    # The third argument is `half_to_float`.
     return (Tensor(operand.shape, "float" if inputs.value(2) is True else operand.type),)
 
 
@@ -306,6 +328,7 @@ def _loss(reduction: int):
             or (reduction_mode is None and len(inputs) > reduction)
         ):
             return None
+        # 0 is at::Reduction::None.
         shape = broadcast([operand.shape, target.shape]) if reduction_mode == 0 else ()
         return None if shape is None else (Tensor(shape, operand.type),)
 
@@ -342,10 +365,11 @@ def _embedding_bag(inputs: Inputs) -> tuple[Result, ...] | None:
     table, index, offsets = (inputs.tensor(at) for at in range(3))
     if table is None or index is None or offsets is None or not table.shape:
         return None
+    # `include_last_offset` adds an offset at which no bag begins.
     bags = offsets.numel - (1 if inputs.value(8) is True else 0)
     output = Tensor((bags, *table.shape[1:]), table.type)
-    each = Tensor((bags,), index.type)
-    return output, Tensor((0,), index.type), each, each
+    per_bag = Tensor((bags,), index.type)
+    return output, Tensor((0,), index.type), per_bag, per_bag
 
 
 def _index_select(inputs: Inputs) -> tuple[Result, ...] | None:
