@@ -453,6 +453,7 @@ def layer_signatures(layered: LayeredGraph) -> list[Signature]:
     numbers = zip(inverse.ravel().tolist(), nodes.input_shapes.tolist(), strict=True)
     for (columns, shapes), module, place in zip(numbers, modules, layered.place, strict=True):
         if place is not None and module.startswith(layered.module) and module != layered.module:
+            # Relative to the layer that runs the node: FSDP fetches the states of the next layer.
             number, _, inner = module[lead:].partition(".")
             ahead = int(number) - place[1] if number.isdigit() else 0
             module = f"{ahead:+d}.{inner}" if number.isdigit() else module  # noqa: PLW2901

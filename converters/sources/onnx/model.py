@@ -144,6 +144,7 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
     )
     weights = _weights(path, proto)
     nodes = tuple(proto.graph.node)
+    # Shape inference and the lowering visit nodes once, in this order.
     _check_order(path, nodes, {value.name for value in model_inputs} | set(weights))
     return Model(path, proto, nodes, inputs, weights, bound)
 

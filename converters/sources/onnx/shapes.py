@@ -68,6 +68,7 @@ class Shapes:
             inferred = {}
         for name in node.output:
             tensor = shape_of(inferred[name], {}) if name in inferred else None
+            # Inference fails for operators of other domains; exporters often state their shapes.
             if tensor is None and name in self._stated:
                 tensor = shape_of(self._stated[name], self._model.bound)
             if tensor is not None:

@@ -458,6 +458,7 @@ def micro_batches(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I6
         numbers = _number_sequential(
             timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD
         )
+    # With a number, a pipeline schedule would repeat an evaluation with that micro-batch.
     return np.where(evaluated, NONE, numbers)
 
 

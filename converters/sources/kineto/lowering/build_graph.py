@@ -205,6 +205,9 @@ def _fill_types(text: str, kinds: tuple[str, ...]) -> str:
     return msgspec.json.encode(filled).decode()
 
 
+# PyTorch's list kernels are templates, and their names have the arguments: `OpaqueType<bytes>` in
+# aten/src/ATen/native/cuda/Shape.cu, the dtype as the functor's first argument in
+# MultiTensorApply.cuh.
 _CONCATENATION = re.compile(r"CatArrayBatchedCopy\w{0,64}<[^<]*OpaqueType<(\d{1,3})")
 
 _FOREACH = "multi_tensor_apply_kernel<"

@@ -360,6 +360,7 @@ class DependencyEdges:
         rows, phase = self.timeline.rows, self.timeline.phase
         backward = (phase == Phase.BACKWARD) | (not rows.is_operator.any())
         others = rows.thread[(phase == Phase.FORWARD) | (phase == Phase.OPTIMIZER)]
+        # On CUDA autograd has a thread per device; on a CPU it runs on the thread that calls it.
         autograd = np.setdiff1d(rows.thread[backward], others)
         backward |= np.isin(rows.thread, autograd)
         order = np.argsort(rows.start_ns[self.kept], kind="stable")

@@ -48,6 +48,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
             f"{count} of {operators} operators outlast their caller, by {over_ns.max()} "
             f"ns at most ({timeline.name(worst)!r} in {timeline.name(int(parent[worst]))!r})"
         )
+        # Public traces of old schemas have a few such operators.
         if count > operators // 10:
             raise TraceError(
                 f"{path}: {overlap}; expected at most {operators // 10}, because operators of a "
@@ -69,6 +70,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
             f"their stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
             f"(most frequent of {len(pairs)} pairs: {most})"
         )
+    # Real traces have both: overlaps on a stream, and starts before the launch.
     early = gpu.launch_ns - rows.start_ns
     early = early[early > CLOCK_NS]
     if len(early):

@@ -215,6 +215,8 @@ class CallPlacement:
             launch, stream = int(self._gpu.launch_ns[first]), int(rows.stream[first])
             if self._gpu.paced[call.kernels].any():
                 end = int(rows.start_ns[last] + rows.duration_ns[last])
+                # The pace of such a kernel follows from the bytes and a given bandwidth: it is no
+                # measurement.
                 evidence = Evidence.SCALED
         self._placed.append(_Placement(stream, UNKNOWN, end - start, evidence))
         return self._times.add(start, end, launch)

@@ -138,6 +138,8 @@ def leaves(timeline: HostTimeline) -> list[int]:
     return operators
 
 
+# torch 2.11 infers the result of a DTensor operator on fake tensors each time a scalar argument
+# changes; on a CPU those operators look like work.
 def _fake(parents: list[int], names: list[str]) -> list[bool]:
     """Return the events inside a dispatch mode of a tensor subclass, the mode included."""
     inside, fake = [False] * len(parents), [False] * len(parents)
@@ -207,6 +209,7 @@ def _select_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
     loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
     if cpu_only:
         return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
+    # No annotations: `## backward ##` spans the wait for another thread, and would count it twice.
     chosen = timeline.rows.is_operator | unattributed_calls(timeline)
     chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
     return np.union1d(np.flatnonzero(chosen), loading)

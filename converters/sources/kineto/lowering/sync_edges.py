@@ -161,7 +161,8 @@ def _ending_at(operations: _DeviceOperations, late: I64) -> list[tuple[int, int]
     """Return, for each of `late`, end and number of an operation in its last blocks.
 
     It runs on another stream, and is in its last blocks when the late operation starts. Of several
-    operations, the first to end is returned. Only the last operation that a stream started can run its last blocks.
+    operations, the first to end is returned. Only the last operation that a stream started can run
+    its last blocks.
     """
     # The late operations are visited by time, and a heap holds what runs its last blocks: asking
     # every stream for each late operation would take streams x late steps.

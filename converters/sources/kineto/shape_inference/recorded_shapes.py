@@ -35,6 +35,7 @@ def use_profiler_shapes(timeline: HostTimeline) -> None:
     rows, strings = timeline.rows, timeline.strings
     index = np.flatnonzero(rows.operands[:, 1:].all(axis=1))
     keys = np.column_stack([rows.name[index], rows.operands[index]])
+    # A step repeats few distinct calls, so each is read once.
     distinct, place = np.unique(keys, axis=0, return_inverse=True)
     codes = np.zeros((len(distinct), 6), dtype=np.int32)
     for number, key in enumerate(distinct.tolist()):
@@ -113,6 +114,8 @@ def _sizes(shape: Any) -> list[int]:
 
 def _value(text: str) -> Any:
     """Return the value of an argument: a number, a boolean or a list of them; None if missing."""
+    # Text of the trace is not trusted: `literal_eval` reads literals only, and raises on deep
+    # nesting.
     if _DIGITS_AND_POINT.match(text) or text in ("True", "False") or text.startswith("["):
         try:
             read: Any = ast.literal_eval(text)
