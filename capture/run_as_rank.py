@@ -151,8 +151,8 @@ def run_as_rank(
         run_script(
             *(script, args, windows, at_step),
             module=options.module,
-            sharded=options.data_parallel == "fsdp",
-            parted=slices and world.sizes.get("cp", 1) > 1,
+            fsdp_shards=options.data_parallel == "fsdp",
+            partial_sequence=slices and world.sizes.get("cp", 1) > 1,
             before=BeforeFirstStep(script, progress, modules),
         )
         sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None

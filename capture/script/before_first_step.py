@@ -27,16 +27,17 @@ from onerank.ir.errors import ScriptError
 HEARTBEAT_S = 10.0
 
 MOST_BACKWARDS = 64
-"""Backward passes before a script without any optimizer is refused.
+"""Backward passes before a script without an optimizer is refused.
 
-Scripts rarely run more before they create one: pruning scores and Fisher matrices take a few
-batches.
+Scripts rarely run more before they create an optimizer: pruning scores and Fisher matrices take a
+few batches.
 """
 
 MOST_FORWARDS = 1024
-"""The same for forwards of a script that runs no backward: an evaluation may precede training."""
+"""Forwards before a script without a backward is refused: an evaluation may precede training."""
 
 _FIRST_REPORT = 16
+"""Count from which powers of two are reported; below, the heartbeat is enough."""
 
 
 class BeforeFirstStep:
@@ -122,8 +123,8 @@ class BeforeFirstStep:
             self._refuse(
                 ScriptError(
                     f"{self._script}: {count}, and there is no optimizer\n  a step ends where a "
-                    "torch.optim optimizer, or an object that holds the parameters in its "
-                    "attributes, runs its method step(): move an update by hand into such a method",
+                    "torch.optim optimizer, or an object with the parameters in its attributes, "
+                    "runs its method step(): move a manual update into such a method",
                     code="script-no-step",
                 )
             )
@@ -142,11 +143,9 @@ class BeforeFirstStep:
 
     @contextlib.contextmanager
     def _heartbeat(self) -> Generator[None]:
-        """Report the script's current line while nothing else is reported.
-
-        An alarm and not a thread: forks of a process with several threads may deadlock, and scripts
-        fork data-loader workers. A script that uses the alarm itself takes it over.
-        """
+        """Report the script's current line while nothing else is reported."""
+        # An alarm and not a thread: forks of a process with several threads may deadlock, and
+        # scripts fork data-loader workers. A script that uses the alarm itself takes it over.
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
             yield
@@ -187,8 +186,8 @@ def _raise(error: ScriptError) -> None:
 
 def _parameters(model: nn.Module) -> str:
     parameters: list[Any] = list(model.parameters())
-    # Of a DTensor, what this rank holds.
-    count = sum(getattr(one, "_local_tensor", one).numel() for one in parameters)
+    # Of a DTensor, the local shard.
+    count = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
     return f"{count:,} parameters on this rank"
 
 

@@ -19,152 +19,156 @@ _NO_GPU = re.compile(
     r"torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available|"
     r"needs a non-CPU accelerator device|only work with GPU modules|is only available on GPU"
 )
-_ON_GPU_ALONE = re.compile(  # torch's own limits of a CPU, which a real job there meets too
+# Limits of torch on a CPU, which a real job on CPUs meets too.
+_GPU_ONLY = re.compile(
     r"_for_cpu\S* does not have a sharding strategy registered|"
     r"FlexAttention does not support backward on CPU|module 'torch\.cpu' has no attribute"
 )
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
-_NOT_ON_SHARDS = re.compile(  # torch.distributed.tensor's words
+_UNSUPPORTED_ON_SHARDS = re.compile(  # wording of torch.distributed.tensor
     r"in-place operations that require placement changes|"
     r"does not have a sharding strategy registered"
 )
 _NO_STORAGE = "access the data pointer on an invalid python storage"
-_UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
+_SIZES_DIFFER = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ON_META = re.compile(r"\bdevice meta\b|\bmeta tensor|'meta' device")
 _PACKAGE = Path(__file__).parents[1]
 META_ADVICE = (
-    "a model on torch's meta device holds no values: call model.to_empty(device=...) and "
+    "a model on torch's meta device has no values: call model.to_empty(device=...) and "
     "initialise the weights before training, or build the model on a real device"
 )
-_STATES = 4  # weights, gradients and AdamW's two moments
+
+_ADAMW_FACTOR = 4
+"""Memory of training state over that of weights: weights, gradients and AdamW's two moments."""
 
 
 def explained(
-    error: BaseException, script: Path, *, sharded: bool = False, parted: bool = False
+    error: BaseException, script: Path, *, fsdp_shards: bool = False, partial_sequence: bool = False
 ) -> str:
-    """Return an error's message, and what would help where that is known.
+    """Return an error's message with advice, or the plain message if no advice is known.
 
     Args:
-        error: what the script raised.
-        script: its path.
-        sharded: whether the shards in it are those of --fsdp, and not the script's own.
-        parted: whether --cp cuts the sequences of its models.
+        error: error that the script raised.
+        script: path of the script.
+        fsdp_shards: whether --fsdp shards the script's models.
+        partial_sequence: whether --cp cuts the sequences of the script's models.
     """
     text = str(error)
     if type(error).__name__ == "CheckpointException":
         why = "; ".join(first_line(failed) for failed, _ in getattr(error, "failures", {}).values())
         return (
-            f"{place(error, script)}: torch.distributed.checkpoint failed ({why}). A capture "
-            "leaves out what the script saves, and reads what it loads: let it load what a run of "
-            "the real job has written, or nothing"
+            f"{script_line(error, script)}: torch.distributed.checkpoint failed ({why})\n"
+            "  a capture skips saving and reads what the script loads: load a checkpoint that the "
+            "real job has written, or none"
         )
-    if (found := _NO_MEMORY.search(text)) is not None:
-        plain, amount, unit = found.groups()
-        asked = int(plain) if plain else round(float(amount) * _UNITS[unit])
-        return _without_memory(asked, on_gpu=isinstance(error, torch.OutOfMemoryError))
+    if (match := _NO_MEMORY.search(text)) is not None:
+        plain, amount, unit = match.groups()
+        requested = int(plain) if plain else round(float(amount) * _UNITS[unit])
+        return _without_memory(requested, on_gpu=isinstance(error, torch.OutOfMemoryError))
     if _ON_META.search(text):
-        return f"{place(error, script)}: {first_line(error).rstrip('.')}\n  {META_ADVICE}"
+        return f"{script_line(error, script)}: {first_line(error).rstrip('.')}\n  {META_ADVICE}"
     if _NO_GPU.search(text) and not torch.cuda.is_available():
         why = first_line(error).rstrip(".")
         return (
-            f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
-            'there is one, or let the script take device "cpu"'
+            f"{script_line(error, script)} needs a GPU, and this machine has none: {why}\n"
+            '  capture on a machine with a GPU, or let the script use the device "cpu"'
         )
-    if _ON_GPU_ALONE.search(text):
+    if _GPU_ONLY.search(text):
+        why = first_line(error).rstrip(".")
         return (
-            f"{place(error, script)} runs on a GPU alone: {first_line(error).rstrip('.')}. A real "
-            "job on CPUs ends so too: capture where there is a GPU, or let the script do without"
+            f"{script_line(error, script)} runs only on a GPU: {why}\n"
+            "  a real job on CPUs fails too: capture on a machine with a GPU"
         )
-    told = (sharded and _of_shards(error, script)) or (parted and _of_parts(error, script))
-    return told or text
+    hint = (fsdp_shards and _fsdp_hint(error, script)) or (
+        partial_sequence and _sequence_hint(error, script)
+    )
+    return hint or text
 
 
-def _of_shards(error: BaseException, script: Path) -> str | None:
-    """Say what --fsdp's shards do not go with, where the error is of that."""
-    text = str(error)
-    if _MIXED.search(text) and (kind := _stepping(error)) is not None:
+def _fsdp_hint(error: BaseException, script: Path) -> str | None:
+    """Return the message for an operation that FSDP2's shards do not support; None for others."""
+    text, where = str(error), script_line(error, script)
+    # An optimizer fails inside its step: then the optimizer is the cause, not the script's line.
+    if _MIXED.search(text) and (kind := _failed_optimizer(error)) is not None:
         return (
-            f"{place(error, script)}: {kind} makes its states without asking what the parameters "
-            f"are, and FSDP2's are shards ({first_line(error)}): use another optimizer, or --ddp"
+            f"{where}: {kind} creates its states as plain tensors, and FSDP2's "
+            f"parameters are shards ({first_line(error)})\n  use another optimizer, or --ddp"
         )
-    if _NOT_ON_SHARDS.search(text) and (kind := _stepping(error)) is not None:
+    if _UNSUPPORTED_ON_SHARDS.search(text) and (kind := _failed_optimizer(error)) is not None:
         return (
-            f"{place(error, script)}: {kind} cannot step on FSDP2's shards, in a real job neither "
-            f"({first_line(error)}): use another optimizer, or --ddp"
+            f"{where}: {kind} cannot step on FSDP2's shards, in a real job neither "
+            f"({first_line(error)})\n  use another optimizer, or --ddp"
         )
     if _NO_STORAGE in text:
         return (
-            f"{place(error, script)}: under --fsdp a model's parameters are shards, which have no "
-            f"storage of their own ({first_line(error)}). Save them by save_pretrained, torch.save "
-            "or safetensors' save_file, which write this rank's"
+            f"{where}: under --fsdp parameters are shards, which have no storage "
+            f"({first_line(error)})\n  save them with save_pretrained, torch.save or safetensors' "
+            "save_file, which write this rank's shards"
         )
     if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
         return (
-            f"{place(error, script)}: under --fsdp a model's parameters are shards from its "
-            "first forward on, which go neither with tensors made from whole ones before nor into "
-            f"a copy ({first_line(error)}). Copy the model (copy.deepcopy, AveragedModel) before "
-            "its first forward, so that the copy is sharded with it, and make other tensors from "
-            "its parameters after it; or use --zero 1"
+            f"{where}: under --fsdp parameters are shards from the first forward "
+            f"on; they do not mix with whole tensors and cannot be copied ({first_line(error)})\n"
+            "  copy the model (copy.deepcopy, AveragedModel) before its first forward, create "
+            "other tensors from its parameters after it, or use --zero 1"
         )
     return None
 
 
-def _of_parts(error: BaseException, script: Path) -> str | None:
-    """Say what --cp's parts of a sequence do not go with, where the error is of that."""
-    if _UNLIKE.search(str(error)) is None:
+def _sequence_hint(error: BaseException, script: Path) -> str | None:
+    """Return the message for a part of a sequence where the script expects all; None for others."""
+    if _SIZES_DIFFER.search(str(error)) is None:
         return None
     return (
-        f"{place(error, script)}: {first_line(error)}. Under --cp a model has the rank's part "
-        "of the sequence, and so has what it returns of each token, but for logits, which are "
-        "gathered where they are read (hidden states, and log-probabilities of the head of "
-        "TRL's DPOTrainer, are not). Let the model compute the loss, or leave --cp out"
+        f"{script_line(error, script)}: {first_line(error)}\n"
+        "  Under --cp a model sees this rank's part of the sequence. Its logits are gathered when "
+        "they are read; other outputs per token (hidden states, log-probabilities of TRL's "
+        "DPOTrainer) are not. Let the model compute the loss, or leave --cp out"
     )
 
 
-def _stepping(error: BaseException) -> str | None:
-    """Return the class of the optimizer in whose own step it was raised, None for no such step."""
-    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    steps = [f.f_locals.get("self") for f in last if f.f_code.co_name == "step"]
+def _failed_optimizer(error: BaseException) -> str | None:
+    """Return the class of the innermost optimizer whose step raised the error; None if none did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    steps = [f.f_locals.get("self") for f in frames if f.f_code.co_name == "step"]
     kinds = [type(step).__name__ for step in steps if isinstance(step, torch.optim.Optimizer)]
     return kinds[-1] if kinds else None
 
 
-def _without_memory(asked: int, *, on_gpu: bool) -> str:
-    """Say what was needed, and what would fit."""
+def _without_memory(requested: int, *, on_gpu: bool) -> str:
+    """Return the message for an allocation of `requested` bytes that failed."""
     weights = sum(
         parameter.numel() * parameter.element_size()
         for parameter in live(nn.Parameter)
         if not parameter.is_meta
     )
-    state = _STATES * weights
+    state = _ADAMW_FACTOR * weights
     used, total, where = _memory(on_gpu=on_gpu)
-    needed = used + asked
-    parts = [
-        f"out of memory: it asked for {_gib(asked)} with {_gib(used)} in use, so it needs more "
-        f"than {_gib(needed)} of {where}'s {_gib(total)}",
-        f"The slice's weights are {_gib(weights)}; with gradients and AdamW's moments of the same "
-        f"type {_gib(state)}",
-    ]
+    needed = used + requested
+    text = (
+        f"out of memory: {_gib(requested)} requested with {_gib(used)} in use, so the script needs "
+        f"more than {_gib(needed)} of {where}'s {_gib(total)}. The slice's weights take "
+        f"{_gib(weights)}; with gradients and AdamW's moments of the same dtype {_gib(state)}\n  "
+    )
     if state > total:
+        # Half of the memory is left for activations.
         factor = 2
         while state / factor > total / 2:
             factor *= 2
-        parts.append(
-            f"Those fit, with as much again left for activations, sliced {factor} times finer "
-            f"({_gib(state // factor)}): a larger --tp, or fewer --capture-layers"
+        return (
+            f"{text}slice {factor} times finer ({_gib(state // factor)}, with as much again for "
+            "activations): a larger --tp, or fewer --capture-layers"
         )
-    else:
-        parts.append(
-            f"Those fit; activations and workspaces do not in the other {_gib(total - state)}: "
-            "a smaller batch or sequence, activation checkpointing, a larger --tp or fewer "
-            "--capture-layers"
-        )
-    return ". ".join(parts)
+    return (
+        f"{text}activations and workspaces do not fit in the other {_gib(total - state)}: use a "
+        "smaller batch or sequence, activation checkpointing, a larger --tp or fewer "
+        "--capture-layers"
+    )
 
 
 def _memory(*, on_gpu: bool) -> tuple[int, int, str]:
-    """Return bytes in use, bytes in all, and of what."""
+    """Return bytes in use, total bytes, and the name of the device."""
     if on_gpu:
         device = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(device)
@@ -179,15 +183,15 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def place(error: BaseException, script: Path) -> str:
-    """Name the script's own line."""
+def script_line(error: BaseException, script: Path) -> str:
+    """Return the script's name and the innermost of its lines in the traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
     if not frames:
         return script.name
     return f"{script.name} line {frames[-1].lineno} ({(frames[-1].line or '').strip()})"
 
 
-def library_place(error: BaseException, script: Path) -> str:
+def library_line(error: BaseException, script: Path) -> str:
     """Return ", in FILE line N (FUNCTION)" if a library raised the error; "" otherwise.
 
     The standard library does not count, since argparse exits for a wrong argument of the script.

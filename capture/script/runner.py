@@ -19,24 +19,24 @@ import torch
 from onerank.capture.patches import patched
 from onerank.capture.profiling.windows import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
-from onerank.capture.script.error_hints import explained, library_place, place
+from onerank.capture.script.error_hints import explained, library_line, script_line
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 
-_EVERY_S = 1e-4
+_EVICTION_INTERVAL_S = 1e-4
 
 
 class Eviction:
-    """Raises an exception in the main thread, again and again, until the script has left.
-
-    One exception lands in the script's `except:` and is lost. Of a row of them one comes while
-    that handler runs, or between two turns of the loop, where nothing catches it. The alarm's
-    handler sees the stack: it raises only below the function that runs the script.
+    """Raises exceptions in the main thread until the script ends.
 
     Args:
-        ending: makes the exception.
-        below: name of the function that runs the script.
+        ending: creates an exception.
+        below: function that runs the script.
     """
+
+    # The script's `except:` catches a single exception. Of many, one arrives while that handler
+    # runs, or between two iterations of the loop around it, where nothing catches it. The handler
+    # of the alarm looks at the stack, so that it raises only while the script runs.
 
     def __init__(self, ending: Callable[[], BaseException], below: Callable[..., object]) -> None:
         self._ending = ending
@@ -45,12 +45,12 @@ class Eviction:
         self.begun = False
 
     def begin(self) -> None:
-        """Begin raising; in any other thread than the main one it cannot be done."""
+        """Begin to raise; outside of the main thread, which receives signals, do nothing."""
         if self.begun or threading.current_thread() is not threading.main_thread():
             return
         self.begun = True
         self._before = signal.signal(signal.SIGALRM, self._raise)
-        signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
+        signal.setitimer(signal.ITIMER_REAL, _EVICTION_INTERVAL_S, _EVICTION_INTERVAL_S)
 
     def _raise(self, _: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -72,15 +72,16 @@ class Eviction:
             signal.signal(signal.SIGALRM, self._before)
 
 
-_ENDINGS = 3  # how often a script may catch its end and go on
+_MAX_CAUGHT_ENDS = 3
+"""How often a script may catch the exception that ends it before it is evicted."""
 
 
 class CaptureComplete(SystemExit):
-    """Leaves the script; a SystemExit, so that `except Exception` does not hold it up."""
+    """Ends the script; a SystemExit, because `except Exception` does not catch it."""
 
 
 class _ImmediateExit(SystemExit):
-    """A call of os._exit, which would end the capture in silence with the script."""
+    """A call of os._exit, which would end the capture together with the script."""
 
 
 def run_script(
@@ -90,20 +91,20 @@ def run_script(
     at_step: Callable[[], None],
     *,
     module: str | None = None,
-    sharded: bool = False,
-    parted: bool = False,
+    fsdp_shards: bool = False,
+    partial_sequence: bool = False,
     before: BeforeFirstStep | None = None,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
     Args:
         script: path of the script.
-        args: its own command-line arguments.
-        windows: told of every optimizer step.
-        at_step: called after each optimizer step, before the windows are.
+        args: command-line arguments of the script.
+        windows: receive every optimizer step.
+        at_step: called after each optimizer step, before the windows.
         module: as for `play_script`.
-        sharded: whether --fsdp shards its models.
-        parted: whether --cp cuts the sequences of its models.
+        fsdp_shards: as for `explained`.
+        partial_sequence: as for `explained`.
         before: observes the script until its first step.
 
     Raises:
@@ -127,10 +128,10 @@ def run_script(
             ) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
-        if windows.complete:  # in what the script does on its way out
+    except BaseException as error:  # CheckpointException of torch.distributed is no Exception
+        if windows.complete:  # raised while the script ended: the capture is not affected
             return
-        why = explained(error, script, sharded=sharded, parted=parted)
+        why = explained(error, script, fsdp_shards=fsdp_shards, partial_sequence=partial_sequence)
         raise ScriptError(
             f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
             _own_traceback(error, script),
@@ -142,16 +143,18 @@ def run_script(
         raise boundary.failure
     if eviction.begun:
         windows.observed.notes.append(
-            f"the script caught its end {_ENDINGS} times and went on, and was interrupted"
+            f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
+            "interrupted"
         )
-    if windows.complete:  # or it caught the exit, or stepped in another thread
+    # Also after a normal return: a script may catch the exit, or step in another thread.
+    if windows.complete:
         return
     if boundary.taken == 0:
         raise ScriptError(
-            f"{script} ended without an optimizer step: a step is a call of the method step() of a "
-            "torch.optim optimizer, or of an object that holds the parameters in its attributes; "
-            "let the script train, or update parameters in such a method. One that a loss scaler "
-            "skips is none",
+            f"{script} ended without an optimizer step\n"
+            "  a step is a call of step() of a torch.optim optimizer, or of an object with the "
+            "parameters in its attributes, that no loss scaler skips: let the script train, or "
+            "update parameters in such a method",
             code="script-no-step",
         )
     raise ScriptError(
@@ -161,11 +164,11 @@ def run_script(
 
 
 class _Boundary:
-    """Called between two steps of the script; ends it when the windows are complete.
+    """Called after each optimizer step; ends the script when the windows are complete.
 
     Attributes:
-        failure: what went wrong at a boundary; a script may catch it, or step in another thread.
-        taken: steps of the optimizer.
+        failure: the error that ended the script, kept because the script may catch it; else None.
+        taken: optimizer steps so far.
     """
 
     def __init__(
@@ -181,17 +184,17 @@ class _Boundary:
         self._eviction = eviction
         self._before = before
         self._process = os.getpid()
-        self._endings = 0
+        self._ends = 0
         self.taken = 0
         self._skipped = False
 
     def __call__(self, *, skipped: bool) -> None:
-        """End a step of the optimizer, and with the last of several the step that they make.
+        """End an optimizer step, and with the last of `optimizer_steps` a captured step.
 
-        `skipped` is whether its update was left out.
+        `skipped` is whether a loss scaler skipped the update.
         """
         if os.getpid() != self._process:
-            return  # a child that the script forked is not captured
+            return  # in a child that the script forked, which is not captured
         self.taken += 1
         self._skipped |= skipped
         if self.taken % self._windows.optimizer_steps and self.failure is None:
@@ -205,7 +208,7 @@ class _Boundary:
                 self._windows.boundary(skipped=skipped)
             except OneRankError as error:
                 self.failure = error
-            except OSError as error:  # of the traces, and none of the script's
+            except OSError as error:  # from writing traces: the script does not run here
                 self.failure = _unwritten(error)
         if self.failure is not None or self._windows.complete:
             self._leave_script()
@@ -217,8 +220,8 @@ class _Boundary:
             self._leave_script()
 
     def _leave_script(self) -> NoReturn:
-        self._endings += 1
-        if self._endings > _ENDINGS:
+        self._ends += 1
+        if self._ends > _MAX_CAUGHT_ENDS:
             self._eviction.begin()
         if self.failure is not None:
             raise self.failure
@@ -228,9 +231,9 @@ class _Boundary:
 
 def _unwritten(error: OSError) -> CaptureError:
     """Return the error of a trace that could not be written."""
-    place = error.filename or tempfile.gettempdir()
+    path = error.filename or tempfile.gettempdir()
     return CaptureError(
-        f"the traces could not be written: {place}: {error.strerror or error}\n"
+        f"the traces could not be written: {path}: {error.strerror or error}\n"
         "  make room there, or let TMPDIR name a directory with room",
         code="capture-unwritten",
     )
@@ -238,7 +241,8 @@ def _unwritten(error: OSError) -> CaptureError:
 
 @contextlib.contextmanager
 def _ending_children() -> Generator[None]:
-    """End children that the script forked where the script ends, as they would without us."""
+    """End children that the script forked where the script ends."""
+    # Without a capture the interpreter would end there. A child must not continue with the capture.
     process, leave = os.getpid(), os._exit
     status = 0
     try:
@@ -263,8 +267,8 @@ def play_script(script: Path, args: Sequence[str], module: str | None = None) ->
 
     Args:
         script: path of the script.
-        args: its own command-line arguments.
-        module: its name as a module, by which it is run, as `python -m` would; None runs the file.
+        args: command-line arguments of the script.
+        module: name of the script as a module, to run it like `python -m`; None runs the file.
     """
     with _as_main(script, args, Path.cwd() if module else script.resolve().parent):
         if module is None:
@@ -287,13 +291,14 @@ def _exited(
     exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
 ) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    where = place(exit_, script) + library_place(exit_, script)
+    where = script_line(exit_, script) + library_line(exit_, script)
     text = f"{where} called {call}({exit_.code!r}) after {_steps(taken)}; "
     if taken:
         return text + _need(windows)
-    text += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
-    if not exit_.code and not torch.accelerator.is_available():  # as scripts leave that count GPUs
-        text += ". There is no GPU here; if it asks for some, capture where there is one"
+    text += f"let it train: its arguments, after --, were {shlex.join(args) or 'none'}"
+    # Scripts that count GPUs and see none often exit with 0.
+    if not exit_.code and not torch.accelerator.is_available():
+        text += ". This machine has no GPU; if the script needs one, capture where there is one"
     return text
 
 
@@ -314,27 +319,27 @@ def _own_traceback(error: BaseException, script: Path) -> str:
 
 @contextlib.contextmanager
 def _as_main(script: Path, args: Sequence[str], imports_from: Path) -> Generator[None]:
-    """Give the script its own argv and import path, as `python script args` would.
+    """Set argv and the import path as `python script args` does, and restore them at the end.
 
-    The process then works again where it did, for paths that the user gave.
+    The working directory is restored too, because paths of the user are relative to it.
     """
-    argv, path, place = sys.argv, list(sys.path), Path.cwd()
+    argv, path, directory = sys.argv, list(sys.path), Path.cwd()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(imports_from))
     try:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-        os.chdir(place)
+        os.chdir(directory)
 
 
 @contextlib.contextmanager
 def _exits_seen() -> Generator[None]:
-    """Let os._exit of this process, not of a child it forked, raise."""
-    original, own = os._exit, os.getpid()
+    """Make os._exit raise in this process, and exit in children that the script forks."""
+    original, process = os._exit, os.getpid()
 
     def leave(status: int) -> NoReturn:
-        if os.getpid() != own:
+        if os.getpid() != process:
             original(status)
         raise _ImmediateExit(status)
 

@@ -192,7 +192,7 @@ FAILURES = {
         [
             "unrecognized arguments: --lr 4",
             "train.py line 2 (argparse.ArgumentParser().parse_args()) called sys.exit(2) after 0",
-            "its own arguments, after --, were --lr 4",
+            "its arguments, after --, were --lr 4",
         ],
     ),
     "never steps": ("print('hello')", [], ["ended without an optimizer step"]),
