@@ -204,7 +204,7 @@ PATCHES: tuple[Patch, ...] = (
         ("grad", "backward"),
         "FSDP frees weights after a backward: refuse create_graph=True. The probe samples "
         "losses; it is installed around the whole run, so before a model is sharded.",
-        ("verify.step_probe", "parallelize.data.fsdp"),
+        ("verify.numerics", "parallelize.data.fsdp"),
     ),
     Patch(
         "torch.optim.Optimizer",

@@ -336,12 +336,10 @@ def _compare_outputs(
     logits, expected_logits = part.result.logits, expected.logits
     if logits is not None and expected_logits is not None:
         shards = world.sizes.get("tp", 1)
-        if (
-            logits.shape[-1] * shards == expected_logits.shape[-1]
-        ):  # a vocabulary-parallel head keeps them sharded
-            expected_logits = expected_logits.chunk(shards, dim=-1)[
-                world.point(part.rank).get("tp", 0)
-            ]
+        # A vocabulary-parallel head leaves its logits sharded.
+        if logits.shape[-1] * shards == expected_logits.shape[-1]:
+            tp_rank = world.point(part.rank).get("tp", 0)
+            expected_logits = expected_logits.chunk(shards, dim=-1)[tp_rank]
         noise = float(rounding.logits) if rounding and rounding.logits is not None else 0.0
         differences.append(
             compare_reordered("logits", "", label, logits, expected_logits, rounding=noise)

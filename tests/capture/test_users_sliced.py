@@ -55,7 +55,7 @@ def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
 )
 def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, late):
     script = AVERAGED.format(early=early, late=late)
-    with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
+    with pytest.raises(CaptureError, match=r"(?s)shards from the first forward.* or use --zero 1"):
         run(tmp_path, script, World.of(dp=2), fsdp=True)
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_saved_within_a_step_is_saved_as_this_rank_has_it(tmp_pa
 def test_a_model_that_safetensors_saves_by_itself_is_told_how_to_be_saved(tmp_path):
     late = f"import safetensors.torch as s; s.save_model(model, {str(tmp_path / 'saved')!r})"
     script = AVERAGED.format(early="", late=late)
-    with pytest.raises(CaptureError, match=r"have no storage of their own .* by save_pretrained"):
+    with pytest.raises(CaptureError, match=r"(?s)have no storage .* with save_pretrained"):
         run(tmp_path, script, World.of(dp=2), fsdp=True)
     assert not (tmp_path / "saved").exists()
 

@@ -156,5 +156,5 @@ def test_what_one_does_is_of_the_optimizers_phase(tmp_path):
 def test_an_update_by_hand_is_refused_by_name(tmp_path):
     script = tmp_path / "hand.py"
     script.write_text(SCRIPT.replace("UPDATE", "[p.data.sub_(p.grad) for p in own.state]"))
-    with pytest.raises(ScriptError, match=r"or of an object that holds the parameters"):
+    with pytest.raises(ScriptError, match=r"or of an object with the parameters"):
         capture(script, (), Options(dp=4, windows=PLAN))
