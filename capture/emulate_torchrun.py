@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from onerank.capture.fake_world.block_spawn import block_launchers, spawn_in_process
+from onerank.capture.fake_world.call_log import Messages
 from onerank.capture.fake_world.checkpoint.dcp import skip_checkpoints
 from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
     report_node_gpus,
 )
-from onerank.capture.fake_world.object_collectives import Messages, RunAsRank
+from onerank.capture.fake_world.object_collectives import RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
 from onerank.capture.options import Options, ranks_per_node

@@ -23,7 +23,7 @@ from onerank.capture.fake_world.integer_payloads import IntegerPayloads
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
-    from onerank.capture.fake_world.recorder import Recorder
+    from onerank.capture.fake_world.call_log import CallLog
 
 # Standard deviation of freshly initialised weights: a receive often fills parameters or
 # activations. Random, since a bf16 matrix product ran 13% faster on zeros (H200).
@@ -101,7 +101,7 @@ class C10dOperators:
     the schema's types.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallLog) -> None:
         self._recorder = recorder
         self._receiver = Receiver(seed=recorder.rank)
         self._integers = IntegerPayloads(recorder)

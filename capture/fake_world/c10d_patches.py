@@ -21,7 +21,7 @@ from onerank.capture.patches import rebound, untraced
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
-    from onerank.capture.fake_world.recorder import Recorder
+    from onerank.capture.fake_world.call_log import CallLog
 
 _torch: Any = torch  # the dispatcher has no public names and no types in torch
 
@@ -105,7 +105,7 @@ class C10dPatches:
     function.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallLog) -> None:
         self._recorder = recorder
         self._torch_init = c10d.init_process_group
         self._torch_helper = c10d._new_process_group_helper

@@ -23,7 +23,7 @@ from onerank.ir.errors import CaptureError
 if TYPE_CHECKING:
     from onerank.capture.collective_kernels.kernels import Move
     from onerank.capture.collective_record import Group
-    from onerank.capture.fake_world.recorder import Recorder
+    from onerank.capture.fake_world.call_log import CallLog
 
 _profiling: Any = torch.autograd  # its ranges have no public names and no types in torch
 
@@ -99,7 +99,7 @@ class CollectiveLaunch:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: CallLog,
         group: Group,
         call: CommCall,
         tensors: Sequence[Tensor],

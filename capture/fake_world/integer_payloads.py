@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from onerank.capture.fake_world.call_log import Address
 from onerank.capture.fake_world.collective_launch import raw
-from onerank.capture.fake_world.object_collectives import Address, group_address
+from onerank.capture.fake_world.object_collectives import group_address
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import Group
-    from onerank.capture.fake_world.recorder import Recorder
+    from onerank.capture.fake_world.call_log import CallLog
 
 LARGEST_BYTES = 2**20
 """Largest payload whose values are learned; a batch of token ids fits."""
@@ -42,7 +43,7 @@ _FRAMES_BELOW_THE_SCRIPT = (
 class IntegerPayloads:
     """Values of small integer tensors in collectives that the script itself calls."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallLog) -> None:
         self._recorder = recorder
         # (sender, group) pairs that broadcast integers: such a sender loads the group's batch.
         self._loading: set[tuple[int, Address]] = set()

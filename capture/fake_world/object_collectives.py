@@ -12,52 +12,22 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_record import Group, Payload
+from onerank.capture.fake_world.call_log import Address, CallLog, Messages
 from onerank.capture.fake_world.collective_launch import CallRange
 from onerank.ir.errors import CaptureError
 
-if TYPE_CHECKING:
-    from onerank.capture.fake_world.recorder import Recorder
-
 LEARNED_STEPS = 2
 """Steps whose messages are learned from runs of their senders; later steps repeat the last one."""
-
-Address = int | tuple[int, int]
-"""The receiver of a message: a global rank, or a group as (size, hash of its tuple of ranks)."""
 
 
 def group_address(ranks: tuple[int, ...]) -> Address:
     """Return the address of all ranks of a group, the same in every process."""
     return len(ranks), hash(ranks)
-
-
-class Messages(Protocol):
-    """Python objects that ranks send to one another, and the values of small integer tensors."""
-
-    @property
-    def collects_sends(self) -> bool:
-        """Whether another rank may still need what this process's rank sends."""
-        ...
-
-    def send(self, to: Address, objects: list[Any]) -> None:
-        """Record what this process's rank sends to a rank, or to a whole group."""
-        ...
-
-    def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return the next message from rank `src` to this process's rank, or to a whole group."""
-        ...
-
-    def skip(self, src: int, to: Address) -> None:
-        """Count a message from rank `src` to a whole group whose content is not needed."""
-        ...
-
-    def next_step(self) -> None:
-        """Count a step of the script."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +52,7 @@ class ObjectCollectives:
     Each replacement takes its arguments by the names in the signature of torch's own.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallLog) -> None:
         self._recorder = recorder
 
     @property

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from onerank.capture.collective_kernels import CollectiveEmulation
-from onerank.capture.fake_world.object_collectives import Messages
+from onerank.capture.fake_world.call_log import Messages
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 

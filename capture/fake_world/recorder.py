@@ -9,48 +9,18 @@ Everything inside the range is emulation, not work of the job.
 """
 
 import contextlib
-import threading
-from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_kernels import CollectiveEmulation
-from onerank.capture.collective_kernels.engine import Engine
-from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
-from onerank.capture.fake_world.async_work import Pending
 from onerank.capture.fake_world.c10d_ops import C10dOperators
 from onerank.capture.fake_world.c10d_patches import C10dPatches
-from onerank.capture.fake_world.object_collectives import Messages
-from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
-from onerank.capture.fake_world.vocab_partial_sums import PartialSums
+from onerank.capture.fake_world.call_log import CallLog, Messages
 from onerank.ir.errors import CaptureError
 
-c10d: Any = distributed_c10d  # the group registry has no public names and no types in torch
 
-WORLD = "world"
-
-_LARGEST_WORLD = 10_000_000  # ranks; the tuples of larger groups do not fit into memory
-
-
-class Recorder:
-    """Makes this process rank `rank` of `world_size` while started, and records its calls.
-
-    Attributes:
-        rank: global rank.
-        world_size: ranks of the job.
-        messages: objects and small integers that other ranks send; None if the script does not
-            distribute itself.
-        calls: every call so far, in issue order.
-        groups: global ranks of each group that this rank belongs to, by name.
-        refused: the error of the last unsupported call, even if the script caught it; else None.
-        engine: launches the kernels that emulate collectives on CUDA.
-        pending: work handles of asynchronous calls that have not been waited for.
-        partial_sums: fills rows of a script's sums that only absent ranks contribute to.
-        steps: steps so far of a script that distributes itself.
-    """
+class Recorder(CallLog):
+    """Makes this process rank `rank` of `world_size` while started, and records its calls."""
 
     def __init__(
         self,
@@ -59,67 +29,9 @@ class Recorder:
         messages: Messages | None = None,
         emulation: CollectiveEmulation | None = None,
     ) -> None:
-        """Create a recorder that is not started.
-
-        Args:
-            rank: global rank.
-            world_size: ranks of the job.
-            messages: objects and small integers that other ranks send, for a script that
-                distributes itself.
-            emulation: how collectives run on CUDA; None launches marker kernels.
-
-        Raises:
-            CaptureError: the world is too large, or the rank is not in it.
-        """
-        if world_size > _LARGEST_WORLD:
-            raise CaptureError(
-                f"a world of {world_size} ranks: groups of more than {_LARGEST_WORLD} ranks do "
-                "not fit into memory",
-                code="world-too-large",
-            )
-        if not 0 <= rank < world_size:
-            raise CaptureError(
-                f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}",
-                code="rank-out-of-range",
-            )
-        self.rank = rank
-        self.world_size = world_size
-        self.messages = messages
-        self.refused: CaptureError | None = None
-        self.calls: list[CommCall] = []
-        self.groups: dict[str, tuple[int, ...]] = {}
-        self.engine = Engine(emulation or CollectiveEmulation())
-        self.pending = Pending()
-        self.partial_sums = PartialSums(enabled=self.script_communicates)
-        self.steps = 0
-        self._known: dict[dist.ProcessGroup, Group] = {}
-        self._purposes = StagePurposes()
-        self._exchanges = StepPurposes()
-        self._lock = threading.Lock()  # backward issues calls from autograd's threads
+        """Create a recorder that is not started; arguments as for `CallLog`."""
+        super().__init__(rank, world_size, messages, emulation)
         self._undo = contextlib.ExitStack()
-
-    @property
-    def script_communicates(self) -> bool:
-        """Whether the script distributes itself; otherwise onerank's parallelization does."""
-        return self.messages is not None
-
-    @property
-    def paced(self) -> bool:
-        """Whether collectives on CUDA last as long as on the network; otherwise, markers."""
-        return self.engine.paced
-
-    @paced.setter
-    def paced(self, on: bool) -> None:
-        self.engine.paced = on
-
-    @property
-    def communicated(self) -> int:
-        """Communication calls so far."""
-        return len(self.calls)
-
-    def rendezvous(self) -> bool:
-        """Return True at once: absent ranks are never late."""
-        return True
 
     def start(self) -> None:
         """Patch torch.distributed, and create the world if it has several ranks.
@@ -145,14 +57,6 @@ class Recorder:
             undo.enter_context(self._exchanges.watched())
             self._undo = undo.pop_all()
 
-    def next_step(self) -> None:
-        """Count a step of a script that distributes itself."""
-        self.steps += 1
-        if self.messages is not None:
-            self.messages.next_step()
-        self._exchanges.next_step()
-        self.partial_sums.next_step()
-
     def stop(self) -> None:
         """Undo all patches of `start` and destroy the world; the recorded calls stay."""
         self._undo.close()
@@ -161,131 +65,3 @@ class Recorder:
         if dist.is_initialized():  # a script may have called destroy_process_group
             dist.destroy_process_group()
         self._known.clear()
-
-    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create a process group whose calls are recorded under `name`.
-
-        Args:
-            name: a name not in use for other ranks.
-            ranks: global ranks of its members, this one among them.
-
-        Raises:
-            CaptureError: this rank is not a member, or the name is in use for other ranks.
-        """
-        members = tuple(sorted(ranks))
-        if self.rank not in members:
-            raise CaptureError(
-                f"group {name!r} has ranks {members} without the captured rank {self.rank}: "
-                "create only the groups that it belongs to",
-                code="group-without-rank",
-            )
-        if self.groups.get(name, members) != members:
-            raise CaptureError(
-                f"group {name!r} exists with ranks {self.groups[name]}: "
-                f"choose another name for ranks {members}",
-                code="group-redefined",
-            )
-        return c10d.new_group(list(members), group_desc=name)
-
-    def register(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, high_priority: bool = False
-    ) -> None:
-        """Name a group by its description; append torch's name if that is in use for other ranks.
-
-        A group without a description gets torch's name.
-        """
-        name = group.group_desc
-        if name == "default_pg":
-            name = WORLD
-        elif name in ("", "undefined"):
-            name = group.group_name
-        if self.groups.setdefault(name, ranks) != ranks:
-            name = f"{name}/{group.group_name}"
-            self.groups[name] = ranks
-        self._known[group] = Group(name, ranks, ranks.index(self.rank), high_priority)
-
-    def group_of(self, group: dist.ProcessGroup | None) -> Group:
-        """Return the record of a process group; None is the world.
-
-        Raises:
-            CaptureError: it was not created through torch.distributed since `start`.
-        """
-        process_group: dist.ProcessGroup = group or c10d._get_default_group()
-        if process_group not in self._known:
-            raise CaptureError(
-                f"process group {process_group.group_name!r} ({process_group.group_desc!r}) was "
-                "not created through torch.distributed while the recorder was started: use "
-                "dist.new_group",
-                code="group-unknown",
-            )
-        return self._known[process_group]
-
-    def group_if_member(self, group: dist.ProcessGroup | None) -> Group | None:
-        """Return the record of a process group; None if this rank is not a member."""
-        return None if c10d._rank_not_in_group(group) else self.group_of(group)
-
-    def record(
-        self,
-        collective: str,
-        group: Group,
-        payload: Payload | Sequence[Tensor],
-        *,
-        peer: int | None = None,
-        tag: int | None = None,
-        asynchronous: bool = False,
-        in_split_sizes: Sequence[int] = (),
-        out_split_sizes: Sequence[int] = (),
-        reduction: str | None = None,
-    ) -> CommCall:
-        """Append a call to `calls` and return it.
-
-        Args:
-            collective: as in `CommCall`.
-            group: the group of the call.
-            payload: the tensors whose bytes count, or their total; of a scatter, one rank's part.
-            peer: rank of the peer or root within the group.
-            tag: as in `CommCall`.
-            asynchronous: as in `CommCall`.
-            in_split_sizes: as in `CommCall`.
-            out_split_sizes: as in `CommCall`.
-            reduction: as in `CommCall`.
-
-        Raises:
-            CaptureError: the group has no such peer, or a dtype is unknown.
-        """
-        if peer is not None and not 0 <= peer < group.size:
-            raise CaptureError(
-                f"{collective} with rank {peer} of group {group.name!r}, whose ranks are 0 to "
-                f"{group.size - 1}",
-                code="peer-out-of-range",
-            )
-        tensors = None if isinstance(payload, Payload) else payload
-        total = payload if isinstance(payload, Payload) else payload_of(collective, payload)
-        if collective == "scatter":  # NCCL counts the parts of all ranks, on every rank
-            total = total.times(group.size)
-        purpose = None
-        if collective in ("send", "recv") and tensors is not None:
-            purpose = self._purposes.of(collective, tensors)
-            if purpose is None:
-                key = Key(collective, group.name, peer, total.bytes)
-                purpose = self._exchanges.of(key, tensors)
-        with self._lock:
-            call = CommCall(
-                sequence=len(self.calls),
-                collective=collective,
-                group=group.name,
-                group_ranks=group.ranks,
-                bytes=total.bytes,
-                dtype=total.dtype,
-                elements=total.elements,
-                peer=None if peer is None else group.ranks[peer],
-                tag=tag,
-                asynchronous=asynchronous,
-                in_split_sizes=tuple(in_split_sizes),
-                out_split_sizes=tuple(out_split_sizes),
-                phase=purpose and purpose.phase,
-                micro_batch=purpose and purpose.micro_batch,
-                reduction=reduction,
-            )
-            self.calls.append(call)
-        return call

@@ -24,12 +24,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from onerank.capture.fake_world.object_collectives import (
-    LEARNED_STEPS,
-    Address,
-    MessageRequest,
-    RunAsRank,
-)
+from onerank.capture.fake_world.call_log import Address
+from onerank.capture.fake_world.object_collectives import LEARNED_STEPS, MessageRequest, RunAsRank
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may replace os._exit
