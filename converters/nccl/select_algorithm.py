@@ -165,7 +165,7 @@ def time_us(
     return latency + whole / (1000 * rate)
 
 
-def lone_latency_us() -> float:
+def single_rank_latency_us() -> float:
     """Return the latency of a call in a group of one rank."""
     return _BASE_LATENCY_US["ring"][PROTOCOLS.index("simple")]
 
@@ -227,7 +227,7 @@ def choose(
             NVSwitches nor the trees of a reduce-scatter (PAT) support that.
     """
     if topology.ranks == 1:
-        return Choice("ring", "simple", 1, _MIN_THREADS, lone_latency_us())
+        return Choice("ring", "simple", 1, _MIN_THREADS, single_rank_latency_us())
     if collective in _POINT_TO_POINT:
         return _point_to_point(collective, count_bytes, topology)
     if collective == "barrier":  # an all-reduce of one element

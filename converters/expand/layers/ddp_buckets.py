@@ -359,13 +359,13 @@ class _Insertion:
         self._rows.append((template, columns))
         return len(self._graph) + len(self._rows) - 1
 
-    def _host(self, template: int, behind: int, at: int, columns: dict[str, Any]) -> int:
+    def _host(self, template: int, previous: int, at: int, columns: dict[str, Any]) -> int:
         """Add a host node after another on its thread."""
         added = self._row(template, {**columns, "start_ns": at})
-        for following in self._after[behind, Reason.PROGRAM_ORDER]:
-            self._closed.add((behind, following))
+        for following in self._after[previous, Reason.PROGRAM_ORDER]:
+            self._closed.add((previous, following))
             self._edges.append((added, following, Reason.PROGRAM_ORDER))
-        self._edges.append((behind, added, Reason.PROGRAM_ORDER))
+        self._edges.append((previous, added, Reason.PROGRAM_ORDER))
         return added
 
     def _before(self, template: int, following: int, columns: dict[str, Any]) -> None:
@@ -374,10 +374,10 @@ class _Insertion:
         added = self._row(template, {**columns, "start_ns": int(graph.nodes.start_ns[following])})
         into = [e for e in self._edges if e[1:] == (following, Reason.PROGRAM_ORDER)]
         captured = (s for s, why in graph.edges.of(following) if why == Reason.PROGRAM_ORDER)
-        behind = into[-1][0] if into else next(captured)
+        previous = into[-1][0] if into else next(captured)
         self._edges = [e for e in self._edges if e not in into]
-        self._closed.add((behind, following))
-        self._edges.append((behind, added, Reason.PROGRAM_ORDER))
+        self._closed.add((previous, following))
+        self._edges.append((previous, added, Reason.PROGRAM_ORDER))
         self._edges.append((added, following, Reason.PROGRAM_ORDER))
 
     def _chain(self, call: int, last: int) -> None:

@@ -25,7 +25,7 @@ from onerank.converters.expand.pipeline.stages import (
     AFTER,
     AXIS,
     BEFORE,
-    BEHIND,
+    EVALUATION,
     Block,
     Stage,
     StagePosition,
@@ -101,7 +101,7 @@ class RankBuilder:
             for phase in (FORWARD, BACKWARD):
                 last = self.copies[chunk, Block(phase, self.position.micro_batches - 1)]
                 self.copies[chunk, Block(phase, stage.micro_batches - 1)] = last
-        for block in (Block(BEHIND), Block(AFTER)):
+        for block in (Block(EVALUATION), Block(AFTER)):
             for chunk in self.chunks:
                 self._append(chunk, block, block)
         return self._assemble()
@@ -177,7 +177,7 @@ class RankBuilder:
                 block = target
             elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
                 block = Block(FORWARD, target.micro_batch)
-            elif captured.phase not in (BEHIND, AFTER) and block.phase != BEFORE:
+            elif captured.phase not in (EVALUATION, AFTER) and block.phase != BEFORE:
                 # An edge from another micro-batch only kept the order of a lane, and the schedule
                 # gives a new order. A host delay keeps it: it follows whatever its GPU ran before.
                 if index in self.delays[chunk]:

@@ -15,16 +15,16 @@ from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Graph, Job, Kind, Node, Phase, ProcessGroup, Reason, World
 from onerank.ir.errors import ExportError
 
-BEFORE, BEHIND, AFTER = "before", "behind", "after"
+BEFORE, EVALUATION, AFTER = "before", "evaluation", "after"
 """Parts of a step outside the micro-batches.
 
-BEFORE ends at the first forward. BEHIND has evaluations after the micro-batches. AFTER has the
-optimizer.
+BEFORE ends at the first forward. EVALUATION has forwards after the micro-batches that no backward
+follows. AFTER has the optimizer.
 """
 
 
 class Block(NamedTuple):
-    """A part of a step: a phase of a micro-batch, or `BEFORE`, `BEHIND` or `AFTER` all of them."""
+    """A part of a step: a phase of a micro-batch, or a part outside all micro-batches."""
 
     phase: str
     micro_batch: int = 0
@@ -66,7 +66,7 @@ def split_into_blocks(graph: Graph) -> Stage:
 
     - A node without a phase, such as the preparation of a batch, joins the next forward. Between
       the forward and the backward of a micro-batch it joins that forward.
-    - An evaluation joins `BEFORE` if no micro-batch has begun, else `BEHIND`.
+    - An evaluation joins `BEFORE` if no micro-batch has begun, else `EVALUATION`.
     - A GPU node joins the operator that launched it.
     - A host delay joins the node that it holds back.
 
@@ -124,7 +124,7 @@ def _blocks_in_order(graph: Graph, order: list[int], evaluating: list[bool]) -> 
             block_of[index] = Block(AFTER if after_backward else BEFORE)
         elif evaluating[index]:
             # An evaluation runs once per step, so a schedule must not repeat it with a micro-batch.
-            evaluation = Block(BEFORE if current.phase == BEFORE else BEHIND)
+            evaluation = Block(BEFORE if current.phase == BEFORE else EVALUATION)
             block_of |= dict.fromkeys([*undecided, index], evaluation)
             undecided = []
         elif block is None:

@@ -241,7 +241,7 @@ def from_kernel(
     """Read NCCL's arguments of a kernel; a collective's root is not among them.
 
     Args:
-        place: where it stands, for errors.
+        place: file and kernel, for messages.
         kernel: its name.
         args: its arguments.
         groups: label of a group, by its name and description.

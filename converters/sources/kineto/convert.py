@@ -159,7 +159,7 @@ def convert(
 
 
 def _with_mismatch(graph: Graph, notes: list[str], spread: float) -> Graph:
-    """Return the graph with what is known of times that belong to other shapes.
+    """Record in the graph's measurement that its times belong to other shapes.
 
     Args:
         graph: the converted graph.

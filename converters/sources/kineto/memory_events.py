@@ -39,9 +39,8 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
         address: of the block.
         bytes: requested size.
         pool: number of the block's pool, 0 for the default stream's.
-        lingers: of each allocation and free, how long its memory lingers in a step without a
-            profiler (`HistoryColumns.lingers`); empty if not
-            known: then as in this step.
+        lingers: `HistoryColumns.lingers` of each allocation and free in a step without a profiler;
+            empty if not known, and then computed from this step.
         reserved_bytes: most that the allocator had reserved when only steps without a profiler had
             run; 0 if not known. A profiler slows the host or waits, so other memory lingers.
         settings: configuration of the allocator; None for the default.
@@ -119,7 +118,7 @@ def join_history(history: History, rows: MemoryRows) -> HistoryColumns | None:
 
 
 def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
-    """Return from which row on the profiler saw just these events."""
+    """Return the row at which the history's events begin in the profiler's, None if they differ."""
     # One integer per event: the address, and whether the event allocates.
     profiled = (rows.address * 2 + (rows.bytes > 0)).astype(np.int64).tobytes()
     recorded = (address * 2 + allocates).astype(np.int64).tobytes()
