@@ -32,10 +32,9 @@ from harness import parser_of
 from repeated_graph import copies
 
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED
-from onerank.converters.targets.astra_sim.exporter import lower_for_astra_sim
+from onerank.converters.targets.astra_sim.lower_for_astra_sim import SUPPORTED, lower_for_astra_sim
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
-from onerank.converters.targets.expand_symmetry import (
+from onerank.converters.targets.communication_placement import (
     number_groups,
     place_communications,
     world_of,

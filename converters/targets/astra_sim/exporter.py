@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -18,104 +18,33 @@ from onerank.converters.expand.preconditions import (
 from onerank.converters.expand.ranks import RankGraph, check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
-from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED, substitute
+from onerank.converters.targets.astra_sim.lower_for_astra_sim import (
+    SUPPORTED,
+    lower_for_astra_sim,
+    substitute,
+)
 from onerank.converters.targets.astra_sim.publish import MANIFEST, check_target, published
-from onerank.converters.targets.astra_sim.rank_programs import rank_programs
-from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
-from onerank.converters.targets.expand_symmetry import (
+from onerank.converters.targets.astra_sim.write_traces import Workload, rank_programs, write_ranks
+from onerank.converters.targets.communication_placement import (
     Placement,
     number_groups,
     place_communications,
     unequal_axis,
     world_of,
 )
-from onerank.converters.targets.lower import (
+from onerank.converters.targets.lower_step import (
     NO_IDLE_TIME,
-    LoweredStep,
+    UNEVEN,
     check_peers,
     count_dropped,
-    lower_workload,
-    tag_of,
+    equalize_all_to_alls,
     timed_compute,
 )
-from onerank.converters.targets.uneven_all_to_all import UNEVEN, equalize_all_to_alls
 from onerank.display import Displayed
-from onerank.ir import UNKNOWN, Collective, Graph, Kind
+from onerank.ir import UNKNOWN, Collective, Graph
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_file
-
-# Lowering ----------------------------------------------------------------------------------------
-
-_MOST_READY_RECEIVES = 32
-"""Receives that may be ready from the start of a step; ASTRA-sim is fast below 64 ready nodes."""
-
-
-def lower_for_astra_sim(graph: Graph, placements: dict[int, Placement]) -> LoweredStep:
-    """Return the nodes that ASTRA-sim runs, in the order in which every rank issues them.
-
-    Args:
-        graph: one rank's step.
-        placements: communication node -> its placement; other communication is dropped.
-
-    Raises:
-        ExportError: no node takes GPU time or moves bytes.
-    """
-    step = lower_workload(graph, _lanes(graph, set(placements)))
-    receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
-    if len(receives) > _MOST_READY_RECEIVES:
-        defer_receives(step, receives)
-    return step
-
-
-def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
-    """Return the lane of each node; None for nodes that do not reach ASTRA-sim."""
-    lanes: list[Hashable | None] = [None] * len(graph)
-    for index in timed_compute(graph).nonzero()[0].tolist():
-        lanes[index] = ("stream", int(graph.nodes.stream[index]))
-    # Storage reads and writes become compute nodes: with memory nodes or CPU operations ASTRA-sim
-    # prints no statistics of the run.
-    for index in (storage_delays(graph) & ~prefetched_storage(graph)).nonzero()[0].tolist():
-        lanes[index] = "storage"
-    for index in communications:
-        node = graph.node(index)
-        if node.kind is Kind.RECV:
-            lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
-        else:
-            # A rank of ASTRA-sim runs one collective or send at a time. Two independent
-            # collectives that two ranks issue in opposite order would deadlock, so one lane gives
-            # all ranks the same order.
-            lanes[index] = "communication"
-    return lanes
-
-
-def defer_receives(step: LoweredStep, receives: Sequence[int]) -> None:
-    """Make each receive wait for the other dependencies of the one node that needs it.
-
-    The receive completes at the same time as before: a message that was already sent is received
-    at once.
-
-    Args:
-        step: changed in place; afterwards a node may wait for one of a higher number.
-        receives: numbers of the receives.
-    """
-    # ASTRA-sim scans all ready nodes at every event, and receives are ready from the start of the
-    # step: a fan-out of 2000 ready nodes took it 60 s, of 4000 over 300 s.
-    successors: dict[int, list[int]] = {number: [] for number in receives}
-    for number, predecessors in enumerate(step.waits_for):
-        for predecessor in predecessors:
-            if predecessor in successors:
-                successors[predecessor].append(number)
-    original = [*step.waits_for]
-    for receive, waiting in successors.items():
-        if len(waiting) == 1 and not original[receive]:
-            successor = waiting[0]
-            moved = [number for number in original[successor] if number not in successors]
-            step.waits_for[receive] = moved
-            step.waits_for[successor] = [
-                number for number in step.waits_for[successor] if number not in moved
-            ]
-
 
 # Target ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Receives are deferred until the node that needs them waits for nothing else."""
 
-from onerank.converters.targets.astra_sim.exporter import defer_receives
-from onerank.converters.targets.lower import LoweredStep
+from onerank.converters.targets.astra_sim.lower_for_astra_sim import defer_receives
+from onerank.converters.targets.lower_step import LoweredStep
 
 
 def test_a_receive_waits_for_the_other_dependencies_of_its_user() -> None:

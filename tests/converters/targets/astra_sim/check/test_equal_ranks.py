@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onerank.converters.targets.astra_sim.check import Finding, check, matching
-from onerank.converters.targets.astra_sim.check import rank_files as ranks
+from onerank.converters.targets.astra_sim.check import workload as ranks
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 
 COPIES = 24

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onerank.converters.targets.lower import LoweredStep, lower
+from onerank.converters.targets.lower_step import LoweredStep, lower
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
 HOST = None

@@ -15,8 +15,7 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 from onerank.annotate import characterise, recost
 from onerank.converters.expand.pipeline import Schedule
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.simai import export
-from onerank.converters.targets.simai.layer_times import split_gradients
+from onerank.converters.targets.simai import export, split_gradients
 from onerank.ir import (
     Collective,
     Graph,
@@ -31,7 +30,7 @@ from onerank.ir import (
 )
 
 SIMAI = os.environ.get("SIMAI_ROOT", "")
-TRACES = Path(__file__).parents[4] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 WORLD = World.of(tp=2, dp=4, ep=2)
 RANK = 3
 GROUPS = [("tp", "tp"), ("dp", "dp"), ("ep", "ep"), ("edp", "edp")]

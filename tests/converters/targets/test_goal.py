@@ -21,7 +21,7 @@ from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.goal import export, export_ranks
-from onerank.converters.targets.goal.collective_algorithms import (
+from onerank.converters.targets.goal_collectives import (
     ROOT,
     SUPPORTED,
     CollectiveCall,
@@ -41,7 +41,7 @@ from onerank.ir import (
     World,
 )
 
-TRACES = Path(__file__).parents[4] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 BINARIES = os.environ.get("LOGGOPSIM_DIR", "")
 TP2_DP2 = Job(
     world=World.of(tp=2, dp=2),
