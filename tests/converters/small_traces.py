@@ -1,4 +1,4 @@
-"""Traces small enough to read, for tests: each event is stated."""
+"""Small traces for tests, written event by event."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ class Trace:
         return rf_id
 
     def mark(self, name: str, ts: float, dur: float, *, tid: int = 1, **record: Any) -> None:
-        """Add one of the capture's own marks, its record in the execution trace."""
+        """Add a mark of the capture, with its record in the execution trace."""
         rf_id = self.op(name, ts, dur, tid=tid)
         self.events[-1]["cat"] = "user_annotation"
         self.nodes[-1]["inputs"] = {"values": [json.dumps(record)], "shapes": [], "types": []}
@@ -59,7 +59,7 @@ class Trace:
         self._event(category, args.pop("name", "gemm"), ts, dur, stream, args)
 
     def memory(self, ts: float, size: int, total: int, *, tid: int = 1) -> None:
-        """Add an allocation or a free on a GPU, with the allocator's total behind it."""
+        """Add an allocation or a free on a GPU, with the allocator's total after it."""
         args = {"Bytes": size, "Total Allocated": total, "Device Type": 1, "Addr": 4096}
         self._event("cpu_instant_event", "[memory]", ts, 0, tid, args)
 
@@ -72,7 +72,7 @@ class Trace:
         self._event("cuda_runtime", name, ts, dur, tid, {"correlation": correlation})
 
     def wait_event(self, correlation: int, ts: float, *, event: int, stream: int) -> None:
-        """Add a stream's wait as drivers from CUDA 13 on tell it: by the event's id alone."""
+        """Add a stream's wait as drivers since CUDA 13 record it: with the event's id only."""
         self.runtime("cudaStreamWaitEvent", correlation, ts)
         nowhere = {"wait_on_stream": -1, "wait_on_cuda_event_record_corr_id": -1}
         ids = {"correlation": correlation, "stream": stream, "wait_on_cuda_event_id": event}
@@ -98,7 +98,7 @@ class Trace:
         self._event("user_annotation", name, ts, dur, tid, {})
 
     def write(self, directory: Path, **rest: Any) -> tuple[Path, Path]:
-        """Write both files; `rest` are fields of the Kineto trace beside its events."""
+        """Write both files; `rest` has the other fields of the Kineto trace."""
         kineto, et = directory / "kineto.json", directory / "et.json"
         kineto.write_text(json.dumps({**rest, "traceEvents": self.events, "INFO": ["a", "b"]}))
         root = [{**node, "id": 1, "name": "process", "attrs": []} for node in self.nodes[:1]]

@@ -1,4 +1,4 @@
-"""Small pipeline stages as `capture run --pp` would give them, with round durations."""
+"""Small pipeline stages as `capture run --pp` writes them, with round durations."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ class Step:
         self._place: dict[str, Any] = {}
 
     def at(self, phase: Phase, micro_batch: int = -1) -> None:
-        """Say where in the step the nodes that follow are."""
+        """Set phase and micro-batch of the following nodes."""
         self._place = {"phase": phase, "micro_batch": micro_batch}
 
     def kernel(self, name: str, ns: int, *, reads: int, writes: int = 0) -> None:
@@ -77,7 +77,7 @@ def stage(
 ) -> Graph:
     """Return stage `number`: per micro-batch a kernel forward and two backward, then one more.
 
-    `scale` divides the durations; `operands` says whether the trace tells who reads what; `at` is
+    `scale` divides the durations; `operands` says whether the trace records operands; `at` is
     the rank's place on the other axes; before micro-batch `evaluated` comes an evaluation.
     """
     world = world or World.of(pp=stages)
@@ -123,8 +123,8 @@ def stage(
     ]
     groups = [ProcessGroup(axis, world.line(axis, rank), axis) for axis in lines]
     groups.append(ProcessGroup("embedding", (line[0], line[-1])))
-    alike = [(0,), tuple(range(1, stages - 1)), (stages - 1,)]
-    classes = [RankClass(world.at({"pp": ones[0]}), {"pp": ones}) for ones in alike if ones]
+    equal_stages = [(0,), tuple(range(1, stages - 1)), (stages - 1,)]
+    classes = [RankClass(world.at({"pp": ones[0]}), {"pp": ones}) for ones in equal_stages if ones]
     memory = Measurement(
         start_memory_bytes=1000, peak_memory_bytes=1600, activation_bytes=(500,) * captured
     )
@@ -141,7 +141,7 @@ def stage(
 
 
 def captures(stages: int = 4, **options: Any) -> list[Graph]:
-    """Return what has to be captured: the first stage, one of the middle, the last."""
+    """Return the stages to capture: the first, a middle one, the last."""
     return [stage(number, stages, **options) for number in sorted({0, 1, stages - 1})]
 
 

@@ -55,7 +55,7 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
 
 
 def test_a_bubble_hides_waits(tmp_path: Path) -> None:
-    """Before forwards but the step's first: the last rank, which never idles, waits for 7 of 8."""
+    """Delays precede all forwards but the step's first: the last rank waits for 7 of 8."""
     graphs, _ = insert_host_delays_by_rank([late(graph, "forward") for graph in captures()])
     duration_ns = step_ns(graphs, "1f1b", 8, tmp_path / "job.goal")
     expected = (8 + 3) * WORK_NS + 7 * WAIT_NS + OPTIMIZER_NS
@@ -98,7 +98,7 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
 
 
 def test_communication_keeps_its_order(tmp_path: Path) -> None:
-    """A reduce-scatter whose gradient was late, and a gather that nothing holds back after it."""
+    """A reduce-scatter whose gradient was late, followed by a gather without a delay."""
     builder = GraphBuilder()
     gemm = builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
     norm = builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1500, duration_ns=500)

@@ -145,7 +145,7 @@ def part(number: int, place: int = 0, *, scale: int = 1) -> Graph:
 
 
 def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
-    """The second place of the middle stage takes half the time; the others are captured once."""
+    """The second rank of the middle stage takes half the time; other stages are captured once."""
     graphs = [part(0), part(1, 0), part(1, 1, scale=2), part(2)]
     assert [graph.job.rank for graph in graphs] == [0, 4, 6, 8]
     rank_graphs = expand(graphs, Schedule("1f1b"), 2)

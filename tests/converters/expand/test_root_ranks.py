@@ -1,4 +1,4 @@
-"""The roots of collectives, as ranks of whichever job a graph stands for."""
+"""Roots of collectives in expanded jobs."""
 
 import re
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_a_root_is_where_the_payload_comes_from_or_goes(tmp_path: Path) -> None:
 
 
 def test_roots_go_with_their_replica() -> None:
-    # rank = tp + 2 dp, so none but the last replica's moves when there are more
+    # rank = tp + 2 dp, so with more replicas only roots in the last replica move
     assert roots(with_replicas(ROOTED, 4)) == [0, 3, 0, 3, -1, -1, -1]
 
 

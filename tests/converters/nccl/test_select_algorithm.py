@@ -118,7 +118,7 @@ def test_boards_with_nvlink_keep_their_channels(name, capability):
 
 
 def test_a_hopper_on_pcie_gets_what_its_links_give():
-    """Of two rings of 20 GB/s, as an RTX 5090's, 4 ranks reduce at 40 * 4 / 6; no NVLS."""
+    """With two rings of 20 GB/s, as on an RTX 5090, 4 ranks reduce at 40 * 4 / 6; no NVLS."""
     hopper = Topology(4, interconnect=interconnect_of(90, "NVIDIA H100 PCIe"), nvls=True)
     assert hopper.heads == 0
     assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(40 * 4 / 6)

@@ -1,4 +1,4 @@
-"""ONNX models as graphs: shapes, figures against PyTorch's own counter, and what is refused."""
+"""ONNX models as graphs: shapes, FLOPs compared with PyTorch's counter, and errors."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_forward_of_a_perceptron(tmp_path):
     assert characterise(graph).nodes.flops.tolist() == [2 * 32 * 8 * 16, 32 * 16, 2 * 32 * 16 * 4]
     assert report.weights == 8 * 16 + 16 + 16 * 4
     assert report.sizes == {"batch": 32}
-    # weights, then h and a together: x is the caller's, y is made when h is gone
+    # weights, then h and a together: the caller owns x, and y is allocated after h is freed
     assert graph.job.measurement.start_memory_bytes == 4 * report.weights
     assert graph.job.measurement.peak_memory_bytes == 4 * (report.weights + 2 * 32 * 16)
 
@@ -95,7 +95,7 @@ def test_backward_and_optimizer_of_a_perceptron(tmp_path):
 
 
 class Residual(nn.Module):
-    """A convolution block as ResNet has it."""
+    """A convolution block of ResNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Residual(nn.Module):
 
 
 class Bert(nn.Module):
-    """Two layers, hidden states alone."""
+    """Two layers that return hidden states only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,8 +205,10 @@ def test_unknown_operators_and_control_flow_are_counted(tmp_path):
         ],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.acme", 1)]
-    made, report = convert_onnx(saved(tmp_path, helper.make_model(graph, opset_imports=opsets)))
-    assert made.text("op") == ["onnx::Frobnicate", "onnx::If"]
+    converted_graph, report = convert_onnx(
+        saved(tmp_path, helper.make_model(graph, opset_imports=opsets))
+    )
+    assert converted_graph.text("op") == ["onnx::Frobnicate", "onnx::If"]
     assert report.not_expanded == {"If": 1}
     assert [*report.without_shapes.values()] == [1]
 
@@ -239,13 +241,13 @@ def test_a_constant_condition_takes_its_branch(tmp_path, condition, op):
     node = helper.make_node("If", ["c"], ["z"], **branches())
     weights = [scalar("c", condition)]
     model = controlled(node, [value("x", [2, 8])], [value("z", [2, 8])], weights)
-    made, report = convert_onnx(saved(tmp_path, model))
-    assert made.text("op") == [op]
+    converted_graph, report = convert_onnx(saved(tmp_path, model))
+    assert converted_graph.text("op") == [op]
     assert not report.not_expanded
 
 
 def loop(*, ends: bool) -> Any:
-    """Return three turns of y = y @ w that also give each y; `ends`: while a value is true."""
+    """Return three iterations of y = y @ w that output each y; with `ends`, while a value holds."""
     body = helper.make_graph(
         [
             helper.make_node("MatMul", ["y_in", "w"], ["y_out"]),
@@ -264,22 +266,22 @@ def loop(*, ends: bool) -> Any:
 
 
 def test_a_loop_of_constant_length_is_written_out(tmp_path):
-    made, report = convert_onnx(saved(tmp_path, loop(ends=False)))
-    assert made.text("op").count("aten::mm") == 3
+    converted_graph, report = convert_onnx(saved(tmp_path, loop(ends=False)))
+    assert converted_graph.text("op").count("aten::mm") == 3
     assert report.weights == 64  # once, not per turn
-    assert characterise(made).nodes.flops.max() == 2 * 2 * 8 * 8
-    products = [n for n, op in enumerate(made.text("op")) if op == "aten::mm"]
-    assert [s for s, _ in made.edges.of(products[2])] == [products[1]]
-    assert "aten::cat" in made.text("op")
+    assert characterise(converted_graph).nodes.flops.max() == 2 * 2 * 8 * 8
+    products = [n for n, op in enumerate(converted_graph.text("op")) if op == "aten::mm"]
+    assert [s for s, _ in converted_graph.edges.of(products[2])] == [products[1]]
+    assert "aten::cat" in converted_graph.text("op")
     assert not report.not_expanded
     assert not report.without_shapes
 
 
 def test_a_loop_that_its_body_may_end_stays(tmp_path):
-    made, report = convert_onnx(saved(tmp_path, loop(ends=True)))
+    converted_graph, report = convert_onnx(saved(tmp_path, loop(ends=True)))
     assert report.not_expanded == {"Loop": 1}
     assert report.weights == 0
-    assert len(made) == 1
+    assert len(converted_graph) == 1
 
 
 def test_a_scan_over_an_input_is_inlined(tmp_path):
@@ -296,9 +298,9 @@ def test_a_scan_over_an_input_is_inlined(tmp_path):
     inputs = [value("h", [8]), helper.make_tensor_value_info("x", TensorProto.FLOAT, ["seq", 8])]
     outputs = [value("last", [8]), helper.make_tensor_value_info("ys", TensorProto.FLOAT, None)]
     path = saved(tmp_path, controlled(node, inputs, outputs, []))
-    made, report = convert_onnx(path, sizes={"seq": 5})
-    assert made.text("op").count("aten::add") == 5
-    assert made.text("op").count("aten::relu") == 5
+    converted_graph, report = convert_onnx(path, sizes={"seq": 5})
+    assert converted_graph.text("op").count("aten::add") == 5
+    assert converted_graph.text("op").count("aten::relu") == 5
     assert not report.not_expanded
 
 
@@ -396,7 +398,7 @@ TWO_62 = 1 << 62
 
 
 def oversized(change: str) -> onnx.ModelProto:
-    """Return the perceptron with one size that no machine has."""
+    """Return the perceptron with one size that no machine can allocate."""
     model = perceptron()
     graph = model.graph
     if change == "weight":
@@ -423,7 +425,7 @@ def oversized(change: str) -> onnx.ModelProto:
     [("weight", 2), ("folded axes", 2), ("all weights", 2), ("", TWO_62), ("", 1 << 58)],
 )
 def test_sizes_beyond_64_bits_are_refused(tmp_path, change, batch):
-    """Of one axis, of a product, of a sum of bytes, and of a size that the user gives."""
+    """Covers an axis, a product, a sum of bytes, and a size that the user gives."""
     with pytest.raises(OnnxError) as caught:
         convert_onnx(saved(tmp_path, oversized(change)), batch=batch, train=True)
     assert caught.value.code == "onnx-size-too-large"
@@ -438,7 +440,7 @@ def test_the_largest_sizes_are_written_and_read(tmp_path):
 
 
 def test_a_result_too_large_for_memory_is_not_computed(tmp_path):
-    """Its shape is known all the same: ConstantOfShape of [2^20, 2^20] would be 4 TiB."""
+    """Its shape is still known: ConstantOfShape of [2^20, 2^20] would be 4 TiB."""
     sizes = numpy_helper.from_array(np.array([1 << 20, 1 << 20]), "sizes")
     nodes = [
         helper.make_node("ConstantOfShape", ["sizes"], ["zeros"]),
@@ -471,7 +473,7 @@ def test_a_result_of_too_many_axes_is_not_inferred(tmp_path):
 
 
 def functions(bodies: list[list[str]]) -> onnx.ModelProto:
-    """Return a model whose function i calls, one after another, the functions of bodies[i]."""
+    """Return a model whose function i calls the functions of bodies[i] in sequence."""
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
     protos = []
     for number, names in enumerate(bodies):

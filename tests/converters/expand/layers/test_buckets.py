@@ -62,7 +62,7 @@ CALLS = [(0, 2), (3, 30), (5, 41), (6, 3)]  # 1 MiB fills the first, 25 MiB the 
 
 
 def calls(graph: Graph) -> list[tuple[int, str]]:
-    """Return each call's MiB and the shapes of what it follows, in order."""
+    """Return each call's MiB and the operand shapes of the nodes before it, in order."""
     order = [i for i in graph.topological_order().tolist() if graph.communication[i]]
     after = [next(s for s, why in graph.edges.of(i) if why == Reason.PROGRAM_ORDER) for i in order]
     return [

@@ -1,4 +1,4 @@
-"""Extrapolation on steps of known make: what is put together is what a deeper step would be."""
+"""Extrapolation of synthetic steps: the composed step equals that of a deeper model."""
 
 from collections import defaultdict
 from typing import Any
@@ -22,7 +22,7 @@ FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
 
 
 class Step:
-    """A step on a GPU: two threads, two streams, a fetch ahead of every layer.
+    """A step on a GPU: two threads, two streams, a fetch before every layer.
 
     Layer k takes (2 + k % turns) us forward and twice that backward; `extra` layers do more.
     """
@@ -200,7 +200,7 @@ def test_copies_take_the_median_and_what_grows_follows_the_line():
 
 
 def test_a_wait_for_the_launch_queue_is_left_out():
-    """Of the loop behind `_foreach_mul_` the first waits 50 us for room; the replay does not."""
+    """The loop's first launch waits 50 us for queue room; the replay does not."""
     free = step(4)
     index = free.text("name").index("item")
     kernel = next(i for i, name in enumerate(free.text("name")) if name == "mm_kernel")
@@ -323,7 +323,7 @@ def test_calls_that_span_layers_are_refused():
     """A bucket that holds the gradients of two layers is in no layer that repeats."""
     graphs = {2: step(2), 4: step(4)}
     sizes = graphs[4].nodes.comm_bytes.copy()
-    sizes[np.flatnonzero(graphs[4].communication)[0]] += 4096  # in the first layer alone
+    sizes[np.flatnonzero(graphs[4].communication)[0]] += 4096  # in the first layer only
     graphs[4] = graphs[4].with_columns(comm_bytes=sizes)
     with raises_code("depth-calls-span-layers") as caught:
         extrapolate(graphs, 8, Pattern(0, 1))

@@ -1,4 +1,4 @@
-"""From captured stages to every rank: the order, the messages, the groups, the memory."""
+"""Expansion of captured stages to every rank: order, messages, groups, memory."""
 
 import json
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_every_send_meets_its_receive_and_nothing_stalls(
                 message = attributes["comm_src"], attributes["comm_dst"], attributes["comm_tag"]
                 (sends if node.type == 5 else receives).add(message)
                 assert attributes["comm_size"] == HIDDEN_BYTES
-    # each border that two ranks share is crossed both ways by each micro-batch, on its own tag
+    # every micro-batch crosses each stage boundary between two ranks both ways, with its own tag
     borders = {"zbv": 2, "interleaved:2": 3}.get(schedule, 3)
     assert sends == receives
     assert len(sends) == 2 * borders * micro_batches
@@ -95,7 +95,7 @@ def test_the_first_and_last_micro_batch_stand_for_themselves():
 @pytest.mark.parametrize("evaluated", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
 def test_an_evaluation_is_laid_once(schedule, evaluated, tmp_path):
-    """Before the first micro-batch, or else behind the last; each stage's once."""
+    """Before the first micro-batch or after the last; once per stage."""
     ranks = expanded(schedule, 8, captures(evaluated=evaluated))
     plain = expanded(schedule, 8)
     for rank_graph, without in zip(ranks, plain, strict=True):

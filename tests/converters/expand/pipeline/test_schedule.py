@@ -54,7 +54,7 @@ CASES = [
 
 
 def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> Any:
-    """Return torch's own table, without its idle slots and without what synchronises gradients."""
+    """Return torch's table without idle slots and gradient synchronisation."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stages = [
         SimpleNamespace(
@@ -113,7 +113,7 @@ def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "interleaved:4", "zbv"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [*NUMBERS, (16, 64)])
 def test_no_rank_waits_for_ever(schedule, ranks, micro_batches):
-    """Run the table: an action may run once the stage before it (behind it) has done its part."""
+    """Run the table: a forward waits for the previous stage, a backward for the next."""
     parsed = Schedule.parse(schedule)
     try:
         pending = parsed.actions(ranks, micro_batches)
@@ -146,12 +146,12 @@ def ready(action: Action, stage: int, done: set[tuple[str, int, int]]) -> bool:
         return stage == 0 or ("F", micro_batch, stage - 1) in done
     if action.phase == "W":
         return ("I", micro_batch, stage) in done
-    behind = (action.phase, micro_batch, stage + 1) in done
-    return ("F", micro_batch, stage) in done and (stage >= last or behind)
+    next_done = (action.phase, micro_batch, stage + 1) in done
+    return ("F", micro_batch, stage) in done and (stage >= last or next_done)
 
 
 def test_micro_batches_in_flight():
-    """1F1B holds as many as there are stages ahead, GPipe all, the interleaved ones per chunk."""
+    """1F1B has as many in flight as later stages, GPipe all, interleaved schedules per chunk."""
 
     def in_flight(schedule: str) -> list[int]:
         parsed = Schedule.parse(schedule)

@@ -1,4 +1,4 @@
-"""Traces with many of one thing: what is found by sorting and doubling is what was there."""
+"""Traces with very many events of one kind: fast searches give the results of plain ones."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from onerank.ir import Graph
 from onerank.ir.replay import schedule
 
 DEPTH = 100
-"""More callers than are climbed one by one."""
+"""More callers than are climbed step by step."""
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:
@@ -54,7 +54,7 @@ def test_the_operator_and_the_outermost_event_of_a_deep_nest(tmp_path: Path) -> 
 
 
 def test_a_history_is_found_among_equal_events() -> None:
-    """A match of bytes that begins within an integer is none."""
+    """A match of bytes that begins inside an integer does not count."""
     address = np.array([256, 256, 256, 1, 256], dtype=np.int64)
     zeros = np.zeros(5, dtype=np.int64)
     rows = MemoryRows(zeros, np.arange(5), zeros, np.ones(5, dtype=np.int64), address, *[zeros] * 3)

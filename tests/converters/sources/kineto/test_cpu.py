@@ -34,10 +34,10 @@ def test_products_are_whole_leaves(graph, operators):
     """Every mm of the trace is a node with its whole duration, whatever it calls."""
     expected = sorted(round(e["dur"] * 1000) for e in operators if e["name"] == "aten::mm")
     names = graph.text("name")
-    found = [
+    durations_ns = [
         ns for name, ns in zip(names, graph.nodes.duration_ns, strict=True) if name == "aten::mm"
     ]
-    assert sorted(found) == expected
+    assert sorted(durations_ns) == expected
 
 
 def test_views_and_wrappers_are_no_nodes(graph):
@@ -53,8 +53,8 @@ def test_leaves_do_not_overlap(graph):
     assert (start[1:] >= start[:-1] + duration[:-1] - 2).all()  # Kineto rounds both ends
 
 
-def test_collectives_are_transformers_own(graph):
-    """7 all-reduces a layer (2 forward, 5 backward), embedding, head; its logits gathered."""
+def test_collectives_are_those_of_transformers(graph):
+    """7 all-reduces per layer (2 forward, 5 backward), embedding, head; gathered logits."""
     chosen = np.flatnonzero(graph.mask(Kind.COLLECTIVE))
     kinds = [graph.node(i).collective for i in chosen]
     assert kinds.count(Collective.ALL_REDUCE) == 7 * LAYERS + 2
@@ -69,9 +69,9 @@ def test_collectives_are_transformers_own(graph):
 def test_gemm_flops_are_those_of_the_sliced_model(graph):
     attention = HIDDEN * HEAD_WIDTH * (2 * HEADS + 2 * KV_HEADS)
     weights = LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + HIDDEN * VOCABULARY
-    made = characterise(graph)
-    products = np.array([op == "aten::mm" for op in made.text("op")])
-    assert made.nodes.flops[products].sum() == 6 * TOKENS * weights // TP
+    costed = characterise(graph)
+    products = np.array([op == "aten::mm" for op in costed.text("op")])
+    assert costed.nodes.flops[products].sum() == 6 * TOKENS * weights // TP
 
 
 def test_program_order_chains_operators_and_collectives(graph):

@@ -1,4 +1,4 @@
-"""Conversion of a real H200 capture with stand-ins, repeated steps and the modules' own times."""
+"""Conversion of a real H200 capture with emulated collectives, repeated steps and module times."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def graph(converted: tuple[Graph, Conversion]) -> Graph:
 
 
 def kernels(name: str) -> list[float]:
-    """Return durations of a step's GPU operations, stand-ins aside, in us, by start."""
+    """Return durations of a step's GPU operations without emulated collectives, in us, by start."""
     events = json.loads(gzip.decompress((RAW / f"{name}.json.gz").read_bytes()))["traceEvents"]
     gpu = [
         event
@@ -52,18 +52,18 @@ def test_each_kernel_has_the_median_of_the_three_steps(graph: Graph):
     assert graph.nodes.spread_ns[order] == pytest.approx(spread, abs=1)
 
 
-def test_each_kernel_has_its_time_with_no_communication_beside_it(graph: Graph):
-    """Tensor parallelism waits for each collective, so nothing runs beside one."""
+def test_each_kernel_has_its_uncontended_time(graph: Graph):
+    """Tensor parallelism waits for each collective, so no kernel overlaps one."""
     gpu = graph.gpu_compute
-    alone, beside = graph.nodes.uncontended_ns[gpu], graph.nodes.duration_ns[gpu]
-    assert sum(kernels("uncontended")) * 1000 == pytest.approx(alone.sum(), abs=850)
-    assert beside.sum() == pytest.approx(alone.sum(), rel=0.001)
+    uncontended, contended = graph.nodes.uncontended_ns[gpu], graph.nodes.duration_ns[gpu]
+    assert sum(kernels("uncontended")) * 1000 == pytest.approx(uncontended.sum(), abs=850)
+    assert contended.sum() == pytest.approx(uncontended.sum(), rel=0.001)
 
 
 def test_collectives_take_the_time_of_their_network(graph: Graph):
-    """Two in each layer's passes and two outside: 2 (n - 1) / n of the bytes at 310 GB/s, at least.
+    """Two per layer and pass, and two outside: 2 (n - 1) / n of the bytes at 310 GB/s, at least.
 
-    The loss adds three of a few bytes for each token.
+    The loss adds three with a few bytes per token.
     """
     communication = np.flatnonzero(graph.communication)
     large = communication[graph.nodes.comm_bytes[communication] == TOKEN_BYTES]
@@ -74,7 +74,7 @@ def test_collectives_take_the_time_of_their_network(graph: Graph):
     assert graph.nodes.duration_ns[large].max() < 1.3 * least
 
 
-def test_the_replay_is_near_the_step_the_graph_has_the_order_of(graph: Graph):
+def test_the_replay_is_near_the_step_that_gives_the_order(graph: Graph):
     """The host was slow: the steps took 44.2, 49.2 and 45.5 ms, of which 30 were compute."""
     done = replay(graph)
     assert done.measured_ns == 44_248_833

@@ -1,10 +1,11 @@
-"""Every way the recorded files can be bad: a clear error that names the file and the place."""
+"""Malformed files: the error names the file and the place."""
 
 import gzip
 import json
 from pathlib import Path
 
 import pytest
+from raised import raises_code
 
 from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir.errors import TraceError
@@ -79,11 +80,11 @@ def test_the_first_schemas_keep_operands_side_by_side(tmp_path):
         flat.append({**known, **operands, **{k: attrs[k] for k in ("rf_id", "seq_id", "tid")}})
     old = written(tmp_path, {"schema": "1.0.1", "nodes": flat})
     expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
-    found, _ = convert(Sources(CPU / "structure.json.gz", old))
+    graph, _ = convert(Sources(CPU / "structure.json.gz", old))
     columns = ["name", "duration_ns", "module", "phase", "collective"]
-    assert found.nodes_frame().select(columns).equals(expected.nodes_frame().select(columns))
+    assert graph.nodes_frame().select(columns).equals(expected.nodes_frame().select(columns))
     shapes = [
-        [text and json.loads(text) for text in g.text("input_shapes")] for g in (found, expected)
+        [text and json.loads(text) for text in g.text("input_shapes")] for g in (graph, expected)
     ]
     assert shapes[0] == shapes[1]
 
@@ -108,25 +109,25 @@ def test_no_record_ids_but_the_same_operators(kineto, tmp_path):
     """Aligned by order, every operator finds the node that its record id names."""
     expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
     changed = written(tmp_path, without_record_ids(kineto))
-    found, report = convert(Sources(changed, CPU / "et.json.gz"))
-    assert found.nodes_frame().equals(expected.nodes_frame())
+    graph, report = convert(Sources(changed, CPU / "et.json.gz"))
+    assert graph.nodes_frame().equals(expected.nodes_frame())
     assert any("2513 of 2513 operators (100.00%) are aligned" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("shift", [1, 10**6])
 def test_the_execution_trace_of_another_run_of_the_same_operators(kineto, tmp_path, shift):
-    """Record ids are off by some: they name others or none, and the order is taken instead."""
+    """Record ids are shifted: they name other operators or none, so events are aligned by order."""
     for event in kineto["traceEvents"]:
         if event.get("args", {}).get("Record function id"):
             event["args"]["Record function id"] += shift
     expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
-    found, report = convert(Sources(written(tmp_path, kineto), CPU / "et.json.gz"))
-    assert found.nodes_frame().equals(expected.nodes_frame())
+    graph, report = convert(Sources(written(tmp_path, kineto), CPU / "et.json.gz"))
+    assert graph.nodes_frame().equals(expected.nodes_frame())
     assert any("name different operators" in note for note in report.notes)
 
 
 def test_operators_that_one_file_lacks_are_passed_over(kineto, tmp_path):
-    """Every hundredth operator is missing in the Kineto trace: the rest fits all the same."""
+    """Every hundredth operator is missing in the Kineto trace: all others still align."""
     without_record_ids(kineto)
     operators = [event for event in kineto["traceEvents"] if event.get("cat") == "cpu_op"]
     gone = {id(event) for event in operators[50::100]}
@@ -182,7 +183,7 @@ def test_no_operators(kineto, tmp_path):
 
 
 def test_a_directory_without_a_capture(tmp_path):
-    with pytest.raises(TraceError, match=r"job\.json"):
+    with raises_code("raw-directory-incomplete", TraceError):
         convert_directory(tmp_path)
 
 
@@ -195,7 +196,7 @@ def profile_without(positions: list[int], tmp_path: Path) -> Sources:
 
 
 def test_windows_that_differ_a_little_pair_up_all_the_same(tmp_path):
-    """As when one of the two steps logs its loss."""
+    """For example, one of the two steps logs its loss."""
     graph, report = convert(profile_without([10, 11, 900], tmp_path))
     assert report.timing == "changed.json"
     # The trace keeps the note, so that every command that reads it repeats it.

@@ -1,4 +1,4 @@
-"""Traces as other versions and vendors write them: what is spelled otherwise is read as well."""
+"""Traces as other versions and vendors write them, with other names and types of fields."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_event_that_is_read_may_not(tmp_path):
     trace = Trace()
     trace.op("aten::mm", 0, 10)
     trace.events += [foreign("a", "kernel")]
-    with pytest.raises(TraceError, match=r"Expected `int`, got `str` - at `.*args.bytes`"):
+    with raises_code("trace-malformed", TraceError):
         trace.convert(tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_an_event_without_a_time_is_refused(tmp_path):
     trace = Trace()
     trace.op("aten::mm", 0, 10)
     del trace.events[0]["ts"]
-    with pytest.raises(TraceError, match="event 'aten::mm' starts at nan us"):
+    with raises_code("trace-bad-time", TraceError):
         trace.convert(tmp_path)
 
 
@@ -91,7 +91,7 @@ def test_torch_1_8_has_other_categories_and_ids(tmp_path):
 
 
 def test_an_external_id_given_twice_names_the_operator_that_ran(tmp_path):
-    """As torch up to 2.0 does: the other operator of that id began behind the kernel."""
+    """As torch up to 2.0 does: the other operator with that id began after the kernel."""
     trace = Trace()
     trace.op("aten::mm", 0, 10)
     later = trace.op("aten::add", 1000, 10)
@@ -123,9 +123,9 @@ def test_events_of_another_device_are_counted(tmp_path):
 
 
 def call(group: str, description: str, ranks: str, at: float) -> tuple[float, dict[str, object]]:
-    told = {"Collective name": "allreduce", "In msg nelems": 100, "dtype": "Float"}
-    told |= {"Process Group Name": group, "Process Group Description": description}
-    return at, told | {"Process Group Ranks": ranks}
+    fields = {"Collective name": "allreduce", "In msg nelems": 100, "dtype": "Float"}
+    fields |= {"Process Group Name": group, "Process Group Description": description}
+    return at, fields | {"Process Group Ranks": ranks}
 
 
 def distributed(rank: int, size: int, *groups: dict[str, object]) -> dict[str, object]:
@@ -143,8 +143,8 @@ def converted(tmp_path: Path, calls: list[tuple[float, dict[str, object]]], **re
     return convert(Sources(*trace.write(tmp_path, **rest)))
 
 
-def test_groups_of_one_description_are_told_apart(tmp_path):
-    """`undefined` is what torch says of a group of which the script says nothing."""
+def test_groups_of_one_description_are_distinguished(tmp_path):
+    """PyTorch describes a group as `undefined` if the script gives no description."""
     calls = [
         call("1", "undefined", "[0, 1]", 0),
         call("2", "undefined", "[0, 2]", 100),
@@ -159,7 +159,7 @@ def test_groups_of_one_description_are_told_apart(tmp_path):
 
 
 def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
-    """Rank 5 of 16: pairs of neighbours, then four ranks 2 apart; what spans 8 has no group."""
+    """Rank 5 of 16: pairs of neighbours, then four ranks 2 apart; no group spans 8."""
     calls = [
         call("7", "mesh_tp", "[4, 5]", 0),
         call("9", "undefined", "[1, 3, ...", 100),
@@ -176,11 +176,11 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [{"rank": 9, "world_size": 4}, {"rank": 0, "world_size": 2**70}, {"rank": "none"}, [1], "text"],
 )
-def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
-    graph, report = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
+def test_an_invalid_world_is_ignored(tmp_path, fields):
+    graph, report = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=fields)
     assert (graph.job.world.size, graph.job.rank) == (1, 0)
     assert any(note.startswith("distributedInfo is ignored") for note in report.notes)
 
@@ -192,8 +192,8 @@ def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
         (directory := tmp_path / str(rank)).mkdir()
         calls = [call("1", "default_pg", "[0, 1]", at) for at in (0, 100 + later)]
         graphs.append(converted(directory, calls, **distributed(rank, 2))[0])
-    made = export_ranks(expand_ranks(graphs), tmp_path / "out")
-    assert (made.ranks, check(tmp_path / "out")) == (2, [])
+    exported = export_ranks(expand_ranks(graphs), tmp_path / "out")
+    assert (exported.ranks, check(tmp_path / "out")) == (2, [])
     with raises_code("ranks-incomplete"):
         expand_ranks([graphs[0]])
     with raises_code("ranks-duplicate-rank"):
@@ -214,7 +214,7 @@ def two_streams(waits: str) -> Trace:
 
 @pytest.mark.parametrize(("call", "syncs"), [("cudaStreamWaitEvent", 1), ("cudaEventQuery", 0)])
 def test_a_stream_that_started_as_another_ended_waited_for_it(tmp_path, call, syncs):
-    """By a call for an event; without one it is told by its lateness alone."""
+    """The wait follows from a call for an event; without a call, only from the late start."""
     graph, report = two_streams(call).convert(tmp_path)
     assert edges(graph, Reason.SYNC) == {("first", "second")}
     assert report.syncs == syncs
@@ -230,17 +230,17 @@ def test_a_host_that_came_back_as_a_stream_ended_waited_for_it(tmp_path):
 
 
 def test_what_was_launched_before_the_trace_began(tmp_path):
-    """`comm` waited for `before`, and `behind` for `comm`; nobody in the trace launched them."""
+    """`comm` waited for `before`, and `after` for `comm`; the trace has no launch of them."""
     trace = Trace()
     op = trace.op("aten::mm", 0, 40)
     trace.kernel(91, 0, 50, name="before", stream=7)
     trace.kernel(92, 53, 100, name="comm", stream=9)
-    trace.kernel(93, 158, 10, name="behind", stream=7)
+    trace.kernel(93, 158, 10, name="after", stream=7)
     for correlation, stream_number in ((1, 7), (2, 9)):
         trace.launch(correlation, 5, external=op)
         trace.kernel(correlation, 200, 10, name=f"new {stream_number}", stream=stream_number)
     graph, report = trace.convert(tmp_path)
-    assert edges(graph, Reason.SYNC) == {("before", "comm"), ("comm", "behind")}
+    assert edges(graph, Reason.SYNC) == {("before", "comm"), ("comm", "after")}
     assert report.gpu_ops_unlinked == {"no launch": 3}
     assert edges(graph, Reason.LAUNCH) == {("aten::mm", "new 7"), ("aten::mm", "new 9")}
 
@@ -271,5 +271,5 @@ def test_a_trace_of_the_gpu_alone(tmp_path):
 def test_a_trace_in_which_nothing_computes_is_refused(tmp_path):
     trace = Trace()
     trace.op("aten::empty", 0, 10)
-    with pytest.raises(TraceError, match="all 1 operators are views or allocations"):
+    with raises_code("trace-no-compute", TraceError):
         trace.convert(tmp_path)

@@ -1,8 +1,8 @@
-"""One step of DDP on two CPUs with Gloo, and calls behind it, as torch 2.13 recorded them.
+"""One step of DDP on two CPUs with Gloo, and calls after it, as torch 2.13 recorded them.
 
 Each rank: a batch from a data loader with one worker; forward, backward and SGD of a model of two
-linear layers (9610 parameters, one bucket); an asynchronous all-reduce of 1000 floats waited for
-behind a product; an all-gather, a barrier, and a send of rank 0 to rank 1 with tag 7.
+linear layers (9610 parameters, one bucket); an asynchronous all-reduce of 1000 floats awaited
+after a product; an all-gather, a barrier, and a send of rank 0 to rank 1 with tag 7.
 """
 
 import gzip
@@ -39,11 +39,11 @@ def calls(graph: Graph) -> list[int]:
 
 
 def test_calls_have_bytes_group_and_peer(graph):
-    found = [
+    figures = [
         (node.name, node.collective, node.value("comm_bytes"), node.text("group"))
         for node in map(graph.node, calls(graph))
     ]
-    assert found == [
+    assert figures == [
         ("gloo:all_reduce", Collective.ALL_REDUCE, 9610 * 4, "default_pg"),
         ("gloo:all_reduce", Collective.ALL_REDUCE, 1000 * 4, "default_pg"),
         ("gloo:all_gather", Collective.ALL_GATHER, 1000 * 4, "default_pg"),
@@ -60,31 +60,31 @@ def test_calls_have_bytes_group_and_peer(graph):
     assert (recv.kind, recv.value("comm_src"), recv.value("comm_tag")) == (Kind.RECV, 0, 7)
 
 
-def test_roots_are_told_by_what_asked():
-    """Of two ranks on CPUs, rank 0's part of four calls rooted at rank 1, by torch 2.13."""
+def test_roots_come_from_the_issuing_operators():
+    """Rank 0 of two CPU ranks makes four calls rooted at rank 1, recorded by torch 2.13."""
     data = DATA.parent / "gloo-rooted"
     graph, _ = convert(Sources(data / "k0.json.gz", data / "et0.json.gz"))
-    found = {
+    figures = {
         node.collective: (node.value("comm_src"), node.value("comm_dst"))
         for node in map(graph.node, calls(graph))
     }
-    assert found == {
+    assert figures == {
         Collective.BROADCAST: (1, -1),
         Collective.REDUCE: (-1, 1),
         Collective.GATHER: (-1, 1),
         Collective.SCATTER: (1, -1),
     }
     scatter = np.flatnonzero(graph.nodes.collective == Collective.SCATTER)
-    assert graph.nodes.comm_bytes[scatter].tolist() == [2 * 1000 * 4]  # this rank puts nothing in
+    assert graph.nodes.comm_bytes[scatter].tolist() == [2 * 1000 * 4]  # rank 0 contributes no input
 
 
 REAL = DATA.parent / "gloo-real"
 """A step of DDP as each of two real ranks captured it under `--record-real-job`: two buckets, an
-all-reduce of 3 floats, an all-gather of 5 waited for beside it, a broadcast of 3."""
+all-reduce of 3 floats, an all-gather of 5 that overlaps it, a broadcast of 3."""
 
 
 def on_other_threads(directory: Path, move: dict[int, int]) -> None:
-    """Let Gloo's threads of the profiled window have carried out other calls."""
+    """Move the calls of the profiled window to other Gloo threads."""
     path = directory / "profile.json.gz"
     trace = json.loads(gzip.decompress(path.read_bytes()))
     events = [event for event in trace["traceEvents"] if "dur" in event]
@@ -100,16 +100,16 @@ def on_other_threads(directory: Path, move: dict[int, int]) -> None:
 @pytest.mark.parametrize(
     "move", [{}, {0: 1, 1: 0}, {0: 1}], ids=["as recorded", "swapped", "on one"]
 )
-def test_calls_keep_their_bytes_on_whatever_thread_gloo_carries_them_out(tmp_path, rank, move):
+def test_calls_keep_their_bytes_on_any_gloo_thread(tmp_path, rank, move):
     shutil.copytree(REAL / rank, tmp_path / "raw")
     on_other_threads(tmp_path / "raw", move)
     graph, report = convert_directory(tmp_path / "raw")
-    found = [
+    figures = [
         (node.name, node.value("comm_bytes"), node.value("comm_src"))
         for node in map(graph.node, calls(graph))
     ]
     bucket = 2 * (64 * 64 + 64) * 4
-    assert found == [
+    assert figures == [
         ("gloo:all_reduce", bucket, -1),
         ("gloo:all_reduce", bucket, -1),
         ("gloo:all_reduce", 3 * 4, -1),
@@ -119,13 +119,13 @@ def test_calls_keep_their_bytes_on_whatever_thread_gloo_carries_them_out(tmp_pat
     assert not any("pair up" in note or "lacks" in note for note in report.notes)
 
 
-def test_each_call_runs_behind_what_asked_for_it_and_is_waited_for(graph):
+def test_each_call_follows_its_issuer_and_is_awaited(graph):
     names, edges = graph.text("name"), graph.edges
-    asked = {
+    issuers = {
         names[source] for call in calls(graph) for source, why in edges.of(call)
         if why is Reason.LAUNCH
     }  # fmt: skip
-    assert asked == {"c10d::allreduce_", "c10d::allgather_", "c10d::barrier", "c10d::send"}
+    assert issuers == {"c10d::allreduce_", "c10d::allgather_", "c10d::barrier", "c10d::send"}
     waits = {
         source: names[node]
         for node in range(len(graph))
@@ -188,14 +188,14 @@ def test_without_execution_trace_bytes_are_not_known():
 
 
 def test_calls_of_one_of_several_groups_are_told(tmp_path):
-    """torch.profiler tells of Gloo's calls what they are, and not of which group."""
+    """torch.profiler records Gloo's calls without their group."""
     trace = json.loads(gzip.decompress((DATA / "k0.json.gz").read_bytes()))
     world = trace["distributedInfo"]["pg_config"][0]
     trace["distributedInfo"]["pg_config"].append({**world, "pg_name": "1", "pg_desc": "tp"})
     (tmp_path / "k0.json").write_text(json.dumps(trace))
     graph, done = convert(Sources(tmp_path / "k0.json"))
-    told = "the process group of 5 calls by Gloo is unknown: the trace has 2 groups"
-    assert sum(told in note for note in done.notes) == 1
+    expected_note = "the process group of 5 calls by Gloo is unknown: the trace has 2 groups"
+    assert sum(expected_note in note for note in done.notes) == 1
     assert {graph.node(index).text("group") for index in calls(graph)} == {""}
     graph.write(tmp_path / "t.et")
     shown = CliRunner().invoke(onerank, ["show", str(tmp_path / "t.et")]).stdout

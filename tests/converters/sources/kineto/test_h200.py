@@ -1,6 +1,6 @@
 """Conversion of a real H200 capture: rank 0 of TP=4, a Llama-8B shape with 4 layers.
 
-The expected figures come from the capture's own files, read here with nothing but json, or from
+The expected figures come from the capture's files, read here with json only, or from
 arithmetic on the model's shape that a person can redo.
 """
 
@@ -67,8 +67,8 @@ def test_kinds_are_those_of_the_events(graph, profile):
 
 def test_peak_memory_is_the_allocators(graph, profile):
     on_gpu = [e for e in profile if e["name"] == "[memory]" and e["args"]["Device Type"] == 1]
-    told = max(event["args"]["Total Allocated"] for event in on_gpu)
-    assert graph.job.measurement.peak_memory_bytes == told
+    highest_total = max(event["args"]["Total Allocated"] for event in on_gpu)
+    assert graph.job.measurement.peak_memory_bytes == highest_total
 
 
 def test_memory_of_the_operators_adds_up(graph, profile):
@@ -82,7 +82,7 @@ def test_memory_of_the_operators_adds_up(graph, profile):
 
 
 def test_collectives_are_megatrons(graph):
-    """Two all-reduces a layer and direction; embedding and head; three of the loss."""
+    """Two all-reduces per layer and direction; embedding and head; three of the loss."""
     collectives = np.flatnonzero(graph.mask(Kind.COLLECTIVE))
     assert {graph.node(i).collective for i in collectives} == {Collective.ALL_REDUCE}
     sizes = graph.nodes.comm_bytes[collectives]
@@ -96,12 +96,12 @@ def test_collectives_are_megatrons(graph):
 
 
 def test_gemm_flops_are_those_of_the_sliced_model(graph):
-    """Each weight costs 2 FLOPs a token forward and 4 backward."""
+    """Each weight costs 2 FLOPs per token in forward and 4 in backward."""
     attention = HIDDEN * HEAD_WIDTH * (2 * HEADS + 2 * KV_HEADS)
     weights = LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + HIDDEN * VOCABULARY
-    made = characterise(graph)
-    products = np.array([op == "aten::mm" for op in made.text("op")]) & made.gpu_compute
-    assert made.nodes.flops[products].sum() == 6 * TOKENS * weights // TP
+    costed = characterise(graph)
+    products = np.array([op == "aten::mm" for op in costed.text("op")]) & costed.gpu_compute
+    assert costed.nodes.flops[products].sum() == 6 * TOKENS * weights // TP
 
 
 def test_one_stream_runs_in_order(graph):
@@ -134,9 +134,9 @@ def test_every_launch_comes_from_its_operator(graph):
     names, ops = graph.text("name"), graph.text("op")
     gpu = graph.gpu_compute
     pairs = zip(edges.source[launches], edges.target[launches], strict=True)
-    found = [(names[s], ops[t]) for s, t in pairs if gpu[t]]
-    assert len(found) == gpu.sum()
-    assert all(operator == launcher for launcher, operator in found)
+    launches = [(names[s], ops[t]) for s, t in pairs if gpu[t]]
+    assert len(launches) == gpu.sum()
+    assert all(operator == launcher for launcher, operator in launches)
 
 
 def test_phases_and_modules(graph):

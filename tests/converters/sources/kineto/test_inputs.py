@@ -1,4 +1,4 @@
-"""What conversion takes beside one window of one rank: steps, ranks, Kineto alone, large files."""
+"""Inputs of a conversion: steps, several ranks, Kineto traces only, large files."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ MILLISECONDS = {4: 0.01, 5: 0.03, 6: 0.02}
 
 
 def stepped() -> Trace:
-    """Three steps of 10, 30 and 20 us, each with a kernel that runs behind its step's end."""
+    """Three steps of 10, 30 and 20 us, each with a kernel that runs after its step's end."""
     trace = Trace()
     at = 100.0
     for number, milliseconds in MILLISECONDS.items():
@@ -48,13 +48,13 @@ def test_callers_that_are_missing_are_counted(tmp_path):
         node["ctrl_deps"] = 10**9
     path = tmp_path / "et.json"
     path.write_text(json.dumps(et))
-    told = (
+    expected_note = (
         "et.json: 2 nodes have a caller that is not in the file; they become roots of their "
         "call trees"
     )
     for profiles in ((), (CPU / "profile.json.gz",)):
         _, report = convert(Sources(CPU / "structure.json.gz", path, profiles))
-        assert report.notes.count(told) == 1
+        assert report.notes.count(expected_note) == 1
 
 
 @pytest.mark.parametrize(("step", "number"), [("4", 4), ("5", 5), ("median", 6)])
@@ -88,7 +88,7 @@ def test_a_step_that_is_not_there(tmp_path):
 def test_a_trace_without_steps(tmp_path):
     trace = Trace()
     trace.op("aten::mm", 0, 5)
-    with pytest.raises(TraceError, match=r"no ProfilerStep annotation.*profiler.step\(\)"):
+    with raises_code("step-none-in-trace", TraceError):
         trace.convert(tmp_path, step="median")
 
 
@@ -98,7 +98,7 @@ def test_kineto_alone_gives_gpu_operations_in_stream_order():
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     assert len(graph) == len(gpu) == report.gpu_ops
     assert graph.nodes.duration_ns.sum() == sum(round(e["dur"] * 1000) for e in gpu)
-    assert graph.text("op").count("aten::mm") > 0  # which operator launched it, Kineto tells
+    assert graph.text("op").count("aten::mm") > 0  # Kineto records which operator launched it
     in_order = (graph.edges.reason == Reason.STREAM_ORDER).sum()
     assert in_order == len(graph) - len(set(graph.nodes.stream.tolist()))
     assert any("only GPU operations" in note for note in report.notes)
@@ -117,7 +117,7 @@ def test_kineto_alone_with_operators_replays_as_long_as_the_step():
 
 
 def test_kineto_alone_keeps_what_the_host_waited_for(tmp_path):
-    """Behind a synchronisation everything waits that was launched later, on whatever stream."""
+    """Operations launched after a synchronisation wait for it, on any stream."""
     trace = Trace()
     op = trace.op("aten::mm", 0, 100)
     trace.launch(1, 5, external=op)
@@ -125,11 +125,11 @@ def test_kineto_alone_keeps_what_the_host_waited_for(tmp_path):
     trace.runtime("cudaStreamSynchronize", 2, 10, 45)
     trace.sync("Stream Sync", 10, correlation=2, stream=7)
     trace.launch(3, 60, external=op)
-    trace.kernel(3, 70, 5, name="behind", stream=9)
+    trace.kernel(3, 70, 5, name="after", stream=9)
     kineto, _ = trace.write(tmp_path)
     graph, _ = convert(Sources(kineto))
-    assert graph.text("name") == ["before", "behind"]
-    assert edges(graph, Reason.SYNC) == {("before", "behind")}
+    assert graph.text("name") == ["before", "after"]
+    assert edges(graph, Reason.SYNC) == {("before", "after")}
 
 
 def test_kineto_alone_on_a_cpu_gives_operators_without_shapes():
@@ -144,9 +144,9 @@ def test_pieces_of_any_size_give_the_same_graph(piece, monkeypatch):
     sources = Sources(CPU / "structure.json.gz", CPU / "et.json.gz")
     expected, _ = convert(sources)
     monkeypatch.setattr(stream, "PIECE_BYTES", piece)
-    found, _ = convert(sources)
-    assert found.nodes_frame().equals(expected.nodes_frame())
-    assert found.edges_frame().equals(expected.edges_frame())
+    graph, _ = convert(sources)
+    assert graph.nodes_frame().equals(expected.nodes_frame())
+    assert graph.edges_frame().equals(expected.edges_frame())
 
 
 def test_pieces_do_not_end_within_an_event(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def rank_files(directory: Path, ranks: range, *, with_et: bool = True) -> None:
 
 
 def test_a_directory_of_ranks(tmp_path):
-    """The rank stands in the Kineto trace; of an execution trace its name tells."""
+    """The rank is in the Kineto trace; for an execution trace it is in the file's name."""
     rank_files(tmp_path, range(3))
     output = tmp_path / "out"
     done = convert_ranks(ranks_in(tmp_path), output)
@@ -203,7 +203,7 @@ RAW_FOLDERS = sorted(
 
 @pytest.mark.parametrize("name", RAW_FOLDERS)
 def test_every_folder_of_raw_traces_converts(tmp_path, name):
-    """By the command that traces/README.md shows: -o is a file, for several ranks a directory."""
+    """Uses the command of traces/README.md: -o is a file, for several ranks a directory."""
     several = not (TRACES / name / "structure.json.gz").exists()
     output = tmp_path / ("out" if several else "trace.et")
     result = CliRunner().invoke(onerank, ["convert", str(TRACES / name), "-o", str(output)])
@@ -224,7 +224,7 @@ def test_a_capture_without_its_job_takes_the_world_from_the_trace():
 
 
 def test_raw_folders_are_found():
-    """Of the other folders, each holds graphs alone."""
+    """All other folders contain only graphs."""
     others = {path for path in TRACES.iterdir() if path.is_dir()} - {
         TRACES / n for n in RAW_FOLDERS
     }
@@ -263,19 +263,19 @@ def test_one_bad_rank_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "code"),
     [
-        (lambda d: (d / "et_rank1.json").unlink(), "rank 1 has a Kineto trace"),
-        (lambda d: (d / "host6.pt.trace.json").unlink(), "rank 1 has an execution trace"),
-        (lambda d: (d / "et_rank1.json").rename(d / "x_rank0.json"), "are both of rank 0"),
-        (lambda d: [path.unlink() for path in d.iterdir()], "found none of these"),
-        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "its rank is unknown"),
+        (lambda d: (d / "et_rank1.json").unlink(), "traces-unpaired"),
+        (lambda d: (d / "host6.pt.trace.json").unlink(), "traces-unpaired"),
+        (lambda d: (d / "et_rank1.json").rename(d / "x_rank0.json"), "traces-same-rank"),
+        (lambda d: [path.unlink() for path in d.iterdir()], "traces-not-found"),
+        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "trace-rank-unknown"),
     ],
 )
-def test_directories_that_do_not_add_up(tmp_path, change, complaint):
+def test_directories_that_do_not_add_up(tmp_path, change, code):
     rank_files(tmp_path, range(2))
     change(tmp_path)
-    with pytest.raises(TraceError, match=complaint):
+    with raises_code(code, TraceError):
         ranks_in(tmp_path)
 
 
@@ -342,7 +342,7 @@ def test_collectives_by_their_names(tmp_path, name, collective):
     ],
 )
 def test_roots_are_told_by_the_operator_that_asked(tmp_path, name, before, ends):
-    """The third of the group of ranks 2, 4, 6: NCCL's own arguments do not tell."""
+    """The root is the third of ranks 2, 4, 6: NCCL's arguments do not contain it."""
     trace = Trace()
     trace.op(f"c10d::{name}_", 0, 20)
     values = [[[2, 3, 0, 100, 2, "cuda:0"]], *before, 2, 0, True, -1]
@@ -367,7 +367,7 @@ def test_a_long_list_of_ranks_is_told_by_its_stride(tmp_path):
 
 
 def coalesced(*calls: dict) -> Trace:
-    """Calls that launch nothing, and one kernel behind them all."""
+    """Calls that launch nothing, then one kernel for all."""
     trace = Trace()
     outer = trace.op("c10d::_coalesced", 0, 100)
     for position, call in enumerate(calls):
@@ -387,7 +387,7 @@ def test_calls_coalesced_into_one_kernel_add_up(tmp_path):
 
 
 def test_sends_and_receives_batched_into_one_kernel_are_a_node_each(tmp_path):
-    """50 us for 200, 100 and 200 bytes; the sends come first, as none waits for another rank."""
+    """50 us for 200, 100 and 200 bytes; sends come first, since they wait for no other rank."""
     recv = {"Collective name": "recv", "Src Rank": 1}
     send = {"Collective name": "send", "Dst Rank": 3, "In msg nelems": 50}
     other = {"Collective name": "recv", "Src Rank": 2}
@@ -397,16 +397,16 @@ def test_sends_and_receives_batched_into_one_kernel_are_a_node_each(tmp_path):
     trace.kernel(101, 260, 10, name="gemm")
     graph, report = trace.convert(tmp_path)
     nodes = [node for node in graph if node.kind in (Kind.SEND, Kind.RECV)]
-    told = [
+    figures = [
         (node.kind, node.value("comm_src"), node.value("comm_dst"), node.value("comm_bytes"))
         for node in nodes
     ]
     expected = [(Kind.SEND, -1, 3, 100), (Kind.RECV, 1, -1, 200), (Kind.RECV, 2, -1, 200)]
-    assert told == expected
+    assert figures == expected
     assert [node.duration_ns for node in nodes] == [10_000, 20_000, 20_000]
     assert [node.value("start_ns") for node in nodes] == [200_000, 210_000, 230_000]
     order = [int(at) for at in np.flatnonzero(graph.nodes.stream == 7)]
-    for before, after in pairwise(order):  # one after another, and the product behind them
+    for before, after in pairwise(order):  # in sequence, then the product
         assert (before, Reason.STREAM_ORDER) in [*graph.edges.of(after)]
     assert (report.gpu_ops, report.communication) == (2, 3)
     assert any("1 NCCL kernels that carried out several calls" in note for note in report.notes)
@@ -426,7 +426,7 @@ def test_an_nccl_kernel_without_arguments_is_counted(tmp_path):
 
 
 def test_edges_on_which_the_trace_contradicts_itself_are_left_out_and_named(tmp_path):
-    """The host was let go at 12 us by a kernel that began at 30, behind one launched at 19."""
+    """The host waits until 12 us for a kernel that begins at 30 us, after one launched at 19."""
     trace = Trace()
     first = trace.op("aten::mm", 0, 13)
     trace.launch(1, 5, external=first)

@@ -1,4 +1,4 @@
-"""What two ranks sent each other on two H200s, by `traces/h200-p2p-2-ranks/record.py`."""
+"""Messages between two ranks on two H200s, recorded by `traces/h200-p2p-2-ranks/record.py`."""
 
 import gzip
 import json
@@ -49,13 +49,13 @@ def recorded(rank: int) -> list[dict[str, Any]]:
 def test_each_message_has_its_peer_and_bytes(converted, rank):
     graph, report = converted
     calls = [graph.node(i) for i in np.flatnonzero(graph.communication).tolist()]
-    told = [
+    figures = [
         (call.kind.name, call.value("comm_dst"), call.value("comm_src"), call.value("comm_bytes"))
         for call in calls
     ]
     send, receive = ("SEND", 1 - rank, -1), ("RECV", -1, 1 - rank)
     single = [(*send, LARGE), (*receive, LARGE)]
-    assert told == [
+    assert figures == [
         *[(*send, LARGE), (*receive, LARGE)] * 4,
         *(single if rank == 0 else single[::-1]),
         *[(*send, LARGE), (*send, SMALL), (*receive, LARGE), (*receive, SMALL)],
@@ -66,25 +66,25 @@ def test_each_message_has_its_peer_and_bytes(converted, rank):
 
 
 def test_batches_are_found_in_a_window_for_times_too(converted, rank):
-    """There launches outside of operators are no events of their own."""
+    """Profiled windows have no events for launches outside operators."""
     times = FOLDER / f"kineto.rank{rank}.json.gz"
     graph, _ = convert(Sources(times, FOLDER / f"et.rank{rank}.json.gz", (times,)))
     for column in ("comm_dst", "comm_src", "comm_bytes", "duration_ns"):
-        found, expected = (
+        column_values, expected = (
             getattr(one.nodes, column)[one.communication] for one in (graph, converted[0])
         )
-        assert found.tolist() == expected.tolist()
+        assert column_values.tolist() == expected.tolist()
 
 
 def test_calls_among_one_rank_are_of_no_kernel():
-    """Megatron-core asks its groups of one rank too, between the batches of its pipeline."""
+    """Megatron-core also calls groups of one rank, between the batches of its pipeline."""
     raw = FOLDER.with_name("h200-megatron-core-pp2")
     structure, et, times = (raw / f"{k}.json.gz" for k in ("structure", "et", "profile"))
     graph, report = convert(Sources(structure, et, (times,)))
     calls = [graph.node(i) for i in np.flatnonzero(graph.communication).tolist()]
-    told = Counter((call.kind, call.text("group"), call.value("comm_bytes")) for call in calls)
+    figures = Counter((call.kind, call.text("group"), call.value("comm_bytes")) for call in calls)
     pipeline = ("PIPELINE_MODEL_PARALLEL_GROUP", 1024 * 1024 * 2)
-    assert told == {
+    assert figures == {
         (Kind.SEND, *pipeline): 4,
         (Kind.RECV, *pipeline): 4,
         (Kind.COLLECTIVE, "MODEL_PARALLEL_GROUP", 4): 1,
@@ -109,14 +109,14 @@ def test_it_replays_as_measured(converted, rank):
     assert done.measured_ns is not None
     assert abs(done.step_time_ns / done.measured_ns - 1) < 0.01
     assert done.unexplained_ns == 0
-    alone, _ = convert(Sources(FOLDER / f"kineto.rank{rank}.json.gz", operators=True))
-    assert replay(alone).step_time_ns == done.step_time_ns
+    kineto_only, _ = convert(Sources(FOLDER / f"kineto.rank{rank}.json.gz", operators=True))
+    assert replay(kineto_only).step_time_ns == done.step_time_ns
 
 
 def test_a_batch_waits_for_what_computed_what_it_sends():
     """Without synchronisation events, by the records and waits of events around NCCL's call.
 
-    Of two of the batches the last blocks of another kernel held NCCL's besides.
+    In two of the batches, NCCL's kernel also waited for the last blocks of another kernel.
     """
     graph, _ = convert(Sources(FOLDER / "kineto.rank0.json.gz", FOLDER / "et.rank0.json.gz"))
     sends: list[int] = np.flatnonzero(graph.nodes.kind == Kind.SEND).tolist()

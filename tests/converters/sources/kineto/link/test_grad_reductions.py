@@ -1,4 +1,4 @@
-"""Which calls behind a backward reduce its gradients, by what operators read and write."""
+"""Which calls after a backward reduce its gradients, by the operands of operators."""
 
 import pytest
 from small_traces import Trace
@@ -41,7 +41,7 @@ class Step(Trace):
         (("aten::narrow", [tensor(3, 8), 0, 0, 4], [tensor(3, 4)]), (3, 4), Phase.BACKWARD),
         (("aten::cat", [[tensor(3, 8), tensor(7, 2)]], [tensor(5, 10)]), (5, 10), Phase.BACKWARD),
         (("aten::norm", [tensor(3, 8)], [tensor(5, 1)]), (5, 1), Phase.NONE),
-        # of DTensors, which all lie nowhere: as many norms as a small gradient has elements
+        # of DTensors, which have no memory: as many norms as a small gradient has elements
         (
             ("aten::_foreach_norm", [[tensor(3, 8), tensor(3, 2)]], [[tensor(3, 1)] * 2]),
             (3, 2),

@@ -1,4 +1,4 @@
-"""Launches that wait for room in the queue: a host and a GPU simulated, then told by a trace."""
+"""Launches that wait for queue room: a simulated host and GPU, written as a trace."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TRACES = Path(__file__).parents[5] / "traces"
 
 
 def run(kernels: list[float], depth: int, lull: int = -1) -> Trace:
-    """Launch kernels one by one on a GPU that holds `depth` more than it is done with.
+    """Launch kernels in sequence on a GPU whose queue takes `depth` unfinished ones.
 
     Args:
         kernels: durations in microseconds.
@@ -115,5 +115,5 @@ def test_a_hosts_wait_for_an_event_is_counted(tmp_path):
     trace = run([50.0] * 3, depth=300)
     trace.runtime("cudaEventSynchronize", 99, 400, 5)
     _, report = trace.convert(tmp_path)
-    told = "the host's wait for an event: the trace does not record which event"
-    assert report.syncs_dropped == {told: 1}
+    reason = "the host's wait for an event: the trace does not record which event"
+    assert report.syncs_dropped == {reason: 1}

@@ -1,4 +1,4 @@
-"""What holds GPU operations and their host back where no call and no event tells."""
+"""Delays of GPU operations and their host for which the trace has no call and no event."""
 
 import numpy as np
 import pytest
@@ -75,15 +75,15 @@ def test_work_that_the_trace_lacks_is_told_and_kept(tmp_path):
     assert note in report.notes
     done = replay(graph)
     assert (done.step_time_ns, done.unexplained_ns) == (5_015_000, 4_999_000)
-    alone, report = convert(Sources(tmp_path / "kineto.json"))
+    kineto_only, report = convert(Sources(tmp_path / "kineto.json"))
     assert note.replace("keeps", "lacks") in report.notes
-    assert replay(alone).unexplained_ns == 0
+    assert replay(kineto_only).unexplained_ns == 0
 
 
 def test_kernels_of_a_stream_that_overlap_are_replayed_so(tmp_path):
     """Programmatic dependent launch: `next` begins 20 us before `long` ends; `short` within both.
 
-    `last` begins behind `next`, which outlasts `short`.
+    `last` begins after `next`, which outlasts `short`.
     """
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
@@ -107,7 +107,7 @@ def test_kernels_of_a_stream_that_overlap_are_replayed_so(tmp_path):
     "copy", ["Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)"]
 )
 def test_a_call_that_waits_for_its_own_copy_is_no_work_of_the_host(tmp_path, copy):
-    """The copy's call returns 5 us behind it; from memory that is pinned, at once."""
+    """The copy's call returns 5 us after the copy; from pinned memory, at once."""
     pageable = "Pageable" in copy
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
@@ -142,7 +142,7 @@ def test_a_kernel_launched_behind_what_its_operator_called_waits_for_that(tmp_pa
 
 
 def test_such_a_kernel_is_no_later_than_its_launch_on_a_faster_gpu(tmp_path):
-    """It was queued behind another of 1500 us, and began 10 us after its end."""
+    """It was queued after a kernel of 1500 us, and began 10 us after its end."""
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
     trace.launch(1, 5, external=op)
@@ -170,7 +170,7 @@ def test_a_thread_begins_as_long_as_measured_behind_what_began_before(tmp_path):
 
 
 def test_gradient_functions_of_older_torch_are_backward(tmp_path):
-    """Before torch 1.10 nothing is called `autograd::engine::evaluate_function`."""
+    """Traces before torch 1.10 have no `autograd::engine::evaluate_function` events."""
     trace = Trace()
     trace.op("aten::mm", 0, 50, **{"Sequence number": 3})
     trace.op("MmBackward", 60, 50, tid=2, **{"Sequence number": 3, "Fwd thread id": 1})
@@ -185,7 +185,7 @@ def test_gradient_functions_of_older_torch_are_backward(tmp_path):
 
 
 def test_a_stream_waits_for_the_event_that_was_recorded_just_before(tmp_path):
-    """The times do not tell: `other` starts long after `first` has ended."""
+    """The times show no cause: `other` starts long after `first` has ended."""
     trace = Trace()
     op = trace.op("aten::mm", 0, 90)
     trace.launch(1, 5, external=op)
@@ -196,7 +196,7 @@ def test_a_stream_waits_for_the_event_that_was_recorded_just_before(tmp_path):
     trace.kernel(4, 36, 5, name="same", stream=7)
     trace.launch(5, 80, external=op)
     trace.kernel(5, 95, 10, name="other", stream=9)
-    trace.runtime("cudaStreamWaitEvent", 6, 82)  # for an event of another time: nothing tells
+    trace.runtime("cudaStreamWaitEvent", 6, 82)  # for an unknown event
     trace.launch(7, 84, external=op)
     trace.kernel(7, 106, 10, name="last", stream=9)
     graph, report = trace.convert(tmp_path)
@@ -215,7 +215,7 @@ def test_an_event_that_the_times_contradict_is_not_waited_for(tmp_path):
 
 
 def test_what_was_queued_before_the_trace_is_not_what_waits(tmp_path):
-    """`queued` has no launch: the wait at 10 us is of what was launched behind it, `own`."""
+    """`queued` has no launch: the wait at 10 us is that of `next`, launched after it."""
     trace = Trace()
     op = trace.op("aten::mm", 0, 40)
     trace.kernel(90, 2, 60, name="queued", stream=9)
@@ -224,14 +224,14 @@ def test_what_was_queued_before_the_trace_is_not_what_waits(tmp_path):
     trace.runtime("cudaEventRecord", 2, 8)
     trace.runtime("cudaStreamWaitEvent", 3, 10)
     trace.launch(4, 12, external=op)
-    trace.kernel(4, 63, 10, name="own", stream=9)
+    trace.kernel(4, 63, 10, name="next", stream=9)
     graph, report = trace.convert(tmp_path)
-    assert edges(graph, Reason.SYNC) == {("first", "own")}
+    assert edges(graph, Reason.SYNC) == {("first", "next")}
     assert not any("contradicts" in note for note in report.notes)
 
 
 def test_a_host_that_begins_behind_its_gpu_does_so_in_a_replay(tmp_path):
-    """A kernel of before the trace begins 50 us ahead of the first operator."""
+    """A kernel launched before the trace begins 50 us before the first operator."""
     trace = Trace()
     trace.kernel(90, 0, 30, name="queued")
     op = trace.op("aten::mm", 50, 10)
@@ -262,8 +262,12 @@ def test_the_gap_behind_what_an_operation_was_queued_behind_is_its_own(tmp_path)
     ("recorded", "waited", "edge"),
     [
         ([20.0], 21.0, {("first", "other")}),
-        ([10.0, 20.0], 21.0, {("first", "other")}),  # one for somebody else, soon behind the launch
-        ([10.0, 1500.0], 1501.0, set()),  # long behind it: the event may be of another stream
+        (
+            [10.0, 20.0],
+            21.0,
+            {("first", "other")},
+        ),  # a record for another wait, soon after the launch
+        ([10.0, 1500.0], 1501.0, set()),  # long after it: the event may be another stream's
     ],
 )
 def test_a_record_behind_another_is_of_what_was_launched_lately(tmp_path, recorded, waited, edge):

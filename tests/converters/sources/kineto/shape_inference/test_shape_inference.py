@@ -1,4 +1,4 @@
-"""Results told by a call's inputs, as a Kineto trace records these, against what torch returned."""
+"""Results inferred from the inputs that a Kineto trace records, compared with torch's results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +93,7 @@ def _images() -> None:
 
 
 def _record(path: Path, calls: Callable[[], object]) -> tuple[Graph, Graph]:
-    """Return the graphs of what was called, with its execution trace and without."""
+    """Return the graphs of the calls, with the execution trace and without."""
     observer = torch.profiler.ExecutionTraceObserver()
     observer.register_callback(str(path / "et.json"))
     with torch.profiler.profile(
@@ -104,8 +104,8 @@ def _record(path: Path, calls: Callable[[], object]) -> tuple[Graph, Graph]:
         calls()
     profile.export_chrome_trace(str(path / "k.json"))
     full, _ = convert(Sources(path / "k.json", path / "et.json"))
-    alone, _ = convert(Sources(path / "k.json"))
-    return full, alone
+    kineto_only, _ = convert(Sources(path / "k.json"))
+    return full, kineto_only
 
 
 @pytest.fixture(scope="module")
@@ -113,31 +113,36 @@ def recorded(tmp_path_factory) -> tuple[Graph, Graph]:
     return _record(tmp_path_factory.mktemp("recorded"), _calls)
 
 
-def told(graph: Graph, name: str) -> list[str]:
+def column(graph: Graph, name: str) -> list[str]:
     return [text.replace(" ", "") for text in graph.text(name)]
 
 
 def test_results_are_those_that_torch_returned(recorded):
-    full, alone = recorded
-    ops = alone.text("op")
+    full, kineto_only = recorded
+    ops = kineto_only.text("op")
     assert ops == full.text("op")
-    for name, unlike in (
+    for name, differing in (
         ("output_shapes", set[str]()),
         ("output_types", {"aten::native_layer_norm", "aten::cat"}),
     ):
-        rows = list(zip(ops, told(full, name), told(alone, name), strict=True))
-        assert {op for op, real, made in rows if made not in (real, "")} == unlike  # sums on a GPU
-        assert {op for op, real, made in rows if real and not made} == {"aten::arange"}
+        rows = list(zip(ops, column(full, name), column(kineto_only, name), strict=True))
+        assert {
+            op for op, real, inferred in rows if inferred not in (real, "")
+        } == differing  # sums on a GPU
+        assert {op for op, real, inferred in rows if real and not inferred} == {"aten::arange"}
 
 
 def test_work_is_as_with_an_execution_trace(recorded):
-    full, alone = (characterise(graph) for graph in recorded)
+    full, kineto_only = (characterise(graph) for graph in recorded)
     for name in ("flops", "bytes_read", "bytes_written"):
         rows = zip(
-            alone.text("op"), getattr(full.nodes, name), getattr(alone.nodes, name), strict=True
+            kineto_only.text("op"),
+            getattr(full.nodes, name),
+            getattr(kineto_only.nodes, name),
+            strict=True,
         )
-        assert {op for op, real, made in rows if made not in (real, UNKNOWN)} <= {
-            "aten::addcmul",  # of one tensor twice: ids tell
+        assert {op for op, real, inferred in rows if inferred not in (real, UNKNOWN)} <= {
+            "aten::addcmul",  # one tensor twice: only ids show that
             "aten::native_layer_norm",
         }
 
@@ -191,23 +196,23 @@ _PAIR = [[6, 8], [6]]
         ("aten::_foreach_add_", _ADD, [[], []], (UNKNOWN, UNKNOWN)),  # more than 30 tensors
     ],
 )
-def test_the_kernel_tells_the_types_in_a_list_of_tensors(tmp_path, op, kernel, dims, moved):
+def test_the_kernel_name_gives_the_types_in_a_list_of_tensors(tmp_path, op, kernel, dims, moved):
     operands = {
         "Input Dims": [*dims, []],
         "Input type": [*["TensorList"] * len(dims), "Scalar"],
         "Concrete Inputs": [*[""] * len(dims), "1"],
     }
-    found = characterise(_product(tmp_path, op=op, kernel=kernel, **operands)).node(0)
-    assert (found.value("bytes_read"), found.value("bytes_written")) == moved
+    kernel_node = characterise(_product(tmp_path, op=op, kernel=kernel, **operands)).node(0)
+    assert (kernel_node.value("bytes_read"), kernel_node.value("bytes_written")) == moved
 
 
-def test_operands_that_cannot_be_read_are_not_told(tmp_path):
+def test_unreadable_operands_are_unknown(tmp_path):
     kernel = characterise(_product(tmp_path, **{"Input Dims": [["s0", 32], [32, 16]]})).node(0)
     assert kernel.text("input_shapes") == ""
     assert kernel.value("flops") == UNKNOWN
 
 
-def test_the_allocator_tells_what_was_held_before(tmp_path):
+def test_the_allocator_total_gives_memory_allocated_before(tmp_path):
     measured = _product(tmp_path).job.measurement
     assert (measured.start_memory_bytes, measured.peak_memory_bytes) == (91_000, 92_000)
 
@@ -232,6 +237,6 @@ def test_products_of_a_batch_under_vmap_of_sparse_and_of_complex_matrices(tmp_pa
     rows = zip(graph.text("op"), graph.nodes.flops.tolist(), strict=True)
     assert [flops for op, flops in rows if op in products] == [
         2 * 32 * 16 * 8,  # of the whole batch, once
-        UNKNOWN,  # 8 elements, which the trace does not tell
+        UNKNOWN,  # 8 elements, which the trace does not record
         4 * 2 * 4 * 4 * 8,
     ]
