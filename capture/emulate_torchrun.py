@@ -174,7 +174,9 @@ def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> d
         "ROLE_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "onerank",  # torch and Lightning detect torchrun by it
+        # torch and Lightning detect torchrun by this variable. Without it Lightning takes any rank
+        # for rank 0, and starts the others as processes.
+        "TORCHELASTIC_RUN_ID": "onerank",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }

@@ -44,9 +44,10 @@ from onerank.ir.errors import CaptureError, OneRankError
 _T = TypeVar("_T")
 
 GRACE_S = 30
-"""How long an interrupted process has to remove its files before it is killed."""
+"""Time for an interrupted process to remove its files before it is killed, in seconds."""
 
 _POLL_S = 1
+"""Interval in which a silent process is checked for its end, in seconds."""
 
 _EVENT, _RETURNED, _RAISED, _BAD_FORK = "event", "returned", "raised", "bad fork"
 
@@ -207,7 +208,8 @@ def _last(events: Iterator[tuple[str, Any]], progress: Progress) -> Any:
 
 def _events(receiver: Connection, process: Any, name: str) -> Iterator[tuple[str, Any]]:
     while True:
-        # A process that a script left behind keeps the pipe open: ask for the child's end as well.
+        # A process that the script started may outlive the child and keep the pipe open. So the end
+        # of the child is checked too, not only the end of the pipe.
         if not wait([receiver], timeout=_POLL_S) and process.is_alive():
             continue
         try:

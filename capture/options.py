@@ -30,7 +30,7 @@ OUTPUT = "Output"
 _SIZE: Mapping[str, Any] = {"minimum": 1}
 
 _MOST_RANKS_PER_NODE = 8
-"""GPUs of a DGX or HGX node, the largest that torchrun is commonly given."""
+"""GPUs of a DGX or HGX node, the largest common node."""
 
 
 def _option(

@@ -52,6 +52,8 @@ class BenchCall:
         same: (position, earlier position) of arguments that are the same tensors.
     """
 
+    # `same` is part of a call's identity: memory that is read once takes less time.
+
     op: str
     arguments: tuple[Any, ...]
     tf32: bool = False
@@ -136,7 +138,7 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
         return tuple(_argument(op, *item) for item in zip(shape, kinds, value, strict=True))
     if kind.startswith("Tensor("):
         name = kind[len("Tensor(") : -1]
-        if "nullptr" in name:
+        if "nullptr" in name:  # torch's type name of an undefined tensor
             return None
         if name not in DTYPES:
             raise CaptureError(
@@ -155,6 +157,7 @@ def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, 
         if isinstance(argument, Operand) or (
             isinstance(argument, tuple) and any(isinstance(item, Operand) for item in argument)
         ):
+            # The value of a tensor contains its id and storage, so equal texts are the same tensor.
             earlier = first_position.setdefault(json.dumps(value), position)
             if earlier < position:
                 yield position, earlier

@@ -17,15 +17,18 @@ from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES, SustainedCall
 
+# Power is read over the second half of a run; the energy counter lags by 0.6 s.
 _SUSTAINED_S = 2.0
-_REST_S, _IDLE_S = 2.0, 3.0  # before idle power is read, and while it is
+_REST_S, _IDLE_S = 2.0, 3.0  # seconds before idle power is read, and while it is read
 _LARGE_GEMMS = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
 _POWER_GEMMS = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
           (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
           (1, 16384, 16384), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 128, 8192),
           (128, 1024, 1024))  # fmt: skip
 """m, n and k of GEMMs from power-limited ones to some that leave most of the GPU idle."""
-_COPY_ELEMENTS = 1 << 29  # of bfloat16: 1 GiB
+_COPY_ELEMENTS = 1 << 29  # of bfloat16: 1 GiB, far more than any cache
+
+# Operands of 2 to 16 MiB: which size is fastest depends on the cache, so the fastest counts.
 _CACHED_ELEMENTS = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
 
 
@@ -69,6 +72,7 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
     idle = _idle(bench)
     advance()
     for unit, sizes, call in _gemms():
+        # A GPU without float8 or TF32 refuses those GEMMs, which is no error of the benchmark.
         try:
             sustained.append(_sustain(bench, unit, sizes, call))
         except (CaptureError, RuntimeError) as error:
@@ -146,9 +150,11 @@ def _sustain(
         call: the call.
         flops_per_element: vector operations per element of a call that is no GEMM.
     """
+    # As in `Bench`: copies of the operands that together have twice the cache's size.
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MAX_COPIES else 1
     calls = [with_random_operands(call, bench.device).function for _ in range(copies)]
+    # The driver, not a kernel, copies between equal dtypes; `Replays` queues such calls.
     is_driver_copy = (
         call.op == "aten::copy_" and len({operand.dtype for operand in call.operands()}) == 1
     )
@@ -182,6 +188,7 @@ def _cached(bench: Bench, size: int) -> float:
 
 
 def _floor(bench: Bench) -> int:
+    """Return the launch floor in ns: the median of GEMMs too small to fill the GPU."""
     sizes = product((1, 16, 64), (64, 128), (64, 128))
     ordered = sorted(_short_ns(bench, m, n, k) for m, n, k in sizes)
     return ordered[len(ordered) // 2]
@@ -197,6 +204,7 @@ def _idle(bench: Bench) -> float | None:
     """Return the power in W of the GPU with a context and no work; None without a source."""
     if bench.board is None:
         return None
+    # Creates the CUDA context: a GPU without one draws less.
     with_random_operands(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()
     time.sleep(_REST_S)
     with bench.board.power() as power:

@@ -58,7 +58,7 @@ class TraceRequests:
 
     Attributes:
         requests: one for each distinct call, in order of priority.
-        dropped: reason -> number of kernels whose call cannot be made again.
+        dropped: reason -> number of kernels whose call cannot be repeated.
     """
 
     requests: tuple[BenchRequest, ...]
@@ -73,12 +73,15 @@ def trace_requests(graph: Graph) -> TraceRequests:
 
     Communication is excluded: its time belongs to the network.
     """
+    # By time, so that a benchmark that runs out of time has measured most of the step.
     nodes, strings = graph.nodes, graph.strings
     index = np.flatnonzero(graph.gpu_compute)
     rows = np.stack([getattr(nodes, name)[index] for name in (*_COLUMNS, "name")], axis=1)
     total_ns: dict[BenchCall, int] = {}
     kernels: dict[BenchCall, set[str]] = {}
     dropped: dict[str, int] = {}
+    # Layers repeat, so a graph has far fewer distinct calls than kernels. The key is of string
+    # codes, because parsing the JSON columns of every kernel would dominate.
     parsed: dict[tuple[int, ...], BenchCall | str] = {}
     for row, kernel_ns in zip(rows.tolist(), nodes.duration_ns[index].tolist(), strict=True):
         key = tuple(row[:-1])
@@ -96,7 +99,7 @@ def trace_requests(graph: Graph) -> TraceRequests:
 
 
 def _parsed(op: str, shapes: str, types: str, values: str) -> BenchCall | str:
-    """Return the call, or the reason why it cannot be made again."""
+    """Return the call, or the reason why it cannot be repeated."""
     if not op.startswith("aten::"):
         return f"{op or 'kernels without an operator'}: only operators of aten are measured"
     try:

@@ -47,7 +47,10 @@ from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowP
 from onerank.ir.errors import ScriptError
 
 _MOST_SKIPPED = 100
-"""Consecutive skipped steps: a scale of 2^16 halved 100 times is far below float16's range."""
+"""Consecutive skipped steps after which a script is refused, because it would run forever.
+
+A scale of 2^16 halved 100 times is far below float16's range.
+"""
 
 
 class Windows:
@@ -111,6 +114,8 @@ class Windows:
             if self._begun:
                 self._schedule.send(skipped)
             elif not skipped:
+                # The windows begin after the first step that trains: that step creates the
+                # optimizer's states, and would be slower than the others.
                 self._begun = True
                 next(self._schedule)
         except StopIteration:

@@ -213,6 +213,7 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 
+# torch.compile fuses operators, and rounds in other places than the eager slices.
 _EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
 _NONDETERMINISTIC = "does not have a deterministic implementation"

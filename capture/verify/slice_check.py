@@ -89,6 +89,7 @@ def _loss_and_logits(output: Any) -> tuple[Any, Any]:
 
 def _before_optimizer_step(model: nn.Module) -> None:
     """Run the optimizer hooks with which slices sum the gradients of a tied weight."""
+    # The optimizer only passes the parameters to the hooks; it does not step.
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     registered: Any = importlib.import_module("torch.optim.optimizer")
     for hook in list(registered._global_optimizer_pre_hooks.values()):
