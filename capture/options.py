@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SCRIPT = "The script"
 JOB = "The job"
-CAPTURED = "Which of it is captured"
-COMMUNICATION = "Communication that takes its time (CUDA)"
+CAPTURED = "The captured rank"
+COMMUNICATION = "Emulated collectives (CUDA)"
 OUTPUT = "Output"
 
 _SIZE: Mapping[str, Any] = {"minimum": 1}
@@ -71,13 +71,13 @@ class Options:
         **_SIZE,
     )
     true_local_rank: bool = _option(
-        "LOCAL_RANK is the rank's place on its node, for such a script.  [default: 0]",
+        "Set LOCAL_RANK to the rank's index on its node, for such a script.  [default: 0]",
         heading=SCRIPT,
         default=False,
     )
     tp: int = _option("Tensor-parallel size.", heading=JOB, default=1, **_SIZE)
     sp: bool = _option(
-        "Sequence parallelism, as Megatron-LM's; needs --tp.", heading=JOB, default=False
+        "Sequence parallelism as in Megatron-LM; needs --tp.", heading=JOB, default=False
     )
     tp_style: Literal["megatron", "hf"] = _option(
         "Where collectives are issued: as in Megatron-LM, or as in transformers.",
@@ -93,7 +93,7 @@ class Options:
     )
     cp: int = _option("Context-parallel size.", heading=JOB, default=1, **_SIZE)
     cp_comm: Literal["all_gather", "p2p"] = _option(
-        "How keys and values travel under --cp: gathered, or round a ring.",
+        "Exchange of keys and values under --cp: all-gather, or send and receive in a ring.",
         heading=JOB,
         default="all_gather",
         show_default=True,
@@ -105,28 +105,29 @@ class Options:
         default=(),
         metavar="N,N[,...]",
     )
-    ep: int = _option(
-        "Ranks that share out experts; divides dp * cp.", heading=JOB, default=1, **_SIZE
-    )
+    ep: int = _option("Expert-parallel size; divides dp * cp.", heading=JOB, default=1, **_SIZE)
     moe_routing: str = _option(
-        "How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
-        "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
+        "Distribution of tokens over the experts of a sliced model: balanced, zipf:S (exponent), a "
+        "FILE of tokens per expert (JSON or CSV, one line or one per layer), or model (the model's "
+        "router).",
         heading=JOB,
         default="balanced",
         show_default=True,
         metavar="HOW",
     )
     dp: int | None = _option(
-        "Data-parallel size.  [default: least for --ep]", heading=JOB, default=None, **_SIZE
+        "Data-parallel size.  [default: the smallest for --ep]", heading=JOB, default=None, **_SIZE
     )
     ddp: bool = _option(
-        "Replicas: all-reduce gradients.  [default for --dp]", heading=JOB, default=False
+        "All-reduce gradients between replicas.  [default for --dp]", heading=JOB, default=False
     )
     fsdp: bool = _option(
-        "Shard parameters, gradients and states (FSDP2).", heading=JOB, default=False
+        "Shard parameters, gradients and optimizer states (FSDP2).", heading=JOB, default=False
     )
     zero: int | None = _option(
-        "Shard states (1), and gradients (2), and all (3, --fsdp).", heading=JOB, default=None
+        "Shard optimizer states (1), also gradients (2), or all (3, as --fsdp).",
+        heading=JOB,
+        default=None,
     )
     rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
     record_real_job: bool = _option(
@@ -142,14 +143,13 @@ class Options:
         default=None,
     )
     busbw_gb_s: float | None = _option(
-        "Likewise, with one bus bandwidth in gigabytes per second.",
+        "The same with a single bus bandwidth, in gigabytes per second.",
         heading=COMMUNICATION,
         default=None,
         metavar="GB/S",
     )
     collective_kernels: Literal["on", "off"] | None = _option(
-        "Whether a kernel occupies the GPU for each collective.  [default: on where a network is "
-        "given]",
+        "Whether a kernel occupies the GPU for each collective.  [default: on with a network]",
         heading=COMMUNICATION,
         default=None,
     )
@@ -163,6 +163,7 @@ class Options:
     windows: WindowPlan = field(default_factory=WindowPlan)
     depth: "Depth | None" = None
 
+    # Cached in the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def world(self) -> "World":
         """The world that the sizes span.

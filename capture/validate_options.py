@@ -278,6 +278,7 @@ def uses_torch_distributed(script: Path, options: Options) -> bool:
     return distributes_itself(script, options) is not False
 
 
+# By text: importing the script, or a run of it, takes seconds and has effects.
 _NAMES_DISTRIBUTED = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
 
 _CREATES_GROUPS = re.compile(r"\b(init_process_group|init_device_mesh)\(")
@@ -290,6 +291,7 @@ def names_torch_distributed(script: Path, options: Options) -> bool:
     """
     if _NAMES_DISTRIBUTED.search(script.read_text(errors="replace")):
         return True
+    # As Python resolves imports: `-m` from the working directory, a script from its directory.
     root = Path.cwd() if options.module else script.resolve().parent
     # A local module may name torch.distributed only for its types: there only calls that create
     # groups count.

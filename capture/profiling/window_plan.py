@@ -1,4 +1,7 @@
-"""How many steps each measurement window of a capture takes."""
+"""How many steps each measurement window of a capture takes.
+
+This module does not import torch: the command line reads the options from it to print help.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

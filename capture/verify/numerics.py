@@ -108,6 +108,7 @@ class Probe:
         backward: Callable[..., None] = torch.autograd.backward
 
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            # The loss is what backward is called on: scripts compute it in many ways.
             self._step.losses += _samples([tensors])
             backward(tensors, *args, **kwargs)
 
@@ -419,6 +420,7 @@ def _repeatable() -> Generator[None]:
     torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Operators without a deterministic kernel still run; the report names them.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

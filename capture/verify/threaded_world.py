@@ -53,7 +53,9 @@ class ThreadedGroup(_native.ProcessGroup):
         self.global_rank, self.is_world = rank, len(ranks) == world.size and name == "world"
         self._ranks, self._world, self._label = ranks, world, name
         self._calls: dict[tuple[Any, ...], int] = {}
+        # Functional collectives find a group by its name, so each rank's view has a separate name.
         self._name = f"exact:{name}:{'-'.join(map(str, ranks))}:{rank}"
+        # torch looks up backend, name and ranks of a group in these registries.
         entries = ("fake", None), self._name, {r: i for i, r in enumerate(ranks)}, "fake"
         for registry, entry in zip(_REGISTRIES, entries, strict=True):
             getattr(_c10d._world, registry)[self] = entry
@@ -79,6 +81,7 @@ class ThreadedGroup(_native.ProcessGroup):
         return self._calls[kind]
 
     def _exchange(self, collective: str, part: Any, finish: Callable[[list[Any]], None]) -> Any:
+        # Every rank issues the calls of a group in the same order, so the number identifies a call.
         key = (collective, self._label, self._ranks, self._number())
         self._world.exchange(
             self.global_rank, key, part, index=self.rank(), size=self.size(), finish=finish
@@ -88,6 +91,7 @@ class ThreadedGroup(_native.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         operation = _operation(opts)
 
+        # Here and below through `.data`: autograd must not see writes to tensors that it tracks.
         def finish(parts: list[list[Tensor]]) -> None:
             for tensors_of_ranks in zip(*parts, strict=True):
                 total = _reduced(tensors_of_ranks, operation)
@@ -186,6 +190,7 @@ class ThreadedGroup(_native.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         path = (self._label, self._ranks, self.rank(), to, tag)
         key = (*path, self._number("send", to, tag))
+        # Clones: the sender may overwrite its buffer before the receiver reads it.
         self._world.mail[key] = [tensor.data.clone() for tensor in tensors]
         self._world.notify()
         return _completed_work()
@@ -201,6 +206,7 @@ class ThreadedGroup(_native.ProcessGroup):
             for tensor, sent in zip(tensors, mail.pop(key), strict=True):
                 tensor.data.copy_(sent)
 
+        # Not finished here: a pipeline posts receives before the sends that they match.
         return _PendingReceive(finish)
 
     # The names that torch 2.11 calls.
@@ -314,7 +320,7 @@ class ThreadedWorld:
         if dist.is_initialized():
             raise CaptureError(
                 "a default process group exists already, and each rank of a threaded world creates "
-                "one: call destroy_process_group first",
+                "its default group: call destroy_process_group first",
                 code="verify-group-exists",
             )
         results: dict[int, _T] = {}
@@ -388,6 +394,7 @@ class ThreadedWorld:
         """Let other ranks run until `done`; `call` describes the wait in a deadlock's error."""
         self._check_running(rank)
         if not done():
+            # While other ranks run, they install their versions of the patched functions.
             patches = _current_functions()
             self._blocked[rank] = (done, call)
             self._check_deadlock()
