@@ -22,7 +22,7 @@ import torch
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
-from onerank.capture.options import Options
+from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
 from onerank.capture.parallelize.rank_classes import classes_along
 from onerank.capture.parallelize.tensor.slicer import Sliced
@@ -31,6 +31,7 @@ from onerank.capture.profiling.window_observations import Observed
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, run_as_rank
 from onerank.capture.validate_options import (
+    check_in_turn,
     check_layers,
     check_ranks,
     check_raw_dir,
@@ -201,7 +202,12 @@ def capture_ranks(
             are unknown, or captured ranks disagree on them.
         DepthError: as for `capture_at_depths`.
     """
-    validate_early(script, options, ranks=ranks, layers=layers, several=True)
+    in_turn = SeveralCaptures(
+        ranks="distinct" if ranks is None else tuple(ranks),
+        capture_layers=None if layers is None else tuple(layers),
+    )
+    check_in_turn(options, in_turn, names_rank=False)
+    validate_early(script, options, in_turn)
     options = decide_torchrun(script, args, options, progress)
     is_distributed = uses_torch_distributed(script, options)
     check_ranks(script, options, ranks, distributed=is_distributed)

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, overload
 
-from onerank.capture.isolation import run_isolated
-from onerank.capture.options import Options
+from onerank.capture.isolation import forked_processes, run_isolated
+from onerank.capture.options import CompileMode, Options, SeveralCaptures
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.capture.validate_options import validate_early
+from onerank.capture.validate_options import check_in_turn, validate_early
 from onerank.ir import Graph
 from onerank.ir.errors import CaptureError
 
@@ -20,14 +20,42 @@ def _to_stderr(message: str) -> None:
     sys.stderr.write(f"· {message}\n")
 
 
+@overload
 def run(
     script: str | Path,
     args: Sequence[str] = (),
     *,
+    ranks: None = None,
     capture_layers: Sequence[int] | None = None,
+    compile: CompileMode | None = None,
     progress: Progress = _to_stderr,
     **options: Any,
-) -> Graph:
+) -> Graph: ...
+
+
+@overload
+def run(
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    ranks: Literal["distinct"] | Sequence[int],
+    capture_layers: Sequence[int] | None = None,
+    compile: CompileMode | None = None,
+    progress: Progress = _to_stderr,
+    **options: Any,
+) -> dict[int, Graph]: ...
+
+
+def run(
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    ranks: Literal["distinct"] | Sequence[int] | None = None,
+    capture_layers: Sequence[int] | None = None,
+    compile: CompileMode | None = None,  # noqa: A002  the option's name
+    progress: Progress = _to_stderr,
+    **options: Any,
+) -> Graph | dict[int, Graph]:
     """Run a script as one rank of a job, measure one step, and return its graph.
 
     `run("train.py", args=["--lr", "1"], tp=4)` does what `capture run train.py --tp 4 -- --lr 1`
@@ -37,8 +65,12 @@ def run(
     Args:
         script: a training script that steps an optimizer.
         args: arguments of the script.
+        ranks: capture these ranks in turn, or "distinct": one rank of each class of equivalent
+            ranks. The result is then a dictionary from rank to graph, by ascending rank.
         capture_layers: build a Hugging Face model with each of these numbers of layers in turn,
             and extrapolate to its full depth; None captures the whole model.
+        compile: capture the step eager, then under torch.compile in this mode. The result is the
+            compiled step; `graph.job.compilation` compares it with the eager step.
         progress: receives a short description of each phase; the default writes it to stderr.
         options: the fields of `Options` and `WindowPlan`, which are the options of `capture run`
             with underscores: `tp=4`, `fsdp=True`, `warm_up=1`.
@@ -47,28 +79,68 @@ def run(
         CaptureError: the script cannot be captured with these options, or torch is missing.
         TypeError: there is no option of this name.
     """
+    in_turn = _in_turn(ranks, capture_layers, compile)
     requested = _options(options)
-    layers = None if capture_layers is None else tuple(capture_layers)
     path = Path(script)
-    validate_early(path, requested, layers=layers)
-    return run_isolated(_capture, path, tuple(args), requested, layers, progress=progress)
+    check_in_turn(requested, in_turn, names_rank="rank" in options)
+    validate_early(path, requested, in_turn)
+    return run_isolated(_capture, path, tuple(args), requested, in_turn, progress=progress)
+
+
+def _in_turn(
+    ranks: Literal["distinct"] | Sequence[int] | None,
+    layers: Sequence[int] | None,
+    mode: CompileMode | None,
+) -> SeveralCaptures:
+    """Return what to capture in turn, checked as on the command line.
+
+    Raises:
+        CaptureError: an option does not accept its value.
+    """
+    if isinstance(ranks, str) and ranks != "distinct":
+        raise CaptureError(
+            f"ranks={ranks!r}: expected 'distinct' or a sequence of ranks",
+            code="option-not-a-choice",
+        )
+    (compile_field,) = [field for field in fields(SeveralCaptures) if field.name == "compile"]
+    return SeveralCaptures(
+        ranks=ranks if ranks is None or isinstance(ranks, str) else tuple(ranks),
+        capture_layers=None if layers is None else tuple(layers),
+        compile=_checked(compile_field, mode),
+    )
 
 
 def _capture(
     script: Path,
     args: Sequence[str],
     options: Options,
-    layers: Sequence[int] | None,
+    in_turn: SeveralCaptures,
     progress: Progress,
-) -> Graph:
-    """Capture in the process that runs the script, and return the graph."""
+) -> Graph | dict[int, Graph]:
+    """Capture in the process that runs the script, and return the graph, or the graph by rank."""
     # Not the `Capture`: its slices refer to torch, and the caller's process must not import torch.
     with loading_capture():
-        from onerank.capture.capture_script import capture, capture_at_depths
+        from onerank.capture.capture_script import capture, capture_at_depths, capture_ranks
+        from onerank.capture.compile_compare import capture_compiled
 
-    if layers is None:
-        return capture(script, args, options, progress).graph
-    return capture_at_depths(script, args, options, layers, progress=progress).graph
+    layers = in_turn.capture_layers
+    # This process has imported torch and done nothing else, so its forks need not import it again.
+    with forked_processes() as run_process:
+        if in_turn.ranks is not None:
+            several = capture_ranks(
+                *(script, args, options, in_turn.named_ranks),
+                layers=layers,
+                progress=progress,
+                run=run_process,
+            )
+            return {rank: captured.graph for rank, captured in several.captures.items()}
+        if layers is not None:
+            return capture_at_depths(
+                script, args, options, layers, progress=progress, run=run_process
+            ).graph
+    if in_turn.compile is not None:
+        return capture_compiled(script, args, options, in_turn.compile, progress).compiled.graph
+    return capture(script, args, options, progress).graph
 
 
 @contextlib.contextmanager

@@ -226,6 +226,42 @@ class Options:
         return replace(self, **sizes, ep=world.ep)
 
 
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralCaptures:
+    """What is captured in turn, each time in a separate process."""
+
+    ranks: tuple[int, ...] | Literal["distinct"] | None = _option(
+        "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
+        "separate process, and write NAME.RANK.et for each.",
+        heading=CAPTURED,
+        default=None,
+        metavar="distinct|R,R[,...]",
+    )
+    capture_layers: tuple[int, ...] | None = _option(
+        "Build a Hugging Face model with each of these numbers of layers in turn, capture it, and "
+        "extrapolate to its full depth. With --pp: layers of the captured stage.",
+        heading=CAPTURED,
+        default=None,
+        metavar="N,N[,...]",
+    )
+    compile: CompileMode | None = _option(
+        "Capture the step eager (NAME.eager.et next to the output), then under torch.compile in "
+        "this mode, and report the gain of each sub-module.",
+        heading=CAPTURED,
+        default=None,
+        is_flag=False,
+        flag_value="default",
+    )
+
+    @property
+    def named_ranks(self) -> tuple[int, ...] | None:
+        """The ranks to capture; None for one of each class of equivalent ranks."""
+        return None if self.ranks == "distinct" else self.ranks
+
+
 def ranks_per_node(size: int, requested: int | None) -> int:
     """Return the number of ranks per node in a world of `size` ranks.
 

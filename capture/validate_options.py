@@ -9,28 +9,25 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from onerank.capture.options import Options, ranks_per_node
+from onerank.capture.options import Options, SeveralCaptures, ranks_per_node
 from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, DepthError
+
+_ONE_CAPTURE = SeveralCaptures()
 
 
 def validate_early(
     script: Path,
     options: Options,
-    *,
-    ranks: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
-    several: bool = False,
+    in_turn: SeveralCaptures = _ONE_CAPTURE,
 ) -> None:
     """Check all that can be checked before the script runs.
 
     Args:
         script: path of the script.
         options: what to capture.
-        ranks: ranks to capture in turn; None for one of each class.
-        layers: depths to capture at and to extrapolate from; None for the full depth.
-        several: whether several ranks are captured.
+        in_turn: what to capture in turn.
 
     Raises:
         CaptureError: there is no such script, or options contradict each other, the world or the
@@ -39,11 +36,52 @@ def validate_early(
     """
     distributed = distributes_itself(script, options)
     _check(script, options, distributed)
-    if several:
-        check_ranks(script, options, ranks, distributed=distributed)
-    if layers is not None:
-        check_layers(layers, options)
+    if in_turn.ranks is not None:
+        check_ranks(script, options, in_turn.named_ranks, distributed=distributed)
+    if in_turn.capture_layers is not None:
+        check_layers(in_turn.capture_layers, options)
         _check_stages(script, options, distributed)
+
+
+def check_in_turn(options: Options, in_turn: SeveralCaptures, *, names_rank: bool) -> None:
+    """Refuse combinations of options of which each captures several times.
+
+    Args:
+        options: what to capture.
+        in_turn: what to capture in turn.
+        names_rank: whether the user gave the rank in `options`.
+
+    Raises:
+        CaptureError: two of them exclude each other.
+    """
+    if in_turn.compile is not None and options.record_real_job:
+        raise CaptureError(
+            "--compile captures twice, but the ranks of --record-real-job start only once: leave "
+            "one out",
+            code="compile-with-real-job",
+        )
+    if in_turn.compile is not None and in_turn.capture_layers is not None:
+        raise CaptureError(
+            "--compile and --capture-layers each capture in turn: leave one out",
+            code="compile-with-layers",
+        )
+    if in_turn.ranks is not None and in_turn.compile is not None:
+        raise CaptureError(
+            "--ranks and --compile each capture in turn: leave out --compile, or name one rank "
+            "with --rank",
+            code="ranks-with-compile",
+        )
+    if in_turn.ranks is not None and names_rank:
+        raise CaptureError(
+            f"--ranks captures ranks in turn: leave out --rank {options.rank}",
+            code="ranks-with-rank",
+        )
+    if in_turn.ranks is not None and options.record_real_job:
+        raise CaptureError(
+            "--ranks captures ranks in turn: leave out --record-real-job\n"
+            "  without --ranks, --record-real-job captures every real rank",
+            code="ranks-with-real-job",
+        )
 
 
 def validate(script: Path, options: Options) -> bool:
@@ -161,11 +199,6 @@ def check_ranks(
         CaptureError: a rank is outside the world or repeated, or the classes are not known.
     """
     world = options.world
-    if options.record_real_job:
-        raise CaptureError(
-            "--ranks with --record-real-job: every real rank is captured; leave --ranks out",
-            code="ranks-with-real-job",
-        )
     if ranks is None:
         _check_distinct(script, options, distributed=distributed)
         return

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from onerank.display import Displayed
 from onerank.ir.arrays import I64, U8, Mask, membership_mask
 from onerank.ir.enums import (
+    ASKS_TO_COMMUNICATE,
     COMMUNICATION,
     DATA_LOADING,
     GPU_COMPUTE,
@@ -151,6 +152,17 @@ class Graph(Displayed):
     def gpu_compute(self) -> Mask:
         """Which nodes are kernels, memcpys or memsets, bool[n]."""
         return self.mask(*GPU_COMPUTE)
+
+    @property
+    def compute(self) -> Mask:
+        """Which nodes compute: GPU operations, or the operators of a CPU capture, bool[n].
+
+        Operators that wait for a batch or issue communication do not compute.
+        """
+        if self.job.device.runs_operators:
+            others = self.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
+            return self.gpu_compute | (self.mask(Kind.HOST_OP) & ~others)
+        return self.gpu_compute
 
     @property
     def communication(self) -> Mask:

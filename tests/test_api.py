@@ -97,6 +97,66 @@ def test_a_wrong_option_of_a_capture_is_an_error_before_the_script_runs(tmp_path
         onerank.capture.run(tmp_path / "train.py", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"ranks": [0, 2]}, "ranks-out-of-range"),
+        ({"ranks": [1, 1]}, "ranks-repeated"),
+        ({"ranks": "all"}, "option-not-a-choice"),
+        ({"ranks": [0, 1], "rank": 1}, "ranks-with-rank"),
+        ({"ranks": "distinct", "compile": "default"}, "ranks-with-compile"),
+        ({"ranks": "distinct", "record_real_job": True}, "ranks-with-real-job"),
+        ({"compile": "fast"}, "option-not-a-choice"),
+        ({"compile": "default", "capture_layers": [1, 2]}, "compile-with-layers"),
+        ({"compile": "default", "record_real_job": True}, "compile-with-real-job"),
+    ],
+)
+def test_options_that_capture_in_turn_are_checked_before_the_script_runs(tmp_path, options, code):
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    with raises_code(code, CaptureError):
+        onerank.capture.run(tmp_path / "train.py", dp=2, **options)
+
+
+def test_several_ranks_return_a_graph_each_and_load_no_torch_here(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code = (
+        "import sys, onerank\n"
+        "options = dict(dp=2, warm_up=1, pure=1)\n"
+        "graphs = onerank.capture.run('train.py', ['0.5'], ranks=[1, 0], **options)\n"
+        "print({rank: graph.job.rank for rank, graph in graphs.items()}, 'torch' in sys.modules)\n"
+        "graphs = onerank.capture.run('train.py', ['0.5'], ranks='distinct', **options)\n"
+        "print([*graphs], int(graphs[0].communication.sum()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["{0: 0, 1: 1} False", "[0] 1"]
+
+
+def test_a_compiled_capture_compares_itself_with_the_eager_step(tmp_path, monkeypatch):
+    # Otherwise Inductor starts a process that compiles kernels, and imports torch for it.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    script = tmp_path / "train.py"
+    module = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.linear(x))
+model = Model()
+"""
+    script.write_text(SCRIPT.replace("model = torch.nn.Linear(8, 8)\n", module))
+    graph = onerank.capture.run(script, ["0.5"], compile="default", warm_up=2, pure=2)
+    compilation = graph.job.compilation
+    assert compilation is not None
+    assert compilation.mode == "default"
+    assert compilation.graphs == 2  # forward and backward
+    assert sum(fusion.launches for fusion in compilation.fusions) >= 1
+    assert (compilation.eager_step_ns or 0) > 0
+    assert (compilation.compiled_step_ns or 0) > 0
+
+
 def test_an_error_of_the_script_keeps_its_code_and_traceback(tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('no data')\n")
     messages: list[str] = []

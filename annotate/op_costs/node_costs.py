@@ -14,7 +14,6 @@ from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_
 from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import membership_mask
-from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
 from onerank.ir.errors import AnnotateError
 
 NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
@@ -139,14 +138,8 @@ class OpCosts:
 
 
 def compute_mask(graph: Graph) -> Mask:
-    """Return which nodes compute: GPU operations, or the operators of a CPU capture, bool[n].
-
-    Operators that wait for a batch or issue communication do not compute.
-    """
-    if graph.job.device.runs_operators:
-        others = graph.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
-        return graph.gpu_compute | (graph.mask(Kind.HOST_OP) & ~others)
-    return graph.gpu_compute
+    """Return `graph.compute`."""
+    return graph.compute
 
 
 def characterise(graph: Graph) -> Graph:

@@ -10,8 +10,8 @@ import pytest
 from own_process import run_command
 
 import onerank
-from onerank.analysis.compiled_kernels import fuse, sub_module
 from onerank.analysis.summary import summarise
+from onerank.capture.compile_compare import fuse, sub_module
 from onerank.ir import (
     COMPILED_GRAPH,
     GeneratedKernel,
@@ -132,6 +132,28 @@ def test_a_script_that_compiles_by_itself_is_left_to_it(tmp_path):
     eager = onerank.read(tmp_path / "t.eager.et")
     assert "aten::gelu" in {node.name for node in eager}
     assert not any("cpp_fused" in node.name for node in eager)
+
+
+def test_a_container_of_torch_as_the_outermost_module_is_compiled(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    done = run(path, "--compile", "-o", tmp_path / "t.et", "--warm-up", "2")
+    assert done.returncode == 0, done.stderr
+    compilation = onerank.read(tmp_path / "t.et").job.compilation
+    forward = [kernel for kernel in compilation.fusions if kernel.phase == "forward"]
+    assert [(kernel.operators, kernel.modules) for kernel in forward] == [
+        ({"aten.gelu": 1}, ("1",))
+    ]
 
 
 def test_layers_that_a_script_compiles_and_shards_keep_their_names(tmp_path):

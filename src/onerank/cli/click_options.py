@@ -28,23 +28,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SIZE = click.IntRange(1)
 
 
-class _WholeNumbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers with commas between."""
+class _Integers(click.ParamType[tuple[int, ...] | str]):
+    """Integers with commas between, or one of some words."""
 
-    name = "numbers"
+    name = "integers"
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._words = words
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
+    ) -> tuple[int, ...] | str:
         if isinstance(value, tuple):  # click converts the default, too
             return cast("tuple[int, ...]", value)
+        if value in self._words:
+            return value
         try:
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
-            self.fail(f"'{value}': expected numbers with commas between, such as 2,4", param, ctx)
+            expected = " or ".join([*self._words, "integers such as 2,4"])
+            self.fail(f"'{value}': expected {expected}", param, ctx)
 
-
-WHOLE_NUMBERS = _WholeNumbers()
 
 Sections = Mapping[str, Sequence[str]]
 """Heading -> names of options or commands, in the order in which help shows them."""
@@ -92,8 +96,9 @@ class OptionSpec:
             return INPUT
         if self.output_directory:
             return OUTPUT_DIRECTORY
-        if get_origin(_without_none(annotation)) is tuple and not self.settings.get("multiple"):
-            return WHOLE_NUMBERS
+        members = get_args(annotation) if _is_union(annotation) else (annotation,)
+        if any(get_origin(m) is tuple for m in members) and not self.settings.get("multiple"):
+            return _Integers([w for m in members if get_origin(m) is Literal for w in get_args(m)])
         return _click_type(annotation)
 
 
@@ -180,10 +185,13 @@ def _click_type(annotation: Any) -> Any:
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return T of `T | None`; another annotation as it is."""
-    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
-    one_of = get_origin(annotation) in (Union, UnionType)
-    return arguments[0] if one_of and len(arguments) == 1 else annotation
+    """Return T of `T | None`, and any other annotation unchanged."""
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    return members[0] if _is_union(annotation) and len(members) == 1 else annotation
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
 
 
 def with_options(

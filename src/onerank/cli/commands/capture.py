@@ -3,13 +3,13 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import click
 
-from onerank.capture.options import CAPTURED, OUTPUT, Options
+from onerank.capture.options import OUTPUT, Options, SeveralCaptures
 from onerank.capture.profiling.window_plan import WindowPlan
 from onerank.cli.click_options import SectionedGroup, headings, option, with_options
 from onerank.cli.common import (
@@ -25,36 +25,18 @@ from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.analysis.summary import RankSummary
-    from onerank.capture import Capture, CapturedRanks
+    from onerank.capture import CapturedRanks
     from onerank.capture.verify.numerics import Verification
     from onerank.ir import Graph
 
-
-DISTINCT = "distinct"
 
 _RANK_RANGES = 6
 """Ranges of ranks in a table cell; --json has all."""
 
 
-class _Ranks(click.ParamType[tuple[int, ...] | str]):
-    """Ranks with commas between, or `distinct`."""
-
-    name = "ranks"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | str:
-        if value == DISTINCT:
-            return DISTINCT
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"'{value}': expected {DISTINCT}, or ranks such as 0,8,16", param, ctx)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
-    """Options of `capture run` that choose what is captured in turn, and the output."""
+class CaptureOptions(SeveralCaptures):
+    """Options of `capture run`: what is captured in turn, and the output."""
 
     output: Path | None = option(
         "Chakra trace to write.  [default: the script's name with .et, in this directory]",
@@ -62,29 +44,6 @@ class CaptureOptions:
         heading=OUTPUT,
         default=None,
         type=TRACE_OUTPUT,
-    )
-    ranks: tuple[int, ...] | str | None = option(
-        "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
-        "separate process, and write NAME.RANK.et for each.",
-        heading=CAPTURED,
-        default=None,
-        type=_Ranks(),
-        metavar="distinct|R,R[,...]",
-    )
-    capture_layers: tuple[int, ...] | None = option(
-        "Build a Hugging Face model with each of these numbers of layers in turn, capture it, and "
-        "extrapolate to its full depth. With --pp: layers of the captured stage.",
-        heading=CAPTURED,
-        default=None,
-        metavar="N,N[,...]",
-    )
-    compile: Literal["default", "reduce-overhead", "max-autotune"] | None = option(
-        "Capture the step eager (NAME.eager.et next to the output), then under torch.compile in "
-        "this mode, and report the gain of each sub-module.",
-        heading=CAPTURED,
-        default=None,
-        is_flag=False,
-        flag_value="default",
     )
 
 
@@ -120,13 +79,14 @@ def run(
     Collectives are recorded and not executed. SCRIPT is stopped once its step is measured.
     """
     from onerank.capture.isolated_capture import loading_capture
-    from onerank.capture.validate_options import validate_early
+    from onerank.capture.validate_options import check_in_turn, validate_early
 
     script, module = named.located(script)
     output = how.output or _default_output(script)
     # All checks come before torch is imported, so that a wrong option is an error within a second.
     keep_inputs(output, script, _plan_file(job))
-    _check_exclusive(job, how)
+    source = click.get_current_context().get_parameter_source("rank")
+    check_in_turn(job, how, names_rank=source is click.core.ParameterSource.COMMANDLINE)
     options = dataclasses.replace(job, module=module, windows=windows)
     if job.record_real_job:
         rank = _launched_rank()
@@ -136,12 +96,11 @@ def run(
         # than its peers, which then wait for it in a collective.
         windows = dataclasses.replace(windows, settle=False)
         options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
-    layers = how.capture_layers
-    chosen = None if isinstance(how.ranks, str) else how.ranks
-    validate_early(script, options, ranks=chosen, layers=layers, several=how.ranks is not None)
+    validate_early(script, options, how)
     with loading_capture():
         from onerank.capture.capture_script import capture as capture_script
         from onerank.capture.capture_script import capture_at_depths, capture_ranks
+        from onerank.capture.compile_compare import capture_compiled
         from onerank.capture.isolation import forked_processes, sigterm_interrupts
 
     if how.ranks is not None:
@@ -151,19 +110,25 @@ def run(
             forked_processes() as run_process,
         ):
             several = capture_ranks(
-                *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
+                *(script, args, options, how.named_ranks),
+                layers=how.capture_layers,
+                progress=progress,
+                run=run_process,
             )
-
         _write_ranks(several, str(options.world), output, as_json=as_json)
         return
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
-        if layers is not None:
+        if how.capture_layers is not None:
             with forked_processes() as run_process:
                 captured = capture_at_depths(
-                    *(script, args, options, layers), progress=progress, run=run_process
+                    *(script, args, options, how.capture_layers),
+                    progress=progress,
+                    run=run_process,
                 )
         elif how.compile is not None:
-            captured = capture_side_by_side(script, args, options, how.compile, output, progress)
+            pair = capture_compiled(script, args, options, how.compile, progress)
+            pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
+            captured = pair.compiled
         else:
             captured = capture_script(script, args, options, progress)
     # Imported after the script has run: they import polars, whose threads would run next to it.
@@ -194,29 +159,6 @@ def _plan_file(job: Options) -> Path | None:
     return job.sharding_plan if isinstance(job.sharding_plan, Path) else None
 
 
-def _check_exclusive(job: Options, how: CaptureOptions) -> None:
-    """Refuse combinations of options of which each captures several times."""
-    if how.compile is not None and job.record_real_job:
-        raise click.UsageError(
-            "--compile captures twice, but the ranks of --record-real-job start only once"
-        )
-    if how.compile is not None and how.capture_layers is not None:
-        raise click.UsageError(
-            "--compile and --capture-layers each capture in turn: give one of them"
-        )
-    if how.ranks is None:
-        return
-    source = click.get_current_context().get_parameter_source("rank")
-    conflicts = {
-        "--rank": source is click.core.ParameterSource.COMMANDLINE,
-        "--record-real-job": job.record_real_job,
-        "--compile": how.compile is not None,
-    }
-    for conflict, is_set in conflicts.items():
-        if is_set:
-            raise click.UsageError(f"--ranks captures ranks in turn: leave out {conflict}")
-
-
 def _launched_rank() -> int:
     text = os.environ.get("RANK", "")
     if not text.isdecimal():
@@ -226,25 +168,6 @@ def _launched_rank() -> int:
             "torchrun --nproc-per-node N -m onerank capture run --record-real-job ..."
         )
     return int(text)
-
-
-def capture_side_by_side(
-    script: Path,
-    args: Sequence[str],
-    options: Any,
-    mode: Any,
-    output: Path,
-    progress: Callable[[str], None],
-) -> "Capture":
-    """Capture eager and compiled; write the eager trace as `NAME.eager.et` next to `output`."""
-    from onerank.analysis.compiled_kernels import fuse
-    from onerank.capture.compile_compare import capture_compiled
-
-    pair = capture_compiled(script, args, options, mode, progress)
-    mode_name = "the script's own" if pair.by_script else str(mode)
-    graph = fuse(pair.eager.graph, pair.compiled.graph, pair.kernels, mode_name, pair.roots)
-    pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
-    return dataclasses.replace(pair.compiled, graph=graph)
 
 
 def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bool) -> None:
