@@ -192,7 +192,8 @@ class _ModuleCompiler:
             if type(module).__module__.startswith("torch.nn."):
                 # Dynamo skips frames of torch's files, so `Module.compile` of an `nn.Sequential`
                 # compiles nothing (torch 2.13). A frame of this file around it counts.
-                module._compiled_call_impl = torch.compile(_calling(module), mode=self._mode)
+                container: Any = module
+                container._compiled_call_impl = torch.compile(_calling(module), mode=self._mode)
             else:
                 module.compile(mode=self._mode)
             self._compiled.add(module)
