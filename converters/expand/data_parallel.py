@@ -56,6 +56,8 @@ def _rescaled_shards(graph: Graph, groups: tuple[ProcessGroup, ...], new: World)
         for captured, scaled in zip(graph.job.groups, groups, strict=True)
     }
     comm_bytes = graph.nodes.comm_bytes.copy()
+    # An all-gather counts its input, one shard; a reduce-scatter counts its whole input, which
+    # stays.
     gathers = (graph.nodes.collective == Collective.ALL_GATHER) & (comm_bytes > 0)
     for index in np.flatnonzero(gathers & graph.communication).tolist():
         group = graph.node(index).text("group")

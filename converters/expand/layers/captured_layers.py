@@ -137,6 +137,7 @@ def layers_module(graphs: dict[int, Graph], first: int) -> str:
     numbers = {depth: _numbered(graph.strings.decode(np.unique(graph.nodes.module)))
              for depth, graph in graphs.items()}  # fmt: skip
     deepest = max(graphs)
+    # A model may have several numbered lists (an encoder's and a decoder's layers, experts).
     fit = [
         path
         for path in numbers[deepest]
@@ -172,6 +173,7 @@ def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
     position[graph.topological_order()] = np.arange(len(graph))
     lanes: dict[Lane, list[int]] = defaultdict(list)
     nodes = graph.nodes
+    # Gradient reductions overlap the operators of their thread; in its lane they would delay them.
     concurrent = _concurrent_calls(graph)
     for node in np.argsort(position).tolist():
         if concurrent[node]:
@@ -188,6 +190,7 @@ def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
             for node in members:
                 launched[int(launcher[node])].append(node)
     for members in launched.values():
+        # An operator may launch on several streams, and lanes were visited one by one.
         members.sort(key=lambda node: int(position[node]))
     layered = LayeredGraph(
         graph=graph,
@@ -289,6 +292,7 @@ def _complete(walk: list[tuple[int, int]], layers: int) -> bool:
 
 def _ascends(walk: list[tuple[int, int]], phase: Phase) -> bool:
     first, last = walk[0][1], walk[-1][1]
+    # A pass over a single layer shows no direction.
     return first < last if first != last else phase is not Phase.BACKWARD
 
 
@@ -470,6 +474,7 @@ def find_pattern(layered: LayeredGraph) -> Pattern:
     signatures, count = layer_signatures(layered), layered.layers
     patterns = [Pattern(first, period) for period in range(1, count - 1)
              for first in range(count - period - 1)]  # fmt: skip
+    # Shortest first: a multiple of a period repeats as well, but fits fewer depths.
     for pattern in sorted(
         patterns, key=lambda candidate: (candidate.first + candidate.period, candidate.period)
     ):

@@ -125,6 +125,8 @@ def find_bucket_calls(graph: Graph) -> BucketCalls | None:
         return None
     ends = [on_device(after, buckets.emptied[buckets.first(k)]) for k in range(len(buckets))]
     waiting = [after[call, Reason.SYNC] for call in calls]
+    # Either each copy out waits for its bucket, or the first copy waits for all buckets. Calls with
+    # other waits are not DDP's.
     if waiting not in ([[end] for end in ends], [ends[:1]] * len(ends)):
         return None
     fills = [on_device(after, buckets.last(k)) for k in range(len(buckets))] if launchers else []
@@ -141,7 +143,7 @@ def find_buckets(graph: Graph) -> DdpBuckets | None:
         return None
     types = {json.loads(graph.node(node).text("input_types"))[0] for node in filled}
     item = _BYTES.get(types.pop(), 0) if len(types) == 1 else 0
-    # Mixed dtypes fill buckets per dtype, and gradients of several threads have no common order.
+    # torch fills buckets per dtype, and gradients of several threads have no common order.
     if not item or len(np.unique(graph.nodes.thread[filled])) > 1:
         return None
     shapes = [operand_shapes(graph, node)[0] for node in filled]
@@ -433,6 +435,7 @@ class _Insertion:
         source = np.concatenate([edges.source[kept], source])
         target = np.concatenate([edges.target[kept], target])
         reason = np.concatenate([edges.reason[kept], reason.astype(np.uint8)])
+        # At equal starts an inserted node precedes the captured node that waits for it.
         order = np.lexsort((np.arange(len(nodes)) < len(graph), nodes.start_ns))
         place = np.argsort(order)
         nodes = replace(nodes.take(order), id=np.arange(len(nodes), dtype=np.uint64))

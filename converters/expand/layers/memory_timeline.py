@@ -262,6 +262,7 @@ def compose_memory_log(
                 # A block that a neighbouring layer frees may move before its allocation at an end
                 # of the model.
                 freed = max(allocated, freed)
+            # A block from before the step is recorded at the node that frees it.
             tag = first if allocated is not None else last
             node = copies.number.get((block.row, tag), copies.number.get((block.row, 0), NONE))
             instances.append(_Instance(block, allocated, freed, node))
@@ -427,6 +428,7 @@ def resident_at_depth(
     for name in deep.resident_bytes:
         few, many = _storages(shallow, name), _storages(deep, name)
         of_buckets = [_buckets_in(*pair) for pair in ((few, buckets.shallow), (many, buckets.deep))]
+        # DDP's reducer owns the buckets: they are neither parameters nor gradients of the model.
         has_buckets = name == "other" and all(of_buckets)
         if has_buckets:
             few, many = few - of_buckets[0], many - of_buckets[1]
@@ -462,6 +464,7 @@ def _extrapolated_storages(
     few: Counter[tuple[int, int]], many: Counter[tuple[int, int]], extrapolation: DepthExtrapolation
 ) -> list[tuple[int, int]] | None:
     """Return (bytes, pool) of each storage, largest first; None if the deep capture has fewer."""
+    # Storages of both captures, such as the embedding, do not depend on the depth.
     kept = few & many
     other = sorted((few - kept).elements(), reverse=True)
     surplus = sorted((many - kept).elements(), reverse=True)

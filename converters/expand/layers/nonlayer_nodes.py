@@ -150,6 +150,7 @@ def align_loosely(
     alignment = Alignment([], [])
     only_shallow: list[int] = []
     only_deep: list[int] = []
+    # autojunk ignores frequent elements, and a loop over parameters repeats a few operators.
     codes = SequenceMatcher(None, shallow, deep, autojunk=False).get_opcodes()
     for code, i, i_end, j, j_end in codes:
         if code == "equal":
@@ -477,6 +478,8 @@ class _Matching:
             grows = True
             text = rule(before, after, self.extrapolation)
             if text is None:
+                # The operands stay as captured, and a note counts them: nothing is dropped in
+                # silence.
                 self.changes.unruled[second.name] += 1
             elif text != after:
                 columns[column] = text
@@ -487,6 +490,7 @@ class _Matching:
         for column in _AMOUNTS:
             before = int(getattr(self.shallow.graph.nodes, column)[few])
             after = int(getattr(self.deep.graph.nodes, column)[many])
+            # UNKNOWN is -1: a line through it would give an amount.
             if before != after and UNKNOWN not in (before, after):
                 changed[column] = self.extrapolation.value(before, after)
         return changed

@@ -71,6 +71,7 @@ class GlooCalls:
         for call in self.calls:
             thread = int(rows.thread[call.op])
             if call.caller == NONE or thread != rows.thread[call.caller]:
+                # Events on a Gloo thread during a call belong to Gloo, not to the script.
                 span = timeline.threads[thread]
                 starts = rows.start_ns[span.start : span.stop]
                 bounds = [rows.start_ns[call.op], rows.end_ns[call.op]]
@@ -116,6 +117,7 @@ def find_gloo_calls(
         rows.is_operator & timeline.named(lambda name: name.startswith(_OPERATOR))
     )
     issuers = issuers[np.argsort(rows.rf_id[issuers], kind="stable")]
+    # torch's profiler names the group only for NCCL.
     group = groups[0] if len(groups) == 1 else ProcessGroup("", ())
     for op in records[np.argsort(rows.start_ns[records], kind="stable")].tolist():
         name = timeline.name(op).removeprefix(RUN)
@@ -179,6 +181,7 @@ def _bytes(values: list[object] | None) -> int:
     total = 0
     for value in values:
         match value:
+            # [tensor, storage, offset, elements, bytes per element, device].
             case [int(), int(), int(), int() as elements, int() as element_bytes, str()]:
                 total += elements * element_bytes
             case _:

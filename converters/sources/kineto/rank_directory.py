@@ -23,6 +23,7 @@ from onerank.converters.sources.kineto.read.kineto_trace import ALL
 from onerank.ir.errors import OneRankError, TraceError
 from onerank.ir.output_files import scratch_directory
 
+# Kineto writes `distributedInfo` before `traceEvents`: the file's beginning is enough.
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -133,6 +134,7 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
             code="step-of-capture",
         )
     workers = min(len(ranks), os.cpu_count() or 1)
+    # All ranks or none: an error must leave no partial directory.
     with _scratch_directory(output) as scratch:
         jobs = [(rank, scratch / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
@@ -173,6 +175,7 @@ def _run_jobs(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> 
         for future in futures:
             yield future.result()
     except (OneRankError, OSError):
+        # Waiting ranks would be converted in vain.
         pool.shutdown(cancel_futures=True)
         raise
 

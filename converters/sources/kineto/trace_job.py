@@ -269,6 +269,7 @@ def _lines(distributed: Distributed, groups: Iterable[ProcessGroup]) -> set[tupl
         stride = ranks[1] - ranks[0]
         first = distributed.rank - distributed.rank // stride % count * stride
         if ranks == list(range(first, first + count * stride, stride)):
+            # torch's DeviceMesh describes the group of axis `tp` as `mesh_tp`.
             names = [axis for axis in _AXES if axis in group.name.lower().split("_")]
             lines.setdefault((stride, count), names[0] if names else "")
     return {(*line, name) for line, name in lines.items()}

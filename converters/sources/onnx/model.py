@@ -143,6 +143,7 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
         path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis)
     )
     weights = _weights(path, proto)
+    # Inlined bodies have added nodes and weights.
     nodes = tuple(proto.graph.node)
     # Shape inference and the lowering visit nodes once, in this order.
     _check_order(path, nodes, {value.name for value in model_inputs} | set(weights))
@@ -304,6 +305,7 @@ def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
     for axis, size in enumerate(kind.shape.dim):
         known = size.dim_value if size.HasField("dim_value") else None
         if known is None:
+            # An unnamed open size is known by input and axis, as `_symbols` names it.
             known = bound.get(size.dim_param or f"{value.name}.{axis}")
         if known is None:
             return None
@@ -320,6 +322,8 @@ def _bind(
     for symbol, places in symbols.items():
         if symbol in sizes:
             bound[symbol] = sizes[symbol]
+        # A symbol on several axes has one size: the first option that fits any of its places sets
+        # it.
         elif batch is not None and any(axis == 0 for axis, _ in places):
             bound[symbol] = batch
         elif seq is not None and ((1, 2) in places or re.search("seq", symbol, re.IGNORECASE)):

@@ -121,6 +121,7 @@ class NodeContext:
 Rule = Callable[[NodeContext], list[AtenCall] | None]
 
 
+# ONNX saves statistics of norms in float32 by default (`stash_type`).
 def layer_norm(node: NodeContext) -> list[AtenCall]:
     """Lower LayerNormalization."""
     x = node.tensor(0)
@@ -157,6 +158,7 @@ def skip_norm(name: str) -> Rule:
 def batch_norm(node: NodeContext) -> list[AtenCall]:
     """Lower BatchNormalization."""
     channels = node.tensor(1)
+    # Momentum and epsilon are PyTorch's defaults: they change no cost.
     training = bool(node.attributes.get("training_mode"))
     arguments: list[Argument] = [*node.inputs[:5], training, 0.1, 1e-5]
     return [call("native_batch_norm", arguments, node.out, channels, channels)]
@@ -418,6 +420,7 @@ def _scatter_elements(node: NodeContext) -> list[AtenCall]:
 
 
 def _concat(node: NodeContext) -> list[AtenCall]:
+    # Constant data is folded before the model runs.
     if all(known is not None for known in node.data):
         return []
     return [call("cat", [tuple(node.present)], node.out)]
@@ -431,6 +434,8 @@ def _pool(name: str) -> Rule:
     return lambda node: [call(name, [node.tensor(0)], *node.outputs)]
 
 
+# Only shapes and costs matter, so some operators become another operator of similar cost: Asinh
+# becomes asin, LRN an average pooling.
 _ONNX: dict[str, Rule] = {
     # one result for each element
     **{name: _first(op) for name, op in {

@@ -36,6 +36,7 @@ class EventRecords:
         calls, strings = trace.launches, trace.strings
         self._thread: list[int] = calls.thread.tolist()
         self._start: list[int] = calls.start_ns.tolist()
+        # Without a correlation id no synchronisation event refers to the call.
         has_id = calls.correlation != 0
         recording = has_id & named(calls.name, strings, RECORDS.__contains__)
         waiting = has_id & named(calls.name, strings, STREAM_WAITS.__contains__)
@@ -338,6 +339,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
     ]
     streams, records = StreamTimelines(trace), _EventCalls.of(trace)
     result.used.extend(_of_copies(trace))
+    # A blocking copy is known exactly: its call waits for the copy that it launched.
     copied = {(wait.thread, wait.start_ns) for wait in result.used}
     rows = np.flatnonzero(np.isin(calls.name, blocking))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():

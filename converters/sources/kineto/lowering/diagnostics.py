@@ -166,6 +166,7 @@ def of_communication(
             f"{kernel_calls.split} NCCL kernels that carried out several calls at once are one "
             "node per call, sends before receives, one after another, their time split by bytes"
         )
+    # Kineto records `Src Rank` and `Dst Rank` only in newer versions of torch.
     peers = Counter(call.kind for call in measured if max(call.src, call.dst) == UNKNOWN)
     if without_peer := peers[Kind.SEND] + peers[Kind.RECV]:
         notes.append(

@@ -159,6 +159,8 @@ class CallPlacement:
         for call in calls:
             number = self._add_call(call)
             thread = int(timeline.rows.thread[call.op])
+            # Without a known wait, what the call overlaps would be a guess: it then counts as
+            # blocking.
             if call.communication.asynchronous and wait_is_known(call, timeline):
                 self._add_asynchronous(call, number)
                 waiter = end_of_wait(call, operators)

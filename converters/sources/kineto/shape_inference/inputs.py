@@ -47,6 +47,7 @@ class Inputs:
 
     def tensor(self, position: int) -> Tensor | None:
         """Return the tensor at `position`, or None."""
+        # Optional operands are recorded with type None, so positions keep their meaning.
         if position >= len(self.types) or not self.types[position].startswith("Tensor("):
             return None
         return Tensor(tuple(self.shapes[position]), self.types[position][len("Tensor(") : -1])
@@ -78,6 +79,7 @@ class Inputs:
         return values
 
 
+# The profiler records a dtype argument as its number.
 BY_CODE = {
     0: "uint8",
     1: "int8",

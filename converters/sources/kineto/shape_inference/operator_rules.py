@@ -67,6 +67,7 @@ def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False):
             return None
         if truth:
             return (Tensor(shape, "bool"),)
+        # Python numbers take part in type promotion, but not in broadcasting.
         numbers = [inputs.value(at) for at in range(count) if inputs.tensor(at) is None]
         result = promote_types(tensors, numbers)
         return (Tensor(shape, "float" if floating and type_category(result) < 2 else result),)
@@ -201,6 +202,7 @@ def _reduction(at: int, *, types: int | None, counts: bool = False):
             return None
         operand, shape = reduction
         default = _INT64 if counts and type_category(operand.type) < 2 else operand.type
+        # `sum(self, dtype)` has the dtype at 1, `sum(self, dim, keepdim, dtype)` at 3.
         position = (types if len(inputs) > at + 1 else 1) if types is not None else len(inputs)
         return (Tensor(shape, requested_type(inputs, position, default)),)
 
@@ -228,6 +230,7 @@ def _extreme(inputs: Inputs) -> tuple[Result, ...] | None:
     if other is not None:
         shape = broadcast([operand.shape, other.shape])
         return None if shape is None else (Tensor(shape, promote_types([operand, other])),)
+    # `max(self)` against `max(self, dim, keepdim)`.
     if len(inputs) < 3:
         return (Tensor((), operand.type),)
     reduction = _reduce(inputs, 1)
@@ -423,6 +426,8 @@ _REDUCING_RULES = {
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _gradients((1, 4), 5),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), _batch_norm),
+    # The position of the weight twice: the bias has its shape. cuDNN and MIOpen take the input
+    # first.
     "native_batch_norm_backward": _gradients((1, 2, 2), 9),
     "cudnn_batch_norm_backward": _gradients((0, 2, 2), None),
     "miopen_batch_norm_backward": _gradients((0, 2, 2), None),
@@ -513,6 +518,7 @@ def results_of(name: str, inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     operator = name.removeprefix(_ATEN).partition(".")[0]
     rule = _RULES.get(operator)
+    # `__and__` and `__or__` end with an underscore, but do not work in place.
     if rule is None and operator.endswith("_") and not operator.endswith("__"):
         rule = in_place_result
     elif rule is None and operator.startswith("_foreach_"):
