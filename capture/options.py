@@ -65,7 +65,8 @@ class Options:
         default=None,
     )
     nproc_per_node: int | None = _option(
-        "Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
+        "Ranks per node, for a script that distributes itself.  [default: the largest divisor of "
+        "the world up to 8]",
         heading=SCRIPT,
         default=None,
         **_SIZE,
@@ -100,7 +101,7 @@ class Options:
     )
     pp: int = _option("Pipeline-parallel size.", heading=JOB, default=1, **_SIZE)
     pp_layers: tuple[int, ...] = _option(
-        "Layers of each stage, as 8,8,7,7.  [default: even]",
+        "Layers of each stage, such as 8,8,7,7.  [default: even]",
         heading=JOB,
         default=(),
         metavar="N,N[,...]",
@@ -131,8 +132,8 @@ class Options:
     )
     rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
     record_real_job: bool = _option(
-        "Communicate with the real ranks: torchrun -m onerank capture run --record-real-job ... "
-        "writes a trace.RANK.et on each, to compare a slice with.",
+        "Capture a real job: torchrun -m onerank capture run --record-real-job ... communicates, "
+        "and writes a trace.RANK.et on each rank, to compare slices with.",
         heading=CAPTURED,
         default=False,
     )

@@ -1,13 +1,13 @@
 """Write the accuracy tables of the documentation from `benchmarks/results/accuracy.csv`.
 
 `python tools/accuracy_tables.py` fills the tables. With `--check` it writes nothing, and exits with
-code 1 if a table is out of date or a figure is not in the file that its row names.
+code 1 if a table is out of date, or a figure is not in the file that its row names.
 
-A row of the CSV is one figure: the claim whose table it belongs to, the case, the hardware, the
-conditions, what was predicted and measured, the error, and the file of `benchmarks/results/` that
-holds the figure. Cells may be empty, and a table leaves out columns without a cell. A page holds a
-table between `<!-- claim: NAME -->` and `<!-- end -->`. `<!-- claim: headline -->` is the table of
-the rows that are marked as headline, whatever their claim.
+A row of the CSV is a figure: the claim of its table, the case, the hardware, the conditions, the
+predicted and the measured value, the error, and the file of `benchmarks/results/` that has the
+figure. Cells may be empty, and a table omits columns without a cell. A page has a table between
+`<!-- claim: NAME -->` and `<!-- end -->`. `<!-- claim: headline -->` is the table of the rows that
+are marked as headline.
 """
 
 import csv
@@ -42,20 +42,22 @@ def read_rows() -> list[dict[str, str]]:
 
 
 def missing_figures(rows: list[dict[str, str]]) -> list[str]:
-    """Return a line for each figure that the file named by its row does not hold."""
+    """Return a line for each figure that is not in the file that its row names."""
     texts: dict[str, str] = {}
     missing: list[str] = []
-    for number, row in enumerate(rows, start=2):
+    for number, row in enumerate(rows, start=2):  # line 1 is the header
         path = RESULTS / row["file"]
         if not path.is_file():
             missing.append(f"line {number}: no file {row['file']}")
             continue
+        # Commas of thousands are removed from both sides: 34,998 in a row is 34998 in the file.
         text = texts.setdefault(row["file"], path.read_text().replace(",", ""))
         for column in _FIGURES:
             for figure in _NUMBER.findall(row[column]):
                 plain = re.escape(figure.replace(",", ""))
+                # A whole number, so that 1.2 is not found in 11.2 or 1.25.
                 if not re.search(rf"(?<![\d.]){plain}(?!\d|\.\d)", text):
-                    missing.append(f"line {number}: {row['file']} does not hold {figure}")
+                    missing.append(f"line {number}: {figure} is not in {row['file']}")
     return missing
 
 

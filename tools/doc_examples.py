@@ -3,10 +3,11 @@
 `python tools/doc_examples.py [PAGE ...]` runs the pages and exits with code 1 if one differs;
 `--update` writes the actual output into the pages instead. The rules for authors:
 
-- A fence marked `console` holds commands after `$ ` and, below each, its output. `...` in the
-  output stands for any text or lines. Without output only the exit code counts.
-- A fence marked `python` runs; the blocks of a page share their names.
-- Any other fence (`sh`, `text`, `toml`) does not run. Use `sh` for what needs a GPU or a simulator.
+- A fence marked `console` has commands after `$ ` and the output below each. `...` in the output
+  matches any text or lines. Without output, only the exit code is compared.
+- A fence marked `python` runs; the blocks of a page share a namespace.
+- Any other fence (`sh`, `text`, `toml`) does not run. Use `sh` for commands that need a GPU or a
+  simulator.
 - `<!-- setup: COMMAND -->` runs before the page's first block. `<!-- exit: 2 -->` before a fence
   names the exit code of its last command. `<!-- file: NAME -->` before a fence writes it to a file.
 
@@ -50,7 +51,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """A fence of a page: its language, its lines, and what the comment before it says."""
+    """A fence of a page: its language, its lines, and the settings of the comment before it."""
 
     language: str
     lines: tuple[str, ...]
@@ -65,6 +66,7 @@ class Block:
         text: list[str] = []
         output: list[str] = []
         start = self.first
+        # The additional "$ " ends the last command.
         for number, line in enumerate((*self.lines, "$ "), start=self.first):
             if text and text[-1].endswith("\\") and not output:
                 text.append(line.removeprefix("> ").strip())
@@ -100,7 +102,7 @@ class Page:
 
 
 class ExampleError(Exception):
-    """An example failed, or printed something else than the page shows."""
+    """An example failed, or its output differs from the page."""
 
 
 def pages() -> list[Path]:
@@ -181,6 +183,7 @@ def run_page(path: Path, directory: Path, *, update: bool = False) -> int:
             ran += 1
     if changes:
         text = path.read_text().splitlines()
+        # From the last change to the first, so that the numbers of the lines above stay valid.
         for first, count, lines in reversed(changes):
             text[first : first + count] = lines
         path.write_text("\n".join(text) + "\n")
@@ -188,14 +191,19 @@ def run_page(path: Path, directory: Path, *, update: bool = False) -> int:
 
 
 def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]:
-    """Run a command in a shell; return the lines of its stdout. Progress and notes go to stderr."""
+    """Run a command in a shell and return the lines of its stdout.
+
+    stderr is not compared: progress and notes go there.
+    """
+    # Tables depend on the width, and colours on the terminal.
     environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    # The `onerank` of this interpreter's environment, whatever the caller's PATH is.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=directory,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,  # an example that reads stdin would wait for ever
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -220,17 +228,16 @@ def _exec(source: str, names: dict[str, object], directory: Path, where: str) ->
 
 
 def _matches(expected: tuple[str, ...], actual: list[str]) -> bool:
-    """Return whether the output is what the page shows.
+    """Return whether the output matches the page.
 
-    `...` on a line by itself stands for any lines, also none; within a line for any text. Any run
-    of spaces equals any other, since the width of a column follows the measured times. Empty lines
-    do not count.
+    A line `...` matches any number of lines, `...` in a line any text. Runs of spaces are equal,
+    because the width of a column depends on measured times. Empty lines are ignored.
     """
     pattern = ""
     for line in expected:
         words = " ".join(line.split())
         if words == "...":
-            pattern += r"(?:[^\n]*\n)*?"
+            pattern += r"(?:[^\n]*\n)*?"  # lazy: as few lines as the rest allows
         elif words:
             pattern += "[^\n]*".join(map(re.escape, words.split("..."))) + r"\n"
     lines = (" ".join(line.split()) for line in actual)

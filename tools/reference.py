@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference that have their content from the code.
+"""Write the pages of docs/reference that are made from the code.
 
 `cli.md` has every command and option, `json.md` the fields of `--json`, `traces.md` the attributes
 of a trace. `python tools/reference.py` writes the pages. With `--check` it writes nothing, and
@@ -69,7 +69,7 @@ def command_reference() -> str:
 
 
 def leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    """Yield the commands that do something, with their full names, as help lists them."""
+    """Yield the commands that are not groups, with their full names, in the order of help."""
     if not isinstance(command, click.Group):
         yield path, command
         return
@@ -82,7 +82,7 @@ def leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, clic
 
 
 def _describe(path: str, command: click.Command) -> str:
-    """Return the section of one command: what it does, its usage, a table for each heading."""
+    """Return the section of a command: its help, its usage, a table for each heading."""
     context = click.Context(command, info_name=path)
     lines = [f"## {path}", "", _unwrapped(command.help or ""), ""]
     usage = " ".join([path, *command.collect_usage_pieces(context)])
@@ -169,7 +169,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
 FURTHER = (StepChange,)
 """Records that a command adds to the fields of another record."""
 
-# The commands import these for type checkers alone, so that help loads neither numpy nor torch.
+# The commands import these for type checkers only, so that help loads neither numpy nor torch.
 _ANNOTATED = {kind.__name__: kind for kind in (Gpu, Microbenchmarks, Repairs)}
 
 UNITS = {
@@ -207,9 +207,10 @@ def json_reference() -> str:
 
 
 def nested_records(heading: str, nested: dict[str, type]) -> list[str]:
-    """Return sections on records that others hold; `nested` receives those that they hold."""
+    """Return sections on the records in other records; add the records in these to `nested`."""
     parts = [f"{heading}\n"]
     described: set[str] = set()
+    # A record can have records that no command prints: until all are described.
     while waiting := sorted(nested.keys() - described):
         for name in waiting:
             described.add(name)
@@ -223,7 +224,7 @@ def first_paragraph(kind: type) -> str:
 
 
 def field_table(kind: type, nested: dict[str, type]) -> str:
-    """Return the table of a record's fields; the records that they hold are added to `nested`."""
+    """Return the table of a record's fields; add the records in them to `nested`."""
     descriptions = _descriptions(kind)
     lines = ["| field | type | unit | |", "|---|---|---|---|"]
     for name, annotation in _fields(kind):
@@ -240,13 +241,14 @@ def _fields(kind: type) -> Iterator[tuple[str, Any]]:
     names = getattr(kind, "__struct_fields__", None) or [
         field.name for field in dataclasses.fields(kind)
     ]
+    # msgspec can write a field under another name.
     encoded = getattr(kind, "__struct_encode_fields__", names)
     for name, written in zip(names, encoded, strict=True):
         yield written, hints[name]
 
 
 def field_hints(kind: type) -> dict[str, Any]:
-    """Return the annotations; names that a module imports for type checkers alone stay texts."""
+    """Return the annotations; as strings if a module imports a name for type checkers only."""
     module = vars(sys.modules[kind.__module__])
     try:
         return typing.get_type_hints(kind, {**_ANNOTATED, **module, kind.__name__: kind})
@@ -307,8 +309,8 @@ _TRACE_HEADER = f"""# Trace attributes
 `tools/reference.py` writes this page from the code that writes traces; do not edit it.
 
 A trace is a Chakra `.et` file: length-prefixed protobuf messages, first the metadata, then the
-nodes in the order of their ids. Chakra's own times are whole microseconds; the attributes
-`start_ns` and `duration_ns` are written where microseconds lose something.
+nodes in the order of their ids. Chakra's times are whole microseconds; the attributes `start_ns`
+and `duration_ns` are written if microseconds are not exact.
 
 ## Metadata
 
@@ -318,8 +320,8 @@ The attribute `schema` is `{SCHEMA}`. The others are JSON texts; absent ones hav
 _NODES = """
 ## Nodes
 
-A node has an attribute only if its value differs from the default; -1 is a number that is not
-known. `graph.nodes` of the Python API has each as a column.
+A node has an attribute only if its value differs from the default; -1 is an unknown number.
+`graph.nodes` of the Python API has each as a column.
 """
 
 _KINDS = """
@@ -331,8 +333,8 @@ _KINDS = """
 _REASONS = """
 ## Dependencies
 
-All dependencies stand in Chakra's `data_deps`. The attribute `data_dep_reasons` has one byte for
-each of them, in their order.
+All dependencies are in Chakra's `data_deps`. The attribute `data_dep_reasons` has a byte for each
+of them, in their order.
 """
 
 
@@ -364,7 +366,8 @@ def trace_reference() -> str:
 
 
 def _column_docs() -> dict[str, str]:
-    """Return column -> the text under its field in the class of the columns."""
+    """Return column -> the docstring of its field in the class of the columns."""
+    # Docstrings of fields are not kept at run time, so they are read from the source.
     (definition,) = ast.parse(inspect.getsource(Nodes)).body
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import CLASSES, characterise, classify, compute_mask
+from onerank.annotate import CLASSES, characterise, classify
 from onerank.ir import UNKNOWN, Graph, Phase
 from onerank.ir.coarsen import Scope, scopes_of
 
@@ -41,21 +41,21 @@ NOTHING = Share("", 0, 0, 0, 0, 0)
 
 def share_of_all(graph: Graph) -> Share:
     """Return all compute of a characterised graph as a single share without a name."""
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     shares = _shares(graph, compute, np.zeros(len(compute), dtype=np.int64), [""])
     return shares[0] if shares else NOTHING
 
 
 def shares_by_class(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by class of work."""
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     codes = classify(graph, compute).astype(np.int64)
     return _shares(graph, compute, codes, [op_class.value for op_class in CLASSES])
 
 
 def shares_by_module(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by module, numbered siblings summed."""
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     return _by_text(graph, compute, "module", _without_numbers)
 
 
@@ -65,7 +65,7 @@ def _without_numbers(module: str) -> str:
 
 def shares_by_kernel(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by kernel (operator on a CPU) name."""
-    return _by_text(graph, np.flatnonzero(compute_mask(graph)), "name", str)
+    return _by_text(graph, np.flatnonzero(graph.compute), "name", str)
 
 
 def _by_text(graph: Graph, compute: I64, column: str, key: Callable[[str], str]) -> list[Share]:
@@ -81,7 +81,7 @@ def _by_text(graph: Graph, compute: I64, column: str, key: Callable[[str], str])
 
 def shares_by_phase(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by phase, in the order of a step."""
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     names = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
     shares = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
     return sorted(shares, key=lambda share: (not share.name, names.index(share.name)))
@@ -210,7 +210,7 @@ def _sum(name: str, role: str, members: list[Part]) -> Part:
 
 def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[Part]:
     nodes = graph.nodes
-    compute = compute_mask(graph)
+    compute = graph.compute
     forward, backward = (nodes.phase == phase for phase in (Phase.FORWARD, Phase.BACKWARD))
 
     def total(values: I64, mask: npt.NDArray[np.bool_]) -> list[int]:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from onerank.analysis.breakdown import Share
 from onerank.analysis.step_time import Replay
-from onerank.annotate import CLASSES, classify, compute_mask
+from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.peak import ModuleMemory, levels_of, resident_blocks
 from onerank.annotate.op_costs.node_costs import op_costs_of
@@ -154,7 +154,7 @@ def timeline(graph: Graph, times: Schedule) -> list[Lane]:
 
 def module_tree(graph: Graph) -> list[ModuleTime]:
     """Return the compute time of every module with its sub-modules; the whole step comes first."""
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     codes, inverse = np.unique(graph.nodes.module[compute], return_inverse=True)
     time = np.zeros(len(codes), dtype=np.int64)
     np.add.at(time, inverse, graph.nodes.duration_ns[compute])

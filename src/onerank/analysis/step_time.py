@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import compute_mask
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
@@ -96,7 +95,7 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     if bandwidth_gb_per_s is not None:
         graph = with_communication(graph, bandwidth_gb_per_s)
     times = schedule(graph)
-    busy = compute_mask(graph) | graph.communication
+    busy = graph.compute | graph.communication
     busy_ns = _union(times, busy)
     # An operation that starts earlier by its unrecorded wait covers the idle time of that wait.
     without_gaps = replace(times, start_ns=times.start_ns - unrecorded_waits(graph))
@@ -125,14 +124,14 @@ def _steady_state(graph: Graph) -> Parts | None:
     if step is None:
         return None
     # The host runs ahead into the next step, so the device's last operation ends the step.
-    ended_ns = int(step.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
+    ended_ns = int(step.times.end_ns[graph.compute | graph.communication].max(initial=0))
     return _parts(graph, step.times, ended_ns - step.step_ns, step.step_ns + step.residual_ns)
 
 
 def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
     """Return the parts of a step in which the device is available from `begun_ns` on."""
-    compute_ns = _union(times, compute_mask(graph))
-    busy_ns = _union(times, compute_mask(graph) | graph.communication)
+    compute_ns = _union(times, graph.compute)
+    busy_ns = _union(times, graph.compute | graph.communication)
     idle_ns = step_ns - busy_ns
     # A negative residual makes a steady-state step shorter than its replay, and its idle time less.
     host_bound_ns = min(_host_bound(graph, times, begun_ns), idle_ns)
@@ -177,7 +176,7 @@ def _union(times: Schedule, chosen: Mask) -> int:
 
 def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
     """Return the idle time before operations of the device that waited for their launch."""
-    gpu = np.flatnonzero(compute_mask(graph) | graph.communication)
+    gpu = np.flatnonzero(graph.compute | graph.communication)
     gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
     if not len(gpu):
         return 0
@@ -259,7 +258,7 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     in_steady_state = bool(replay_before and replay_before.steady_state) and bool(
         replay_after and replay_after.steady_state
     )
-    compute = compute_mask(after)
+    compute = after.compute
     total = int(after.nodes.duration_ns[compute].sum())
     # The interval is one of the sum of all compute; the whole step scales with it.
     ends = [
@@ -296,7 +295,7 @@ def _replayed_parts(replayed: Replay | None, *, in_steady_state: bool) -> Parts 
 
 def _with_compute(graph: Graph, factor: float, *, in_steady_state: bool) -> int:
     """Return the step time in ns if all compute takes `factor` times as long."""
-    duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
+    duration, compute = graph.nodes.duration_ns.copy(), graph.compute
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
     if in_steady_state and (step := steady_state_step(graph, duration)):
         return step.step_ns + step.residual_ns

@@ -12,7 +12,7 @@ from onerank.analysis.breakdown import (
     shares_by_module,
     shares_by_phase,
 )
-from onerank.annotate import characterise, compute_mask
+from onerank.annotate import characterise
 from onerank.converters.expand.pipeline import Peak, peaks
 from onerank.ir import (
     Collective,
@@ -194,7 +194,7 @@ def summarise(graph: Graph) -> Summary:
     graph = characterise(graph)
     nodes, job = graph.nodes, graph.job
     gpu = graph.gpu_compute
-    compute = np.flatnonzero(compute_mask(graph))
+    compute = np.flatnonzero(graph.compute)
     total = share_of_all(graph)
     measured = job.measurement
     step_ns = measured.median_step_ns
