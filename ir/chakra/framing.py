@@ -20,9 +20,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from onerank.ir.arrays import I64
-from onerank.ir.chakra.dedup import cut, packed
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
+from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans, cut, packed
 from onerank.ir.errors import ChakraError
 from onerank.ir.input_files import check_regular
 
