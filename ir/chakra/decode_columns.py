@@ -46,7 +46,7 @@ class BytesInterner:
         self._known.default_factory = count(following).__next__
 
     def forget(self) -> None:
-        """Forget all strings; one that occurs again gets a new, higher number."""
+        """Forget all strings; a string that occurs again gets a new, higher number."""
         self._known.clear()
 
 
@@ -65,7 +65,7 @@ class TextCodes:
         self._numbers.set(code_of, len(strings))
 
     def codes(self, buffer: Buffer, spans: Spans) -> I64:
-        """Return the code of the text at each span, -1 for one that is not UTF-8."""
+        """Return the code of the text at each span, -1 for a text that is not UTF-8."""
         codes, new_texts = self._numbers.of(buffer, spans)
         try:
             self._strings.add_new(list(map(bytes.decode, new_texts)))
@@ -86,7 +86,7 @@ class TextCodes:
         self._numbers.set(codes, len(self._strings))
 
 
-# Runs and attributes beyond this number hold exact times or ids and hardly repeat, so remembering
+# Runs and attributes beyond this number contain exact times or ids and hardly repeat. To remember
 # them would cost memory and save no parsing.
 _REMEMBERED = 1 << 16
 
@@ -162,7 +162,7 @@ class RunContext:
         self._is_foreign: dict[bytes, bool] = {}
 
     def codes(self, buffer: Buffer, spans: Spans) -> I64:
-        """Intern the texts at some spans; -1 for one that is not UTF-8."""
+        """Intern the texts at some spans; the code of a text that is not UTF-8 is -1."""
         return self._texts.codes(buffer, spans)
 
     def number_reasons(self, buffer: Buffer, spans: Spans) -> I64:
@@ -414,7 +414,7 @@ class Runs:
         numbers, new_runs = self._numbers.of(buffer, spans)
         self._unread += new_runs
         if len(self._unread) > _REMEMBERED:
-            # A run met again later gets a second number; that costs memory, but stays correct.
+            # A run that recurs later gets a second number; that costs memory, but stays correct.
             self._read_new()
             self._numbers.forget()
         return numbers

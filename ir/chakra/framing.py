@@ -30,7 +30,7 @@ UNREADABLE = (DecodeError, UnicodeDecodeError)
 
 
 class EmptyFileError(ChakraError):
-    """The file holds no message at all."""
+    """The file contains no message at all."""
 
 
 class TruncatedError(ChakraError):
@@ -259,7 +259,7 @@ class ChakraFile:
 
     def _read(self, begin: int, size: int) -> bytes:
         self._file.seek(begin)
-        # An unbuffered read may return fewer bytes than it is asked for.
+        # An unbuffered read may return fewer bytes than requested.
         parts = [self._file.read(size)]
         while len(parts[-1]) and sum(map(len, parts)) < size:
             parts.append(self._file.read(size - sum(map(len, parts))))
