@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.memory.allocator import round_size
+from onerank.annotate.memory.allocator import Piece, round_size
 from onerank.annotate.memory.mitigations import STEP_ROW
-from onerank.annotate.memory.simulate_reserved import Piece
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]

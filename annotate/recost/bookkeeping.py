@@ -6,7 +6,7 @@ import msgspec
 
 from onerank.annotate.gpus.datasheet_estimates import estimate_notes
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.non_allocator import non_allocator_bytes
+from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import Interval
 from onerank.annotate.models.provenance import Rule, by_evidence

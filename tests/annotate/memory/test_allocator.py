@@ -2,8 +2,13 @@
 
 import pytest
 
-from onerank.annotate.memory.allocator import CachingAllocator, OutOfMemoryError, round_size
-from onerank.annotate.memory.simulate_reserved import Piece, reserve
+from onerank.annotate.memory.allocator import (
+    CachingAllocator,
+    OutOfMemoryError,
+    Piece,
+    reserve,
+    round_size,
+)
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 MIB = 1 << 20

@@ -11,13 +11,13 @@ from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
+    Piece,
+    reserve,
     round_size,
     segment_size,
 )
-from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.memory.memory_report import non_allocator_memory, report_memory
 from onerank.annotate.memory.mitigations import Need, mitigations
-from onerank.annotate.memory.non_allocator import non_allocator_memory
-from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Blocks,
