@@ -15,7 +15,7 @@ import polars as pl
 
 import onerank
 from onerank.annotate import op_class
-from onerank.annotate.kernel_db.call_keys import CallKey, call_key
+from onerank.annotate.kernel_db.calls import CallKey, call_key
 from onerank.annotate.kernel_db.database import KernelRow, contents, read_database, rows_of
 from onerank.ir import Graph
 

@@ -35,8 +35,7 @@ import polars as pl
 import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.database import COLD, WARM
-from onerank.annotate.kernel_db.database_set import SHIPPED, Library, open_library
+from onerank.annotate.kernel_db.database import COLD, SHIPPED, WARM, Library, open_library
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, interpolate, look_up
 from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped

@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.call_features import Point, modelled_ns, point_of
-from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
-from onerank.annotate.kernel_db.database import VERSIONS, KernelRow
-from onerank.annotate.kernel_db.database_set import Library, Match
+from onerank.annotate.kernel_db.calls import CallKey, Keyed, Point, keys_of, modelled_ns, point_of
+from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.error_model import Uncertainty
@@ -276,7 +274,7 @@ def between(
 ) -> list[Between | None]:
     """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
-    Only rows of the same group are compared (see `call_features.point_of`). The module's docstring
+    Only rows of the same group are compared (see `calls.point_of`). The module's docstring
     gives the range of interpolation.
     """
     predictions: list[Between | None] = [None] * len(keys)

@@ -6,9 +6,8 @@ from typing import NamedTuple, Self
 import msgspec
 import numpy as np
 
-from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database import KernelRow
-from onerank.annotate.kernel_db.database_set import Library, release
+from onerank.annotate.kernel_db.calls import CallKey
+from onerank.annotate.kernel_db.database import KernelRow, Library, release
 from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
 from onerank.annotate.models.error_model import Uncertainty, kinds_of, resize_kinds_of
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask

@@ -127,7 +127,7 @@ LARGE_PAGE_BYTES = 20 << 20
 # more than any device has, so that a segment never ends.
 RANGE_BYTES = LARGE_PAGE_BYTES << 20
 
-Reserve = Callable[[int], bool]
+TryReserve = Callable[[int], bool]
 """Takes bytes from the driver; returns False if the driver has no more."""
 
 
@@ -150,7 +150,7 @@ def best_fit(pool: Pool, size: int) -> Block | None:
     return best
 
 
-def grow(pool: Pool, size: int, reserve: Reserve, address: Callable[[], int]) -> Block | None:
+def grow(pool: Pool, size: int, reserve: TryReserve, address: Callable[[], int]) -> Block | None:
     """Map a block of `size` or more and remove it from its pool; None without memory.
 
     Args:
@@ -219,7 +219,7 @@ def _lowest(pool: Pool, size: int) -> Block | None:
     return None
 
 
-def _map(block: Block, size: int, reserve: Reserve) -> bool:
+def _map(block: Block, size: int, reserve: TryReserve) -> bool:
     """Map the first `size` bytes of a block, and merge it with its neighbours."""
     page, pool = page_bytes(block.pool), block.pool
     wanted = min(block.size, -(-size // page) * page)
@@ -461,7 +461,7 @@ class BlockEvent(Enum):
     USABLE = auto()
 
 
-class Reserve(NamedTuple):
+class ReservedMemory(NamedTuple):
     """Outcome of a simulation, bytes."""
 
     allocated_bytes: int
@@ -470,11 +470,11 @@ class Reserve(NamedTuple):
     returned: int
 
 
-def reserve(
+def simulate_reserved(
     log: MemoryLog,
     resident: Mapping[MemoryClass, Sequence[Piece]],
     capacity_bytes: int | None = None,
-) -> Reserve:
+) -> ReservedMemory:
     """Simulate the allocator from the model's creation over a few steps.
 
     Parameters and unclassified memory come first; the step's allocations and frees follow in order,
@@ -520,7 +520,7 @@ def reserve(
         for row, block in live.items():
             kept.setdefault(pieces[row], []).append(block)
         _allocate_all(allocator, late)  # if the optimizer's step allocates nothing itself
-    return Reserve(
+    return ReservedMemory(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
         allocator.segments,

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.allocator import OutOfMemoryError, Piece, reserve
+from onerank.annotate.memory.allocator import OutOfMemoryError, Piece, simulate_reserved
 from onerank.annotate.memory.mitigations import Mitigation, Need, mitigations
 from onerank.annotate.memory.peak import (
     ModuleMemory,
@@ -285,7 +285,7 @@ def _with_blocks(
     levels = levels_of(log, resident)
     peak = peak_of(levels)
     pieces = resident_pieces(graph, log, resident)
-    cold = reserve(log, pieces)
+    cold = simulate_reserved(log, pieces)
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
     changes, notes = tuple[Mitigation, ...](), tuple[str, ...]()
@@ -320,7 +320,7 @@ def _with_blocks(
 
 def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
     try:
-        reserve(log, pieces, capacity)
+        simulate_reserved(log, pieces, capacity)
     except OutOfMemoryError:
         return False
     return True

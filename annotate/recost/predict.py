@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.database_set import library_for
+from onerank.annotate.kernel_db.database import library_for
 from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped

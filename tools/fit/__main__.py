@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.kernel_db.database_set import open_library
+from onerank.annotate.kernel_db.database import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.error_model import KINDS
 from onerank.annotate.recost.recost import source_gpu

@@ -12,10 +12,8 @@ from onerank.annotate.gpus.datasheet_estimates import with_estimates
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.kernel_db.call_features import call_of, modelled_ns
-from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database import read_database, rows_of
-from onerank.annotate.kernel_db.database_set import SHIPPED
+from onerank.annotate.kernel_db.calls import CallKey, call_of, modelled_ns
+from onerank.annotate.kernel_db.database import SHIPPED, read_database, rows_of
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.roofline import predict

@@ -22,8 +22,7 @@ from onerank.annotate.describe_gpu import Powers, fit
 from onerank.annotate.energy import SETTLED_S, PowerTimeline, report_energy
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
-from onerank.annotate.kernel_db.call_features import call_of
-from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.kernel_db.calls import CallKey, call_of
 from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.power import (

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.kernel_db.database_set import Library
+from onerank.annotate.kernel_db.database import Library
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import TINY_NS

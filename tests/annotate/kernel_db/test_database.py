@@ -10,7 +10,7 @@ from database_row import ROW
 from raised import raises_code
 
 from onerank.annotate import find_gpu
-from onerank.annotate.kernel_db.call_keys import call_key
+from onerank.annotate.kernel_db.calls import call_key
 from onerank.annotate.kernel_db.database import (
     SCHEMA,
     KernelRow,

@@ -18,9 +18,8 @@ from click.testing import CliRunner
 from raised import raises_code
 
 from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise
-from onerank.annotate.kernel_db import database_set as library
-from onerank.annotate.kernel_db.call_features import modelled_ns, point_of
-from onerank.annotate.kernel_db.call_keys import CallKey, call_key
+from onerank.annotate.kernel_db import database as library
+from onerank.annotate.kernel_db.calls import CallKey, call_key, modelled_ns, point_of
 from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_from_description

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from database_row import ROW
 
-from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.node_durations import at_one_clock
 
 KEY = CallKey("aten::mm", (), (), "{}")

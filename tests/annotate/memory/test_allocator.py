@@ -6,8 +6,8 @@ from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
     Piece,
-    reserve,
     round_size,
+    simulate_reserved,
 )
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
@@ -28,29 +28,29 @@ def test_a_streams_memory_is_not_anothers():
     one_by_one = [(40 * MIB, 0, 1), (30 * MIB, 2, 3)]
     alone = log_of(*((*row, 0) for row in one_by_one))
     apart = log_of(*((*row, pool) for pool, row in enumerate(one_by_one)))
-    assert reserve(alone, {}).reserved_bytes == 40 * MIB
-    assert reserve(apart, {}).reserved_bytes == 70 * MIB
+    assert simulate_reserved(alone, {}).reserved_bytes == 40 * MIB
+    assert simulate_reserved(apart, {}).reserved_bytes == 70 * MIB
 
 
 def test_what_is_held_is_of_its_own_pool():
     log = log_of((30 * MIB, 0, 1, 0))
     held = {MemoryClass.PARAMETERS: (Piece(3 * MIB), Piece(3 * MIB, 1))}
-    assert reserve(log, held).reserved_bytes == (20 + 20 + 30) * MIB
+    assert simulate_reserved(log, held).reserved_bytes == (20 + 20 + 30) * MIB
 
 
 def test_held_blocks_are_freed_where_the_next_step_takes_them():
     """A gradient made in one step on a side stream, freed as the next begins."""
     log = log_of((64 * MIB, -1, 0, 1), (64 * MIB, 1, -1, 1))
-    assert reserve(log, {}).reserved_bytes == 64 * MIB
+    assert simulate_reserved(log, {}).reserved_bytes == 64 * MIB
     late = log_of((64 * MIB, -1, 1, 1), (64 * MIB, 0, -1, 1))
-    assert reserve(late, {}).reserved_bytes == 128 * MIB
+    assert simulate_reserved(late, {}).reserved_bytes == 128 * MIB
 
 
 def test_memory_that_lingers_is_not_used_again_until_its_use_ends():
     rows = [(40 * MIB, 0, 1, 0), (40 * MIB, 2, 3, 0), (40 * MIB, 4, 5, 0)]
-    assert reserve(log_of(*rows), {}).reserved_bytes == 40 * MIB
-    assert reserve(log_of(*rows, lingers=(1, 0, 0)), {}).reserved_bytes == 80 * MIB
-    assert reserve(log_of(*rows, lingers=(4, 4, 0)), {}).reserved_bytes == 120 * MIB
+    assert simulate_reserved(log_of(*rows), {}).reserved_bytes == 40 * MIB
+    assert simulate_reserved(log_of(*rows, lingers=(1, 0, 0)), {}).reserved_bytes == 80 * MIB
+    assert simulate_reserved(log_of(*rows, lingers=(4, 4, 0)), {}).reserved_bytes == 120 * MIB
 
 
 def test_lingering_memory_is_waited_for_before_memory_runs_out():
@@ -67,7 +67,7 @@ def test_blocks_are_what_was_asked_for():
         *(getattr(log.blocks, name) for name in log.blocks.__struct_fields__[:7]),
         spare_bytes=(MIB,),
     )
-    assert reserve(MemoryLog(spare, 1), {}, 50 * MIB).reserved_bytes == 3 * 14 * MIB
+    assert simulate_reserved(MemoryLog(spare, 1), {}, 50 * MIB).reserved_bytes == 3 * 14 * MIB
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
-from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database_set import Library, open_library
+from onerank.annotate.kernel_db.calls import CallKey
+from onerank.annotate.kernel_db.database import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
 from onerank.annotate.passes.fuse_kernels import CHOICES, FuseChains
 from onerank.annotate.passes.host_scaling import scale_host

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import Gpu, PassOptions, explain, load_gpu, recost, with_figures
-from onerank.annotate.kernel_db.call_keys import call_key
+from onerank.annotate.kernel_db.calls import call_key
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.converters.sources.kineto import convert_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onerank.annotate.kernel_db.call_keys import call_key
+from onerank.annotate.kernel_db.calls import call_key
 from onerank.capture.bench import requests
 from onerank.capture.bench.bench_call import BenchCall, Operand
 from onerank.capture.bench.bench_runner import Bench, Message, child_on, measure_isolated

@@ -366,7 +366,7 @@ def lacking(
     """Return the requests without a row in the database for this GPU and these versions."""
     import polars
 
-    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.calls import call_key, canonical
     from onerank.annotate.kernel_db.database import rows_of
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
@@ -391,7 +391,7 @@ def lacking(
 
 
 def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
-    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.calls import call_key, canonical
     from onerank.annotate.kernel_db.database import KernelRow as Row
 
     key = call_key(measurement.call.op, *measurement.call.texts())
