@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.op_costs import attention, convolutions, gemm, pointwise, recurrent
+from onerank.annotate.op_costs import attention, matmul, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.memory_passes import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
 from onerank.annotate.unique_rows import combine
@@ -16,16 +16,14 @@ from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
-NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
+NEED_VALUES = matmul.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
 _MOST = 2**61
 """Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64."""
 
 _FORMULAS = {
-    **gemm.FORMULAS,
-    **convolutions.FORMULAS,
-    **recurrent.FORMULAS,
+    **matmul.FORMULAS,
     **attention.FORMULAS,
 }
 
@@ -67,7 +65,7 @@ def work_of(
             f"bytes; expected less than {_MOST:.3g}\n  check the sizes in the trace",
             code="cost-too-large",
         )
-    if fills and call.op in pointwise.WRITES_INTO_ZEROS:
+    if fills and call.op in memory_bound.WRITES_INTO_ZEROS:
         return replace(work, bytes_written=work.bytes_written + call.output_bytes)
     return work
 
@@ -76,8 +74,8 @@ def work_of_call(op: str, call: Call) -> Work:
     """Return FLOPs and bytes of a parsed call."""
     if not call.has_tensors:
         return Work()
-    formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
-    work = (formula(call) if formula else None) or pointwise.bytes_only(call)
+    formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
+    work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))
     if passes == 1 and not cycles:
         return work
@@ -240,7 +238,7 @@ def _of_sparse(graph: Graph, index: I64) -> Mask:
     """
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index]).tolist()
-    multiply = [op for op in ops if base_name(strings[op]) in gemm.FORMULAS]
+    multiply = [op for op in ops if base_name(strings[op]) in matmul.GEMMS]
     rows = np.flatnonzero(np.isin(nodes.op[index], multiply))
     codes, place = np.unique(nodes.input_values[index[rows]], return_inverse=True)
     sparse = np.zeros(len(index), dtype=bool)

@@ -10,7 +10,7 @@ import polars as pl
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.features import KernelFeatures, floor_share_of
-from onerank.annotate.op_costs.memory_passes import PASSES
+from onerank.annotate.op_costs.memory_bound import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir.errors import FormatError
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
-from onerank.annotate.op_costs.convolutions import FORMULAS
+from onerank.annotate.op_costs.matmul import CONVOLUTIONS
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Operand, Tensor
 from onerank.annotate.passes.resize.dimensions import Powers, readings
@@ -183,7 +183,7 @@ def _topk(_: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape)
 
 BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
-CONVOLUTIONS = FORMULAS.keys() - {"convolution_backward"}
+CONVOLUTIONS = CONVOLUTIONS.keys() - {"convolution_backward"}
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NEED_VALUES, _reduction),

@@ -8,7 +8,7 @@ from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.memory_passes import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 

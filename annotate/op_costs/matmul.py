@@ -1,4 +1,7 @@
-"""Convolutions: FLOPs from shapes, and the GEMMs that libraries turn them into.
+"""Operators that are matrix products: GEMMs, convolutions and recurrent layers, their FLOPs and GEMMs.
+
+An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. Bias, alpha
+and beta of addmm and similar operators add at most m*n and are not counted, as is common practice.
 
 Libraries compute a convolution as an implicit GEMM. Its left matrix is never written: each row
 holds the filter's window at one point of the image, so an element of the image appears in many
@@ -11,13 +14,108 @@ rows.
 The forward of a convolution goes from the larger image to the smaller and its gradient back; a
 transposed convolution is the reverse. Depthwise convolutions have no GEMM: vector units multiply
 element by element.
+
+cuDNN turns a recurrent layer into GEMMs. The input's products are batched over time. The state's
+products are one per time step, each after the previous one. The weight gradients are batched over
+time.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product, vector
 from onerank.annotate.op_costs.operands import Call, Tensor
+
+
+def _at(first: int, second: int, *also: int) -> Formula:
+    """Return the formula of `[..., m, k] x [..., k, n]` with operands at these positions.
+
+    Bytes read are those of the two and of the operands at `also`; `out` of an out-variant is not
+    read.
+    """
+
+    def formula(call: Call) -> Work | None:
+        left, right = call.tensor(first), call.tensor(second)
+        if left is None or right is None:
+            return None
+        sizes = _matmul_sizes(left.shape, right.shape)
+        if sizes is None:
+            return None
+        flops = 2 * prod(sizes)
+        return product(call, left, flops, call.list_bytes(first, second, *also), gemm=sizes)
+
+    return formula
+
+
+def _matmul_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return (batch, m, n, k), as torch.matmul reads the shapes; None if they do not fit."""
+    if not left or not right:
+        return None
+    inner = right[-2:][0]
+    if left[-1] != inner:
+        return None
+    columns = right[-1] if len(right) > 1 else 1
+    rows = left[-2] if len(left) > 1 else 1
+    batch = _broadcast(left[:-2], right[:-2])
+    return None if batch is None else (batch, rows, columns, inner)
+
+
+def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
+    size = max(len(left), len(right))
+    pairs = zip((1,) * (size - len(left)) + left, (1,) * (size - len(right)) + right, strict=True)
+    sizes = [b if a == 1 else a for a, b in pairs if a == b or 1 in (a, b)]
+    return prod(sizes) if len(sizes) == size else None
+
+
+def _linear(call: Call) -> Work | None:
+    """Return the work for x [..., k] and weight [n, k]: 2*n FLOPs per element of x."""
+    x, weight = call.tensor(0), call.tensor(1)
+    if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
+        return None
+    columns = prod(weight.shape[:-1])
+    sizes = (1, prod(x.shape[:-1]), columns, x.shape[-1])
+    return product(call, x, 2 * x.numel * columns, call.list_bytes(0, 1, 2), gemm=sizes)
+
+
+def _grouped_mm(call: Call) -> Work | None:
+    """Return the work of experts' GEMMs, whose rows are routed by offsets.
+
+    Every expert's matrix is read.
+
+    [t, k] x [e, k, n]: one expert for each of t rows: 2*t*k*n.
+    [m, t] x [t, n]: the inner size t is divided among experts, e results of [m, n]: 2*m*t*n.
+    [e, m, k] x [k, t]: one expert for each of t columns: 2*m*k*t.
+    [e, m, k] x [e, k, n]: a batched GEMM.
+    """
+    left, right = call.tensor(0), call.tensor(1)
+    if left is None or right is None or left.shape[-1:] != right.shape[-2:-1]:
+        return None
+    batch = left.shape[0] if len(left.shape) == len(right.shape) == 3 else 1
+    return product(call, left, 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+GEMMS: dict[str, Formula] = {
+    "mm": _at(0, 1),
+    "bmm": _at(0, 1),
+    "matmul": _at(0, 1),
+    "mv": _at(0, 1),
+    "dot": _at(0, 1),
+    "addmm": _at(1, 2, 0),
+    "addmm_": _at(1, 2, 0),
+    "_addmm_activation": _at(1, 2, 0),
+    "baddbmm": _at(1, 2, 0),
+    "baddbmm_": _at(1, 2, 0),
+    "addbmm": _at(1, 2, 0),
+    "addmv": _at(1, 2, 0),
+    "_int_mm": _at(0, 1),
+    "_scaled_mm": _at(0, 1, 2, 3, 4, 5),
+    "_grouped_mm": _grouped_mm,
+    "_scaled_grouped_mm": _grouped_mm,
+    "linear": _linear,
+    "mkldnn_linear": _linear,
+}
+
 
 _CHANNEL_BYTES = 16
 """Bytes of neighbouring channels that matrix units load; fewer channels are padded with zeros."""
@@ -140,7 +238,7 @@ _FORWARD = """
     mkldnn_convolution _slow_conv2d_forward thnn_conv2d slow_conv_dilated2d slow_conv_dilated3d
     slow_conv3d_forward _conv_depthwise2d conv_depthwise3d"""
 
-FORMULAS: dict[str, Formula] = {
+CONVOLUTIONS: dict[str, Formula] = {
     **dict.fromkeys(_BY_ARGUMENT, _convolution(6)),
     **dict.fromkeys(_FORWARD.split(), _convolution(None)),
     **dict.fromkeys(
@@ -151,3 +249,75 @@ FORMULAS: dict[str, Formula] = {
 
 NEED_VALUES = frozenset({*_BY_ARGUMENT, "convolution_backward"})
 """Operators whose cost depends on argument values in addition to shapes."""
+
+
+STEP_LAUNCHES = 6
+"""Launch floors of a time step in addition to its GEMM.
+
+The gates' kernel, the kernel that sums a split GEMM, and the gaps between the three. From
+DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits; see benchmarks/deepbench.py.
+"""
+
+
+def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
+    """Return the formula of an LSTM, a GRU or a plain recurrent layer.
+
+    In the forward each token of the input [..., features] is multiplied by every weight matrix; in
+    the backward (`times` 2) each of these GEMMs has two gradients. Packed sequences are
+    [tokens, features].
+
+    Args:
+        weights: positions of the weights, alternating between those of the input and the state.
+        state: position of the initial state, [..., batch, size].
+        times: GEMMs per weight.
+    """
+
+    def formula(call: Call) -> Work | None:
+        x = call.tensor(0)
+        given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
+        matrices = [weight for weight in given if len(weight.shape) == 2]
+        met = sum(matrix.numel for matrix in matrices)
+        if x is None or not met:
+            return None
+        tokens = prod(x.shape[:-1])
+        parts = _parts(tokens, matrices, call.tensor(state), backward=times == 2)
+        return product(call, allowing_tf32(x), times * 2 * tokens * met, parts=parts)
+
+    return formula
+
+
+def _parts(
+    tokens: int, matrices: Sequence[Tensor], state: Tensor | None, *, backward: bool
+) -> tuple[Part, ...]:
+    """Return the GEMMs of all layers and directions; none if the steps are not known."""
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=False))
+    size = pairs[0][1].shape[1] if pairs else 0
+    odd = len(matrices) % 2 or any(of_state.shape[1] != size for _, of_state in pairs)
+    if state is None or odd or state.numel % (len(pairs) * size):
+        return ()  # a layer with projections, or shapes that are not recorded
+    batch = state.numel // (len(pairs) * size)
+    steps = -(-tokens // max(1, batch))
+    parts: list[Part] = []
+    for of_input, _ in pairs:
+        gates, features = of_input.shape
+        item = of_input.item_bytes
+        of_step, of_tokens = (
+            (width, gates) if backward else (gates, width) for width in (size, features)
+        )
+        parts += [
+            Part(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
+            Part(1, tokens, *of_tokens, item),
+        ]
+        if backward:
+            parts += [Part(1, gates, rows, tokens, item) for rows in (size, features)]
+    return tuple(parts)
+
+
+_RECURRENT: dict[str, Formula] = {
+    "_cudnn_rnn": _recurrent([1], 4, 1),
+    "_cudnn_rnn_backward": _recurrent([1], 4, 2),
+    "mkldnn_rnn_layer": _recurrent([1, 2], 5, 1),
+    "mkldnn_rnn_layer_backward": _recurrent([1, 2], 5, 2),
+}
+
+FORMULAS = {**GEMMS, **CONVOLUTIONS, **_RECURRENT}
