@@ -8,12 +8,11 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.attention_tiles import attention_tiles
+from onerank.annotate.models.attention_kernels import attention_tiles
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import outside
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.terms import Operation, Term, TermRecord
+from onerank.annotate.models.intervals import outside
+from onerank.annotate.models.prediction_terms import Operation, Rule, Term, TermRecord
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.annotate.recost.recost import check_measured, recost, source_gpu

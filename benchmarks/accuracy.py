@@ -31,7 +31,7 @@ import polars as pl
 from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
-from onerank.annotate.models import residual, roofline
+from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
@@ -74,7 +74,7 @@ LONG_NS = 10_000
 PLAIN: dict[str, Predict] = {
     "ratio": predict_by_ratio,
     "roofline": roofline.predict_by_roofline,
-    "residual": residual.predict,
+    "residual": scale_measured.predict,
 }
 
 

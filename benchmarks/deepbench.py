@@ -30,7 +30,7 @@ import numpy.typing as npt
 from harness import parser_of
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import learned, residual, roofline
+from onerank.annotate.models import learned, roofline, scale_measured
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
@@ -75,7 +75,7 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
         before = np.array([source[1][key][1] for key in shared_keys])
         kernels = kernels_of([to[1][key][0] for key in shared_keys], before)
         after = np.array([to[1][key][1] for key in shared_keys])
-        for model in (residual.predict, learned.predict):
+        for model in (scale_measured.predict, learned.predict):
             cells.append(figures(model(kernels, other, gpu)[0], after))
     print(f"{sort:24}{to[0]:6}{len(works):6}" + "".join(f"{cell:>20}" for cell in cells))
     if works[0].parts and "few" not in sort:

@@ -42,7 +42,7 @@ from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description, predict_learned
-from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.features import F64, floor_share_of, kernels_of
+from onerank.annotate.models.features import F64, kernels_of
+from onerank.annotate.models.launch_floor import floor_share_of
 from onerank.annotate.op_costs.attention import causal_position
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call

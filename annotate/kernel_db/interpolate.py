@@ -21,11 +21,10 @@ from onerank.annotate.kernel_db.calls import CallKey, Keyed, Point, keys_of, mod
 from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import U8
-from onerank.annotate.models.intervals import HALF_WIDTH
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.terms import (
+from onerank.annotate.models.intervals import HALF_WIDTH, Uncertainty
+from onerank.annotate.models.prediction_terms import (
+    Rule,
     Term,
     TermRecord,
     exponential,

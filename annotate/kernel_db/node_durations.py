@@ -9,11 +9,15 @@ import numpy as np
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, Library, release
 from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
-from onerank.annotate.models.error_model import Uncertainty, kinds_of, resize_kinds_of
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
-from onerank.annotate.models.intervals import ErrorKinds, half_widths
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.terms import TermRecord, product, quantity, quotient
+from onerank.annotate.models.intervals import (
+    ErrorKinds,
+    Uncertainty,
+    half_widths,
+    kinds_of,
+    resize_kinds_of,
+)
+from onerank.annotate.models.prediction_terms import Rule, TermRecord, product, quantity, quotient
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph

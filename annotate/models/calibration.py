@@ -16,8 +16,8 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.error_model import same_die
 from onerank.annotate.models.gemm_tiles import F64, Rates, gemm_ns
+from onerank.annotate.models.intervals import same_die
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 
 # The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import learned, residual, roofline
+from onerank.annotate.models import learned, roofline, scale_measured
 from onerank.annotate.models.features import F64, U8, KernelFeatures
-from onerank.annotate.models.terms import TermRecord
+from onerank.annotate.models.prediction_terms import TermRecord
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
@@ -64,7 +64,7 @@ _LEARNED = CostModel(
 MODELS: dict[str, CostModel] = {
     "ratio": CostModel("ratio", learned.predict_by_ratio),
     "roofline": CostModel("roofline", roofline.predict_by_roofline),
-    "residual": CostModel("residual", residual.predict, has_intervals=True),
+    "residual": CostModel("residual", scale_measured.predict, has_intervals=True),
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),
 }

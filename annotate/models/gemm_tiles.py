@@ -38,7 +38,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
 from onerank.annotate.models.coefficients import GemmCoefficients, Pipeline
-from onerank.annotate.models.terms import (
+from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
     factor,

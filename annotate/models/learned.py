@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import gemm_tiles, residual
-from onerank.annotate.models.attention_tiles import attention_ns
+from onerank.annotate.models import gemm_tiles, scale_measured
+from onerank.annotate.models.attention_kernels import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
@@ -16,7 +16,6 @@ from onerank.annotate.models.calibration import (
     without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.error_model import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.features import (
     F64,
     U8,
@@ -25,11 +24,9 @@ from onerank.annotate.models.features import (
     matmul_ratio,
 )
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.residual import clamp_to_lower_bound
-from onerank.annotate.models.roofline import PartTimes
-from onerank.annotate.models.roofline import predict as from_datasheet
-from onerank.annotate.models.terms import (
+from onerank.annotate.models.intervals import same_die, trust_in, trust_in_parts
+from onerank.annotate.models.prediction_terms import (
+    Rule,
     Term,
     TermRecord,
     exponential,
@@ -41,6 +38,9 @@ from onerank.annotate.models.terms import (
     quantity,
     quotient,
 )
+from onerank.annotate.models.roofline import PartTimes
+from onerank.annotate.models.roofline import predict as from_datasheet
+from onerank.annotate.models.scale_measured import clamp_to_lower_bound
 from onerank.annotate.unique_rows import combine
 
 
@@ -132,10 +132,10 @@ def predict_learned(
 
     Attention becomes the kernel that the target runs (see `attention_kernels`). Everything else,
     and GEMMs in dtypes without matrix units, uses the residual model. No kernel is faster than the
-    target's lower bound (see `residual.lower_bound_ns`).
+    target's lower bound (see `scale_measured.lower_bound_ns`).
     """
     c = coefficients or shipped()
-    predicted_ns, rules = residual.predict(kernels, source, target, record=record)
+    predicted_ns, rules = scale_measured.predict(kernels, source, target, record=record)
     tiles = tile_terms(kernels, source, target, predicted_ns, c, record)
     predicted_ns[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
     rules[tiles.rows] = tiles.rule

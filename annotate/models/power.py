@@ -18,7 +18,8 @@ _SHIPPED = Path(__file__).with_name("power.toml")
 _PER_SCORE = 5.0, 9.0
 """Vector operations per attention score, forward and backward.
 
-A softmax has five (see `op_costs.memory_bound`); the backward repeats it and adds its gradient's four.
+A softmax has five (see `op_costs.memory_bound`); the backward repeats it and adds the four of its
+gradient.
 """
 
 

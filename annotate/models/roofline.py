@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.residual import issue_rate
-from onerank.annotate.models.terms import (
+from onerank.annotate.models.prediction_terms import (
+    Rule,
     Term,
     TermRecord,
     factor,
@@ -21,6 +20,7 @@ from onerank.annotate.models.terms import (
     quantity,
     total,
 )
+from onerank.annotate.models.scale_measured import issue_rate
 
 I64 = npt.NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Operators that are matrix products: GEMMs, convolutions and recurrent layers, their FLOPs and GEMMs.
+"""Matrix products: FLOPs of GEMMs, convolutions and recurrent layers, and the GEMMs inside.
 
 An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. Bias, alpha
 and beta of addmm and similar operators add at most m*n and are not counted, as is common practice.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import coefficients_of, power_model, power_share, utilization_of
-from onerank.annotate.models.provenance import by_evidence
+from onerank.annotate.models.prediction_terms import by_evidence
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError

@@ -18,9 +18,16 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.learned import attention_share
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.residual import clamp_to_lower_bound
-from onerank.annotate.models.terms import Term, TermRecord, factor, product, quantity, total
+from onerank.annotate.models.prediction_terms import (
+    Rule,
+    Term,
+    TermRecord,
+    factor,
+    product,
+    quantity,
+    total,
+)
+from onerank.annotate.models.scale_measured import clamp_to_lower_bound
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_config import PassOptions

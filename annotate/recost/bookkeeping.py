@@ -9,7 +9,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import Interval
-from onerank.annotate.models.provenance import Rule, by_evidence
+from onerank.annotate.models.prediction_terms import Rule, by_evidence
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job

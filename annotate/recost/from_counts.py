@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.roofline import MODEL
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.bookkeeping import details_of, job_for

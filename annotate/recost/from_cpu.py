@@ -15,12 +15,10 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import F64, KernelFeatures
-from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
-from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
+from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
+from onerank.annotate.models.prediction_terms import BY_DATABASE, BY_TILES, Rule, TermRecord
 from onerank.annotate.models.roofline import MODEL
-from onerank.annotate.models.terms import TermRecord
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import (

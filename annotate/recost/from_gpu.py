@@ -13,11 +13,15 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import Mask
-from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
-from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
-from onerank.annotate.models.terms import TermRecord, quantity
+from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
+from onerank.annotate.models.prediction_terms import (
+    AS_MEASURED,
+    BY_DATABASE,
+    Rule,
+    TermRecord,
+    quantity,
+)
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions

@@ -15,8 +15,15 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import OverrideEffect
-from onerank.annotate.models.provenance import BY_DATABASE, Rule
-from onerank.annotate.models.terms import Term, TermRecord, product, quantity, quotient
+from onerank.annotate.models.prediction_terms import (
+    BY_DATABASE,
+    Rule,
+    Term,
+    TermRecord,
+    product,
+    quantity,
+    quotient,
+)
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions

@@ -11,7 +11,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.cost_model import MODELS, CostModel
-from onerank.annotate.models.terms import TermRecord
+from onerank.annotate.models.prediction_terms import TermRecord
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.models.provenance import by_evidence
+from onerank.annotate.models.prediction_terms import by_evidence
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.unique_rows import combine

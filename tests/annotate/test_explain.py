@@ -9,7 +9,7 @@ from raised import raises_code
 
 from onerank.annotate import Explanation, explain, load_gpu, recost, with_figures
 from onerank.annotate.explain import explain_nodes
-from onerank.annotate.models.terms import Term, TermRecord
+from onerank.annotate.models.prediction_terms import Term, TermRecord
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph

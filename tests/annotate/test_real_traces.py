@@ -11,13 +11,12 @@ import pytest
 from onerank import read
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import intervals
+from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
 from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.learned import predict_from_description
-from onerank.annotate.models.residual import lower_bound_ns
-from onerank.annotate.models.residual import predict as by_residual
+from onerank.annotate.models.scale_measured import lower_bound_ns
+from onerank.annotate.models.scale_measured import predict as by_residual
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import run_in_float16
 from onerank.converters.sources.kineto import convert_directory

@@ -31,13 +31,13 @@ class Case:
     """Predictions for one ordered pair of GPUs.
 
     Attributes:
-        kind: kind of prediction, as in `error_model.KINDS`.
+        kind: kind of prediction, as in `intervals.KINDS`.
         source: GPU whose measurement was used.
         target: GPU predicted, its family left out of the fit.
         measured_ns: float64[d].
         predicted_ns: float64[d].
         rows: m of products, queries of attention, 0 of others, float64[d].
-        widening: factor on the errors for a GPU this far from those fitted to, see `error_model`.
+        widening: factor on the errors for a GPU this far from those fitted to, see `intervals`.
         by_datasheet: whether only the target's datasheet figures were used.
     """
 

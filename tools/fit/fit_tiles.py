@@ -8,10 +8,10 @@ import numpy.typing as npt
 import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_tiles import attention_ns
+from onerank.annotate.models.attention_kernels import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
-from onerank.annotate.models.error_model import properties
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, gemm_ns
+from onerank.annotate.models.intervals import properties
 from tools.fit.measured_kernels import Attention, Products, family
 
 F64 = npt.NDArray[np.float64]
@@ -148,7 +148,7 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_tiles.attention_ns`.
+        shapes: as for `attention_kernels.attention_ns`.
     """
     batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
     moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits

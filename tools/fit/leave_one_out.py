@@ -10,11 +10,11 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models import residual
+from onerank.annotate.models import scale_measured
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
+from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from tools.fit import resize_eval
@@ -119,7 +119,7 @@ def attention_cases(
 
 
 def memory_cases(
-    folder: Path, model: Predict = residual.predict, described: Described = as_shipped
+    folder: Path, model: Predict = scale_measured.predict, described: Described = as_shipped
 ) -> Iterator[Case]:
     """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
 
@@ -210,7 +210,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
         return lambda kernels, target: predict_from_description(kernels, target, fits[without])
 
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
-    for case in gemm_cases(products, described, lambda _: residual.predict):
+    for case in gemm_cases(products, described, lambda _: scale_measured.predict):
         cases.append(replace(case, kind="product"))
     for case in gemm_cases(read_products(folder, "fp8"), described, learned):
         cases.append(replace(case, kind="gemm_8bit"))
@@ -241,7 +241,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
         cases += parted(replace(case, kind="gemm_uncalibrated"))
-    for case in gemm_cases(products, lambda gpu: gpu, lambda _: residual.predict):
+    for case in gemm_cases(products, lambda gpu: gpu, lambda _: scale_measured.predict):
         cases.append(replace(case, kind="product"))
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
         cases.append(replace(case, kind="gemm_8bit"))

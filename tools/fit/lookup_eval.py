@@ -12,9 +12,9 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.database import Library
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import TINY_NS
+from onerank.annotate.models.intervals import TINY_NS
 from onerank.annotate.models.learned import predict_from_description
-from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir import Graph

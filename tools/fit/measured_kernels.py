@@ -9,7 +9,8 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.features import KernelFeatures, floor_share_of
+from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.launch_floor import floor_share_of
 from onerank.annotate.op_costs.memory_bound import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir.errors import FormatError
@@ -45,7 +46,7 @@ class Attention:
     """Causal forward attention by one kernel family, the same shapes on each GPU.
 
     Attributes:
-        shapes: as `attention_tiles.attention_ns` takes them, float64[d, 9].
+        shapes: as `attention_kernels.attention_ns` takes them, float64[d, 9].
         times_ns: name of a description -> measured times, float64[d].
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.terms import Operation, Term, TermRecord, quantity, quotient
+from onerank.annotate.models.prediction_terms import Operation, Term, TermRecord, quantity, quotient
 from onerank.annotate.recost.recost import recost
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed

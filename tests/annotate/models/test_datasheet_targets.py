@@ -7,7 +7,7 @@ import pytest
 
 from onerank.annotate import load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import widening
+from onerank.annotate.models.intervals import widening
 from onerank.ir import Graph
 
 DATASHEET = """

@@ -6,9 +6,16 @@ import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import KINDS, outside, same_die, trust_in, widening
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import ErrorKinds, step_interval
+from onerank.annotate.models.intervals import (
+    KINDS,
+    ErrorKinds,
+    outside,
+    same_die,
+    step_interval,
+    trust_in,
+    widening,
+)
 from onerank.annotate.models.learned import tile_times
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind

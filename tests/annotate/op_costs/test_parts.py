@@ -7,10 +7,9 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models import learned, roofline
-from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.terms import TermRecord
+from onerank.annotate.models.intervals import KINDS, kinds_of
+from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import residual, roofline
+from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import op_class
@@ -54,7 +54,7 @@ def test_what_is_read_again_goes_by_bandwidth():
     """A softmax of 1 GB at an H200's 4.11 TB/s: 0.45 ms of its 0.54 are memory's, not 0.24."""
     gpus = load_gpu("H200"), load_gpu("H100")
     moved = [
-        residual.predict(
+        scale_measured.predict(
             kernels_of([Work(0, 5 * 10**8, 5 * 10**8, rereads=rereads)], np.array([540_000.0])),
             *gpus,
         )[0][0]

@@ -8,7 +8,7 @@ from raised import raises_code
 
 from onerank.annotate import load_gpu, with_figures
 from onerank.annotate.gpus.datasheet_estimates import sustained_fraction
-from onerank.annotate.models.attention_tiles import attention_ns
+from onerank.annotate.models.attention_kernels import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
 from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError

@@ -6,9 +6,9 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
-from onerank.annotate.models.provenance import Rule
-from onerank.annotate.models.terms import (
+from onerank.annotate.models.prediction_terms import (
     I64,
+    Rule,
     Term,
     TermRecord,
     factor,

@@ -8,7 +8,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.attention_tiles import attention_ns
+from onerank.annotate.models.attention_kernels import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
