@@ -183,7 +183,7 @@ def _topk(_: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape)
 
 BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
-CONVOLUTIONS = CONVOLUTIONS.keys() - {"convolution_backward"}
+FORWARD_CONVOLUTIONS = CONVOLUTIONS.keys() - {"convolution_backward"}
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NEED_VALUES, _reduction),
@@ -198,7 +198,7 @@ RULES: dict[str, Rule] = {
     "embedding_dense_backward": _constant,
     "embedding_backward": _constant,
     "nll_loss_backward": _like_second_input,
-    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys(FORWARD_CONVOLUTIONS, _convolution),
     **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _like_first_input),
     "topk": _topk,
     "mkldnn_rnn_layer": _recurrent_layer,
@@ -365,7 +365,7 @@ def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallP
         return CallPowers((mask,), (mask,) * len(results), ruled=True)
     inputs = _inputs_powers(call, tensors, growths, sizing)
     # A channel count may equal the sequence length, but weights fix it.
-    if call.op in CONVOLUTIONS or call.op == "convolution_backward":
+    if call.op in CONVOLUTIONS:
         inputs = [
             _constant_channels(*tensor, sizing)
             for tensor in zip(tensors, inputs, growths, strict=True)
