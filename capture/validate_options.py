@@ -285,7 +285,7 @@ def _check_stages(script: Path, options: Options, distributed: bool | None) -> N
     if distributed and options.world.sizes.get("pp", 1) > 1:
         raise DepthError(
             f"--capture-layers with --pp {options.world.sizes['pp']}: {script.name} distributes "
-            "itself, so its own stages are not cut by --pp\n"
+            "itself, so --pp does not cut its stages\n"
             "  configure fewer layers in the script, or leave --capture-layers out",
             code="layers-with-own-pipeline",
         )

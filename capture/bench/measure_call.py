@@ -1,7 +1,7 @@
 """Measure a call: the kernels it launches, from torch's profiler, and its time.
 
 The time is that of CUDA-graph replays between CUDA events, after the clocks have settled. A
-profiler would add its own host time to short calls.
+profiler would add host time to short calls.
 """
 
 import bisect

@@ -21,7 +21,7 @@ The *role* of a module is that of the outermost enclosing module that one of the
 - mlp: within a layer, a module of projections, activations, dropouts and norms only, or one that
   holds experts; a single projection only if the layer also has attention.
 
-A layer's own operators, outside all of these, have the role "layer". Modules that no rule names
+Operators of a layer outside all of these modules have the role "layer". Modules that no rule names
 have the role "other". If an mlp calls an attention operator directly, the converter changes its
 role to attention (`onerank.converters.sources.kineto.link.module_phase`).
 """

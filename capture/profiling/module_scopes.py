@@ -1,7 +1,7 @@
 """Mark every module's forward in the profile with its qualified name.
 
 All modules share the same hook functions. Dynamo guards on the identity of a module's hooks: with
-separate hooks each layer would get its own compiled code, and none from the ninth layer on
+separate hooks each layer would get separate compiled code, and none from the ninth layer on
 (`recompile_limit`).
 
 A module compiled in place (`module.compile()`) has its hooks compiled with it and does not see

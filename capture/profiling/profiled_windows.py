@@ -258,7 +258,7 @@ class ProfiledWindows:
         self._placeholders = 0
 
     def warm_up(self) -> Window:
-        """Profile a step and discard it: the first profile includes the profiler's own setup."""
+        """Profile a step and discard it: the first profile includes the profiler's setup."""
         self._progress("profiler warm-up")
         with self._kineto(record_shapes=False):
             skipped = yield

@@ -120,6 +120,7 @@ class StepMemory:
             device = torch.cuda.current_device()
             sizes_and_pools = resident_by_class(history.before, device, storages, self._pools)
             self._observed.resident_bytes, self._observed.resident_pools = sizes_and_pools
+        # Last: the peak must not include the scan above.
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 

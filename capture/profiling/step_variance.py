@@ -186,6 +186,7 @@ def input_spread(work: Sequence[Work], captured: Work) -> float:
     """
     if not captured.elements or all(step.has_inputs_of(captured) for step in work):
         return 0.0
+    # Relative differences, so that a step twice as large weighs as much as one half as large.
     logs = [math.log(step.elements / captured.elements) for step in work if step.elements]
     return math.sqrt(sum(value**2 for value in logs) / len(logs))
 

@@ -229,8 +229,9 @@ class UnprofiledWindows:
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self._observed.on_gpu)
         clock.mark()
-        step = 2
+        step = 2  # the first training step is before the windows, and warms up too
         while step <= limit:
+            # Only a GPU takes steps to settle, and reading the durations synchronises with it.
             last = clock.durations_ns()[-3:] if self._observed.on_gpu else ()
             if step > self._plan.warm_up and len(last) == 3 and _spread(last) < SETTLED_SPREAD:
                 return
@@ -254,6 +255,7 @@ class UnprofiledWindows:
         with sampler.sampling() if self._observed.on_gpu else contextlib.nullcontext():
             self._observed.step_work = yield from self._steps("pure", self._plan.pure, clock)
             self._observed.step_ns = clock.durations_ns()
+        # Before the profiler, which reserves memory differently.
         self._memory.note_reserved()
         self._observed.sensors = sampler.result()
         if sampler.missing:

@@ -41,7 +41,7 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     optimizer that steps marks the iterations, so that a window contains a step of each. If an
     optimizer steps another one (ZeroRedundancyOptimizer), the outer optimizer's step counts.
     """
-    # torch's own post-hook is no alternative: it runs inside the profiler range of the step, so the
+    # torch's post-hook is no alternative: it runs inside the profiler range of the step, so the
     # next window would begin inside a range whose begin it has not recorded.
     first: list[Any] = []
     with (
@@ -105,7 +105,7 @@ def _postponed(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
 def _torch_optimizers_watched(first: list[Any], end: Callable[..., None]) -> Generator[None]:
     """Call `end` after every step of the first torch.optim optimizer, and append it to `first`.
 
-    If `first` contains an optimizer of the script's own class already, that optimizer marks the
+    If `first` contains an optimizer of a class of the script already, that optimizer marks the
     iterations.
     """
     original = Optimizer.profile_hook_step
@@ -265,7 +265,7 @@ def _is_wrapper_step(frame: FrameType) -> bool:
         return False
     instance = _self_of(frame)
     method = getattr(type(instance), "step", None)
-    # torch marks the steps of its own optimizers as hooked; those are watched already.
+    # torch marks the steps of its optimizers as hooked; those are watched already.
     return method is not None and not getattr(method, "hooked", False) and _has_groups(instance)
 
 

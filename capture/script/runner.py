@@ -121,6 +121,7 @@ def run_script(
     except OneRankError:
         raise
     except SystemExit as exit_:
+        # A script that exits after the first structure step has shown all that is needed.
         windows.close()
         if not windows.complete and boundary.failure is None:
             raise ScriptError(

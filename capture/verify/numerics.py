@@ -221,7 +221,7 @@ _NONDETERMINISTIC = "does not have a deterministic implementation"
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """The comparisons of a verification, and the checks that were not made.
+    """The comparisons of a verification, and the skipped checks.
 
     Attributes:
         comparisons: one row for each check and kind of tensor.
@@ -278,6 +278,7 @@ def verify(
 def _instruments(
     script: Path, args: Sequence[str], options: Options, progress: Progress
 ) -> tuple[list[Comparison], list[str]]:
+    # The shortest plan: both runs write the tensors of every step to disk.
     options = replace(options, windows=WindowPlan(warm_up=1, pure=1, settle=False), raw_dir=None)
     notes = [
         f"tolerance of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "

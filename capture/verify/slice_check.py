@@ -1,6 +1,6 @@
 """Run one batch through a whole model and all its slices, and compare against rounding noise.
 
-A copy of the model whose parameter values are their own indices is sliced too, which shows the
+A copy of the model whose parameter values are their indices is sliced too, which shows the
 elements of the whole model that a slice has. So any slicing that only moves elements can be
 verified, and a slicing that loses or changes elements is detected.
 """

@@ -293,7 +293,7 @@ def _completed_work() -> Any:
 
 _T = TypeVar("_T")
 
-# Functions that a slice replaces during its forward (`lm_head`): each rank has its own version.
+# Functions that a slice replaces during its forward (`lm_head`): each rank has a separate version.
 _PATCHED = ((torch.nn.functional, "cross_entropy"),)
 
 
