@@ -27,7 +27,7 @@ from onerank.capture.parallelize.fewer_layers import Depth, Layers
 from onerank.capture.parallelize.rank_classes import classes_along
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
-from onerank.capture.profiling.window_observations import Observed
+from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, run_as_rank
 from onerank.capture.validate_options import (
@@ -346,7 +346,7 @@ def _classes(rank_run: RankRun, world: World) -> tuple[RankClass, ...]:
     return () if rank_run.script_distributed or world.size == 1 else (RankClass(0),)
 
 
-def _device(observed: Observed) -> Device:
+def _device(observed: Observations) -> Device:
     if observed.on_gpu:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return Device(

@@ -34,7 +34,7 @@ from onerank.capture.profiling.clocks import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import Work
-from onerank.capture.profiling.window_observations import Others, Watch, Window
+from onerank.capture.profiling.window_observations import OtherRanks, Window, WindowContext
 from onerank.converters.sources.kineto import (
     STRUCTURE,
     UNCONTENDED,
@@ -241,18 +241,20 @@ class ProfiledWindows:
         work: work of the profiled step that the graph has; of the last one until `select`.
     """
 
-    def __init__(self, watch: Watch, memory: StepMemory, others: Others | None) -> None:
+    def __init__(
+        self, context: WindowContext, memory: StepMemory, others: OtherRanks | None
+    ) -> None:
         self.work = Work(0, 0)
         self._profiles: list[Work] = []
         self._structures: list[Work] = []
         self._uncontended: Work | None = None
-        self._plan = watch.plan
-        self._directory = watch.directory
-        self._modules = watch.modules
-        self._progress = watch.progress
-        self._observed = watch.observed
+        self._plan = context.plan
+        self._directory = context.directory
+        self._modules = context.modules
+        self._progress = context.progress
+        self._observed = context.observed
         self._memory = memory
-        self._steps = watch.steps
+        self._steps = context.steps
         self._others = others
         self._passed = 0
         self._placeholders = 0
@@ -301,7 +303,7 @@ class ProfiledWindows:
                 self._memory.keep(history, number)
             yield from self._pass_after(skipped=skipped)
 
-    def uncontended(self, others: Others) -> Window:
+    def uncontended(self, others: OtherRanks) -> Window:
         """Profile a step whose collectives occupy no GPU time, after one such step unprofiled."""
         self._progress("profiled step: kernels without concurrent communication")
         others.paced = False

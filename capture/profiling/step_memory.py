@@ -32,7 +32,7 @@ from onerank.capture.profiling.allocator_snapshots import (
     resident_by_class,
     sizes_of,
 )
-from onerank.capture.profiling.window_observations import Observed
+from onerank.capture.profiling.window_observations import Observations
 from onerank.converters.sources.kineto import History, history_name
 
 _NOTED_SHARE = 0.01
@@ -87,7 +87,7 @@ class StepMemory:
     taken from the steps before the profiler starts.
     """
 
-    def __init__(self, observed: Observed, directory: Path) -> None:
+    def __init__(self, observed: Observations, directory: Path) -> None:
         self._observed = observed
         self._directory = directory
         self._pools = Pools()

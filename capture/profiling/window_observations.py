@@ -16,7 +16,7 @@ Window = Generator[None, bool, None]
 
 
 @dataclass
-class Observed:
+class Observations:
     """Observations of the windows that are not in their traces.
 
     Attributes:
@@ -56,7 +56,7 @@ class Observed:
     notes: list[str] = field(default_factory=list[str])
 
 
-class Others(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of the job: emulated, or real processes."""
 
     @property
@@ -78,7 +78,7 @@ class Others(Protocol):
 
 
 @dataclass(frozen=True)
-class Watch:
+class WindowContext:
     """The shared state of one capture's windows.
 
     Attributes:
@@ -94,5 +94,5 @@ class Watch:
     directory: Path
     modules: Modules
     progress: Progress
-    observed: Observed
+    observed: Observations
     steps: WorkOfSteps

@@ -42,7 +42,12 @@ from onerank.capture.profiling.step_variance import (
     note_of_inputs,
     note_of_overflow,
 )
-from onerank.capture.profiling.window_observations import Observed, Others, Watch, Window
+from onerank.capture.profiling.window_observations import (
+    Observations,
+    OtherRanks,
+    Window,
+    WindowContext,
+)
 from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan
 from onerank.ir.errors import ScriptError
 
@@ -69,9 +74,9 @@ class Windows:
         directory: Path,
         modules: Modules,
         progress: Progress,
-        others: Others | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
-        self.observed = Observed()
+        self.observed = Observations()
         self.steps = 0
         self.skipped = 0
         self.complete = False
@@ -83,9 +88,9 @@ class Windows:
         self._memory = StepMemory(self.observed, directory)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
         self._modules = modules
-        watch = Watch(plan, directory, modules, progress, self.observed, self._work)
-        self._unprofiled = UnprofiledWindows(watch, self._memory)
-        self._profiled = ProfiledWindows(watch, self._memory, others)
+        context = WindowContext(plan, directory, modules, progress, self.observed, self._work)
+        self._unprofiled = UnprofiledWindows(context, self._memory)
+        self._profiled = ProfiledWindows(context, self._memory, others)
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -207,13 +212,13 @@ MAX_WARM_UP_FACTOR = 4
 class UnprofiledWindows:
     """Write times of steps, of their modules and of the host to `observed`."""
 
-    def __init__(self, watch: Watch, memory: StepMemory) -> None:
-        self._plan = watch.plan
-        self._modules = watch.modules
-        self._progress = watch.progress
-        self._observed = watch.observed
+    def __init__(self, context: WindowContext, memory: StepMemory) -> None:
+        self._plan = context.plan
+        self._modules = context.modules
+        self._progress = context.progress
+        self._observed = context.observed
         self._memory = memory
-        self._works = watch.steps.by_step
+        self._works = context.steps.by_step
 
     def warm_up(self) -> Window:
         """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
