@@ -163,7 +163,7 @@ def test_an_error_that_is_no_exception_is_told(tmp_path):
         torch.optim.SGD(model.parameters()).step()
         raise CheckpointException
     """
-    with pytest.raises(ScriptError, match=r"line 6 .*reads what it loads"):
+    with pytest.raises(ScriptError, match=r"(?s)line 6 .*reads what the script loads"):
         run(tmp_path, text, World())
 
 
