@@ -69,31 +69,29 @@ def scratch_file(target: Path) -> Generator[Path]:
 def _locked_directory(place: Path, prefix: str) -> tuple[Path, int]:
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        if (lock := _lock(directory)) is not None:
-            return directory, lock
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(directory, os.O_RDONLY)
+            if _lock(directory, descriptor):
+                return directory, descriptor
 
 
 def _locked_file(target: Path) -> tuple[Path, int]:
     while True:
         # A name has at most 255 bytes on Linux: the output's name, cut to 40 characters, fits.
         path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}{SUFFIX}")
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        if (lock := _lock(path)) is not None:
-            return path, lock
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        if _lock(path, descriptor):
+            return path, descriptor
 
 
-def _lock(path: Path) -> int | None:
-    """Lock a new entry; return None if another run's sweep removed it before it was locked."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
+def _lock(path: Path, descriptor: int) -> bool:
+    """Lock a new entry; close it and return False if another run's sweep has removed it."""
     with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     if path.exists():
-        return descriptor
+        return True
     os.close(descriptor)
-    return None
+    return False
 
 
 @functools.cache
@@ -109,7 +107,7 @@ def remove_abandoned(directory: Path) -> None:
         *directory.glob(f".{PREFIX}*"),
         *directory.glob(f".*{SUFFIX}"),
     ]:
-        with contextlib.suppress(OSError):  # locked, already gone, or a file system without locks
+        with contextlib.suppress(OSError):  # held, gone already, or no locks on this file system
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue
             descriptor = os.open(path, os.O_RDONLY)
@@ -169,7 +167,7 @@ def created(directory: Path) -> Generator[None]:
         yield
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):  # absent, or no longer empty
+            with contextlib.suppress(OSError):  # absent, or it holds something by now
                 path.rmdir()
         raise
 

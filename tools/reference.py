@@ -32,7 +32,7 @@ from onerank.annotate.memory.memory_report import MemoryReport
 from onerank.capture.bench.gpu_limits import Microbenchmarks
 from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
-from onerank.cli.click_options import SectionedCommand
+from onerank.cli.click_options import SectionedCommand, SectionedGroup
 from onerank.cli.commands.bench import Benched, Described, Merged, StoredOperator
 from onerank.cli.commands.coarsen_storage import StorageAdded
 from onerank.cli.commands.convert import EtConverted, JsonConverted
@@ -70,12 +70,12 @@ def command_reference() -> str:
 
 def leaf_commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     """Yield the commands that are not groups, with their full names, in the order of help."""
-    if not isinstance(command, click.Group):
+    if not isinstance(command, SectionedGroup):
         yield path, command
         return
     if command.invoke_without_command:
         yield path, command
-    for name, member in command.commands.items():
+    for name, member in command.all_commands().items():
         # `capture` and `annotate` are also installed as separate commands, which users type.
         short = member in (capture, annotate)
         yield from leaf_commands(name if short else f"{path} {name}", member)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -116,6 +115,8 @@ def convert(
     from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
     if path.suffix == ".json" and kind_of(beginning(path)) is None:
+        import tempfile
+
         from onerank.ir.chakra import from_json
 
         with tempfile.TemporaryDirectory(prefix="onerank-") as directory:

@@ -49,7 +49,7 @@ def _server() -> Any:
             "transformers.models.llama.modeling_llama",
             "transformers.models.mixtral.modeling_mixtral",
             "onerank.capture.capture_script",
-            "onerank.cli.main",
+            "onerank.cli.commands.capture",
         ]
     )
     with mock.patch.dict(os.environ, {**CPU_ONLY, **_QUIET}):

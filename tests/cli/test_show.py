@@ -140,7 +140,7 @@ def test_every_option_stands_under_one_heading(command):
     help_text = invoke(onerank, *command, "--help").stdout
     current = onerank
     for name in command:
-        current = current.commands[name]
+        current = current.get_command(None, name)
     options = [item for item in current.params if item.param_type_name == "option"]
     for option in options:
         pattern = rf"^  (?:-[om], )?{option.opts[-1]} "
@@ -155,7 +155,7 @@ def test_every_command_is_listed_with_its_whole_sentence():
     help_text = invoke(onerank, "--help").stdout.partition("Make a trace:")[2]
     assert "..." not in help_text.replace("TRACE... -o", "")
     listed = {line.split()[0] for line in help_text.splitlines() if re.match(r"  [a-z]", line)}
-    assert set(onerank.commands) <= listed
+    assert set(onerank.list_commands(None)) <= listed
 
 
 def test_a_description_is_checked_or_its_form_told():

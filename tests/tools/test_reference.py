@@ -13,12 +13,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 from reference import DIRECTORY, PAGES, PRINTED, leaf_commands  # noqa: E402
 
 from onerank.cli import onerank  # noqa: E402
+from onerank.cli.click_options import SectionedGroup  # noqa: E402
 from onerank.ir.chakra.attributes import FIELDS  # noqa: E402
 
 
 def _options(command: click.Command) -> set[str]:
-    if isinstance(command, click.Group):
-        return set().union(*map(_options, command.commands.values()))
+    if isinstance(command, SectionedGroup):
+        return set().union(*map(_options, command.all_commands().values()))
     return {name for p in command.params if isinstance(p, click.Option) for name in p.opts}
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.ir.errors import ExportError
-from onerank.ir.output_files import created, remove_abandoned, replace_file, scratch_directory
+from onerank.ir.output_files import created, remove_abandoned, scratch_directory
 
 MANIFEST = "export.json"
 """Lists the files that an export wrote. A later export removes no others."""
@@ -100,7 +100,7 @@ def published(
             yield filled
             names = sorted(path.name for path in filled.iterdir())
             manifest = msgspec.json.encode(_Manifest([*names, MANIFEST]))
-            replace_file(filled / MANIFEST, msgspec.json.format(manifest) + b"\n")
+            (filled / MANIFEST).write_bytes(msgspec.json.format(manifest) + b"\n")
             _require_no_findings(check(filled))
             if target.exists():
                 _swap(filled, target, scratch / "replaced")

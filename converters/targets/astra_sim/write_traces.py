@@ -21,10 +21,8 @@ from onerank.converters.targets.lower_step import LoweredStep, lower, tag_of
 from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable, World
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.graph import I64
-from onerank.ir.output_files import replace_file
 
 VERSION = "1.0.0"
-# Chakra's NodeType numbers.
 COMP = 4
 COMM = {Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
 
@@ -94,7 +92,8 @@ def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
         values = [
             _target_attributes(kind, targets[placement][rank], rank) for kind, placement in slots
         ]
-        replace_file(prefix.with_name(f"{prefix.name}.{rank}.et"), template.fill(values).data)
+        # No temporary file per rank: an export publishes the directory as a whole when complete.
+        prefix.with_name(f"{prefix.name}.{rank}.et").write_bytes(template.fill(values).data)
 
 
 def micros(durations_ns: list[int]) -> list[int]:
@@ -124,10 +123,7 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     whole[compute] = micros(nodes.duration_ns[compute].tolist())
     writer = NodeWriter(len(index))
     all_nodes = np.arange(len(index))
-    # Every dependency goes into data_deps: older feeders of ASTRA-sim read no ctrl_deps. Attribute
-    # types are those that both versions of the feeder accept; each throws on some others.
     writer.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)
-    # A CPU operation would cost the run's statistics.
     writer.write_flag("is_cpu_op", value=False)
     writer.write_integers("duration_ns", "int64_val", all_nodes, nodes.duration_ns)
     if roofline:
