@@ -24,7 +24,7 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
-from onerank.capture.parallelize.rank_classes import classes_along
+from onerank.capture.parallelize.shard_model import classes_along
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.window_observations import Observations

@@ -1,9 +1,17 @@
-"""Run a script that uses torch.distributed as one rank, as torchrun would start it."""
+"""Run a script that uses torch.distributed as one rank, as torchrun would start it.
+
+Some scripts start one process per rank themselves. A capture runs one rank, so
+torch.multiprocessing.spawn calls the function in this process, as this rank. A launcher that runs
+the script again for each rank, such as Lightning's, is an error: its processes would wait for each
+other.
+"""
 
 import contextlib
 import os
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -12,23 +20,23 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from onerank.capture.fake_world.block_spawn import block_launchers, spawn_in_process
 from onerank.capture.fake_world.call_log import Messages
-from onerank.capture.fake_world.checkpoint.dcp import skip_checkpoints
+from onerank.capture.fake_world.checkpoints import skip_checkpoints
 from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
     report_node_gpus,
 )
-from onerank.capture.fake_world.object_collectives import RunAsRank
+from onerank.capture.fake_world.messages import RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
 from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.fewer_layers import FewerLayers
-from onerank.capture.patches import rebound
+from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.capture.script.runner import environment, play_script
 from onerank.capture.validate_options import names_torch_distributed
+from onerank.ir.errors import CaptureError
 
 
 def decide_torchrun(
@@ -180,3 +188,63 @@ def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> d
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
+
+
+_RANKS = ("RANK", "LOCAL_RANK")
+
+
+class _EndedProcesses:
+    """The return value of `spawn(join=False)`: a context of processes that have ended."""
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def spawn_in_process() -> Generator[None]:
+    """Replace torch.multiprocessing.spawn by a call of this process's rank (RANK)."""
+    with patched("torch.multiprocessing", {"spawn": _spawn_in_process}):
+        yield
+
+
+@contextlib.contextmanager
+def block_launchers() -> Generator[None]:
+    """Raise `CaptureError` for a subprocess whose environment names another rank."""
+    original = subprocess.Popen.__init__
+
+    def start(self: Any, args: Any, *more: Any, **named: Any) -> None:
+        environment: Mapping[str, str] = named.get("env") or {}
+        for name in _RANKS:
+            if name in environment and environment[name] != os.environ.get(name):
+                command = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
+                raise CaptureError(
+                    f"the script starts a process with {name}={environment[name]} ({command}); a "
+                    "capture runs one rank: use --torchrun, so that the script finds the "
+                    "environment of a launch and starts no ranks",
+                    code="spawn-launcher",
+                )
+        original(self, args, *more, **named)
+
+    with patched("subprocess.Popen", {"__init__": start}):
+        yield
+
+
+def _spawn_in_process(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *_: Any,
+    **__: Any,
+) -> _EndedProcesses | None:
+    """Call `fn` with this rank's index among the `nprocs` processes of its host."""
+    # A capture of a world of one rank does not set torchrun's variables.
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if nprocs < 1 or size % nprocs:
+        raise CaptureError(
+            f"torch.multiprocessing.spawn: the script starts {nprocs} processes on each host, "
+            f"which do not divide the world of {size} ranks: use --dp {nprocs}, or start {size}",
+            code="spawn-rank-count",
+        )
+    fn(rank % nprocs, *args)
+    return None if join else _EndedProcesses()

@@ -61,7 +61,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed.distributed_c10d",
         ("is_initialized",),
         "A script whose models onerank slices created no process group, and is told of none.",
-        ("fake_world.hidden_group",),
+        ("fake_world.c10d_patches",),
         everywhere=True,
     ),
     Patch(
@@ -143,38 +143,38 @@ PATCHES: tuple[Patch, ...] = (
         "torch.multiprocessing",
         ("spawn",),
         "A script that spawns its ranks runs the captured one in this process.",
-        ("fake_world.block_spawn",),
+        ("emulate_torchrun",),
     ),
     Patch(
         "subprocess.Popen",
         ("__init__",),
         "Refuse a process that a launcher starts as another rank: it would wait for its peers.",
-        ("fake_world.block_spawn",),
+        ("emulate_torchrun",),
     ),
     # Checkpoints and FSDP1 states, which gather from absent ranks.
     Patch(
         "torch.distributed._shard.sharded_tensor.api",
         ("build_global_metadata",),
         "Complete the metadata of a ShardedTensor with the shards of absent ranks.",
-        ("fake_world.checkpoint.dcp",),
+        ("fake_world.checkpoints",),
     ),
     Patch(
         "torch.distributed.checkpoint.state_dict_saver",
         ("_save_state_dict", "_ProcessBasedAsyncCheckpointExecutor"),
         "Skip saving shards of absent ranks; a saving process would look for its peers.",
-        ("fake_world.checkpoint.dcp",),
+        ("fake_world.checkpoints",),
     ),
     Patch(
         "torch.distributed.checkpoint.state_dict_loader",
         ("_load_state_dict", "_DistWrapper"),
         "Load without the plans of absent ranks.",
-        ("fake_world.checkpoint.dcp",),
+        ("fake_world.checkpoints",),
     ),
     Patch(
         "torch.distributed.fsdp._state_dict_utils",
         ("_sharded_pre_load_state_dict_hook",),
         "FSDP1 gathers the shards that a checkpoint was loaded in.",
-        ("fake_world.checkpoint.fsdp1_load",),
+        ("fake_world.checkpoints",),
     ),
     Patch(
         "torch.distributed.fsdp._optim_utils",
@@ -183,7 +183,7 @@ PATCHES: tuple[Patch, ...] = (
             *("_allgather_state_info", "_gather_all_orig_param_state"),
         ),
         "FSDP1 gathers optimizer states; absent ranks have states of their own parts.",
-        ("fake_world.checkpoint.fsdp1_load", "fake_world.checkpoint.fsdp1_optim_state"),
+        ("fake_world.checkpoints",),
     ),
     # Steps, backward passes and optimizers of the script.
     Patch(
@@ -251,25 +251,25 @@ PATCHES: tuple[Patch, ...] = (
         "transformers.modeling_utils.PreTrainedModel",
         ("__init__", "post_init"),
         "Initialize weights when they are sharded, one part at a time; build fewer layers.",
-        ("parallelize.data.lazy_init", "parallelize.fewer_layers"),
+        ("parallelize.data.fsdp", "parallelize.fewer_layers"),
     ),
     Patch(
         "transformers.modeling_utils.PreTrainedModel",
         ("from_pretrained",),
         "Load weights whole: they are sliced, or made of shards, once they are all there.",
-        ("parallelize.auto_slicer", "parallelize.data.lazy_init"),
+        ("parallelize.shard_model", "parallelize.data.fsdp"),
     ),
     Patch(
         "torch.nn.Module",
         ("register_parameter",),
         "As PreTrainedModel.__init__: parameters stay on meta until the model is moved or used.",
-        ("parallelize.data.lazy_init",),
+        ("parallelize.data.fsdp",),
     ),
     Patch(
         "torch.nn.Module",
         ("_apply",),
         "A model that is moved is sliced before, and its weights are made behind.",
-        ("parallelize.auto_slicer", "parallelize.data.lazy_init"),
+        ("parallelize.shard_model", "parallelize.data.fsdp"),
     ),
     Patch(
         "torch.nn.Module",
@@ -282,7 +282,7 @@ PATCHES: tuple[Patch, ...] = (
         ("__call__",),
         "Slice a model at its first call: module hooks that it gets meanwhile would not run. "
         "Verification needs keyword arguments, which global module hooks lack.",
-        ("parallelize.auto_slicer", "verify.numerics"),
+        ("parallelize.shard_model", "verify.numerics"),
     ),
     Patch(
         "safetensors.torch",
@@ -334,7 +334,7 @@ INSTALLED_ELSEWHERE: tuple[Patch, ...] = (
         ("_SHARDED_OPS",),
         "The device of a ShardedTensor without a local shard. torch looks it up in this table by "
         "function, so the entry is replaced and no attribute.",
-        ("fake_world.checkpoint.dcp",),
+        ("fake_world.checkpoints",),
     ),
 )
 """Replacements that `patched` cannot install; `why` gives the reason."""

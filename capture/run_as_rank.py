@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onerank.capture.emulate_torchrun import decide_torchrun, emulated_launch, sender_runner
-from onerank.capture.fake_world.block_spawn import block_launchers
-from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, skip_checkpoints
-from onerank.capture.fake_world.hidden_group import hidden_group
-from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
-from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.fake_world.senders import SenderProcesses
+from onerank.capture.emulate_torchrun import (
+    block_launchers,
+    decide_torchrun,
+    emulated_launch,
+    sender_runner,
+)
+from onerank.capture.fake_world.c10d_patches import hidden_group
+from onerank.capture.fake_world.checkpoints import SkippedCheckpoints, skip_checkpoints
+from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
+from onerank.capture.fake_world.sender_processes import SenderProcesses
 from onerank.capture.options import Options
-from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
@@ -24,7 +26,7 @@ from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_slices
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules

@@ -1,19 +1,109 @@
-"""Compile the collective kernels with NVRTC and launch them on the current stream."""
+"""Compile the kernels that emulate collectives, and launch them on the streams that NCCL would use.
+
+The kernel is a marker, or paced: it lasts as long as the collective would. Streams follow
+ProcessGroupNCCL since torch 2.8. A call with `async_op=False` runs on the caller's stream. Any
+other call runs on its group's stream, or outside a batch on the stream of its pair of ranks; that
+stream first waits for the caller's stream.
+
+NVRTC compiles the kernels and the CUDA driver launches them. Memory comes from the driver too, as
+NCCL's does, so that torch's allocator, whose history and peak belong to the job, does not see it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import os
+import sys
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onerank.capture.collective_kernels.cuda_driver import allocate, driver
-from onerank.capture.collective_kernels.launch_plan import PASSES, LaunchPlan, Traffic
+from onerank.capture.collective_kernels.launch_plan import (
+    PASSES,
+    CollectiveEmulation,
+    LaunchPlan,
+    Traffic,
+    plan_launch,
+)
 from onerank.converters.nccl import interconnect_of
 from onerank.ir.errors import CaptureError
+
+if TYPE_CHECKING:
+    from onerank.capture.collective_record import CommCall
+    from onerank.converters.nccl import Interconnect
+
+
+@functools.cache
+def driver() -> Any:
+    """Return the CUDA driver library.
+
+    Raises:
+        CaptureError: it cannot be loaded.
+    """
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise CaptureError(
+            f"collective kernels need the CUDA driver: {error}", code="collective-no-driver"
+        ) from error
+    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
+    return library
+
+
+def allocate(size: int, purpose: str, remedy: str) -> int:
+    """Return the address of `size` bytes on the current GPU, allocated until the process ends.
+
+    Args:
+        size: bytes.
+        purpose: what the memory is for, for the error.
+        remedy: what to do if the memory is not free, for the error.
+
+    Raises:
+        CaptureError: the memory is not free.
+    """
+    pointer = ctypes.c_uint64()
+    if driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
+        free, _ = torch.cuda.mem_get_info()
+        raise CaptureError(
+            f"{purpose} need {size} bytes, but the GPU has {free} free: {remedy}",
+            code="collective-memory",
+        )
+    return pointer.value
+
+
+class _DeviceBytes:
+    """GPU memory with the interface through which torch accepts foreign memory."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def allocate_outside_torch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor [elements] that torch's memory statistics exclude.
+
+    On other devices it is an ordinary tensor.
+
+    Raises:
+        CaptureError: the memory is not free.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return torch.empty(elements, dtype=dtype, device=device)
+    size = elements * dtype.itemsize
+    with torch.cuda.device(device):
+        purpose = "random values for sums that lack rows of absent ranks"
+        address = allocate(size, purpose, "make the job smaller")
+        return torch.as_tensor(_DeviceBytes(address, size), device=device).view(dtype)
+
 
 MARKER = "onerank_standin_marker"
 
@@ -278,3 +368,91 @@ def _segments(source: Memory, target: Memory | None) -> list[Segment]:
         Segment(start, end, whole, whole),
         Segment(start + whole, tail, size - whole, size - whole),
     ]
+
+
+class Streams:
+    """One stream per key and device, created on first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
+
+    def enter(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Make the key's stream current; it waits for the current stream's work so far.
+
+        Returns:
+            The previous stream, and the key's stream.
+        """
+        stream_key = (key, device)
+        if stream_key not in self._streams:
+            high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
+            self._streams[stream_key] = torch.cuda.Stream(device, priority=-1 if high else 0)
+        side = self._streams[stream_key]
+        previous = torch.cuda.current_stream(device.index)  # an index is faster than a device
+        side.wait_event(previous.record_event())
+        torch.cuda.set_stream(side)
+        return previous, side
+
+
+class Engine:
+    """Launches the collective kernels of one process, on all its GPUs."""
+
+    def __init__(self, emulation: CollectiveEmulation) -> None:
+        self._emulation = emulation
+        self._paced = emulation.network is not None
+        self._kernels: dict[torch.device, CollectiveKernels] = {}
+        self._plans: dict[tuple[str, int, str, str | None], LaunchPlan] = {}
+        self._streams = Streams()
+
+    @property
+    def paced(self) -> bool:
+        """Whether calls last as long as on the network; always False without a network."""
+        return self._paced
+
+    @paced.setter
+    def paced(self, on: bool) -> None:
+        self._paced = on and self._emulation.network is not None
+
+    def enter(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Make the stream current that NCCL would use for an asynchronous call."""
+        return self._streams.enter(key, device, high_priority=high_priority)
+
+    def mark(self, device: torch.device) -> None:
+        """Launch a marker on the current stream."""
+        self._on(device).mark()
+
+    def pace(self, call: CommCall, device: torch.device, moves: Sequence[Move]) -> None:
+        """Move the call's bytes on the current stream, in the time of the network.
+
+        Raises:
+            CaptureError: the network has no entry for the group.
+        """
+        kernels = self._on(device)
+        # Planning each call again would take the host longer than NCCL's own launch.
+        key = (call.collective, call.bytes, call.group, call.reduction)
+        if key not in self._plans:
+            self._plans[key] = self._plan(call, kernels.interconnect)
+        kernels.pace(call.collective, self._plans[key], moves)
+
+    def _plan(self, call: CommCall, interconnect: Interconnect) -> LaunchPlan:
+        network = self._emulation.network
+        assert network is not None, "no network to pace for"
+        return plan_launch(
+            call.collective,
+            call.bytes,
+            call.group,
+            call.group_ranks,
+            network=network,
+            interconnect=interconnect,
+            scaled=call.reduction in ("avg", "premul_sum"),
+        )
+
+    def _on(self, device: torch.device) -> CollectiveKernels:
+        if device not in self._kernels:
+            self._kernels[device] = CollectiveKernels(
+                device, paced=self._emulation.network is not None
+            )
+        return self._kernels[device]

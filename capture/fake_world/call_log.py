@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_kernels import CollectiveEmulation
-from onerank.capture.collective_kernels.engine import Engine
+from onerank.capture.collective_kernels.kernels import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
 from onerank.capture.fake_world.async_work import Pending
 from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes

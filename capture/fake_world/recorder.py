@@ -6,10 +6,17 @@ compiled code all pass through it. Each call becomes a `CommCall`, and a profile
 `onerank::comm`. The execution trace contains the call as JSON. The ranks of its group are in
 `Recorder.groups`, once per group. Kineto contains only the range's name; `rf_id` joins the two.
 Everything inside the range is emulation, not work of the job.
+
+The other ranks of the job: absent and emulated, or real processes under torchrun.
 """
 
 import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from onerank.capture.collective_kernels import CollectiveEmulation
@@ -65,3 +72,114 @@ class Recorder(CallLog):
         if dist.is_initialized():  # a script may have called destroy_process_group
             dist.destroy_process_group()
         self._known.clear()
+
+
+RENDEZVOUS_S = 10.0
+"""Longest wait for the other ranks; setting up any profiler takes less."""
+
+
+class Peers(Protocol):
+    """What a capture needs of the other ranks: a world, and its process groups."""
+
+    groups: dict[str, tuple[int, ...]]
+
+    def start(self) -> None:
+        """Set up the world for the script."""
+        ...
+
+    def stop(self) -> None:
+        """Tear the world down."""
+        ...
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return the process group of `ranks`, this one among them."""
+        ...
+
+
+class RealPeers:
+    """The other processes of a torchrun launch, with real communication and no recorder.
+
+    A capture of the real job is the reference for a captured slice.
+
+    Attributes:
+        groups: global ranks of each group that this rank created, by name.
+        paced: False: the real network gives collectives their duration.
+        communicated: 0: calls are not counted.
+
+    Raises:
+        CaptureError: torchrun launched another rank or world size, or did not launch this process.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        launched = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if launched != (str(rank), str(world_size)):
+            actual = "nothing" if None in launched else f"rank {launched[0]} of {launched[1]}"
+            raise CaptureError(
+                f"expected a torchrun launch of rank {rank} of {world_size}, but torchrun launched "
+                f"{actual}: launch {world_size} processes with torchrun",
+                code="real-job-rank-count",
+            )
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.paced = False
+        self.communicated = 0
+        self._size = world_size
+        self._rendezvous_count = 0
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    def start(self) -> None:
+        """Do nothing: the script, or the first `new_group`, creates the default process group."""
+
+    def stop(self) -> None:
+        """Wait for the other ranks, which may still communicate, and destroy the process group."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def rendezvous(self) -> bool:
+        """Wait for the other ranks for up to `RENDEZVOUS_S`; return whether all arrived.
+
+        It counts arrivals in the default store. A collective would appear in the profile.
+        """
+        if not dist.is_initialized():
+            return True
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        self._rendezvous_count += 1
+        key = f"onerank/rendezvous/{self._rendezvous_count}"
+        latest = time.monotonic() + RENDEZVOUS_S
+        arrived = store.add(key, 1)
+        while arrived < self._size and time.monotonic() < latest:
+            time.sleep(1e-4)
+            arrived = store.add(key, 0)
+        return arrived >= self._size
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Create the group together with its other members; the ranks outside it take no part."""
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        self.groups[name] = tuple(ranks)
+        group = dist.new_group(list(ranks), group_desc=name, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def peers_of(
+    rank: int,
+    world_size: int,
+    *,
+    real: bool,
+    messages: Messages | None = None,
+    emulation: CollectiveEmulation | None = None,
+) -> Recorder | RealPeers:
+    """Return the other ranks of a job, as rank `rank` sees them.
+
+    Args:
+        rank: global rank.
+        world_size: ranks of the job.
+        real: whether the other ranks are processes of the same torchrun launch.
+        messages: objects and small integers that absent ranks send.
+        emulation: how collectives with absent ranks run on CUDA.
+    """
+    if real:
+        return RealPeers(rank, world_size)
+    return Recorder(rank, world_size, messages, emulation)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onerank.capture.collective_kernels.cuda_driver import allocate_outside_torch
+from onerank.capture.collective_kernels.kernels import allocate_outside_torch
 from onerank.capture.patches import live
 from onerank.capture.script.optimizer_steps import in_backward
 

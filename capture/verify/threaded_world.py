@@ -438,7 +438,7 @@ class _AbandonedError(BaseException):
 
 
 class ThreadedPeers:
-    """The other ranks, as a rank of a threaded world sees them (`fake_world.peers.Peers`)."""
+    """The other ranks, as a rank of a threaded world sees them (`fake_world.recorder.Peers`)."""
 
     def __init__(self, rank: int, world: ThreadedWorld) -> None:
         self.rank = rank

@@ -17,7 +17,7 @@ from onerank.capture import Options, WindowPlan, capture, capture_ranks
 from onerank.capture.parallelize.experts.expert_parallel import expert_loads
 from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
-from onerank.capture.parallelize.rank_classes import classes_along, rank_classes
+from onerank.capture.parallelize.shard_model import classes_along, rank_classes
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim import export_ranks

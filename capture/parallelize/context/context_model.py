@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallelize.context.all_gather_attention import GatheredLogits
 from onerank.capture.parallelize.context.packed_sequences import Packing, packing_of
 from onerank.capture.parallelize.context.partial_attention import AttentionMode
-from onerank.capture.parallelize.context.sequence_shards import Context, ContextComm
+from onerank.capture.parallelize.context.sequence_attention import (
+    Context,
+    ContextComm,
+    GatheredLogits,
+)
 from onerank.capture.parallelize.experts.aux_loss import (
     BALANCE,
     Balance,

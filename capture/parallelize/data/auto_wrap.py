@@ -33,9 +33,13 @@ from torch.optim.optimizer import (
 
 from onerank.capture.parallelize.data.data_groups import DataParallelStrategy, Groups
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
-from onerank.capture.parallelize.data.fsdp import FullyShardedModel, refuse_double_backward
+from onerank.capture.parallelize.data.fsdp import (
+    DeferredModels,
+    FullyShardedModel,
+    is_deferred,
+    refuse_double_backward,
+)
 from onerank.capture.parallelize.data.grad_accumulation import AccumulationRounds
-from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
 from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of

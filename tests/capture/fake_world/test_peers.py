@@ -5,8 +5,8 @@ import time
 
 from real_ranks import run_ranks
 
-from onerank.capture.fake_world import peers
-from onerank.capture.fake_world.peers import RealPeers
+from onerank.capture.fake_world import recorder
+from onerank.capture.fake_world.recorder import RealPeers
 
 LATE_S = 0.5
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # else each rank takes one of its own
@@ -23,7 +23,7 @@ def _meet(rank, results):
 
 def _wait_in_vain(rank, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | NO_GPU
-    peers.RENDEZVOUS_S = 0.2
+    recorder.RENDEZVOUS_S = 0.2
     if rank == 0:
         begun = time.monotonic()
         results["came"] = RealPeers(rank, 2).rendezvous()

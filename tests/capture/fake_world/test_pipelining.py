@@ -69,7 +69,7 @@ ALL_RANKS = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from onerank.capture import Options
     from onerank.capture.fake_world.recorder import Recorder
-    from onerank.capture.fake_world.senders import SenderProcesses
+    from onerank.capture.fake_world.sender_processes import SenderProcesses
     from onerank.capture.emulate_torchrun import sender_runner, torchrun_variables
     from onerank.capture.script.runner import environment, play_script
     from onerank.ir import World

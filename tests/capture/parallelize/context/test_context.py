@@ -27,10 +27,9 @@ from context_job import (
 from torch.utils._pytree import tree_map
 
 from onerank.capture import Options
-from onerank.capture.parallelize.context import all_gather_attention as context_gather
-from onerank.capture.parallelize.context import context_model
+from onerank.capture.parallelize.context import context_model, sequence_attention
 from onerank.capture.parallelize.context import context_model as context_mask
-from onerank.capture.parallelize.context.sequence_shards import Context
+from onerank.capture.parallelize.context.sequence_attention import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
@@ -262,9 +261,9 @@ def test_the_last_token_of_a_chunk_learns_from_the_first_of_the_next():
 def test_verification_detects_unreduced_key_gradients(monkeypatch):
     def keep_local_chunks(x: torch.Tensor, group: Any) -> torch.Tensor:
         chunks = x.chunk(2 * group.size(), dim=2)
-        return torch.cat([chunks[chunk] for chunk in context_gather.chunks_of(group)], dim=2)
+        return torch.cat([chunks[chunk] for chunk in sequence_attention.chunks_of(group)], dim=2)
 
-    monkeypatch.setattr(context_gather, "_reduce_scatter_sequence", keep_local_chunks)
+    monkeypatch.setattr(sequence_attention, "_reduce_scatter_sequence", keep_local_chunks)
     rows = compared(model(), cp=2)
     wrong = {row.module for row in rows if row.what == "gradients" and row.breaches}
     assert {"LlamaAttention.k_proj", "LlamaAttention.v_proj"} <= wrong

@@ -9,7 +9,7 @@ import torch
 from onerank.annotate.op_costs.node_costs import work_of
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.context.partial_attention import AttentionMode
-from onerank.capture.parallelize.context.sequence_shards import Context, ContextComm
+from onerank.capture.parallelize.context.sequence_attention import Context, ContextComm
 
 BATCH, HEADS, WIDTH, CHUNK = 2, 3, 16, 8
 OPERATOR = "aten::_scaled_dot_product_flash_attention_for_cpu"

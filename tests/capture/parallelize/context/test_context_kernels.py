@@ -18,7 +18,7 @@ from onerank.capture.parallelize.context.partial_attention import (
     attend,
     attend_backward,
 )
-from onerank.capture.parallelize.context.sequence_shards import Context
+from onerank.capture.parallelize.context.sequence_attention import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World

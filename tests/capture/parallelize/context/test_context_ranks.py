@@ -16,10 +16,9 @@ from real_ranks import run_ranks
 from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, World

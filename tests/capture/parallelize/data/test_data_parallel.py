@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
 from onerank.capture.parallelize.data import fsdp as fully_sharded
-from onerank.capture.parallelize.data import lazy_init as deferred
 from onerank.ir import Collective, Graph, Phase, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -141,7 +140,7 @@ def test_deferred_weights_are_initialised_as_the_model_does():
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=256, tie_word_embeddings=True, initializer_range=0.5,
     )  # fmt: skip
-    with deferred.DeferredModels(lambda _: None).installed():
+    with fully_sharded.DeferredModels(lambda _: None).installed():
         model = LlamaForCausalLM(config)
         assert all(p.is_meta for p in model.parameters())
         assert not any(b.is_meta for b in model.buffers())
@@ -150,9 +149,9 @@ def test_deferred_weights_are_initialised_as_the_model_does():
         assert not any(
             p.is_meta for p in load_like_from_pretrained(LlamaForCausalLM, model).parameters()
         )
-    deferred.make_weights(model.model.layers[0], model)
+    fully_sharded.make_weights(model.model.layers[0], model)
     assert [p.is_meta for p in model.model.layers[1].parameters()] == [True] * 9
-    deferred.make_weights(model, model)
+    fully_sharded.make_weights(model, model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (model.model.norm.weight == 1).all()
     assert model.model.layers[0].mlp.up_proj.weight.float().std().item() == pytest.approx(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.auto_slicer import ModelSlicing
+from onerank.capture.parallelize.shard_model import ModelSlicing
 from onerank.capture.parallelize.tensor.plan_file import (
     ModuleRule,
     ShardingPlan,

@@ -2,7 +2,7 @@
 
 A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
 neighbours through `send_object_list`. Often the first rank broadcasts what it read from a file.
-Other scripts exchange shapes and token ids as tensors (`integer_payloads`). Only the sender's code
+Other scripts exchange shapes and token ids as tensors (`messages`). Only the sender's code
 knows these values. So a child process runs the script as the sending rank, up to the send. If that
 rank itself waits for a message, another child runs the script as its sender. The captured rank
 reports its own messages.
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
-from onerank.capture.fake_world.object_collectives import LEARNED_STEPS, MessageRequest, RunAsRank
+from onerank.capture.fake_world.messages import LEARNED_STEPS, MessageRequest, RunAsRank
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may replace os._exit
