@@ -112,13 +112,18 @@ class DeferredModels:
     def _create_if_placed(self, module: nn.Module) -> None:
         """Create the weights of a module whose device is now an accelerator."""
         whole = any(getattr(part, _DEFERRED, False) for part in module.modules())
-        if whole and is_deferred(module) and device_of(module).type != "cpu":
+        if whole and is_deferred(module) and on_accelerator(module):
             self._needed(module)
 
 
 def is_deferred(module: nn.Module) -> bool:
     """Return whether a module has weights that are not created yet."""
     return any(hasattr(parameter, _DEVICE) for parameter in module.parameters())
+
+
+def on_accelerator(module: nn.Module) -> bool:
+    """Return whether a module's trained weights are, or will be, on an accelerator."""
+    return device_of(module).type != "cpu"
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -126,7 +126,7 @@ def test_weights_created_block_by_block_give_the_same_step(tmp_path, monkeypatch
     monkeypatch.setattr(fully_sharded, "fully_shard", record_shard)
     monkeypatch.setattr(play, "has_accelerator", lambda: True)
     if on_accelerator:
-        monkeypatch.setattr(deferred, "device_of", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(fully_sharded, "on_accelerator", lambda _: True)
     captured = run(tmp_path, "fsdp", World.of(dp=4), clip=CLIP)
     assert whole == [LAYER, LAYER, REST]
     reference = run(tmp_path, None, World.of(dp=4), clip=CLIP, **DISTRIBUTED["fsdp"])
