@@ -9,13 +9,11 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_
 from onerank.annotate.passes.attention.fuse import FusedAttention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
-from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
-from onerank.annotate.passes.overlap.serialize import SerializeOverlap
+from onerank.annotate.passes.overlap import MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
-from onerank.annotate.recost.recost import recost
-from onerank.annotate.recost.recost_summary import ClassRow, Recosting, UnknownKernel, summarise
+from onerank.annotate.recost.recost import ClassRow, Recosting, UnknownKernel, recost, summarise
 
 __all__ = [
     "CLASSES",

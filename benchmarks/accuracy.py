@@ -42,7 +42,7 @@ from onerank.annotate.models.learned import (
 )
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
-from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
+from tools.fit.evaluate import Case, as_by_datasheet, as_calibrated, looked_up_cases
 from tools.fit.leave_one_out import (
     Factor,
     attention_cases,
@@ -54,7 +54,6 @@ from tools.fit.leave_one_out import (
     memory_cases,
     retyped_cases,
 )
-from tools.fit.lookup_eval import looked_up_cases
 from tools.fit.measured_kernels import (
     Products,
     family,

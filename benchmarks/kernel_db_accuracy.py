@@ -48,9 +48,8 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from tools.fit.datasheet_eval import VIDUR_FILE
+from tools.fit.evaluate import POWER_FILE, VIDUR_FILE, campaigns
 from tools.fit.leave_one_out import fits_without
-from tools.fit.lookup_eval import POWER_FILE, campaigns
 from tools.fit.measured_kernels import (
     Products,
     family,

@@ -26,13 +26,15 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
-from onerank.annotate.recost.bookkeeping import details_of, job_for, target_notes
 from onerank.annotate.recost.predict import (
     Step,
     apply_overrides,
+    details_of,
+    job_for,
     override_note,
     predict_compute,
     record_overrides,
+    target_notes,
 )
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import membership_mask

@@ -1,34 +1,39 @@
-"""Predict compute nodes with a cost model, and query the databases for kernels a pass created."""
+"""Predict compute nodes with a cost model, and write the predictions into the job and its notes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 
+from onerank.annotate.gpus.datasheet_estimates import estimate_notes
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import library_for
 from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
+from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
-from onerank.annotate.models.intervals import OverrideEffect
+from onerank.annotate.models.intervals import Interval, OverrideEffect
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
     Rule,
     Term,
     TermRecord,
+    by_evidence,
     product,
     quantity,
     quotient,
 )
 from onerank.annotate.op_costs.node_costs import OpCosts
+from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
-from onerank.ir import Evidence, Graph
+from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
 from onerank.ir.arrays import membership_mask
 
 # Two predictions that agree to this part are equal: the override does not affect the node.
@@ -250,3 +255,59 @@ def database_look_up(
         return LookedUpDurations(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
 
     return look_up
+
+
+def details_of(
+    graph: Graph, costs: OpCosts, rules: U8, interval: Interval | None = None
+) -> dict[str, Any]:
+    """Return the counts that an annotation keeps of the compute nodes in `costs`."""
+    interval_entry: dict[str, Any] = {}
+    if interval is not None:
+        total_ns = int(graph.nodes.duration_ns[costs.index].sum())
+        interval = interval.widened(total_ns, graph.job.measurement.input_spread)
+        interval_entry = {"interval": [interval.p10_ns, interval.p90_ns]}
+    return {
+        **interval_entry,
+        "nodes": len(costs.index),
+        "evidence": by_evidence(graph, costs.index),
+        "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
+        "unknown_class": int(costs.is_class(OpClass.UNKNOWN).sum()),
+        "no_formula": int((costs.flops == UNKNOWN).sum()),
+    }
+
+
+def target_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
+    """Return sentences on estimated figures of the target, and on memory that it lacks."""
+    return (*estimate_notes(target), *_memory_notes(graph, target))
+
+
+def _memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
+    peak, non_allocator = graph.job.measurement.peak_memory_bytes, non_allocator_bytes(graph)
+    if peak + non_allocator <= target.memory_bytes:
+        return ()
+    return (
+        f"The step would not fit: its peak is {peak} bytes, non-allocator memory takes about "
+        f"{non_allocator}, and {target.name} has {target.memory_bytes}.",
+    )
+
+
+def job_for(
+    job: Job, target: Gpu, annotation: Annotation, *notes: str, as_measured: bool = False
+) -> Job:
+    """Return the job on its new device.
+
+    Unless everything is as measured, figures timed on the old device are dropped: steps, modules
+    and GPU busy time.
+    """
+    measurement = job.measurement
+    # Timed steps and modules of the old device would contradict the new durations.
+    if as_measured:
+        measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, *notes))
+    else:
+        measurement = measurement.untimed(*notes)
+    return msgspec.structs.replace(
+        job,
+        device=Device("cuda", target.name, target.memory_bytes, target.sm_count),
+        measurement=measurement,
+        annotations=(*job.annotations, annotation),
+    )

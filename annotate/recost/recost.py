@@ -1,4 +1,4 @@
-"""Re-cost a graph for a target GPU with a named model: the list of passes, in order."""
+"""Re-cost a graph for a target GPU: the list of passes, in order, and a summary of the changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.cost_model import MODELS, CostModel
-from onerank.annotate.models.prediction_terms import TermRecord
+from onerank.annotate.models.prediction_terms import TermRecord, by_evidence
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
-from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
 from onerank.annotate.passes.nvlink_active import NvlinkActive
-from onerank.annotate.passes.overlap import CHOICES
-from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
-from onerank.annotate.passes.overlap.serialize import SerializeOverlap
+from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_config import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
-from onerank.annotate.recost.from_counts import recost_counts
-from onerank.annotate.recost.from_cpu import recost_cpu_capture
+from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
 from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict import database_look_up
+from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.other_tools import is_counted
@@ -104,7 +104,7 @@ def source_gpu(graph: Graph, source: str | None) -> Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Recosting:
+class RecostRequest:
     """One re-costing: what every pass may read.
 
     Attributes:
@@ -112,7 +112,7 @@ class Recosting:
         target: GPU to predict durations for.
         model: cost model.
         source: name or path of the GPU that measured the graph; None: by its device record.
-        requested: passes that the user requests.
+        passes: passes that the user requests.
         databases: kernel databases of the target, in addition to the shipped ones.
         record: takes the terms of predicted compute nodes; None: no terms are kept.
     """
@@ -121,7 +121,7 @@ class Recosting:
     target: Gpu
     model: CostModel
     source: str | None
-    requested: PassOptions
+    passes: PassOptions
     databases: Sequence[str | Path]
     record: TermRecord | None = None
 
@@ -139,7 +139,7 @@ class Recosting:
         Raises:
             AnnotateError: the model does not distinguish attention kernels.
         """
-        kernel = self.requested.attention
+        kernel = self.passes.attention
         if kernel not in FUSED:
             return None
         if kernel == "fused":
@@ -153,11 +153,11 @@ class Recosting:
 class Pass(Protocol):
     """A step of re-costing: a frozen dataclass with a precondition and `apply`."""
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether the pass has work to do."""
         ...
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the changed graph."""
         ...
 
@@ -170,13 +170,13 @@ class SerializeGpuCapture:
     drops them.
     """
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether overlap is off and the graph was captured on a GPU."""
-        return recosting.requested.overlap == "off" and not recosting.from_cpu
+        return request.passes.overlap == "off" and not request.from_cpu
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the serialized graph."""
-        return SerializeOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, request.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,39 +186,39 @@ class FuseCpuAttention:
     Runs before prediction, which then costs the fused operator like any other.
     """
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether fused attention is requested for a CPU capture."""
-        return recosting.from_cpu and recosting.fused_attention() is not None
+        return request.from_cpu and request.fused_attention() is not None
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with fused operators."""
-        fused = recosting.fused_attention()
+        fused = request.fused_attention()
         assert fused is not None
-        return fused.apply(graph, recosting.target)
+        return fused.apply(graph, request.target)
 
 
 @dataclass(frozen=True, slots=True)
 class PredictDurations:
     """Predict every compute node on the target: of a GPU capture, a CPU capture, or counts."""
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return True: every re-costing predicts durations."""
         return True
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with predicted durations, evidence and intervals.
 
         Raises:
             AnnotateError: the graph already has predictions, or a request does not fit it.
         """
         check_measured(graph)
-        target, model = recosting.target, recosting.model
-        source, databases = recosting.source, recosting.databases
-        requested = _for_captured_attention(graph, recosting.requested)
-        if recosting.from_cpu:
+        target, model = request.target, request.model
+        source, databases = request.source, request.databases
+        requested = _for_captured_attention(graph, request.passes)
+        if request.from_cpu:
             check_capture_on_cpu(source)
             return recost_cpu_capture(
-                graph, target, model, requested, databases=databases, record=recosting.record
+                graph, target, model, requested, databases=databases, record=request.record
             )
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
@@ -230,7 +230,7 @@ class PredictDurations:
             return recost_counts(graph, target)
         gpus = source_gpu(graph, source), target
         return recost_measured(
-            graph, gpus, model, requested, databases=databases, record=recosting.record
+            graph, gpus, model, requested, databases=databases, record=request.record
         )
 
 
@@ -242,13 +242,13 @@ class AllowOverlap:
     tensors they access.
     """
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether overlap is on."""
-        return recosting.requested.overlap == "on"
+        return request.passes.overlap == "on"
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with communication ordered only by data dependencies."""
-        return MaximizeOverlap().apply(graph, recosting.target)
+        return MaximizeOverlap().apply(graph, request.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +258,16 @@ class FuseGpuAttention:
     Runs after prediction: the pass weighs fused kernels against the predicted eager ones.
     """
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether fused attention is requested for a GPU capture."""
-        return not recosting.from_cpu and recosting.fused_attention() is not None
+        return not request.from_cpu and request.fused_attention() is not None
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with fused kernels, looked up where a database has them."""
-        fused = recosting.fused_attention()
+        fused = request.fused_attention()
         assert fused is not None
-        target, model = recosting.target, recosting.model
-        look_up = database_look_up(recosting.captured, target, model, recosting.databases)
+        target, model = request.target, request.model
+        look_up = database_look_up(request.captured, target, model, request.databases)
         return _without_interval(replace(fused, look_up=look_up).apply(graph, target))
 
 
@@ -275,42 +275,42 @@ class FuseGpuAttention:
 class UnfuseAttention:
     """Replace fused attention by the kernels, memory and time of eager attention."""
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether eager attention is requested."""
-        return recosting.requested.attention == "eager"
+        return request.passes.attention == "eager"
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with eager attention."""
-        eager = EagerAttention(recosting.model.from_description)
-        return _without_interval(eager.apply(graph, recosting.target))
+        eager = EagerAttention(request.model.from_description)
+        return _without_interval(eager.apply(graph, request.target))
 
 
 @dataclass(frozen=True, slots=True)
 class FuseKernelChains:
     """Fuse chains of memory-bound kernels; after attention, whose kernels may join a chain."""
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether fusion is requested."""
-        return recosting.requested.fuse is not None
+        return request.passes.fuse is not None
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with one kernel per chain."""
-        assert recosting.requested.fuse is not None
-        fuse = FuseChains(recosting.requested.fuse)
-        return _without_interval(fuse.apply(graph, recosting.target))
+        assert request.passes.fuse is not None
+        fuse = FuseChains(request.passes.fuse)
+        return _without_interval(fuse.apply(graph, request.target))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivateNvlink:
     """Add the power of active NVLink; after all passes that change what kernels draw."""
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether links are active."""
-        return recosting.requested.nvlink_active
+        return request.passes.nvlink_active
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with longer durations for kernels at the power limit."""
-        return NvlinkActive().apply(graph, recosting.target)
+        return NvlinkActive().apply(graph, request.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,13 +320,13 @@ class SerializeCpuCapture:
     Runs last: a CPU capture has kernels to serialize only after prediction.
     """
 
-    def applies(self, recosting: Recosting) -> bool:
+    def applies(self, request: RecostRequest) -> bool:
         """Return whether overlap is off and the graph was captured on a CPU."""
-        return recosting.requested.overlap == "off" and recosting.from_cpu
+        return request.passes.overlap == "off" and request.from_cpu
 
-    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the serialized graph."""
-        return SerializeOverlap().apply(graph, recosting.target)
+        return SerializeOverlap().apply(graph, request.target)
 
 
 PASSES: tuple[Pass, ...] = (
@@ -386,10 +386,10 @@ def recost(
             code="recost-unknown-overlap",
         )
     gpu = load_gpu(target) if isinstance(target, str) else target
-    recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases, record)
+    request = RecostRequest(graph, gpu, MODELS[model], source, passes, databases, record)
     for pass_ in PASSES:
-        if pass_.applies(recosting):
-            graph = pass_.apply(graph, recosting)
+        if pass_.applies(request):
+            graph = pass_.apply(graph, request)
     return graph
 
 
@@ -411,3 +411,156 @@ def _without_interval(graph: Graph) -> Graph:
     return replace(
         graph, job=msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))
     )
+
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRow:
+    """Compute nodes of one class.
+
+    Attributes:
+        op_class: their class.
+        count: how many there are.
+        before_ns: their time before re-costing.
+        after_ns: their time after re-costing.
+        flops: sum of the known FLOPs.
+        bytes_read: sum of the known bytes read.
+        bytes_written: sum of the known bytes written.
+        evidence_ns: time after re-costing by evidence.
+    """
+
+    op_class: OpClass
+    count: int
+    before_ns: int
+    after_ns: int
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    evidence_ns: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownKernel:
+    """Kernels of one operator and name whose class is unknown or whose work has no formula."""
+
+    op: str
+    name: str
+    count: int
+    before_ns: int
+    after_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recosting:
+    """A re-costing in figures.
+
+    Attributes:
+        target: GPU description that the durations are predicted for.
+        model: cost model.
+        source: device of the original durations.
+        classes: one row per class that occurs, by decreasing time after re-costing.
+        before_ns: time of all compute nodes before re-costing, including nodes it removed.
+        after_ns: time of all compute nodes after re-costing.
+        evidence: number of nodes by evidence of their duration ("measured", "looked_up", "scaled").
+        evidence_ns: time after re-costing by evidence.
+        rules: number of nodes by the rule that predicted their duration.
+        unknown: kernels of unknown class or without formula, by decreasing time before re-costing.
+        dropped: removed operators and how often each occurred; only for CPU captures.
+        interval: p10 and p90 of the time of all compute nodes in ns; () for models without errors.
+    """
+
+    target: str
+    model: str
+    source: str
+    classes: tuple[ClassRow, ...]
+    before_ns: int
+    after_ns: int
+    evidence: dict[str, int]
+    evidence_ns: dict[str, int]
+    rules: dict[str, int]
+    unknown: tuple[UnknownKernel, ...]
+    dropped: dict[str, int]
+    interval: tuple[int, ...]
+
+
+def summarise(before: Graph, after: Graph) -> Recosting:
+    """Return the changes of the last re-costing, between `before` and `after`.
+
+    Nodes are matched by id, since passes add and remove nodes.
+    """
+    assert after.job.annotations, "the graph was never re-costed"
+    last = after.job.annotations[-1]
+    index = np.flatnonzero(compute_mask(after))
+    old = _durations_before(before, after.nodes.id[index])
+    new = after.nodes.duration_ns[index]
+    codes = classify(after, index)
+    rows = [
+        _class_row(after, op_class, index[codes == code], old[codes == code])
+        for code, op_class in enumerate(CLASSES)
+        if (codes == code).any()
+    ]
+    return Recosting(
+        target=last.target,
+        model=last.model,
+        source=last.source,
+        classes=tuple(sorted(rows, key=lambda row: -row.after_ns)),
+        before_ns=int(before.nodes.duration_ns[compute_mask(before)].sum()),
+        after_ns=int(new.sum()),
+        evidence=by_evidence(after, index),
+        evidence_ns=by_evidence(after, index, new),
+        rules=dict(last.details.get("rules", {})),
+        unknown=_unknown(after, index, codes, old, new),
+        dropped=dict(last.details.get("dropped", {})),
+        interval=tuple(last.details.get("interval", ())),
+    )
+
+
+def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
+    """Return the earlier durations of the nodes with these ids; 0 for nodes that did not exist."""
+    order = np.argsort(before.nodes.id)
+    position = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
+    existed = before.nodes.id[order[position]] == ids
+    return np.where(existed, before.nodes.duration_ns[order[position]], 0)
+
+
+def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
+    sums = {
+        name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
+        for name in ("flops", "bytes_read", "bytes_written")
+    }
+    return ClassRow(
+        op_class=op_class,
+        count=len(index),
+        before_ns=int(old.sum()),
+        after_ns=int(after.nodes.duration_ns[index].sum()),
+        evidence_ns=by_evidence(after, index, after.nodes.duration_ns[index]),
+        **sums,
+    )
+
+
+def _unknown(
+    after: Graph, index: I64, codes: npt.NDArray[np.uint8], old: I64, new: I64
+) -> tuple[UnknownKernel, ...]:
+    without_model = (codes == CLASSES.index(OpClass.UNKNOWN)) | (
+        after.nodes.flops[index] == UNKNOWN
+    )
+    op, name = after.nodes.op[index][without_model], after.nodes.name[index][without_model]
+    first, group = combine([op, name])
+    count = np.bincount(group, minlength=len(first))
+    sums = [
+        np.bincount(group, weights=times[without_model], minlength=len(first)).tolist()
+        for times in (old, new)
+    ]
+    kernels = [
+        UnknownKernel(
+            after.strings[int(op[row])],
+            after.strings[int(name[row])],
+            occurrences,
+            int(before_ns),
+            int(after_ns),
+        )
+        for row, occurrences, before_ns, after_ns in zip(first, count.tolist(), *sums, strict=True)
+    ]
+    return tuple(sorted(kernels, key=lambda entry: -entry.before_ns))

@@ -16,7 +16,7 @@ from onerank.annotate.models.intervals import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
-from tools.fit.datasheet_eval import Case, unmeasured_cases
+from tools.fit.evaluate import STEP_KINDS, Case, captured_cases, looked_up_cases, unmeasured_cases
 from tools.fit.leave_one_out import (
     datasheet_cases,
     errors_of,
@@ -24,7 +24,6 @@ from tools.fit.leave_one_out import (
     fits_without,
     fitted,
 )
-from tools.fit.lookup_eval import STEP_KINDS, captured_cases, looked_up_cases
 from tools.fit.measured_kernels import read_attention, read_products
 
 _PROVENANCE = {

@@ -17,17 +17,19 @@ from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
-from tools.fit import resize_eval
-from tools.fit.datasheet_eval import (
+from tools.fit.evaluate import (
     VIDUR_FILE,
     Case,
     Described,
     as_by_datasheet,
     as_shipped,
+    resized_attention_cases,
+    resized_memory_cases,
+    resized_product_cases,
     unmeasured_cases,
 )
-from tools.fit.datasheet_eval import attention_cases as attention_unmeasured
-from tools.fit.datasheet_eval import database_cases as database_attention
+from tools.fit.evaluate import attention_cases as attention_unmeasured
+from tools.fit.evaluate import database_cases as database_attention
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
     Attention,
@@ -246,9 +248,9 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
         cases.append(replace(case, kind="gemm_8bit"))
     cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
-    cases += resize_eval.product_cases(products, from_description)
-    cases += resize_eval.attention_cases(attention, from_description)
-    cases += resize_eval.memory_cases(folder)
+    cases += resized_product_cases(products, from_description)
+    cases += resized_attention_cases(attention, from_description)
+    cases += resized_memory_cases(folder)
     cases += [
         *attention_unmeasured(attention, from_description),
         *database_attention(from_description),

@@ -8,8 +8,16 @@ from typing import Any, cast
 from onerank.annotate.op_costs.matmul import CONVOLUTIONS
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Operand, Tensor
-from onerank.annotate.passes.resize.dimensions import Powers, readings
-from onerank.annotate.passes.resize.size_change import CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.passes.resize.size_change import (
+    CONSTANT,
+    SEQ,
+    Power,
+    Powers,
+    Sizing,
+    numel,
+    readings,
+    total,
+)
 
 Shape = tuple[int, ...]
 

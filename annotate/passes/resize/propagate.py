@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.resize.dimensions import Powers, readings
 from onerank.annotate.passes.resize.operand_growth import (
     BAGS,
     BROADCASTS,
@@ -27,8 +26,10 @@ from onerank.annotate.passes.resize.size_change import (
     CONSTANT,
     SEQ,
     Power,
+    Powers,
     Sizing,
     numel,
+    readings,
     total,
 )
 from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, TensorLocation

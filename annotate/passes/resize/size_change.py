@@ -1,7 +1,14 @@
-"""A change of sequence length and micro-batch, and whether operands still fit each other."""
+"""A change of sequence length and micro-batch: captured sizes, and the dimensions they explain.
 
-from dataclasses import dataclass
-from functools import cached_property
+A size alone is ambiguous: 4096 may be a sequence or a hidden size, 1 a batch or a broadcast
+dimension. Each reading of a tensor's dimensions therefore has a cost for its implausible parts. A
+caller that knows more about the tensor (how its number of elements grows, what it is multiplied
+with) takes the cheapest reading that agrees.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -9,8 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.passes.resize.tensor_locations import has_tensor_ids
+from onerank.annotate.token_count import token_ids
 from onerank.annotate.unique_rows import combine
-from onerank.ir import Graph, Job
+from onerank.ir import Graph, Job, Phase
 from onerank.ir.errors import AnnotateError
 
 Power = tuple[int, int]
@@ -242,3 +251,276 @@ def _can_broadcast(shapes: str) -> bool:
         return True  # a list of tensors
     ends = zip(*(reversed(shape) for shape in pair), strict=False)
     return all(a == b or 1 in (a, b) for a, b in ends)
+
+
+Powers = tuple[Power, ...]
+Shape = tuple[int, ...]
+
+_MAX_READINGS = 48  # readings considered per tensor
+_NO_COST = 0.0
+_HIDDEN_AS_SEQUENCE = 1.0  # a constant size that equals the sequence length by chance
+_HIDDEN_AS_TOKENS = 1.5  # a constant size that equals the number of tokens by chance
+_MULTIPLE = 2.0  # a multiple of the size: heads x batch, or a flattened tensor
+_REPEATED = 1.2  # a second sequence dimension, as in attention scores
+
+
+@lru_cache(maxsize=1 << 16)
+def readings(
+    shape: Shape, sizing: Sizing, growth: Power | None
+) -> tuple[tuple[float, Powers], ...]:
+    """Return (cost, powers of each dimension), the cheapest first, then batch and sequence first.
+
+    Args:
+        shape: sizes of the tensor.
+        sizing: captured and new sizes.
+        growth: growth of its number of elements; None if unknown.
+    """
+    candidates: list[tuple[float, Powers]] = [(0.0, ())]
+    for position, size in enumerate(shape):
+        options = _options(size, position, len(shape), sizing)
+        candidates = [
+            (cost + cost_of_size + _order(powers, power), (*powers, power))
+            for cost, powers in candidates
+            for cost_of_size, power in options
+            if growth is None or _within((*powers, power), growth)
+        ]
+        # Sort only if there are too many: in the unsorted order, equal costs keep the first of two
+        # multiples of the micro-batch, which is the one that grows.
+        if len(candidates) > 16 * _MAX_READINGS:
+            candidates = sorted(candidates, key=lambda candidate: candidate[0])[
+                : 16 * _MAX_READINGS
+            ]
+    if growth is not None:
+        candidates = [candidate for candidate in candidates if total(candidate[1]) == growth]
+    return tuple(sorted(candidates, key=lambda candidate: candidate[0])[:_MAX_READINGS])
+
+
+def _options(size: int, position: int, rank: int, sizing: Sizing) -> list[tuple[float, Power]]:
+    seq, batch = sizing.lengths, sizing.batch.before
+    length = size in seq or sizing.is_shifted_sequence(size)
+    tokens = sizing.is_token_count(size)
+    options: list[tuple[float, Power]] = []
+    if size == batch:
+        options.append((_NO_COST, BATCH))
+    elif size % batch == 0 and size:
+        options.append((_MULTIPLE + 0.5 * (batch == 1) + _MULTIPLE * length, BATCH))
+    if length:
+        options.append((_NO_COST, SEQ))
+    elif size and size % sizing.unit == 0:
+        options.append((_MULTIPLE + 1, SEQ))
+    merged = 0.3 if position == 0 or rank == 2 else 3.3
+    if tokens:
+        options.append((merged, TOKENS))
+    elif size and size % (batch * sizing.unit) == 0:
+        options.append((merged + _MULTIPLE + 1, TOKENS))
+    if size and size % (batch * sizing.unit**2) == 0:
+        options.append((merged + 2 * _MULTIPLE + 1, (2, 1)))
+    if size and size % sizing.unit**2 == 0:  # pairs of positions, for relative position embeddings
+        options.append((merged + 2 * _MULTIPLE + 2, (2, 0)))
+    # Size 1 is often a broadcast dimension, and a small batch may equal the experts per token.
+    by_chance = batch == 1 or size in sizing.routes
+    constant = (0.02 if by_chance else 0.5) * (size == batch)
+    if length or tokens:
+        constant = _HIDDEN_AS_SEQUENCE if length else _HIDDEN_AS_TOKENS
+    options.append((constant, CONSTANT))
+    return options
+
+
+def _order(powers: Powers, power: Power) -> float:
+    """Return the cost of a dimension after others: a second sequence, or batch after sequence."""
+    seq, batch = total(powers)
+    cost = 0.0
+    if power[0] and seq:
+        cost += _REPEATED
+    if power[1] and batch:
+        cost += 2 * _REPEATED
+    if power == BATCH and seq:
+        cost += 0.75
+    return cost
+
+
+def _within(powers: Powers, growth: Power) -> bool:
+    seq, batch = total(powers)
+    return seq <= growth[0] and batch <= growth[1]
+
+
+_NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
+_GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
+_SELECTS_TOKENS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "nonzero nonzero_static masked_select masked_scatter sort argsort bincount histc _unique2 "
+        "unique_consecutive unique_dim repeat_interleave _local_scalar_dense"
+    ).split()
+)
+"""Operators that select the tokens of an expert by value."""
+
+
+def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
+    """Return captured and new sizes; sizes that are not requested stay as captured.
+
+    The token ids of a language model are the first integers [micro-batch, sequence] in the step.
+    Each rank of a cp axis has a part of the sequence. A step without token ids has no
+    sequence if only a micro-batch of two or more is requested: an image model, for example.
+
+    Raises:
+        AnnotateError: the graph does not show the sizes or distinguish its tensors, routes unequal
+            shares of tokens to experts, is of a compiled step, or nothing would change.
+    """
+    _check(graph)
+    length, count = seq.before if seq else 0, batch.before if batch else 0
+    if not length or not count:
+        candidates = token_ids(graph)
+        if not candidates and batch and seq is None and count > 1:
+            if count == batch.after:
+                raise AnnotateError(
+                    f"nothing changes: the micro-batch is {count} before and after",
+                    code="resize-same-batch",
+                )
+            # Only the user names the micro-batch, and a wrong one would grow sizes that equal it.
+            _check_leads(graph, count)
+            return Sizing.of(NO_SEQUENCE, batch, graph.job)
+        fits = {
+            (b, s)
+            for b, s in candidates
+            if (not length or s == length) and (not count or b == count)
+        }
+        if len(fits) != 1:
+            raise AnnotateError(
+                _message_unknown(candidates, length, count), code="resize-sizes-unknown"
+            )
+        count, length = fits.pop()
+        if count == length:
+            raise AnnotateError(
+                f"the captured sequence length and micro-batch are both {count}, so shapes "
+                f"cannot distinguish them; {_NAME_BOTH}",
+                code="resize-sizes-equal",
+            )
+    sizing = Sizing.of(
+        Change(length, seq.after if seq else length),
+        Change(count, batch.after if batch else count),
+        graph.job,
+    )
+    if sizing.seq.before == sizing.seq.after and sizing.batch.before == sizing.batch.after:
+        raise AnnotateError(
+            f"nothing changes: the step was captured with a sequence length of {length} and a "
+            f"micro-batch of {count}",
+            code="resize-nothing-changes",
+        )
+    return replace(sizing, routes=_routes(graph, sizing))
+
+
+def _check_leads(graph: Graph, count: int) -> None:
+    """Raise if no result of forward has the micro-batch as its first dimension.
+
+    Raises:
+        AnnotateError: none has.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    leading_sizes = Counter[int]()
+    for code in nodes.output_shapes[nodes.phase == Phase.FORWARD].tolist():
+        shapes: list[Any] = msgspec.json.decode(strings[code] or "[]")
+        leading_sizes.update(
+            {shape[0] for shape in shapes if len(shape) > 1 and isinstance(shape[0], int)}
+        )
+    if count not in leading_sizes:
+        common = ", ".join(str(size) for size, _ in leading_sizes.most_common(3))
+        raise AnnotateError(
+            f"no result of forward has a first dimension of {count}; most have {common}\n"
+            "  name the captured micro-batch: --micro-batch CAPTURED=NEW",
+            code="resize-batch-ambiguous",
+        )
+
+
+def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
+    """Return the numbers of experts per token, from the rows of the experts' products.
+
+    Raises:
+        AnnotateError: a router gives experts a number of rows that is no multiple of the tokens.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    codes = {strings[int(code)]: int(code) for code in np.unique(nodes.op)}
+    products = [code for op, code in codes.items() if op in _GROUPED]
+    if not products:
+        # Experts that compute every token grow with the tokens and need no routes.
+        if "aten::topk" in codes and _selects_tokens(graph):
+            raise AnnotateError(
+                "the step routes tokens to experts (aten::topk) one expert at a time, and the "
+                "tokens per expert are no multiple of the sequence\n  run all experts in one call "
+                "(aten::_grouped_mm; transformers: experts_implementation='grouped_mm')",
+                code="resize-expert-tokens",
+            )
+        return ()
+    rows = np.isin(nodes.op, products) & (nodes.phase == Phase.FORWARD)
+    routes: set[int] = set()
+    tokens = {length * sizing.batch.before for length in sizing.lengths}
+    for code in np.unique(nodes.input_shapes[rows]).tolist():
+        # The rows are tokens times experts per token.
+        count = int(msgspec.json.decode(strings[code])[0][0])
+        multiples = {
+            count // token_count for token_count in tokens if count and count % token_count == 0
+        }
+        if not multiples:
+            raise AnnotateError(
+                f"the experts of this rank got {count} rows of tokens, no multiple of the "
+                f"{max(tokens)} tokens of a micro-batch, so their share at another size is "
+                "unknown\n  capture with `--moe-routing balanced`, or at the other size",
+                code="resize-expert-rows",
+            )
+        routes |= multiples
+    return tuple(sorted(routes))
+
+
+def _selects_tokens(graph: Graph) -> bool:
+    """Return whether forward selects tokens per expert; otherwise experts compute all tokens."""
+    forward = np.unique(graph.nodes.op[graph.nodes.phase == Phase.FORWARD])
+    return any(graph.strings[int(code)] in _SELECTS_TOKENS for code in forward)
+
+
+def _check(graph: Graph) -> None:
+    if graph.job.measurement.depths is not None:
+        raise AnnotateError(
+            "the trace was extrapolated from fewer layers, so its tensors cannot be followed\n"
+            "  capture all layers",
+            code="resize-extrapolated-trace",
+        )
+    if graph.job.compilation is not None:
+        raise AnnotateError(
+            "the step was compiled, and generated kernels do not record their operands\n"
+            "  use the eager capture next to it (--compile writes trace.eager.et)",
+            code="resize-compiled-trace",
+        )
+    # The job records a compilation only for `--compile`; torch.compile in a script leaves this.
+    if any(module.type == "OptimizedModule" for module in graph.job.modules):
+        raise AnnotateError(
+            "the script compiled its model, and generated kernels do not record their operands\n"
+            "  capture it without torch.compile",
+            code="resize-compiled-script",
+        )
+    values = np.unique(graph.nodes.input_values).tolist()
+    if not any(has_tensor_ids(graph.strings[code]) for code in values):
+        raise AnnotateError(
+            "the operands of the trace have no tensor ids, so sequence and micro-batch cannot be "
+            "followed\n  capture it with `capture run`, or convert with an execution trace",
+            code="resize-no-tensor-ids",
+        )
+
+
+def _message_unknown(candidates: list[tuple[int, int]], length: int, count: int) -> str:
+    if not candidates:
+        return (
+            "sequence length and micro-batch are unknown: forward reads no token ids (a later "
+            f"pipeline stage, or no language model)\n  {_NAME_BOTH}; for a model without "
+            "sequences, captured with two samples or more, --micro-batch 8=64 is enough"
+        )
+    shapes = " or ".join(f"{b} x {s}" for b, s in candidates)
+    requested = [f"sequence {length}"] * bool(length) + [f"micro-batch {count}"] * bool(count)
+    if requested:
+        return (
+            f"forward reads token ids of {shapes} (micro-batch x sequence), not of "
+            f"{', '.join(requested)}"
+        )
+    return (
+        f"forward reads integers of {shapes}, and the token ids among them are ambiguous; "
+        f"{_NAME_BOTH}"
+    )

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.resize.dimensions import Powers
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flatten
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
@@ -27,7 +26,7 @@ from onerank.annotate.passes.resize.propagate import (
     Storage,
     TensorRef,
 )
-from onerank.annotate.passes.resize.size_change import Sizing
+from onerank.annotate.passes.resize.size_change import Powers, Sizing
 from onerank.annotate.passes.resize.tensor_locations import (
     UNKNOWN_STORAGE,
     TensorAccesses,

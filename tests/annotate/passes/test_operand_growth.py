@@ -1,7 +1,6 @@
 """Growth of the results of single operators."""
 
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.resize.dimensions import readings
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, infer_powers
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
@@ -18,6 +17,7 @@ from onerank.annotate.passes.resize.size_change import (
     TOKENS,
     Change,
     Sizing,
+    readings,
 )
 from onerank.annotate.passes.resize.tensor_locations import TensorLocation
 

@@ -12,11 +12,11 @@ from onerank.annotate import PassOptions, Resize, load_gpu, recost
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.roofline import predict
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
 from onerank.annotate.passes.resize.size_change import (
     Change,
     Sizing,
     check_products,
+    infer_sizing,
     mismatch_notes,
 )
 from onerank.annotate.passes.swap_kernels import scale_to_size

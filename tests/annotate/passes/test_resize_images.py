@@ -8,9 +8,15 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.passes.resize.dimensions import readings
 from onerank.annotate.passes.resize.resize import Resize
-from onerank.annotate.passes.resize.size_change import BATCH, CONSTANT, NO_SEQUENCE, Change, Sizing
+from onerank.annotate.passes.resize.size_change import (
+    BATCH,
+    CONSTANT,
+    NO_SEQUENCE,
+    Change,
+    Sizing,
+    readings,
+)
 from onerank.ir.errors import AnnotateError
 
 # autocast's mean over the image goes by way of a copy of what its result held before

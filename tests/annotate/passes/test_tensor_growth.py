@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate.passes.resize import tensor_growth
-from onerank.annotate.passes.resize.infer_seq_batch import infer_sizing
-from onerank.annotate.passes.resize.size_change import Change
+from onerank.annotate.passes.resize.size_change import Change, infer_sizing
 from onerank.annotate.passes.resize.tensor_growth import step_growth
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Edges, Graph

@@ -12,7 +12,7 @@ import onerank
 from onerank import annotate as annotate_package
 from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.recost.from_counts import recost_counts
+from onerank.annotate.recost.from_datasheet import recost_counts
 from onerank.cli import annotate
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence

@@ -11,9 +11,7 @@ from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
-from onerank.annotate.passes.overlap import CHOICES
-from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
-from onerank.annotate.passes.overlap.serialize import SerializeOverlap
+from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions
 from onerank.ir import (

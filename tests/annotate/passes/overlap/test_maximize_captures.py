@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
-from onerank.annotate.passes.overlap.maximize import MaximizeOverlap
+from onerank.annotate.passes.overlap import MaximizeOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate

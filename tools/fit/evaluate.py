@@ -1,0 +1,393 @@
+"""Evaluate predictions: by datasheet, by database look-up, and at another size."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from onerank.annotate.gpus.datasheet_estimates import with_estimates
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.gpus.spec_schema import Figure
+from onerank.annotate.kernel_db.calls import CallKey, call_of, modelled_ns
+from onerank.annotate.kernel_db.database import SHIPPED, Library, read_database, rows_of
+from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.intervals import TINY_NS
+from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.models.roofline import predict
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.node_costs import op_costs_of, work_of_call
+from onerank.annotate.passes.swap_kernels import scale_to_size
+from onerank.annotate.recost.recost import source_gpu
+from onerank.ir import Graph
+from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
+from tools.fit.fit_tiles import stored_ns
+from tools.fit.measured_kernels import (
+    F64,
+    Attention,
+    Products,
+    family,
+    of_attention,
+    of_layers,
+    of_products,
+    read_products,
+)
+
+VIDUR_FILE = "vidur_mlp_fp16.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Predictions for one ordered pair of GPUs.
+
+    Attributes:
+        kind: kind of prediction, as in `intervals.KINDS`.
+        source: GPU whose measurement was used.
+        target: GPU predicted, its family left out of the fit.
+        measured_ns: float64[d].
+        predicted_ns: float64[d].
+        rows: m of products, queries of attention, 0 of others, float64[d].
+        widening: factor on the errors for a GPU this far from those fitted to, see `intervals`.
+        by_datasheet: whether only the target's datasheet figures were used.
+    """
+
+    kind: str
+    source: Gpu
+    target: Gpu
+    measured_ns: F64
+    predicted_ns: F64
+    rows: F64
+    widening: float = 1.0
+    by_datasheet: bool = False
+
+    @property
+    def error(self) -> F64:
+        """ln(measured / predicted)."""
+        return np.log(self.measured_ns / self.predicted_ns)
+
+
+Described = Callable[[Gpu], Gpu]
+"""Shipped description -> the description that a prediction may use."""
+
+
+def as_shipped(gpu: Gpu) -> Gpu:
+    """Return the GPU with everything in its shipped description."""
+    return gpu
+
+
+def unmeasured_cases(folder: Path, described: Described = as_shipped) -> Iterator[Case]:
+    """Yield norms, rotary embeddings, activations and additions in fp16, by GPU.
+
+    They are predicted like operators of a CPU capture: launch floor and bandwidth. No family is
+    excluded, because nothing of this is fitted.
+    """
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    # The embedding is five times slower than its bytes. PyTorch has replaced that kernel since:
+    # the gather of rows in the H200's database is not slow.
+    rows = rows.filter(pl.col("op").cast(pl.String) != "emb")
+    index = ["model", "tp", "tokens", "op", "bytes"]
+    grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
+    for (name,), table in grouped.filter(pl.col("time_ms") > 0).group_by(
+        "gpu", maintain_order=True
+    ):
+        gpu = load_gpu(str(name))
+        times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
+        predicted_ns, _ = predict(of_layers(times, table), described(gpu))
+        yield Case("memory_unmeasured", gpu, gpu, times, predicted_ns, np.zeros(len(times)))
+
+
+def attention_cases(
+    attention: Attention,
+    model: Callable[[str], PredictFromDescription],
+    described: Described = as_shipped,
+) -> Iterator[Case]:
+    """Yield attention of the campaign by its shape, by GPU, with the GPU's die family left out."""
+    for name, times in attention.times_ns.items():
+        gpu = load_gpu(name)
+        predicted_ns, _ = model(family(gpu))(of_attention(attention, times), described(gpu))
+        predicted_ns = predicted_ns + stored_ns(gpu, attention.shapes)
+        yield Case("attention_unmeasured", gpu, gpu, times, predicted_ns, attention.shapes[:, 3])
+
+
+def database_cases(
+    model: Callable[[str], PredictFromDescription], described: Described = as_shipped
+) -> Iterator[Case]:
+    """Yield both passes of cuDNN's attention in the shipped H200's database, by their shapes."""
+    gpu = load_gpu("H200")
+    works: list[Work] = []
+    times: list[int] = []
+    for row in rows_of(read_database(SHIPPED / "H200.parquet")):
+        if "_cudnn_attention" not in row.operator:
+            continue
+        call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
+        assert call is not None, "attention's types are known"
+        works.append(work_of_call(row.operator, call))
+        times.append(sum(row.kernel_ns))
+    rows = np.array([work.attention[3] for work in works], dtype=np.float64)
+    predicted_ns = modelled_ns(works, described(gpu), model(family(gpu)))
+    measured_ns = np.array(times, dtype=np.float64)
+    yield Case("attention_unmeasured", gpu, gpu, measured_ns, predicted_ns, rows)
+
+
+_ESTIMATED = ("memory_achievable_fraction", "launch_floor_ns")
+
+
+def as_by_datasheet(gpus: Sequence[Gpu]) -> Described:
+    """Return a function that replaces the measured figures of a target by the loader's estimates.
+
+    The estimates come from those of `gpus` that are of another die family than the target.
+    """
+
+    def described(target: Gpu) -> Gpu:
+        known = {
+            name: figure
+            for name, figure in target.figures.items()
+            if name not in _ESTIMATED
+            and not name.startswith("measured")
+            and not (name.endswith("_sustained_fraction") and not name.startswith("vector"))
+        }
+        others = [gpu for gpu in gpus if family(gpu) != family(target)]
+        return with_estimates(msgspec.structs.replace(target, figures=known), lambda: others)
+
+    return described
+
+
+def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
+    """Return a function that describes a target by its datasheet and two microbenchmarks."""
+    forget = as_by_datasheet(gpus)
+    place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
+
+    def reached(target: Gpu, sizes: Sequence[tuple[int, int, int]]) -> MeanRates:
+        times = products.times_ns[target.name]
+        return rates_in(shapes_of(sizes), times[[place[size] for size in sizes]])
+
+    def described(target: Gpu) -> Gpu:
+        measured = {
+            "measured_gemm_tflops": reached(target, LARGE_SHAPES).flops / 1e12,
+            "measured_skinny_gb_per_s": reached(target, SKINNY_SHAPES).bytes / 1e9,
+        }
+        source = next(iter(target.sources))
+        figures = {n: Figure(value, source, "measured") for n, value in measured.items()}
+        known = forget(target)
+        return msgspec.structs.replace(known, figures={**known.figures, **figures})
+
+    return described
+
+
+POWER_FILE = "gemm_power.parquet"
+STEP_KINDS = ("looked_up", "looked_up_loosely")
+# Shortest layers that are compared: their campaign records whole microseconds.
+_LONG_NS = 10_000
+_SIZES = ["m", "n", "k"]
+
+
+class Campaigns(NamedTuple):
+    """The same 16-bit products measured twice.
+
+    Attributes:
+        name: name of the second campaign.
+        sizes: m, n and k, float64[d, 3].
+        first: name of a description -> times of the first campaign in ns, float64[d].
+        second: the same for the second campaign.
+    """
+
+    name: str
+    sizes: F64
+    first: dict[str, F64]
+    second: dict[str, F64]
+
+
+def campaigns(folder: Path) -> Iterator[Campaigns]:
+    """Yield each campaign in the folder, compared with that of `gemm.parquet`.
+
+    `gemm_power.parquet` has the same bf16 GEMMs on two GPUs. `vidur_mlp_fp16.parquet` has layers in
+    fp16 on two others, of which those over 10 us are used.
+
+    Raises:
+        FormatError: `gemm.parquet` is missing or lacks a column.
+        TargetError: a file has a GPU without a description.
+    """
+    products = read_products(folder)
+    for name in (POWER_FILE, VIDUR_FILE):
+        if not (folder / name).is_file():
+            continue
+        rows = pl.read_parquet(folder / name).with_columns(pl.col("gpu").cast(pl.String))
+        if "time_ms" in rows.columns:
+            rows = rows.filter(pl.col("kind").cast(pl.String) == "gemm")
+            rows = rows.with_columns(time_us=pl.col("time_ms") * 1000)
+            rows = rows.filter(pl.col("time_us") * 1000 > _LONG_NS)
+        rows = rows.with_columns(pl.col(_SIZES).cast(pl.Float64))
+        times = rows.group_by("gpu", *_SIZES).agg(pl.col("time_us").median())
+        table = times.pivot(on="gpu", index=_SIZES, values="time_us").drop_nulls()
+        names = {gpu: load_gpu(gpu).name for gpu in table.columns[len(_SIZES) :]}
+        first = pl.DataFrame(products.shapes[:, 1:4], schema=_SIZES).with_columns(
+            pl.Series(f"first {gpu}", products.times_ns[description])
+            for gpu, description in names.items()
+        )
+        both = table.join(first, on=_SIZES).sort(_SIZES)
+        yield Campaigns(
+            name,
+            both.select(_SIZES).to_numpy(),
+            {description: both[f"first {gpu}"].to_numpy() for gpu, description in names.items()},
+            {
+                description: both[gpu].to_numpy().astype(np.float64) * 1000
+                for gpu, description in names.items()
+            },
+        )
+
+
+def looked_up_cases(folder: Path) -> Iterator[Case]:
+    """Yield look-ups of the first campaign for the second, on one GPU and on two.
+
+    No family is excluded, because nothing of a look-up is fitted.
+    """
+    for campaign in campaigns(folder):
+        rows = campaign.sizes[:, 0]
+        for name, times in campaign.second.items():
+            gpu = load_gpu(name)
+            yield Case("looked_up_otherwise", gpu, gpu, times, campaign.first[name], rows)
+        for source, target in permutations(campaign.second, 2):
+            gpus = load_gpu(source), load_gpu(target)
+            predicted_ns = (
+                campaign.first[target]
+                * (campaign.second[source] / campaign.first[source]) ** SOURCE_SHARE
+            )
+            yield Case("looked_up_otherwise", *gpus, campaign.second[target], predicted_ns, rows)
+
+
+def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
+    """Yield the kernels of a captured step with look-ups for the GPU that ran it.
+
+    Kernels of one name and call are one entry with their median time.
+
+    Raises:
+        AnnotateError: the GPU is not known.
+    """
+    gpu = source_gpu(graph, None)
+    costs = op_costs_of(graph)
+    all_nodes = np.ones(len(costs.index), dtype=bool)
+    lookups = look_up(
+        graph, costs, all_nodes, Basis(library, None, gpu, predict_from_description, shipped())
+    )
+    known = np.isfinite(lookups.time_ns) & (lookups.rules == Rule.LOOKED_UP)
+    rows = pl.DataFrame(
+        {
+            "call": costs.call[known],
+            "name": graph.nodes.name[costs.index[known]],
+            "measured": graph.nodes.duration_ns[costs.index[known]].astype(np.float64),
+            "looked_up": lookups.time_ns[known],
+            "loosely": lookups.doubt.loosely[known],
+        }
+    )
+    kernels = rows.filter(pl.col("measured") > 0).group_by("call", "name")
+    medians = pl.col("measured", "looked_up").median()
+    each = kernels.agg(medians, pl.col("loosely").first()).sort("call", "name")
+    times, looked_up_ns = (each[name].to_numpy() for name in ("measured", "looked_up"))
+    loosely = (looked_up_ns <= TINY_NS) | each["loosely"].to_numpy()
+    for kind, selected in (("looked_up", ~loosely), ("looked_up_loosely", loosely)):
+        yield Case(
+            kind, gpu, gpu, times[selected], looked_up_ns[selected], np.zeros(int(selected.sum()))
+        )
+
+
+FACTORS = (2, 4, 8)
+"""Ratios of the larger to the smaller size."""
+
+_LEAST = 256  # rows of a product, tokens: no training step has fewer
+
+
+def resized_product_cases(
+    products: Products, model: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
+    """Yield products at 2, 4 and 8 times the rows, and back.
+
+    Args:
+        products: the measured GEMMs.
+        model: family that is left out -> the model of unmeasured kernels.
+    """
+    sizes = products.shapes[:, 1:4]
+    pairs = _pairs(sizes, grows=0, least=_LEAST)
+    for name, times in products.times_ns.items():
+        gpu = load_gpu(name)
+        kernels = of_products(products, times)
+        yield from _both_ways(
+            "resized_product", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 0]
+        )
+
+
+def resized_attention_cases(
+    attention: Attention, model: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
+    """Yield attention of 2, 4 and 8 times the sequence or the batch, and back."""
+    sizes = attention.shapes[:, [0, 3, 1, 2, 5]]  # batch, rows, heads, key heads, width
+    for grows in (0, 1):
+        pairs = _pairs(sizes, grows=grows, least=_LEAST if grows else 1)
+        long = sizes[:, 1] >= _LEAST
+        pairs = [(a, b) for a, b in pairs if long[a] and long[b]]
+        for name, times in attention.times_ns.items():
+            gpu = load_gpu(name)
+            kernels = of_attention(attention, times)
+            yield from _both_ways(
+                "resized_attention", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 1]
+            )
+
+
+def resized_memory_cases(folder: Path) -> Iterator[Case]:
+    """Yield norms, rotary embeddings, activations and additions of 2, 4 and 8 times the tokens."""
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    index = ["model", "tp", "op", "tokens"]
+    for name in ("A100", "H100"):
+        gpu_rows = rows.filter(pl.col("gpu").cast(pl.String) == name, pl.col("time_ms") > 0)
+        table = gpu_rows.group_by(*index, maintain_order=True).agg(
+            pl.col("time_ms").median(), pl.col("bytes").first()
+        )
+        codes = [
+            table[column].cast(pl.String).rank("dense").to_numpy()
+            for column in ("model", "tp", "op")
+        ]
+        sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
+        times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
+        kernels = of_layers(times, table)
+        gpu = load_gpu(name)
+        pairs = _pairs(sizes, grows=0, least=_LEAST)
+        yield from _both_ways("resized_memory", (gpu, predict), kernels, pairs, sizes[:, 0])
+
+
+def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
+    """Return the pairs of rows (a, b) that differ only in size `grows`, by one of `FACTORS`."""
+    place = {tuple(size): row for row, size in enumerate(sizes.tolist())}
+    pairs: list[tuple[int, int]] = []
+    for size, row in place.items():
+        if size[grows] < least:
+            continue
+        for factor in FACTORS:
+            other = (*size[:grows], size[grows] * factor, *size[grows + 1 :])
+            if other in place:
+                pairs.append((row, place[other]))
+    return pairs
+
+
+def _both_ways(
+    kind: str,
+    on: tuple[Gpu, PredictFromDescription],
+    kernels: KernelFeatures,
+    pairs: list[tuple[int, int]],
+    rows: F64,
+) -> Iterator[Case]:
+    gpu, from_description = on
+    times = kernels.duration_ns
+    small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    for start, end in ((small, large), (large, small)):
+        before, after = kernels.select(start), kernels.select(end)
+        predicted_ns = scale_to_size(times[start], before, after, gpu, from_description)
+        yield Case(kind, gpu, gpu, times[end], predicted_ns, rows[end])
