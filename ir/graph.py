@@ -347,6 +347,7 @@ class GraphBuilder:
             if is_text(spec):
                 columns[spec.name] = self.strings.encode(values)
             elif spec.name == "foreign":
+                # numpy would make fixed-width strings of a list of bytes and drop trailing zeros.
                 objects = np.empty(count, dtype=object)
                 objects[:] = values
                 columns[spec.name] = objects

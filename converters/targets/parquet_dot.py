@@ -49,6 +49,7 @@ def to_dot(graph: Graph) -> str:
         zip(graph.nodes.id.tolist(), graph.nodes.kind.tolist(), strict=True)
     ):
         time = int(graph.nodes.duration_ns[index]) / 1e3
+        # Backslashes first: escaping the quotes adds backslashes.
         label = f"{names[index][:60]}\n{time:.1f} us".replace("\\", "\\\\").replace('"', '\\"')
         label = label.replace("\n", "\\n")
         shape = _SHAPES.get(Kind(kind), "box")

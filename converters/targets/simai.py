@@ -116,6 +116,8 @@ def _weight_shapes(graph: Graph, order: list[int]) -> dict[str, set[tuple[int, .
     for index in order:
         node = graph.node(index)
         if node.phase is Phase.FORWARD and _operator(node) in _GEMMS:
+            # The weight is the last matrix. `addmm` reads it transposed and `linear` does not, so
+            # both orientations count.
             for shape in _shapes(node, "input_shapes")[-1:]:
                 shapes[node.text("module")] |= {shape, (*shape[:-2], *shape[:-3:-1])}
     return shapes

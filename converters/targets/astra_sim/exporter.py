@@ -322,6 +322,8 @@ def _write(
     if len(read_back) < ranks:
         target = target.with_notes([_note_on_check(read_back, ranks)])
     with published(directory, check) as scratch:
+        # Whole microseconds run with any system file. Exact nanoseconds need the roofline with
+        # peak-perf 1, which takes times from operations.
         for workload in workloads:
             write_ranks(workload, scratch / name, roofline=False)
             write_ranks(workload, scratch / f"{name}_roofline", roofline=True)

@@ -121,6 +121,8 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     compute = np.flatnonzero(types == COMP)
     whole: I64 = nodes.duration_ns // 1000
     whole[compute] = micros(nodes.duration_ns[compute].tolist())
+    # Ids are the numbers of the step. ASTRA-sim issues ready nodes lowest id first, so all ranks
+    # issue their collectives in one order; opposite orders on two ranks would deadlock.
     writer = NodeWriter(len(index))
     all_nodes = np.arange(len(index))
     writer.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)

@@ -409,6 +409,7 @@ def _check_set(
         check_custom_algorithms(directory, system, uses, report)
     # The order is checked per rank, so that it is reported even if some files have faults.
     check_order(extent.programs or programs, groups.members, report)
+    # A missing or faulty file would show as communication without a counterpart on other ranks.
     if complete:
         check_matching(extent.programs or programs, groups.usable, report)
 
