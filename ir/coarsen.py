@@ -242,7 +242,7 @@ class _Coarsening:
         next_group: dict[int, int] = {}
         threads = graph.nodes.thread.tolist()
         last = len(self._groups) - 1
-        # Backwards in time, so that `next_group` holds the group that the thread launches next.
+        # Backwards in time, so that `next_group` is the group that the thread launches next.
         for node in np.argsort(graph.nodes.start_ns, kind="stable")[::-1].tolist():
             if self._kept[node]:
                 continue
@@ -291,6 +291,7 @@ class _Coarsening:
             "module": scope.path,
             "start_ns": int(nodes.start_ns[members].min()),
             "samples": int(nodes.samples[members].min()),
+            # A sum is as well founded as its least certain part.
             "evidence": int(nodes.evidence[members].min()),
         }
         for name in ("stream", "thread", "phase", "micro_batch"):
@@ -318,6 +319,7 @@ class _Coarsening:
         unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
         if unknown:
             note += f"; {unknown} nodes with unknown FLOPs count as 0"
+        # The memory log refers to nodes by id, and the merged nodes have lost theirs.
         measurement = msgspec.structs.replace(
             graph.job.measurement, notes=(*graph.job.measurement.notes, note), memory=None
         )

@@ -1,6 +1,6 @@
 """Every error onerank raises for a user's input.
 
-    OneRankError                 message: what was found, what was expected, what to do
+    OneRankError                 message: what happened, what was expected, what to do
     ├── FormatError              a file is not what its name or place promises
     │   ├── ChakraError          a Chakra `.et` that cannot be read or written
     │   ├── DatabaseError        a kernel database that cannot be read

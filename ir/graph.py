@@ -185,6 +185,7 @@ class Graph(Displayed):
 
     def named(self, *beginnings: str) -> Mask:
         """Return which nodes have a name that starts with one of `beginnings`, bool[n]."""
+        # Names are interned and repeat, so each distinct name is compared only once.
         chosen = np.zeros(len(self.strings), dtype=bool)
         codes = np.flatnonzero(np.bincount(self.nodes.name))
         chosen[codes] = [self.strings[code].startswith(beginnings) for code in codes.tolist()]
@@ -201,6 +202,7 @@ class Graph(Displayed):
         for name, values in columns.items():
             if isinstance(values, list):
                 assert name in TEXT_COLUMNS, f"{name} is not a text column"
+                # Other graphs share the table, and `encode` may add to it.
                 strings = strings.copy() if strings is self.strings else strings
                 encoded[name] = strings.encode(values)
             else:
@@ -221,6 +223,8 @@ class Graph(Displayed):
         return order
 
     def _name_cycle(self, leftover: I64) -> str:
+        # Each leftover node waits for another one, so a walk along these edges must return to a
+        # visited node.
         inside = set(leftover.tolist())
         node, path = int(leftover[0]), list[int]()
         while node not in path:
@@ -243,7 +247,8 @@ class Graph(Displayed):
         return coarsen(self, grain)
 
     def nodes_frame(self) -> polars.DataFrame:
-        """Return one row per node, n x columns; enum columns hold lower-case names."""
+        """Return one row per node, n x columns; enum columns contain lower-case names."""
+        # polars and networkx take 0.1 s each to import, so only the methods that need them do.
         import polars as pl
 
         columns: dict[str, pl.Series] = {}

@@ -100,6 +100,7 @@ ROOT_COLUMNS = {
 """Collective -> column of its root: the source of a broadcast or scatter, else the destination."""
 
 
+# The defaults stand in the metadata, because the length of a column is known only in `Nodes.of`.
 def _column(dtype: type[np.generic], default: object) -> Any:
     return field(metadata={"dtype": dtype, "default": default, "text": False})
 
@@ -112,7 +113,7 @@ def _text() -> Any:
 class Nodes:
     """All nodes of a graph as columns of equal length n.
 
-    Text columns hold codes into the graph's `StringTable`. Times are integer nanoseconds,
+    Text columns contain codes into the graph's `StringTable`. Times are integer nanoseconds,
     sizes integer bytes. `comm_bytes` is the per-rank input of a collective (all-gather: this
     rank's shard), or the payload of a send or receive. `duration_ns` of a host op is its self
     time, which excludes the operators it calls.
@@ -194,7 +195,7 @@ class Nodes:
 
     @classmethod
     def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:
-        """Return `count` nodes with the given columns; the other columns hold their defaults."""
+        """Return `count` nodes with the given columns; the other columns have their defaults."""
         filled: dict[str, npt.NDArray[Any]] = {}
         for spec in fields(cls):
             values = columns.pop(spec.name, None)
@@ -215,18 +216,18 @@ def dtype_of(spec: Field[Any]) -> type[np.generic]:
 
 
 def largest_of(spec: Field[Any]) -> int:
-    """Return the largest number that a column of integers holds."""
+    """Return the largest number that a column of integers can store."""
     dtype: Any = dtype_of(spec)
     return int(np.iinfo(dtype).max)
 
 
 def default_of(spec: Field[Any]) -> Any:
-    """Return the value a column holds when nothing is known (for text: code 0, "")."""
+    """Return the value of a column where nothing is known (for text: code 0, "")."""
     return spec.metadata["default"]
 
 
 def is_text(spec: Field[Any]) -> bool:
-    """Return whether a column holds codes of interned strings."""
+    """Return whether a column contains codes of interned strings."""
     return spec.metadata["text"]
 
 

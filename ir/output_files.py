@@ -107,7 +107,7 @@ def remove_abandoned(directory: Path) -> None:
         *directory.glob(f".{PREFIX}*"),
         *directory.glob(f".*{SUFFIX}"),
     ]:
-        with contextlib.suppress(OSError):  # held, gone already, or no locks on this file system
+        with contextlib.suppress(OSError):  # locked, already gone, or a file system without locks
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue
             descriptor = os.open(path, os.O_RDONLY)
@@ -167,7 +167,7 @@ def created(directory: Path) -> Generator[None]:
         yield
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):  # absent, or it holds something by now
+            with contextlib.suppress(OSError):  # absent, or no longer empty
                 path.rmdir()
         raise
 

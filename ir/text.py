@@ -238,6 +238,8 @@ def _text(value: str) -> str:
 
 
 def _is_list(value: str) -> bool:
+    # Shapes and types are JSON lists and stay readable unquoted. A name from a trace can also be an
+    # invalid list, or be nested deeper than Python's recursion limit.
     if not value.startswith("[") or not value.isprintable():
         return False
     try:
@@ -248,4 +250,5 @@ def _is_list(value: str) -> bool:
 
 
 def _quoted(value: str) -> str:
+    # Control characters are escaped: a name from a trace must not control the terminal.
     return json.dumps(value, ensure_ascii=not value.isprintable())

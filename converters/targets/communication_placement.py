@@ -24,8 +24,8 @@ class Placement:
 
     Attributes:
         axis: axis whose line through the rank is the group, or "world".
-        shift: distance of the peer of a send or receive.
-        member_shifts: distances of all members of a group that is a part of an axis's line.
+        shift: distance to the peer of a send or receive.
+        member_shifts: distances to all members of a group that is part of an axis's line.
     """
 
     axis: str = ""
@@ -61,8 +61,10 @@ def shift_rank(world: World, rank: int, shift: Shift) -> int:
 
 
 def opposite_shift(world: World, shift: Shift) -> Shift:
-    """Return the distance of the way back."""
-    return tuple(-by % size for by, size in zip(shift, world.sizes.values(), strict=True))
+    """Return the distance from the peer back to the rank."""
+    return tuple(
+        -distance % size for distance, size in zip(shift, world.sizes.values(), strict=True)
+    )
 
 
 def unequal_axis(world: World) -> str:
@@ -157,7 +159,7 @@ def place_communications(
                 code="export-no-bytes",
             )
         elif size == 0:
-            # ASTRA-sim stalls or loops for ever on a communication of 0 bytes.
+            # ASTRA-sim stalls or loops endlessly on a communication of 0 bytes.
             dropped[NO_BYTES] += 1
         else:
             placements[index] = placement
@@ -219,7 +221,7 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
     """
     group = job.group(name)
     if group is None and name == "":
-        return Placement(axis=WORLD)
+        return Placement(axis=WORLD)  # the default group, which contains all ranks
     if group is None:
         names = ", ".join(repr(known.name) for known in job.groups) or "none"
         raise ExportError(
@@ -231,6 +233,8 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
         return Placement(axis=WORLD)
     if len(ranks) == 1:
         return None
+    # Along this axis each graph records its own groups, so a group of only some pipeline stages is
+    # known without being a whole line.
     if unequal_along and job.rank in ranks:
         line = _line(world, unequal_along, job.rank)
         if set(ranks) <= set(line):
@@ -270,10 +274,10 @@ def _mesh_remedy(ranks: tuple[int, ...], world: World) -> list[str]:
     """Return the sizes to capture with, if the ranks are a line of a mesh with two axes."""
     # FSDP that reshards to a part of its ranks after forward creates such groups.
     count, stride = len(ranks), ranks[1] - ranks[0]
-    even = all(after - before == stride for before, after in itertools.pairwise(ranks))
+    is_even = all(after - before == stride for before, after in itertools.pairwise(ranks))
     inner = count if stride == 1 else stride
     aligned = ranks[0] % count == 0 if stride == 1 else count * stride == world.size
-    if not even or not aligned or world.size % inner or not 1 < inner < world.size:
+    if not is_even or not aligned or world.size % inner or not 1 < inner < world.size:
         return []
     return [f"capture with --cp {inner} --dp {world.size // inner}, which have such groups"]
 

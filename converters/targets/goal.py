@@ -112,7 +112,7 @@ def lower_rank(
     cpu_of_lane: dict[Hashable, int] = {}
     cpus: dict[int, int] = {}
     for index in step.index:
-        # A receive's lane is one peer, tag and size. A cpu for each could exceed the limit.
+        # The lane of a receive is a peer, tag and size. A cpu for each could exceed the limit.
         lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
         cpus[index] = cpu_of_lane.setdefault(lane, len(cpu_of_lane))
     if len(cpu_of_lane) > MOST_CPUS:
@@ -318,6 +318,8 @@ class RankBlock:
             captured.index(node.root) if node.root in captured else 0,
             self.machine.interconnect,
         )
+        # The empty operations at both ends give the collective one label to wait for it, and one
+        # at which its first messages wait.
         instance = self.calls[members]
         self.calls[members] += 1
         tag = self.tags.call_tag(members, instance, call)
@@ -473,6 +475,7 @@ def _write(
     operations = 0
     with replacing(path) as file:
         file.write(f"num_ranks {len(by_rank)}\n".encode())
+        # Block by block, so that only the text of a single rank is in memory.
         for rank in sorted(by_rank):
             block = RankBlock(by_rank[rank], rank, tags, machine)
             block.write()

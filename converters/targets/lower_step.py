@@ -95,7 +95,7 @@ def _sharing_groups(
 
 
 def _busiest_bytes(node: Node) -> int:
-    """Return the larger of the bytes that a rank sends and, if recorded, those it receives."""
+    """Return the larger of the bytes that a rank sends and, if recorded, the bytes it receives."""
     sent = node.value("comm_bytes")
     operands: list[Any] = json.loads(node.text("input_values") or "[]")
     # The sizes are compared only where the operands are one input and one output tensor; the
@@ -134,8 +134,8 @@ class LoweredStep:
 
     Attributes:
         index: graph index of each node.
-        waits_for: numbers of the nodes that each node waits for, ascending, without those that
-            another one implies.
+        waits_for: numbers of the nodes that each node waits for, ascending, without nodes that
+            another predecessor waits for.
     """
 
     index: list[int]
@@ -241,7 +241,7 @@ def check_peers(
     """
     # All ranks run the same step. A receive from the distance `shift` is therefore sent by the
     # peer with the opposite shift, and the k-th receive of a message waits for the k-th such send
-    # of its own graph. A cycle through these edges is a cycle of ranks.
+    # of the same graph. A cycle through these edges is a cycle of ranks.
     check_messages([RankGraph(graph, tuple(range(world.size)), (), 0)])
     sends: defaultdict[_Message, list[int]] = defaultdict(list)
     receives: defaultdict[_Message, list[int]] = defaultdict(list)

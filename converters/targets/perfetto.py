@@ -17,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
 _COUNTER = "memory allocated by the step"
 _STREAM_ORDER = 1_000_000
-"""Streams sort behind all threads."""
+"""Added to a stream's number, so that streams sort after all threads."""
 
 
 def timeline(

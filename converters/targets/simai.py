@@ -89,7 +89,7 @@ def split_gradients(graph: Graph, order: list[int]) -> GradientSplit:
 def _split_by_shape(
     graph: Graph, block: list[int], shapes: dict[str, set[tuple[int, ...]]]
 ) -> tuple[list[int], int]:
-    """Return the nodes of weight gradients, and the time of GEMMs that fit both gradients."""
+    """Return the nodes of weight gradients, and the time of GEMMs that could be either gradient."""
     weights: list[int] = []
     unclear_ns = 0
     for index in block:
@@ -177,7 +177,7 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
 
     Args:
         graph: one rank's step.
-        grain: scope of a row; without module roles in the trace, each module is one.
+        grain: scope of a row; without module roles in the trace, each module is a scope.
 
     Raises:
         ExportError: the graph has no GPU time, or a communication without bytes or group.
@@ -196,14 +196,15 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
     names = _row_names(graph, grain)
     scopes: dict[int, dict[str, Scope]] = {}
     in_pipeline = graph.job.world.sizes.get(AXIS, 1) > 1
-    # Optimizer and evaluation run once per step and are no part of the bubble.
+    # Optimizer and evaluation run once per step. SimAI's bubble is the time of all rows that are
+    # not called embedding_layer, times (PP - 1) / (ga * vpp).
     updates = Scope(EMBEDDING if in_pipeline else "optimizer")
     evaluation = Scope(EMBEDDING if in_pipeline else "evaluation")
     evaluating: list[bool] = graph.evaluating.tolist()
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
     after_backward = False
-    number = 0  # micro-batch; a node without one belongs to that of the node before it
-    newest = ""  # scope of the newest compute; a gradient bucket is counted there
+    number = 0  # micro-batch; a node without a number belongs to that of the node before it
+    newest = ""  # scope of the newest compute, to which a gradient bucket belongs
     for index in order:
         node = graph.node(index)
         recorded = node.value("micro_batch")
@@ -213,7 +214,8 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
         if node.phase is not Phase.NONE:
             after_backward = node.phase is Phase.BACKWARD
         elif after_backward and node.kind.is_communication:
-            # The script itself reduces gradients after the backward.
+            # A script that reduces its gradients itself does so after the backward, outside of any
+            # phase. SimAI overlaps only weight-gradient communication with compute.
             slot = Slot.WEIGHT
         if split.weights[index] or node.phase is Phase.OPTIMIZER:
             slot = Slot.WEIGHT
@@ -420,7 +422,7 @@ def export(
         schedule: schedule of a pipeline, which determines the stages of a rank.
         micro_batches: micro-batches per step, made by repeating captured ones; None for the
             captured number.
-        grain: scope of a row; without module roles in the trace, each module is one.
+        grain: scope of a row; without module roles in the trace, each module is a scope.
         notes: caveats on how the graphs were made.
 
     Raises:
@@ -438,6 +440,7 @@ def export(
     world = stages[0].graph.job.world
     ranks, chunks = world.sizes.get(AXIS, 1) // len(stages), len(stages)
     sent_bytes = max(stage.sent_bytes for stage in captured)
+    # SimAI crashes (SIGFPE) if the header lacks ep, pp, vpp or ga.
     header = (
         f"{POLICY} model_parallel_NPU_group: {world.sizes.get('tp', 1)} ep: {world.ep} "
         f"pp: {ranks} vpp: {chunks} ga: {count} all_gpus: {world.size // chunks} checkpoints: 0 "

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from onerank.ir import Collective, Graph, Kind, Node, ProcessGroup
 from onerank.ir.errors import ExportError
 
-NAMES = {
+COLLECTIVE_NAMES = {
     Collective.ALL_REDUCE: "ALLREDUCE",
     Collective.ALL_GATHER: "ALLGATHER",
     Collective.REDUCE_SCATTER: "REDUCESCATTER",
@@ -22,7 +22,10 @@ _MOST_BYTES = 1 << 50
 
 
 class Slot(Enum):
-    """A group of three columns of a row: compute, communication, bytes."""
+    """A group of three columns of a row: compute, communication, bytes.
+
+    The members are in the order of the columns.
+    """
 
     FORWARD = "forward"
     INPUT = "input-gradient"
@@ -48,6 +51,7 @@ class SlotCall:
         if not self.name.startswith(("ALLGATHER", "REDUCESCATTER")):
             return [self]
         count = -(-self.size_bytes // LARGEST_GATHER_BYTES)
+        # Differences of running sums, so that the parts add up to the whole size.
         return [
             SlotCall(
                 self.slot,
@@ -115,9 +119,11 @@ class SlotAssigner:
                 f"at most {_MOST_BYTES} in total\n  correct its comm_bytes",
                 code="simai-too-many-bytes",
             )
+        # SimAI silently reads unknown collectives and groups as NONE. Calls that it would drop are
+        # counted instead.
         if ranks == 1:
             losses.lose("of a group of one rank", size)
-        elif node.collective not in NAMES:
+        elif node.collective not in COLLECTIVE_NAMES:
             losses.lose(f"{node.collective.name.lower()}, which SimAI lacks", size)
         elif not group:
             losses.lose(f"of group {node.text('group')!r}, which SimAI has no name for", size)
@@ -126,7 +132,7 @@ class SlotAssigner:
         else:
             # comm_bytes of an all-gather is the shard; SimAI counts the full tensor.
             full = size * (ranks if node.collective is Collective.ALL_GATHER else 1)
-            return self._call(NAMES[node.collective], group, full, slot)
+            return self._call(COLLECTIVE_NAMES[node.collective], group, full, slot)
         return None
 
     def _call(self, name: str, group: str, size: int, slot: Slot) -> SlotCall:
@@ -147,14 +153,14 @@ class SlotAssigner:
             self._losses.moved[f"{slot.value} of {group}"] += 1
 
     def _group(self, node: Node) -> tuple[str, int]:
-        """Return the axis of a node's group, "tp", "dp", "ep", "edp" or "", and its rank count."""
+        """Return a group's axis ("tp", "dp", "ep", "edp" or "") and its number of ranks."""
         name = node.text("group")
         if name not in self._groups:
             self._groups[name] = self._identify(self._graph.job.group(name), node)
         return self._groups[name]
 
     def _identify(self, group: ProcessGroup | None, node: Node) -> tuple[str, int]:
-        """Identify a group by its ranks; groups with the ranks of several axes go by their axis."""
+        """Return the axis whose line has the group's ranks; of several, the recorded axis."""
         world, rank = self._graph.job.world, self._graph.job.rank
         if group is None and node.text("group"):
             names = ", ".join(repr(group.name) for group in self._graph.job.groups) or "none"
@@ -169,12 +175,14 @@ class SlotAssigner:
         if world.ep > 1:
             lines |= {"ep": "ep", "edp": "edp"}
         axis = group.axis if group else ""
-        # Several lines can have the same ranks; the group's recorded axis decides.
+        # Several lines can have the same ranks, as those of ep and dp if ep equals dp.
         candidates = sorted(lines, key=lambda name: (name != axis, [*lines].index(name)))
         matches = (name for name in candidates if world.line(lines[name], rank) == ranks)
         return next(matches, ""), len(ranks)
 
 
+# Times pass through float32, which has 24 bits: between 2**30 and 2**31 it represents multiples of
+# 128 only.
 LARGEST_NS = 2**31 - 128
 """Largest float32 below 2**31; SimAI hangs on cells of 2**31 ns or more."""
 
@@ -260,6 +268,7 @@ class Scope:
 
     def rows(self) -> list[WorkloadRow]:
         """Return rows with the forward and the backward of this scope, with distinct names."""
+        # SimAI runs the backward up the file: the last forward row is the first backward row.
         pairs = zip_longest(self.forward, reversed(self.backward), fillvalue=WorkloadRow(self.name))
         rows = [
             WorkloadRow(self.name, forward.forward_ns, backward.input_ns, backward.weight_ns,

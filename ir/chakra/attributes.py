@@ -1,4 +1,4 @@
-"""The node attribute of each column, its encoding, and values Chakra cannot hold."""
+"""The node attribute of each column, its encoding, and values that Chakra cannot represent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -56,7 +56,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
 
 
 def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.NDArray[Any]) -> None:
-    """Refuse values that Chakra cannot hold.
+    """Refuse values that Chakra cannot represent.
 
     Args:
         nodes: columns to be written.
@@ -122,6 +122,8 @@ class Field:
     words: type[IntEnum] | None = None
 
 
+# ASTRA-sim reads `comm_*` and `pg_name` and throws on other types than these: a float or a text in
+# place of an integer in any version of its feeder, another width of integer in older ones.
 FIELDS = (
     Field("op", "op", "string_val"),
     Field("stream", "stream", "int64_val"),
@@ -209,7 +211,7 @@ def encode_attribute(name: str, variant: str, value: object) -> bytes:
 
 
 Reader = Callable[[str, Any], Any]
-"""(variant, value) of an attribute -> value of its column; None if the column cannot hold it."""
+"""(variant, value) of an attribute -> value of its column; None if it does not fit the column."""
 
 
 def readers(intern: Callable[[str], int]) -> dict[str, tuple[str, Reader]]:

@@ -138,7 +138,7 @@ def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before int, of which bool is a subclass
         return {"bool_val": value}
     if isinstance(value, int):
         return {_VARIANTS.get(name, "int64_val"): value}
@@ -149,11 +149,12 @@ def _value(name: str, value: Any) -> dict[str, Any]:
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the JSON values of a file and the lines they begin on."""
+    # Only the head at first: a file that is not JSON may be large.
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.lstrip()[:1] not in (b"{", b""):
         raise ChakraError(
-            f"{path}: line 1: not JSON: expected an object, found {head[:8]!r}",
+            f"{path}: line 1: not JSON: expected an object, not {head[:8]!r}",
             code="chakra-json-malformed",
         )
     try:

@@ -4,9 +4,10 @@ A run is the end of an IOInfo (shapes and types), the fields after it (attribute
 nodes share equal runs.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +16,77 @@ import numpy.typing as npt
 from onerank.ir.arrays import I8, I64, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
-from onerank.ir.chakra.dedup import BytesInterner, TextCodes, cut, packed
 from onerank.ir.chakra.dependencies import Collector, Dependencies
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
-from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, find, scan
+from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, cut, find, packed, scan
 from onerank.ir.chakra.framing import UNREADABLE
 from onerank.ir.enums import Collective
 from onerank.ir.nodes import StringTable, default_of, dtype_of, is_text, largest_of
 
-# Runs and attributes beyond this number hold exact times or ids and hardly repeat, so remembering
+
+class BytesInterner:
+    """Numbers distinct byte strings, from `begin` on, in the order of their first occurrence."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self._known = defaultdict[bytes, int](count(begin).__next__)
+
+    def of(self, buffer: Buffer, spans: Spans) -> tuple[I64, list[bytes]]:
+        """Return the number of the bytes at each span, and the newly numbered strings in order."""
+        number_of, octets = self._known, buffer.octets
+        known_count = len(number_of)
+        places = zip(spans.first.tolist(), spans.last.tolist(), strict=True)
+        assigned = [number_of[octets[a:b]] for a, b in places]
+        numbers = np.fromiter(assigned, np.int64, len(assigned))
+        new_strings = list(islice(reversed(number_of), len(number_of) - known_count))
+        return numbers, new_strings[::-1]
+
+    def set(self, numbers: dict[bytes, int], following: int) -> None:
+        """Set the numbers of some strings; new strings get numbers from `following` on."""
+        self._known.update(numbers)
+        self._known.default_factory = count(following).__next__
+
+    def forget(self) -> None:
+        """Forget all strings; a string that occurs again gets a new, higher number."""
+        self._known.clear()
+
+
+class TextCodes:
+    """Maps UTF-8 texts to codes of a string table. Nothing else may add to the table meanwhile."""
+
+    def __init__(self, strings: StringTable) -> None:
+        self._strings = strings
+        self._numbers = BytesInterner()
+        code_of: dict[bytes, int] = {}
+        for code, text in enumerate(strings.values):
+            try:
+                code_of[text.encode()] = code
+            except UnicodeEncodeError:
+                continue  # not encodable, so no file can contain it
+        self._numbers.set(code_of, len(strings))
+
+    def codes(self, buffer: Buffer, spans: Spans) -> I64:
+        """Return the code of the text at each span, -1 for a text that is not UTF-8."""
+        codes, new_texts = self._numbers.of(buffer, spans)
+        try:
+            self._strings.add_new(list(map(bytes.decode, new_texts)))
+        except UnicodeDecodeError:
+            self._add_each(new_texts)
+            return self._numbers.of(buffer, spans)[0]
+        return codes
+
+    def _add_each(self, texts: list[bytes]) -> None:
+        """Add the texts that are UTF-8; the others get code -1."""
+        codes: dict[bytes, int] = {}
+        for octets in texts:
+            try:
+                self._strings.add_new([octets.decode()])
+                codes[octets] = len(self._strings) - 1
+            except UnicodeDecodeError:
+                codes[octets] = -1
+        self._numbers.set(codes, len(self._strings))
+
+
+# Runs and attributes beyond this number contain exact times or ids and hardly repeat. To remember
 # them would cost memory and save no parsing.
 _REMEMBERED = 1 << 16
 
@@ -99,7 +162,7 @@ class RunContext:
         self._is_foreign: dict[bytes, bool] = {}
 
     def codes(self, buffer: Buffer, spans: Spans) -> I64:
-        """Intern the texts at some spans; -1 for one that is not UTF-8."""
+        """Intern the texts at some spans; the code of a text that is not UTF-8 is -1."""
         return self._texts.codes(buffer, spans)
 
     def number_reasons(self, buffer: Buffer, spans: Spans) -> I64:
@@ -351,7 +414,7 @@ class Runs:
         numbers, new_runs = self._numbers.of(buffer, spans)
         self._unread += new_runs
         if len(self._unread) > _REMEMBERED:
-            # A run met again later gets a second number; that costs memory, but stays correct.
+            # A run that recurs later gets a second number; that costs memory, but stays correct.
             self._read_new()
             self._numbers.forget()
         return numbers

@@ -36,7 +36,6 @@ from onerank.ir.chakra.bytes_columns import (
     varint,
     varint_lengths,
 )
-from onerank.ir.chakra.dedup import group_equal_rows
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
@@ -300,6 +299,43 @@ class Encoder:
             unsigned = values[rows].astype(np.int64).view(np.uint64)
             inner = inner_of(field.attribute, field.variant)
             pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
+
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplier of the hash: 2**64 / the golden ratio, as in Fibonacci hashing."""
+
+_SHIFT = np.uint64(29)
+"""Mixes high bits into low ones: the low bits of a product depend on low bits only."""
+
+
+def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
+    """Return one row of each distinct combination of values, and the combination of each row.
+
+    Args:
+        columns: integers, each [n].
+
+    Returns:
+        Rows, int64[distinct]; and an index into them for each row, int64[n].
+    """
+    hashes = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        hashes *= _ODD
+        hashes ^= hashes >> _SHIFT
+        hashes ^= column.astype(np.int64).view(np.uint64)
+    # A stable sort is faster here, because many hashes are equal.
+    order = np.argsort(hashes, kind="stable")
+    by_value = hashes[order]
+    is_first = np.ones(len(hashes), dtype=bool)
+    np.not_equal(by_value[1:], by_value[:-1], out=is_first[1:])
+    first = order[is_first]
+    combination = np.empty(len(hashes), dtype=np.int64)
+    combination[order] = np.cumsum(is_first) - 1
+    representative = first[combination]
+    if all(np.array_equal(column, column[representative]) for column in columns):
+        return first, combination
+    # Two combinations have the same hash: treat every row as distinct, which is always correct.
+    all_rows = np.arange(len(hashes))
+    return all_rows, all_rows
 
 
 def _count(deps: Dependencies, is_counted: Mask) -> I64:

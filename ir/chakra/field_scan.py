@@ -119,6 +119,19 @@ class Spans(NamedTuple):
     last: I64
 
 
+def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
+    """Return the bytes at each span."""
+    octets = buffer.octets
+    return [octets[a:b] for a, b in zip(spans.first.tolist(), spans.last.tolist(), strict=True)]
+
+
+def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:
+    """Return byte strings joined in one buffer, and the span of each; the inverse of `cut`."""
+    sizes = np.fromiter(map(len, strings), np.int64, len(strings))
+    last = np.cumsum(sizes)
+    return Buffer(b"".join([*strings, bytes(PADDING)])), Spans(last - sizes, last)
+
+
 class FoundFields(NamedTuple):
     """Values of a number attribute: the messages that have it and their values, both int64[m]."""
 

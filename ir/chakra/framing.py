@@ -20,9 +20,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from onerank.ir.arrays import I64
-from onerank.ir.chakra.dedup import cut, packed
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
+from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans, cut, packed
 from onerank.ir.errors import ChakraError
 from onerank.ir.input_files import check_regular
 
@@ -31,7 +30,7 @@ UNREADABLE = (DecodeError, UnicodeDecodeError)
 
 
 class EmptyFileError(ChakraError):
-    """The file holds no message at all."""
+    """The file contains no message at all."""
 
 
 class TruncatedError(ChakraError):
@@ -260,7 +259,7 @@ class ChakraFile:
 
     def _read(self, begin: int, size: int) -> bytes:
         self._file.seek(begin)
-        # An unbuffered read may return fewer bytes than it is asked for.
+        # An unbuffered read may return fewer bytes than requested.
         parts = [self._file.read(size)]
         while len(parts[-1]) and sum(map(len, parts)) < size:
             parts.append(self._file.read(size - sum(map(len, parts))))

@@ -100,7 +100,7 @@ def read_groups(path: Path) -> dict[str, list[int]]:
 
 
 def _groups_file(path: Path) -> Path | None:
-    """Return the file next to a trace that holds its groups, None if there is none."""
+    """Return the file next to a trace that contains its groups; None if there is none."""
     files = group_files(path.parent, path.name)
     if len(files) > 1:
         raise FormatError(

@@ -88,7 +88,7 @@ class Template:
             places[slot].append(length + len(head))
             parts += [head, bytes(sizes[slot]), following]
             length += len(head) + sizes[slot] + len(following)
-        # An array over a bytearray is writable, unlike one over bytes.
+        # An array over a bytearray is writable; an array over bytes is not.
         octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
         begins = [np.array(begin_list, dtype=np.int64) for begin_list in places]
         spans = [
@@ -197,6 +197,7 @@ def _split(message: bytes) -> tuple[bytes, bytes]:
     The second part is empty for other nodes, and for nodes whose attributes are not their last
     fields.
     """
+    # A search for the names costs less than parsing, and compute nodes need no parsing.
     if not any(name.encode() in message for name in PEERS):
         return message, b""
     node = parse_raw_node(message)

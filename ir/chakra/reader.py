@@ -268,6 +268,7 @@ def _kinds(decoder: ColumnDecoder) -> U8:
     computes = decoder.type == COMP_NODE
     for place, kind in enumerate(GPU_OPS.values()):
         kinds[computes & (decoder.gpu_op == place)] = kind
+    # Last, as in `_Collected._kinds`: a host flag counts more than `gpu_op`.
     kinds[computes & (decoder.flag == 1)] = Kind.HOST_OP
     return kinds
 

@@ -166,6 +166,7 @@ def _nodes(graph: Graph) -> Iterator[bytes]:
     deps = dependencies(nodes, graph.edges)
     messages = nodes.foreign.tolist()
     is_kept = np.zeros(len(nodes), dtype=bool)
+    # `count` runs in C; only graphs with messages of another tool need the loop.
     if messages.count(None) < len(messages):
         is_kept[:] = [message is not None for message in messages]
     kept_rows = np.flatnonzero(is_kept)

@@ -169,7 +169,7 @@ def export(
 
     The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank R,
     the group, system, network, memory and logging files, and `run.sh`. It appears complete and
-    checked, or not at all. `export.json` lists its files; a later export replaces those.
+    checked, or not at all. `export.json` lists its files; a later export replaces these.
 
     Args:
         graph: one rank's step, with GPU compute and communication.
@@ -200,6 +200,7 @@ def export(
     if host_time:
         graph, delay_note = insert_host_delays(graph, one_at_a_time=True)
         target = target.with_notes([delay_note])
+    # Placements are by node index, so host delays and substitutes come before them.
     graph, substitutions = substitute(graph, world.size)
     placements, dropped = place_communications(graph, world, SUPPORTED)
     step = lower_for_astra_sim(graph, placements)
@@ -295,6 +296,7 @@ def _check_nodes(graph: Graph) -> None:
     storage_delays(graph)
 
 
+# Files of one step differ only in groups and peers, which `rank_programs` gives without the files.
 _MOST_NODES_READ_BACK = 400_000
 """Nodes of all ranks together up to which every written file is read back and checked."""
 

@@ -23,6 +23,7 @@ from onerank.ir.chakra import NodeWriter, Template, attribute, header
 from onerank.ir.graph import I64
 
 VERSION = "1.0.0"
+# Chakra's NodeType numbers.
 COMP = 4
 COMM = {Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
 
@@ -125,7 +126,10 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     # issue their collectives in one order; opposite orders on two ranks would deadlock.
     writer = NodeWriter(len(index))
     all_nodes = np.arange(len(index))
+    # Every dependency goes into data_deps: older feeders of ASTRA-sim read no ctrl_deps. Attribute
+    # types are those that both versions of the feeder accept; each throws on some others.
     writer.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)
+    # A CPU operation would cost the run's statistics.
     writer.write_flag("is_cpu_op", value=False)
     writer.write_integers("duration_ns", "int64_val", all_nodes, nodes.duration_ns)
     if roofline:

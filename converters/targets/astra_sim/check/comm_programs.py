@@ -8,7 +8,7 @@ from onerank.converters.targets.astra_sim.check.file_rules import Dag
 from onerank.ir.enums import Collective
 
 WORLD = ""
-"""Name under which a collective on the default group is kept."""
+"""Name of the default group, which contains all ranks."""
 
 
 class NodeType(IntEnum):
@@ -66,10 +66,10 @@ def name_of(collective: int) -> str:
 
 
 Channel = tuple[int, int, int, int]
-"""What a send and its receive agree on: source, target, tag, bytes."""
+"""Values that a send and its receive have in common: source, target, tag, bytes."""
 
 End = str | tuple[int, int]
-"""Whom a call communicates with: a group, or the source and target of a message."""
+"""The peers of a call: a group, or the source and target of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ def with_end(call: CommCall, end: End) -> CommCall:
 
 def distinct_comms(programs: Iterable[Program]) -> list[CommProgram]:
     """Return the distinct shared parts of programs."""
+    # By identity: equal ranks share one object, and comparing thousands of nodes would be slow.
     return list({id(program.comm): program.comm for program in programs}.values())
 
 

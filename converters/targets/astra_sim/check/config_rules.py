@@ -51,7 +51,7 @@ ALGORITHMS: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What a system JSON says, as far as a workload depends on it.
+    """The settings of a system JSON, on which the rules for a workload depend.
 
     Attributes:
         file: its name.
@@ -77,7 +77,9 @@ class System:
         return max(1, int(self.number("preferred-dataset-splits")))
 
     def roofline_ns(self, num_ops: int, tensor_size: int) -> int | None:
-        """Return the time ASTRA-sim gives a compute node, in its own floating-point steps."""
+        """Return the time of a compute node in ns, in the floating-point steps of ASTRA-sim."""
+        # Another order of the operations would round differently, and ASTRA-sim truncates to whole
+        # nanoseconds.
         peak = self.number("peak-perf") * 1e12
         bandwidth = self.number("local-mem-bw") * 1e9
         if num_ops <= 0 or tensor_size <= 0 or peak <= 0 or bandwidth <= 0:
@@ -162,26 +164,28 @@ def check_algorithms(
 ) -> None:
     """Check that every collective in use has an algorithm that serves its ranks."""
     for collective, key in ALGORITHMS.items():
-        mine = sorted({use.ranks for use in uses if use.collective == collective})
+        group_sizes = sorted({use.ranks for use in uses if use.collective == collective})
         value: Any = system.values.get(key)
         if f"{key}-custom" in system.values:
             continue
         if value is None and key not in system.values:
-            if mine:
+            if group_sizes:
                 message = f"no {key}; the workload uses it: list one algorithm per dimension"
                 report.add("algorithms", system.file, None, message)
             continue
         names = as_list(value)
         if names is None or not all(isinstance(n, str) and is_algorithm(n) for n in names):
             continue  # reported with the settings
-        for problem in _algorithm_faults(collective, [str(n) for n in names], npus, world, mine):
+        for problem in _algorithm_faults(
+            collective, [str(n) for n in names], npus, world, group_sizes
+        ):
             report.add("algorithms", system.file, None, f"{key} is {shown(value)}{problem}")
 
 
 def _algorithm_faults(
     collective: int, names: list[str], npus: list[int], world: int, sizes: list[int]
 ) -> list[str]:
-    """Return what is wrong with the algorithms of one collective, used by groups of `sizes`."""
+    """Return the problems of the algorithms of a collective that groups of `sizes` use."""
     dimensions = len(npus)
     count = (
         f" and the network has {dimensions} dimension(s); "
@@ -313,11 +317,11 @@ class Groups:
 
     Attributes:
         usable: name -> ranks in order, of the groups without fault.
-        faulty: names of groups that have findings of their own.
+        faulty: names of groups with findings.
         given: whether there is a group file.
-        members: the ranks of the usable ones again, as sets.
+        members: ranks of the usable groups, as sets.
         file: its name.
-        faults: of each faulty group, what is wrong.
+        faults: name of a faulty group -> its problem.
         used: names of faulty groups that nodes use; filled in while nodes are read.
     """
 
@@ -330,7 +334,7 @@ class Groups:
     used: set[str] = field(default_factory=set[str])
 
     def report_faults(self, report: Report) -> None:
-        """Report the faulty groups; one that no node uses is a note."""
+        """Report the faulty groups; a group that no node uses is a note."""
         for name, message in self.faults.items():
             is_note = name not in self.used
             report.add("group-ranks", self.file, None, message, is_note=is_note)
@@ -395,7 +399,7 @@ def _ranks(value: Any) -> list[int] | None:
 
 
 def groups_file(directory: Path, prefix: str, report: Report) -> Path:
-    """Return where the groups of a set lie, or would; of several files the first, reported."""
+    """Return the path of the group file of a set; further group files are reported."""
     files = group_files(directory, f"{prefix}.0.et") or [directory / GROUPS_FILE]
     if len(files) > 1:
         message = f"{files[0].name} holds groups of {prefix} too: remove one"
@@ -417,7 +421,7 @@ def check_group_path(file: Path, script: Script, report: Report) -> None:
 
 
 def _bad_ranks(value: Any, ranks: list[int] | None, world: int) -> str:
-    """Return what is wrong with a group's ranks, "" when nothing is."""
+    """Return the problem of a group's ranks, "" for valid ranks."""
     if ranks is None:
         return f"is {shown(value)}, not a list of integers"
     if not ranks:

@@ -2,7 +2,7 @@
 
 Read from the source of master 518bd51: `Sys::initialize_sys`, `CollectiveImplLookup`,
 `AnalyticalRemoteMemory`, the analytical backend's `NetworkParser` and `spdlog_setup`. Keys that are
-not in a table are not read by ASTRA-sim and mean nothing to it.
+not in a table are not read by ASTRA-sim.
 """
 
 import difflib
@@ -47,7 +47,7 @@ class Key:
         read_when: another key and its value, without which the key is not even read.
         harmless: whether values that do not work leave the simulated time as meant.
         rule: code of the finding for a value that does not work.
-        why: what ASTRA-sim does with it, or without it.
+        why: what ASTRA-sim does with the value, or without it.
     """
 
     form: Form
@@ -63,7 +63,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What a message asks for."""
+        """The expected values, as a message names them."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if math.isinf(self.low):
@@ -157,7 +157,7 @@ SYSTEM: dict[str, Key] = {
     "all-to-all-implementation-custom": _CUSTOM,
     "per-node-custom-implementation": Key(Form.TEXT),
 }
-"""Of the system JSON."""
+"""Settings of the system JSON."""
 
 _PER_NODE = ("memory-type", "PER_NODE_MEMORY_EXPANSION")
 
@@ -173,14 +173,14 @@ MEMORY: dict[str, Key] = {
         required=True,
         why=_NO_DEFAULT,
     ),
-    # Values matter for memory nodes alone, which have findings of their own (host-node). ASTRA-sim
-    # allocates a queue per node at the start, so that a huge number ends it.
+    # These values matter only for memory nodes, which the rule host-node reports. ASTRA-sim
+    # allocates a queue per node at the start, so a huge number ends it.
     "num-nodes": Key(Form.INTEGER, high=1e6, read_when=_PER_NODE),
     "num-npus-per-node": Key(Form.INTEGER, read_when=_PER_NODE),
     "remote-mem-latency": Key(Form.WIDE_INTEGER),
     "remote-mem-bw": Key(Form.WIDE_INTEGER),
 }
-"""Of the remote memory's JSON."""
+"""Settings of the remote memory's JSON."""
 
 NETWORK: dict[str, Key] = {
     "topology": Key(Form.TEXT, choices=("Ring", "FullyConnected", "Switch")),
@@ -188,7 +188,7 @@ NETWORK: dict[str, Key] = {
     "bandwidth": Key(Form.REAL, 1e-3, 1e9, why="GB/s"),
     "latency": Key(Form.REAL, 0, _DAY_NS / 1e3, why="ns"),
 }
-"""Of the network's YAML; each is a list with one entry per dimension."""
+"""Settings of the network's YAML; each is a list with one entry per dimension."""
 
 _LEVELS = ("trace", "debug", "info", "warn", "err", "critical", "off")
 
@@ -315,7 +315,7 @@ def _check_names(
 def check_network_entry(
     name: str, entry: str | None, read: Callable[[str], float | None], key: Key
 ) -> str:
-    """Return what is wrong with one entry of a list of the network file, "" when nothing is."""
+    """Return the problem of an entry of a list of the network file, "" for a valid entry."""
     value = None if entry is None else read(entry)
     if value is not None and key.low <= value <= key.high:
         return ""
@@ -325,7 +325,7 @@ def check_network_entry(
 
 
 def check_logging(file: str, values: Mapping[str, Any], report: Report) -> None:
-    """Check the logging TOML as spdlog_setup reads it: it throws on all that is reported."""
+    """Check the logging TOML; spdlog_setup throws on everything that is reported."""
     for message in _logging_faults(values):
         report.add("logging-configuration", file, None, message)
 

@@ -21,7 +21,7 @@ _SPACES = " \t\r\n"
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it, cut where it is long."""
+    """Return a value as text for a message; long values are shortened."""
     if value is None:
         return "not given"
     text = json.dumps(value, default=str)  # TOML has dates and times
@@ -57,8 +57,8 @@ def read_json(path: Path, report: Report, *, any_value: bool = False) -> dict[st
     Args:
         path: the file.
         report: receives the finding on a faulty file.
-        any_value: take a value that is no object as an empty object, as the reader of the remote
-            memory's file does.
+        any_value: read a value that is not an object as an empty object, as ASTRA-sim's reader of
+            the remote memory's file does.
     """
     if not path.exists():
         return None
@@ -97,12 +97,12 @@ def read_yaml_lists(
 ) -> dict[str, list[str | None] | None] | None:
     """Return each key of a YAML mapping with its list; None when the file is absent or faulty.
 
-    An entry is its text, None if it is no scalar; a value that is no list is None. Of several
-    documents the first is read, of equal keys the first.
+    An entry is the text of a scalar, or None for another type; a value that is not a list is None.
+    Only the first document is read, and of equal keys the first.
 
     Args:
         path: the file.
-        keys: keys that ASTRA-sim reads; if one of them stands twice, that is a finding.
+        keys: keys that ASTRA-sim reads; a repeated one is a finding.
         report: receives the findings.
     """
     root = _yaml_root(path, report)
@@ -226,7 +226,7 @@ def stoi(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a run script passes to ASTRA-sim, as far as its text shows.
+    """The options that a run script passes to ASTRA-sim, read from its text.
 
     Attributes:
         text: the script without comments; "" if there is none.

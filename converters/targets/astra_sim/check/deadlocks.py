@@ -54,7 +54,7 @@ class Rendezvous:
 
 
 class CommRun:
-    """A run of all ranks by ASTRA-sim's rules of issue, in which compute and messages take no time.
+    """A run of all ranks by ASTRA-sim's rules of issue; compute and messages take no time.
 
     Ready nodes are issued lowest id first, one collective or send at a time per rank. A send
     completes when issued, a receive when its send was issued, a collective when all members
@@ -73,7 +73,7 @@ class CommRun:
         self._runnable: deque[int] = deque(range(len(programs)))
 
     def finish(self) -> None:
-        """CommRun until no rank can go on."""
+        """Run until no rank can proceed."""
         for rank, state in enumerate(self.states):
             for node, waits in enumerate(state.waits):
                 if waits == 0:
@@ -256,11 +256,12 @@ def _unsent(run: CommRun) -> set[Channel]:
 
 
 def _rings(blocked: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Return rings of waiting ranks, as (rank, rank waited for, node), no rank in two."""
+    """Return rings of waiting ranks as (rank, rank waited for, node); no rank is in two rings."""
     rings: list[list[tuple[int, int, int]]] = []
     finished: set[int] = set()
     for first in blocked:
-        # Depth first; `path` holds the ranks from `first` on, in order, with the step each took.
+        # A depth-first search without recursion, since a ring can be as long as the world. `path`
+        # maps the ranks from `first` on, in order, to the step that each took.
         path: dict[int, tuple[int, int]] = {}
         rest: dict[int, Iterator[tuple[int, int]]] = {}
         rank: int | None = None if first in finished else first

@@ -44,7 +44,7 @@ class Schedule:
     """The order of nodes when each completes at once and the lowest id goes first.
 
     Attributes:
-        order: nodes in the order they complete; those on or behind a cycle are missing.
+        order: nodes in order of completion, without nodes on a cycle or after one.
         width: most nodes ready at the same time.
         widest_after: node after whose completion that was, None before the first.
     """
@@ -60,8 +60,8 @@ class Structure:
 
     Attributes:
         records: its nodes.
-        dag: their dependencies, without those that lead nowhere.
-        schedule: the order they allow.
+        dag: their dependencies, without dangling ones and self-dependencies.
+        schedule: the order that these dependencies allow.
         sound: whether there are no structural faults.
     """
 
@@ -72,7 +72,7 @@ class Structure:
 
 
 def read_structure(path: Path, report: Report) -> Structure | None:
-    """Read a file and report its structural faults; None when it holds no nodes to go on with."""
+    """Read a file and report its structural faults; return None if it has no readable node."""
     records = _read(path, report)
     if records is None:
         return None
@@ -91,6 +91,8 @@ def read_structure(path: Path, report: Report) -> Structure | None:
 
 def lowest_id_first(dag: Dag) -> Schedule:
     """Complete the nodes one by one, the lowest ready id first."""
+    # ASTRA-sim issues ready nodes in this order, so the result is its order on a rank that never
+    # waits for another rank.
     waits = dag.waits.copy()
     ready = [node for node, count in enumerate(waits) if count == 0]
     order: list[int] = []
@@ -139,7 +141,7 @@ def _check_ids(file: str, nodes: list[Record], report: Report) -> None:
 
 
 def _build(file: str, nodes: list[Record], report: Report) -> Dag:
-    # The feeder indexes a file by id, so that of two nodes with one id it issues the last.
+    # The feeder indexes a file by id. Of two nodes with the same id it issues the last.
     last = {node.id: node for node in nodes}
     ids = sorted(last)
     index = {node_id: place for place, node_id in enumerate(ids)}
@@ -177,6 +179,8 @@ def _build(file: str, nodes: list[Record], report: Report) -> Dag:
 def _report_cycle(file: str, dag: Dag, schedule: Schedule, report: Report) -> None:
     done = set(schedule.order)
     left = [node for node in range(len(dag.ids)) if node not in done]
+    # Every node that is left waits for another one that is left, so a walk against the dependencies
+    # returns to a node that it has visited.
     before: dict[int, int] = {}
     for node in left:
         for follower in dag.followers_of(node):

@@ -16,9 +16,9 @@ RULES: dict[str, str] = {
     "no-nodes": "A file without nodes aborts the simulator.",
     "unique-ids": "Of two nodes with one id the last wins; the other vanishes silently.",
     "dangling-edge": "A dependency on a node that is not there aborts the simulator.",
-    "self-dependency": "A node that waits for itself is skipped silently with all behind it.",
+    "self-dependency": "A node that waits for itself is skipped silently, with all nodes after it.",
     "cycle": "Nodes on a cycle are skipped silently and the rank reports a shorter finish.",
-    "control-edge": "Older feeders read data_deps alone, so ctrl_deps are lost there (a note).",
+    "control-edge": "Older feeders read only data_deps, so ctrl_deps are lost there (a note).",
     # nodes
     "node-type": "A METADATA node aborts, an INVALID node stalls the rank with exit status 0.",
     "host-node": "CPU operations and memory nodes lose the run's statistics.",
@@ -28,7 +28,7 @@ RULES: dict[str, str] = {
     "memory-attributes": "track-local-mem reads `inputs` and `outputs` of every node or throws.",
     "roofline-values": "With the roofline on, num_ops and tensor_size of 0 lose or stall the node.",
     "roofline-time": "In the exact encoding num_ops = ns*1000 + 500, or nanoseconds get lost.",
-    "time-drift": "Whole microseconds lose what lies below, unless remainders are carried on.",
+    "time-drift": "Whole microseconds drop remainders unless each is carried to the next node.",
     "duration-range": "A node of more than a day is a mistake; beyond 2**64 ns time wraps around.",
     "zero-at-start": "A node of 0 ns at time 0 asserts.",
     # communication
@@ -71,7 +71,7 @@ RULES: dict[str, str] = {
     "unmatched-recv": "A receive without a send of equal tag, ranks and size stalls its rank.",
     "unmatched-send": "A send without a receive costs time for bytes that go nowhere.",
 }
-"""Every rule, with why it matters."""
+"""Code of each rule -> what ASTRA-sim does with a workload that violates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class Finding:
         rule: name of the rule, a key of `RULES`.
         file: name of the file at fault, the first of equal files.
         node: id of the node at fault, None if it is not a single node.
-        message: what was found, what was expected, what to do.
-        is_note: whether ASTRA-sim runs the workload as meant all the same. A workload with notes
-            alone passes.
+        message: the problem, what was expected, what to do.
+        is_note: whether ASTRA-sim still runs the workload as intended. A workload that has only
+            notes passes.
     """
 
     rule: str

@@ -53,7 +53,8 @@ def check_order(
             lanes_by_group.setdefault(end, len(lanes_by_group)) if isinstance(end, str) else -1
             for end in program.ends
         )
-        # Equal ranks have one CommProgram and number their groups alike, so one is searched.
+        # Equal ranks share one CommProgram and number their groups in the same order, so the search
+        # runs once for all of them.
         key = id(program.comm), lanes
         if lanes_by_group and key not in unordered:
             unordered[key] = _unordered(program.comm, lanes, len(lanes_by_group))
@@ -79,7 +80,7 @@ class _Pair:
 
 
 class _SharedRanks:
-    """Answers whether two groups share two ranks or more.
+    """Which pairs of groups share two ranks or more.
 
     Args:
         members: ranks of each group; the default group is not among them.
@@ -90,7 +91,7 @@ class _SharedRanks:
         self._known: dict[tuple[str, str], bool] = {}
 
     def between(self, first: str, second: str) -> bool:
-        """Whether groups of a rank share another rank; every group is within the default one."""
+        """Whether two groups of a rank share another rank; the default group contains all ranks."""
         if first == second or WORLD in (first, second):
             return True
         key = (first, second)
@@ -205,6 +206,8 @@ def rank_classes(
     by_rank = _Segments(memberships.rank, len(programs))
     of_rank = _numbered([id(program.comm) for program in programs])
     count = 0
+    # Partition refinement: classes of ranks split classes of groups, and the other way round, until
+    # a pass splits none.
     for _ in range(_MAX_REFINEMENTS):
         of_place = by_place.classes(
             np.stack([of_rank[memberships.rank], memberships.slots], axis=1)
@@ -224,8 +227,10 @@ def rank_classes(
 def _cross(memberships: _Memberships, of_rank: I64) -> bool:
     """Whether members of a group meet in other slots than members of its class."""
     is_group = np.array([isinstance(end, str) for end in memberships.places], dtype=bool)
-    here = is_group[memberships.place]
-    rows = np.stack([memberships.place, of_rank[memberships.rank], memberships.slots], axis=1)[here]
+    in_group = is_group[memberships.place]
+    rows = np.stack([memberships.place, of_rank[memberships.rank], memberships.slots], axis=1)[
+        in_group
+    ]
     return len(np.unique(rows, axis=0)) > len(np.unique(rows[:, :2], axis=0))
 
 
@@ -261,13 +266,14 @@ def _memberships(programs: Sequence[Program], members: dict[str, tuple[int, ...]
     sets: dict[tuple[int, ...], int] = {}
     slots: list[int] = []
     for rank, program in enumerate(programs):
-        meets: dict[End, tuple[int, ...]] = {}
+        slots_of_end: dict[End, tuple[int, ...]] = {}
         for slot, end in enumerate(program.ends):
-            meets[end] = (*meets.get(end, ()), slot)
-        for end, those in meets.items():
+            slots_of_end[end] = (*slots_of_end.get(end, ()), slot)
+        for end, shared_slots in slots_of_end.items():
             ranks.append(rank)
             number.append(places.setdefault(end, len(places)))
-            slots.append(sets.setdefault(those, len(sets)))
+            slots.append(sets.setdefault(shared_slots, len(sets)))
+    # A member that never communicates in its group would stall the others, so it gets a row too.
     met = set(zip(number, ranks, strict=True))
     for end, place in places.items():
         for rank in members[end] if isinstance(end, str) else ():
@@ -295,19 +301,19 @@ def _representatives(
     class_of = {end: int(of_place[place]) for end, place in memberships.places.items()}
     representatives: list[Program] = []
     firsts: list[int] = np.unique(of_rank, return_index=True)[1].tolist()
-    for given in (programs[rank] for rank in firsts):
+    for program in (programs[rank] for rank in firsts):
         ends: list[End] = [
             str(class_of[end]) if isinstance(end, str) else (class_of[end], class_of[end])
-            for end in given.ends
+            for end in program.ends
         ]
-        representatives.append(Program(given.file, given.comm, ends))
+        representatives.append(Program(program.file, program.comm, ends))
     pairs = np.unique(
         np.stack([of_place[memberships.place], of_rank[memberships.rank]], axis=1), axis=0
     )
     members: dict[str, list[int]] = {}
     for place, rank_class in pairs.tolist():
         members.setdefault(str(place), []).append(rank_class)
-    return RankClasses(representatives, {name: tuple(those) for name, those in members.items()})
+    return RankClasses(representatives, {name: tuple(classes) for name, classes in members.items()})
 
 
 FEW = 64
@@ -365,6 +371,7 @@ def _check_sequences(
             rank: tuple((call.collective, call.size) for call in by_rank.get(rank, []))
             for rank in members[group]
         }
+        # The sequence of most members counts as correct, so that the finding names the odd rank.
         usual = Counter(shapes.values()).most_common(1)[0][0]
         model = next(rank for rank, shape in shapes.items() if shape == usual)
         for rank, shape in shapes.items():
@@ -392,7 +399,7 @@ def _first_difference(mine: list[CommCall], other: list[CommCall]) -> int:
 
 
 def _unmatched(issued: list[list[CommCall]]) -> "tuple[_Unmatched, _Unmatched]":
-    """Return sends, and receives, that have no counterpart, whenever they would be issued."""
+    """Return the sends and the receives without a counterpart, whenever they are issued."""
     sends: dict[Channel, list[CommCall]] = defaultdict(list)
     receives: dict[Channel, list[CommCall]] = defaultdict(list)
     for calls in issued:

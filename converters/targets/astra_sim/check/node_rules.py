@@ -20,7 +20,15 @@ from onerank.ir.enums import Collective
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the nodes of one rank are checked against."""
+    """The file, world and configuration that the nodes of one rank are checked against.
+
+    Attributes:
+        file: name of the rank's file.
+        rank: the rank.
+        world: number of ranks.
+        groups: process groups of the run.
+        system: settings of the run; None without a readable system JSON.
+    """
 
     file: str
     rank: int
@@ -41,7 +49,7 @@ def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[i
 
 
 def integer(node: Record, name: str) -> int | None:
-    """Return an attribute's value where it is an integer."""
+    """Return an attribute's value if it is an integer, else None."""
     attribute = node.attributes.get(name)
     return attribute.value if attribute and type(attribute.value) is int else None
 
@@ -115,7 +123,7 @@ class _NodeChecker:
             message = f"holds {name} as {attribute.variant}; write it as {variant}"
             self._add("attribute-type", node, message, (name, attribute.variant), converts)
         expected = {"bool_val": bool, "string_val": str}.get(variant, int)
-        # The feeder casts an integer to bool.
+        # The feeder casts an integer to bool, so 0 and 1 are accepted with a note on their type.
         if expected is bool and isinstance(attribute.value, int):
             return bool(attribute.value)
         return attribute.value if type(attribute.value) is expected else None
@@ -289,7 +297,7 @@ class _NodeChecker:
 
 
 def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
-    """Return (tensor, size) of a string_list, None when it is not such pairs."""
+    """Return (tensor, size) pairs of a string_list; None if the list has another form."""
     if variant != "string_list":
         return None
     words = [str(word) for word in value]
@@ -299,7 +307,7 @@ def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
 
 
 _LONGEST_NS = 86_400 * 10**9
-"""Longest a node may last."""
+"""Longest plausible duration of a node: one day."""
 
 _MOST_BYTES = 1 << 44
 """Most bytes that one communication may move: 16 TiB, more than any GPU holds."""
@@ -308,10 +316,11 @@ _PADDED_BYTES = 1 << 16
 """Bytes up to which a collective may be charged for more than it moves."""
 
 READY_BOUND = 64
-"""Ready nodes at once up to which ASTRA-sim's rescans stay cheap."""
+"""Number of simultaneously ready nodes up to which ASTRA-sim's rescans stay cheap: 20,000 nodes in
+one lane took 5 s, in 256 lanes 121 s."""
 
 _DRIFT = 0.001
-"""Share by which compute may last longer or shorter than measured."""
+"""Largest relative difference between simulated and measured compute time."""
 
 
 def check_graph(structure: Structure, setting: Setting, report: Report) -> None:
@@ -345,14 +354,14 @@ def _check_control(nodes: list[Record], file: str, report: Report) -> None:
                 file,
                 node.id,
                 f"node {node.id} ({node.name!r}) waits for node {min(control_only)} by ctrl_deps "
-                "alone, which older feeders do not read: name it in data_deps too",
+                "only, which older feeders do not read: name it in data_deps too",
                 cause="control",
                 is_note=True,
             )
 
 
 def _check_drift(nodes: list[Record], file: str, report: Report) -> None:
-    """Compare what compute lasts in whole microseconds with what `duration_ns` says."""
+    """Compare the compute time in whole microseconds with the sum of `duration_ns`."""
     exact = simulated = 0
     for node in nodes:
         duration = integer(node, "duration_ns")

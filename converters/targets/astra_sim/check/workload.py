@@ -81,10 +81,12 @@ class RankReader:
     def read(self, rank: int, path: Path) -> Program | None:
         """Return a rank's program; None when its file has faults that keep it from running."""
         setting = replace(self._setting, file=path.name, rank=rank)
+        # The first file is only parsed: without a kept file there is nothing to compare it with.
         octets = path.read_bytes() if self._models and path.is_file() else b""
         for place, model in enumerate(self._models):
             ends = model.ends(octets, setting)
             if ends is not None:
+                # Consecutive ranks mostly run the same step, so the last match is tried first.
                 self._models.insert(0, self._models.pop(place))
                 self._report.add_file(model.findings, path.name)
                 return Program(path.name, model.comm, ends) if model.runs else None
@@ -140,14 +142,14 @@ class _Model:
         self.runs = structure.sound
         self._diff = RankDiff(path)
         place = {node.id: node.position for node in structure.records.nodes}
-        own_slots = [self._diff.slots[place[node_id]] for node_id in structure.dag.ids]
+        node_slots = [self._diff.slots[place[node_id]] for node_id in structure.dag.ids]
         count = len(self._diff.template_endings)
         ends: list[End] = [_NO_PEER] * count
         first_in_slot = self._diff.slots.index
         self._examples = [first_in_slot(slot) for slot in range(count)]
         on_world = {call.node for call in calls if call is not None and end_of(call) == WORLD}
         on_default_group = False
-        for node_id, call, slot in zip(structure.dag.ids, calls, own_slots, strict=True):
+        for node_id, call, slot in zip(structure.dag.ids, calls, node_slots, strict=True):
             if call is not None and slot is not None:
                 ends[slot], self._examples[slot] = end_of(call), place[node_id]
             on_default_group |= call is not None and slot is None
@@ -161,7 +163,7 @@ class _Model:
         self._rest: list[End] = [WORLD] if on_default_group else []
         slots = [
             count if call is not None and slot is None else slot
-            for call, slot in zip(calls, own_slots, strict=True)
+            for call, slot in zip(calls, node_slots, strict=True)
         ]
         self._records: dict[tuple[int, bytes], Record | None] = {}
         self.comm = CommProgram(structure.dag, structure.schedule.order, calls, slots)
@@ -213,7 +215,7 @@ class _Model:
 
 
 Progress = Callable[[str, int, int], None]
-"""Gets the prefix of a set, how many of its files are read, and how many there are."""
+"""Called with the prefix of a set, the number of its files read so far, and of all its files."""
 
 
 class _Common(NamedTuple):
@@ -229,7 +231,14 @@ class _Common(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """What to check of a set: some ranks, all if None; the shared files; and progress."""
+    """What to check of a set of traces.
+
+    Attributes:
+        common: configuration that all sets share.
+        ranks: ranks whose files are read; None for all.
+        programs: each rank's communication, instead of the files' contents.
+        progress: called after each file.
+    """
 
     common: _Common
     ranks: Collection[int] | None
@@ -242,7 +251,7 @@ def _no_progress(prefix: str, done: int, files: int) -> None:
 
 
 def check(path: Path | str, *, progress: Progress = _no_progress) -> list[Finding]:
-    """Check a file or a folder; see `check_file` and `check_workload`."""
+    """Check a file or a directory; see `check_file` and `check_workload`."""
     if Path(path).is_dir():
         return check_workload(path, progress=progress)
     return check_file(path)
@@ -273,9 +282,9 @@ def check_workload(
 ) -> list[Finding]:
     """Return every fault that would stop ASTRA-sim, or make it report wrong figures.
 
-    Files form sets by PREFIX of PREFIX.RANK.et. A set whose prefix ends in `_roofline` runs with
-    system_roofline.json, any other with system.json; all share the other files. Ranks are matched
-    with each other only if every file of the set is valid.
+    Files PREFIX.RANK.et with one PREFIX form a set. A set whose prefix ends in `_roofline` runs
+    with system_roofline.json, any other with system.json; all share the other files. Ranks are
+    matched with each other only if every file of the set is valid.
 
     Args:
         directory: the directory.
@@ -369,7 +378,7 @@ def _check_set(
     world = max(files) + 1
     complete = _check_ranks(prefix, files, world, report)
     script, npus = extent.common
-    # An export holds both encodings of one step, and run.sh distinguishes them by this suffix.
+    # An export contains both encodings of one step, and run.sh distinguishes them by this suffix.
     exact = prefix.endswith("_roofline")
     default = "system_roofline.json" if exact else "system.json"
     name = script.system_of(prefix) or default

@@ -36,7 +36,7 @@ CASES: list[Case] = [
         "control-edge",
         "w.1.et",
         2,
-        "node 2 ('comp-2') waits for node 1 by ctrl_deps alone, which older feeders do not read",
+        "node 2 ('comp-2') waits for node 1 by ctrl_deps only, which older feeders do not read",
         ranks(COMP, "0 comp\n1 comp\n2 comp after=0 ctrl=0,1"),
     ),
     Case(
