@@ -114,6 +114,7 @@ def convert(
     from onerank.converters.sources.kineto import convert as convert_traces
     from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
+    # Traces of the profiler and Chakra's JSON share a suffix; the first bytes differ.
     if path.suffix == ".json" and kind_of(beginning(path)) is None:
         import tempfile
 

@@ -103,6 +103,8 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 # Records -----------------------------------------------------------------------------------------
 
 
+# A record describes no tables: its fields are the labels, and units follow from their names. So the
+# tables in Python, the JSON and the reference page cannot differ.
 class Displayed:
     """Base of a record, a dataclass or msgspec Struct, that prints as tables of its fields.
 
@@ -110,7 +112,7 @@ class Displayed:
         units: field -> unit, such as "bytes", of fields whose names do not end with a unit.
     """
 
-    __slots__ = ()
+    __slots__ = ()  # otherwise records with `slots=True` would have a `__dict__`
 
     units: ClassVar[Mapping[str, str]] = {}
 
@@ -189,7 +191,7 @@ def _displayed_fields(record: Any) -> Mapping[str, Any]:
 
 
 def _tables(record: Any, title: str) -> list[_Table]:
-    """Return a table of the figures of a record, then one for each of its records and lists."""
+    """Return a table of a record's figures, then a table for each of its records and lists."""
     fields = _displayed_fields(record)
     figures: list[tuple[str, str]] = []
     tables: list[_Table] = []
@@ -211,9 +213,10 @@ def _tables(record: Any, title: str) -> list[_Table]:
 
 
 def _row_table(title: str, records: Sequence[Any]) -> _Table:
-    """Return a table with a row for each record; fields that hold records are left out."""
+    """Return a table with a row for each record, without the fields that hold records."""
     rows = [_displayed_fields(record) for record in records]
     names: list[str] = list(rows[0]) if rows else []
+    # A column with records in it would need a table in a cell.
     columns = [name for name in names if not any(_nested(row[name]) for row in rows)]
     cells = [[_short(_cell(name, row[name])) for name in columns] for row in rows[:ROWS]]
     return _Table(title, columns or ["none"], cells, max(len(rows) - ROWS, 0))
@@ -239,6 +242,7 @@ def _cell(name: str, value: Any) -> str:
             return "none"
         rest = f", ... ({len(items)})" if len(items) > _ITEMS else ""
         return ", ".join(_cell(name, item) for item in items[:_ITEMS]) + rest
+    # A bool is an int in Python.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return visible_line(str(value))
     formatted = _FORMATS.get(name.rsplit("_", 1)[-1])

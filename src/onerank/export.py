@@ -66,6 +66,7 @@ def astra_sim(
     from onerank.ir.errors import ExportError
 
     output = Path(output)
+    # An export replaces the directory, and with it a trace that was read from there.
     job = _job_of(_refused_in(output, traces), dp, granularity)
     if bandwidth_gb_s is not None and busbw_gb_s is not None:
         raise ExportError(
@@ -78,6 +79,7 @@ def astra_sim(
     elif bandwidth_gb_s is not None:
         network["bandwidth_gb_per_s"] = bandwidth_gb_s
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
+    # ASTRA-sim runs one compute node and one communication node of a rank at a time.
     rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
     common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
     if rank_graphs is not None:
@@ -111,6 +113,7 @@ def simai(
     from onerank.converters.expand.pipeline import Schedule
     from onerank.converters.targets.simai import export
 
+    # Always kernels: the exporter sums them into rows itself.
     job = _job_of(traces, dp, "kernel")
     return export(
         job.graphs,
@@ -158,6 +161,7 @@ def goal(
     job = _job_of(traces, dp, granularity)
     interconnect, assumptions = _interconnect(job.graphs[0], compute_capability)
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
+    # Each stream is a cpu of the GOAL schedule, so streams overlap.
     rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=False)
     common: dict[str, Any] = {
         "notes": [*notes, *assumptions],
@@ -253,6 +257,7 @@ def at_granularity(graph: Graph, granularity: Granularity) -> Graph:
 
     if granularity == "kernel":
         return graph
+    # A coarse node has no shapes, so FLOPs and bytes are derived before.
     return characterise(graph).coarsen(granularity)
 
 

@@ -27,7 +27,7 @@ SECTIONS = {
         "energy": "memory_energy_cost",
         "cost": "memory_energy_cost",
     },
-    "Hand it on": {"export": "export", "check": "export"},
+    "Hand it on": {"export": "export_check", "check": "export_check"},
 }
 """Heading of the help -> command -> module of `onerank.cli.commands` that defines it."""
 

@@ -186,6 +186,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     output = options.output or default_output(trace, options.target, gpu.name)
     description = Path(options.target) if Path(options.target).is_file() else None
     keep_inputs(output, trace, description, *options.database)
+    # The tables end with the notes; with --json they go to stderr.
     before = read_trace(trace) if as_json else onerank.read(trace)
     after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
     recosting = summarise(before, after)
@@ -195,6 +196,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
+        # A slice runs without its peers, so its NVLinks are idle, and real ranks draw more power.
         idle_links = () if passes.nvlink_active else nvlink_idle_note(after, gpu)
         notes = (*after.job.measurement.notes, *idle_links)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
@@ -234,6 +236,7 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
 def default_output(trace: Path, target: str, name: str) -> Path:
     """Return `trace.H100.et` for `trace.et` and `H100`, or the name in a description file."""
     word = name if Path(target).suffix == ".toml" or "/" in target else target
+    # The name of a GPU with overrides has spaces, brackets and "=".
     word = re.sub(r"[^\w.-]+", "-", word)
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")
 

@@ -236,6 +236,7 @@ class _MeasuresByDefault(SectionedGroup):
     """A group whose default subcommand is `measure`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # `onerank bench trace.et -o k.parquet`: the first argument is a trace or an option.
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = ["measure", *args]
         return super().parse_args(ctx, args)
@@ -295,6 +296,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             )
             written = monotonic()
             try:
+                # Closing ends the child process at once when this one is interrupted.
                 with contextlib.closing(measurements):
                     for measurement in measurements:
                         rows.append(_row(measurement, device.name, software))
@@ -310,6 +312,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
                 write_database(merge([stored, table_of(rows)]).table, output)
                 saved = f"the {len(rows)} rows measured until then are in {output}"
                 raise CaptureError(f"{error}; {saved}", code=error.code) from error
+    # New rows come last, because `merge` keeps the later of two equal calls.
     table = merge([stored, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
@@ -369,12 +372,15 @@ def lacking(
     from onerank.annotate.kernel_db.calls import call_key, canonical
     from onerank.annotate.kernel_db.database import rows_of
 
+    # Another version of a library runs another kernel for the same call.
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
     measured_kernels: dict[tuple[Any, ...], set[str]] = {}
     for row in rows_of(database.filter(same)):
         key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
         measured_kernels.setdefault(key, set()).update(row.kernels)
 
+    # The trace does not record layouts, which decide between kernels: a call is known only if a row
+    # ran a kernel of the trace.
     def is_known(request: "BenchRequest") -> bool:
         kernel_sets = (
             measured_kernels.get(
@@ -414,6 +420,7 @@ def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "Kernel
         sm_clock_mhz=measurement.sm_clock_mhz,
         power_w=measurement.power_w,
         temperature_c=measurement.temperature_c,
+        # W x ns is 1e-9 J, and 1e-6 mJ.
         energy_mj=measurement.power_w * median * 1e-6 if measurement.power_w else None,
         **versions,
         date=measurement.date,

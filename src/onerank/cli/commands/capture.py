@@ -201,6 +201,7 @@ def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
     from onerank.ir.output_files import scratch_directory
 
     parent = next(iter(graphs)).absolute().parent
+    # In the same directory, because a file cannot be renamed to another file system.
     with scratch_directory(parent) as scratch:
         for path, graph in graphs.items():
             graph.write(scratch / path.name)
@@ -281,6 +282,7 @@ def verify(
     from onerank.capture.validate_options import validate_early
 
     script, module = named.located(script)
+    # The fewest steps that pass through every window.
     windows = WindowPlan(warm_up=1, pure=1, repeat=1)
     options = dataclasses.replace(job, module=module, windows=windows)
     validate_early(script, options)

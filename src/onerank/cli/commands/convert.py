@@ -162,6 +162,7 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
         _convert_model(source, options, as_json=as_json)
     elif source.is_dir():
         _convert_directory(source, options, as_json=as_json)
+    # A file of the profiler is no SOURCE; its first bytes decide which option it is for.
     elif hint := _recording_hint(source):
         raise click.UsageError(hint)
     elif source.suffix == ".json":
@@ -175,7 +176,7 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
 
 
 def _recording_hint(source: Path) -> str:
-    """Return which options take a file that the profiler wrote; "" for another file."""
+    """Return the options for a file of the profiler; "" for another file."""
     from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
     kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
@@ -206,14 +207,14 @@ def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
 
 
 def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
-    """Convert the files of one capture, or every rank's traces."""
+    """Convert the files of a capture, or every rank's traces."""
     from onerank.converters.sources.kineto import convert_directory, is_capture
 
     if not is_capture(source):
         _convert_ranks(source, options, as_json=as_json)
         return
     if options.step != "all":
-        raise click.UsageError("--step is for traces with steps; a capture is of one step")
+        raise click.UsageError("--step is for traces with steps; a capture has one step")
     _check_output(options.output, *source.iterdir())
     graph, report = convert_directory(source)
     _write(graph, report, options.output, as_json=as_json)
@@ -223,6 +224,7 @@ def _convert_json(source: Path, options: ConvertOptions, *, as_json: bool) -> No
     from onerank.ir.chakra import from_json
 
     _check_output(options.output, source)
+    # `read_repaired` reads a file, and an output that is broken must not appear.
     if options.repair:
         with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
             broken = Path(directory) / "broken.et"
@@ -237,11 +239,11 @@ def _convert_json(source: Path, options: ConvertOptions, *, as_json: bool) -> No
 
 
 def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: bool) -> None:
-    """Write a trace that needs no further file.
+    """Write a trace that contains the groups of its job.
 
     Args:
         trace: file to read.
-        source: what the user named; groups may stand next to it.
+        source: the file that the user named; a file of groups may be in its directory.
         options: of the command.
         as_json: whether to print JSON.
     """
@@ -252,6 +254,7 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
     _check_output(output, source)
     graph, repairs = read_repaired(trace) if options.repair else (read(trace), Repairs())
     graph = with_counted_work(with_groups(graph, source))
+    # Not through `read_trace`, because --repair reads graphs that `onerank.read` refuses.
     repeat_notes(graph)
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
@@ -268,6 +271,7 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
 
 def _check_output(output: Path, *inputs: Path | None) -> None:
     """Refuse a directory, a name that does not end in .et, and the path of an input."""
+    # The option's type accepts a directory, for several ranks, so a file is checked here.
     if output.is_dir():
         raise click.UsageError(f"--output {output} is a directory; name the trace to write")
     keep_inputs(output, *inputs)
@@ -315,6 +319,7 @@ def _convert_model(source: Path, options: ConvertOptions, *, as_json: bool) -> N
         seq=options.seq,
         train=options.train,
     )
+    # The converter knows shapes; FLOPs and bytes follow from them as for captured operators.
     graph = characterise(graph)
     graph.write(options.output)
     if as_json:

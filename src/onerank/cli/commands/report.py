@@ -67,7 +67,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     if len(traces) > 2:
         raise click.UsageError(f"{len(traces)} traces given; a report shows one or two")
     keep_inputs(options.output, *traces)
-    library = plotly_js()
+    library = plotly_js()  # first, so that a missing Plotly is reported at once
     figures: dict[str, Any] = {}
     sections: dict[str, list[str]] = {}
     wide: set[str] = set()
@@ -142,6 +142,7 @@ def _tables(name: str, summary: "Summary", replayed: "Replay | None") -> str:
     from onerank.cli.commands.show_diff_replay import render_replay
     from onerank.cli.summary_tables import render_summary
 
+    # rich writes to stdout; a page takes the tables as the text of a pipe, 120 columns wide.
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         render_summary(summary, title="")

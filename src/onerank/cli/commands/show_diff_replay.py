@@ -81,6 +81,7 @@ def _read_even_broken(trace: Path) -> "Graph":
     except GraphError as error:
         if error.code != "graph-dangling-edge":
             raise
+    # Only here: every other command would compute figures of a graph that lacks dependencies.
     graph, repairs = read_repaired(trace)
     say(f"{trace} is broken: {repairs.note}; `onerank convert --repair` writes it so", err=True)
     return graph
@@ -153,6 +154,7 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     if options.perfetto is not None:
         from onerank.converters.targets.perfetto import timeline, write_timeline
 
+        # The upper process has the captured times, the lower one the same nodes as replayed.
         timed = graph if bandwidth is None else with_communication(graph, bandwidth)
         replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
         write_timeline([*timeline(graph), *replayed], options.perfetto)
@@ -167,6 +169,7 @@ def render_parts(parts: "Sequence[Part]", granularity: Granularity, title: str) 
     from onerank.analysis.breakdown import merged
 
     total = sum(part.time_ns for part in parts)
+    # The sub-modules of all layers are one table row each; layers and kernels are not merged.
     shown = merged(parts) if granularity == "submodule" else list(parts)
     if granularity == "kernel":
         shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
