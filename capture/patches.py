@@ -28,7 +28,7 @@ class Patch:
 
     Attributes:
         owner: module or class, as a dotted path.
-        names: attributes of it; empty where they are found at run time.
+        names: attributes of it; empty where a capture looks them up at run time.
         why: what the replacement is for.
         by: modules below `onerank.capture` that install it, in the order of installation.
         everywhere: whether copies are replaced too, as `from torch.distributed import barrier`
@@ -60,14 +60,15 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.distributed_c10d",
         ("is_initialized",),
-        "A script whose models onerank slices created no process group, and is told of none.",
+        "A script whose models onerank slices must see no process group: it would wrap them in "
+        "DistributedDataParallel again.",
         ("fake_world.c10d_patches",),
         everywhere=True,
     ),
     Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
-        "Label sends and receives with the phase and micro-batch that the stage makes them for.",
+        "Label sends and receives with the phase and micro-batch for which the stage builds them.",
         ("fake_world.p2p_phases",),
     ),
     Patch(
@@ -256,7 +257,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "transformers.modeling_utils.PreTrainedModel",
         ("from_pretrained",),
-        "Load weights whole: they are sliced, or made of shards, once they are all there.",
+        "Load weights whole: they are sliced or sharded after the last one is loaded.",
         ("parallelize.shard_model", "parallelize.data.fsdp"),
     ),
     Patch(
@@ -268,7 +269,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.nn.Module",
         ("_apply",),
-        "A model that is moved is sliced before, and its weights are made behind.",
+        "A move slices the model first, and creates its deferred weights afterwards.",
         ("parallelize.shard_model", "parallelize.data.fsdp"),
     ),
     Patch(
@@ -342,7 +343,7 @@ INSTALLED_ELSEWHERE: tuple[Patch, ...] = (
 
 `fake_world.c10d_patches.override` registers kernels for all `c10d` operators with torch.library,
 torch's own interface for that. `step` methods of optimizer classes that a script defines are
-replaced by `replaced`, on classes that are found at run time.
+replaced by `replaced`, on classes that are known only at run time.
 """
 
 _active: dict[tuple[str, str], list[int]] = {}  # (owner, name) -> positions in `by`, outermost last
@@ -365,6 +366,8 @@ def _registered(owner: str, names: list[str], module: str, *, everywhere: bool) 
     places = {name: _position(owner, name, module, everywhere=everywhere) for name in names}
     for name, place in places.items():
         stack = _active.setdefault((owner, name), [])
+        # Each replacement calls the function that it replaces, so the order of installation decides
+        # which one runs inside the other.
         assert not stack or stack[-1] <= place, f"{module} patches {owner}.{name} too late"
         stack.append(place)
     try:
@@ -384,14 +387,14 @@ def resolve(owner: str) -> Any:
     parts = owner.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:end]))
+            target: Any = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             if end == 1:
                 raise
             continue
         for name in parts[end:]:
-            found = getattr(found, name)
-        return found
+            target = getattr(target, name)
+        return target
     raise ImportError(owner)
 
 
@@ -504,7 +507,8 @@ def _rebound(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
     """Replace an attribute of an object that the script defines, while the context lasts."""
-    # What a class itself holds, so that a static or class method is put back as one.
+    # The raw entry of the class: getattr would return a static or class method unwrapped, and
+    # restoring that would turn it into a plain function.
     original = owner.__dict__[name] if isinstance(owner, type) and name in owner.__dict__ else None
     inherited = isinstance(owner, type) and name not in owner.__dict__
     if original is None and not inherited:

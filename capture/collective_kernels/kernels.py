@@ -119,6 +119,7 @@ BUFFER_BYTES = 4 << 20
 # of the block. Next to such a block no block of a matrix product fits on the multiprocessor.
 SHARED_BYTES = 103_808
 
+# NCCL_MAX_NTHREADS, and the launch bound of the paced kernel in kernels.cu.
 MAX_THREADS = 640
 """Most threads of a block."""
 

@@ -26,6 +26,7 @@ from typing import Any
 from onerank.ir.errors import CaptureError
 from onerank.ir.input_files import load_toml
 
+# GPUs of a DGX or HGX node.
 NODE_SIZE = 8
 _KEYS = ("busbw_gb_per_s", "latency_us")
 COLLECTIVES = (

@@ -217,6 +217,7 @@ class C10dPatches:
         replacements: dict[str, Callable[[Any], object]] = {
             "init_process_group": self._init_process_group,
             "_new_process_group_helper": self._new_process_group_helper,
+            # torch calls it at the end of every group's creation, for all backends but MPI.
             "_store_based_barrier": self._store_based_barrier,
             "split_group": self._split_group,
             "recv": self._recv,

@@ -13,8 +13,8 @@ read from it with the script's own planner. If the shards come from elsewhere, f
 checkpoint whose save was skipped, the rows of absent ranks are unknown, and a note says so.
 
 With `use_orig_params` each rank's optimizer steps only its own parts of the parameters and holds
-states of those parts. `FullyShardedDataParallel.optim_state_dict` therefore asks all ranks which
-parameters they have states of, and of what shapes. Absent ranks are assumed to hold as many
+states of those parts. `FullyShardedDataParallel.optim_state_dict` therefore gathers from all
+ranks which parameters have states, and their shapes. Absent ranks are assumed to hold as many
 elements of each state as of the parameter, like this rank.
 """
 
@@ -381,7 +381,7 @@ _DEVICE_GETTER = _DEVICE.__get__
 
 @contextlib.contextmanager
 def local_sharded_tensors() -> Generator[None]:
-    """Build ShardedTensors from this rank's shard alone while the context lasts."""
+    """Build ShardedTensors from this rank's shard only, while the context lasts."""
     device, build = _operators[_DEVICE_GETTER], _api.build_global_metadata
 
     # torch places a ShardedTensor without a local shard on the current GPU, which a host without
@@ -530,7 +530,7 @@ def skip_checkpoints() -> Generator[SkippedCheckpoints]:
 
 
 class _LocalDistWrapper(_loader._DistWrapper):
-    """Run the collective parts of a load on this rank alone.
+    """Run the collective parts of a load on this rank only.
 
     It keeps its rank, because storage readers select files by it.
     """
@@ -538,11 +538,11 @@ class _LocalDistWrapper(_loader._DistWrapper):
     def reduce_scatter(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
     ) -> R:
-        """Reduce this rank's object alone, and return its part of the result."""
+        """Reduce a list of this rank's object, and return its part of the result."""
         return self._wrap_errors(step, lambda: reduce_fun([map_fun()])[0])
 
     def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
-        """Return a list of this rank's object alone."""
+        """Return a list that contains only this rank's object."""
         return [self._wrap_errors(step, map_fun)]
 
     def barrier(self) -> None:

@@ -307,7 +307,7 @@ class StepPurposes:
         self._steps = 0
         self._index = 0
         self._known: list[tuple[Key, Purpose | None]] = []
-        self._matcher: BackwardMatcher | None = None  # in the classified step alone
+        self._matcher: BackwardMatcher | None = None  # only during the classified step
 
     def next_step(self) -> None:
         """Count a step; after the classified one, keep its purposes for all later steps."""

@@ -53,10 +53,11 @@ class Recorder(CallLog):
                 code="group-exists",
             )
         with contextlib.ExitStack() as undo:
+            # Registered first, so it runs last: torch's own functions destroy the group.
             undo.callback(self._leave)
             patches = C10dPatches(self)
             patches.install(undo)
-            # In a world of one rank the script alone decides whether a process group exists.
+            # In a world of one rank only the script decides whether a process group exists.
             if self.world_size > 1:
                 patches.create_world()
             C10dOperators(self).install(undo)

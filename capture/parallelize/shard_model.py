@@ -145,6 +145,8 @@ def slice_to_rank(
         group = new_group("ep", world.line("ep", rank))
         modules |= shard_experts(model, group, tensor if sequence else None)
     if tensor is not None:
+        # Before the model is reduced to a stage: the plan is checked against the whole model, whose
+        # embedding, last norm and head other stages hold.
         sliced = slice_model(
             model, tensor, tp_style, peers_absent=peers_absent, plan=plan, sequence=sequence
         )
@@ -167,6 +169,8 @@ def slice_to_rank(
             if tied.is_copy:
                 duplicates |= {n for n, p in model.named_parameters() if p is tied.weight}
     if has_context:
+        # After the stage, which decides whether this rank computes a loss. Its hook goes before
+        # those of the other axes (`prepend`), which see this rank's part of the batch.
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))
         apply_context_parallel(model, group, comm=cp_comm, has_loss=last, peers_absent=peers_absent)

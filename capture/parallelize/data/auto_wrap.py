@@ -194,6 +194,8 @@ class DataParallelism:
                 undo.callback(handle.remove)
                 undo.enter_context(self.shards.installed())
             elif self._strategy == "fsdp":
+                # `grad_clipping.Clipping`, which clips over slices, wraps this clipping by shards:
+                # a run installs it later (`patches.PATCHES`).
                 undo.enter_context(FullyShardedModel.clipping())
                 undo.enter_context(refuse_double_backward())
                 undo.enter_context(saving_local_shards())

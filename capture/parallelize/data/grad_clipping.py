@@ -1,12 +1,12 @@
 """Clip the gradients of a sliced model by their norm over all slices.
 
 As in Megatron-LM (megatron/core/optimizer/clip_grads.py), each rank computes the norm of the
-gradients that it alone holds; replicated parameters (norms, routers, tied embeddings) count on the
-first rank that holds them. The powers of the norms, 4 bytes, are all-reduced over the ranks of --tp
-and --pp. Those of sharded experts are first summed over the ranks of --ep, where Megatron-LM sums
-over --tp, --pp and --ep at once. Gradients of a sharded optimizer (--zero 1, 2) are summed over all
-ranks, as in Megatron-LM's distributed optimizer; FSDP's norms are first summed over FSDP's ranks,
-as in torch.
+gradients that no other rank holds; replicated parameters (norms, routers, tied embeddings) count
+on the first rank that holds them. The powers of the norms, 4 bytes, are all-reduced over the ranks
+of --tp and --pp. Those of sharded experts are first summed over the ranks of --ep, where
+Megatron-LM sums over --tp, --pp and --ep at once. Gradients of a sharded optimizer (--zero 1, 2)
+are summed over all ranks, as in Megatron-LM's distributed optimizer; FSDP's norms are first summed
+over FSDP's ranks, as in torch.
 
 A GradScaler's flag for non-finite gradients is all-reduced over the same ranks: in `unscale_`, or
 in the step of a fused optimizer that unscales in its kernel. A rank without peers gets the norm of
@@ -81,7 +81,7 @@ class Clipping:
             yield
 
     def _reduce_flag(self, flag: Tensor) -> None:
-        """Make all ranks skip a step if one of them found non-finite gradients."""
+        """Make all ranks skip a step if any of them has non-finite gradients."""
         axes = ["tp+pp"] if self._world.ep == 1 or self._shards is not None else ["ep", "tp+pp"]
         for axis in axes:
             self._all_reduce(axis, flag, _INFINITE)  # in place

@@ -114,6 +114,7 @@ class Bucket:
         if self._buffer is None:
             self._buffer = torch.empty_like(self._flat)
             used = sum(length for _, length in self._views.values())
+            # The norm of the shards includes the padding.
             self._buffer[used:].zero_()
             self._missing = set(self._views)
         start, length = self._views[parameter]

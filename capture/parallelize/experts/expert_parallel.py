@@ -305,6 +305,7 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
     module.num_experts = experts // size
     for parameter in module.parameters(recurse=False):
         with torch.no_grad():
+            # A copy: a view would keep the memory of all experts.
             parameter.data = parameter.data.chunk(size)[group.rank()].clone()
             parameter.grad = None
     _mark_expert_axis(module)

@@ -254,6 +254,8 @@ def _refuse_nonlinear_nodes(
     with_hidden_states(layer, args, kwargs, check)
 
 
+# The sum over ranks of f(part) is f(sum) only if f is linear. Additions count as non-linear: a term
+# that every rank adds to its part would be summed once per rank.
 _NONLINEAR_NODES = (
     *("AddBackward0", "SubBackward0", "PowBackward0", "TanhBackward0"),
     *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0"),

@@ -59,6 +59,7 @@ class PartialGradients:
         if self.deferred:
             self.pending = True
             return gradient
+        # A collective takes contiguous tensors only, and a gradient may be a transposed view.
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=self.group)
         return gradient
@@ -102,6 +103,7 @@ def reduce_deferred(partials: Iterable[tuple[nn.Module, PartialGradients]]) -> N
 
     FSDP's shards are summed directly, because the other ranks hold the same rows.
     """
+    # By id: modules that share a parameter would add it to the flat buffer twice.
     by_group: dict[tuple[dist.ProcessGroup, torch.dtype], dict[int, Tensor]] = {}
     for module, partial in partials:
         for parameter in partial.of(module) if partial.pending else ():

@@ -163,6 +163,8 @@ class SequenceInput:
     """The gathered input of a block's column-parallel layers, while the block runs."""
 
     def __init__(self, shard: Tensor, group: dist.ProcessGroup) -> None:
+        # Cast before the gather: the collective moves the narrower dtype, and the layers of the
+        # block share one cast.
         if torch.is_autocast_enabled(shard.device.type):
             shard = shard.to(torch.get_autocast_dtype(shard.device.type))
         self.whole: Tensor = GatherSequence.apply(shard, group)  # pyright: ignore
