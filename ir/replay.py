@@ -173,7 +173,7 @@ def _next_starts(graph: Graph, order: Reason, begun: I64) -> I64:
 
 
 def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
-    """Return the edges whose source alone determined the start of the target, bool[m].
+    """Return the edges whose source was the only cause of the target's start, bool[m].
 
     The target was launched before the source ended, the source ended last, and its duration was
     measured.

@@ -132,7 +132,7 @@ def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:
     return Buffer(b"".join([*strings, bytes(PADDING)])), Spans(last - sizes, last)
 
 
-class FoundFields(NamedTuple):
+class NumberValues(NamedTuple):
     """Values of a number attribute: the messages that have it and their values, both int64[m]."""
 
     row: I64
@@ -172,7 +172,7 @@ class Scan:
     inputs: Spans
     front: Spans
     output_bytes: I64
-    numbers: dict[str, FoundFields]
+    numbers: dict[str, NumberValues]
     back: Spans
 
 
@@ -224,13 +224,13 @@ class Cursor:
         self.at += np.where(is_present, 2 + size.astype(np.int64), 0)
         self._stop()
 
-    def attribute(self, field: Field) -> FoundFields:
+    def attribute(self, field: Field) -> NumberValues:
         """Read a number attribute in the messages that have it exactly as onerank writes it."""
         beginning, head = _BEGINNINGS[field.column], _HEADS[field.column]
         word = self.buffer.words(self.at)
         row = np.flatnonzero(((word & beginning.mask) == beginning.word) & (self.at < self.last))
         if not len(row):
-            return FoundFields(row, row)
+            return NumberValues(row, row)
         at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
         read = self.buffer.varints(at + len(head))
         spec = SPECS[field.column]
@@ -243,7 +243,7 @@ class Cursor:
         is_valid &= ends <= self.last[row]
         row = row[is_valid]
         self.at[row] = ends[is_valid]
-        return FoundFields(row, read.value[is_valid].astype(np.int64))
+        return NumberValues(row, read.value[is_valid].astype(np.int64))
 
     def _stop(self) -> None:
         """Mark messages that end inside a field as not plain."""

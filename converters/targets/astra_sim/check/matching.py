@@ -2,7 +2,7 @@
 
 ASTRA-sim matches the collectives of a group by the order in which each rank issues them, and a rank
 runs one collective at a time. Where no dependency orders two of them, a late message or a slower
-kernel may swap them on one rank alone. Both ranks then wait for each other, and ASTRA-sim exits
+kernel may swap them on only one rank. Both ranks then wait for each other, and ASTRA-sim exits
 with status 0. The two may be of one group, or of two groups that share another rank.
 
 Equivalent ranks form a class, and one representative runs for the whole class. Two ranks are in one
