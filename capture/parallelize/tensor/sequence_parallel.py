@@ -5,6 +5,8 @@ all-gather where a block begins and a reduce-scatter where it ends. The backward
 gathers the block's input again for its weight gradients instead of keeping it. Per layer and step:
 4 all-gathers, 4 reduce-scatters, and 2 more all-gathers. Embedding, head and loss add theirs once.
 
+Gradients of norms and biases are partial on each rank; `replicated_grads` sums them.
+
 Two differences: hidden states are [batch, sequence, hidden], so with a batch above 1 a copy
 reorders gathered shards; and communication does not overlap GEMMs.
 """
