@@ -22,7 +22,10 @@ QUEUED_NS = 5_000
 start."""
 
 RELEASE_NS = 20_000
-"""The same limit for an operation that waited for another stream."""
+"""Longest time from the end of an operation to the start of what waited for it.
+
+Measured: 2 to 15 us; 4 to 8 us for the return of a launch that waited for room in the queue.
+"""
 
 # Half the range, so that adding a duration does not overflow.
 _NEVER = np.iinfo(np.int64).max // 2

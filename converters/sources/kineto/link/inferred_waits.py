@@ -24,9 +24,7 @@ from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, launch_times
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I64
-
-RELEASE_NS = 20_000
-"""What waited for an operation starts within this time of its end; measured: 2 to 15 us."""
+from onerank.ir.replay import RELEASE_NS
 
 # Checked against a trace that has synchronisation events: without this bound, and without the rule
 # for streams that are already awaited, 3 of 5 inferred waits named a wrong stream. With both there

@@ -15,6 +15,7 @@ from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I32, I64, Mask
+from onerank.ir.replay import RELEASE_NS
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""
@@ -22,8 +23,6 @@ LEAST_WAITS = 3
 """A host that is ahead of a full queue stays so; fewer slow calls are chance."""
 LEAST_WAIT_NS = 2_000
 """A call that takes twice the usual time and this much more, waited."""
-RELEASE_NS = 20_000
-"""A waiting launch returns within this time of an operation's end; measured: 4 to 8 us."""
 
 
 @dataclass(frozen=True, slots=True)

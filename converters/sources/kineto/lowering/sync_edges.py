@@ -17,7 +17,6 @@ from heapq import heappop, heappush
 import numpy as np
 
 from onerank.converters.sources.kineto.link.inferred_waits import (
-    RELEASE_NS,
     ROUNDING_NS,
     InferredWait,
 )
@@ -32,6 +31,7 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
 from onerank.converters.sources.kineto.read.schema import GpuRows
 from onerank.ir import Reason, StringTable
 from onerank.ir.arrays import I64
+from onerank.ir.replay import RELEASE_NS
 
 LATE_NS = 20_000
 """An operation that begins this soon after all that it waits for is not late."""
