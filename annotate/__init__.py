@@ -10,7 +10,7 @@ from onerank.annotate.passes.attention.fuse import FusedAttention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
 from onerank.annotate.passes.overlap import MaximizeOverlap, SerializeOverlap
-from onerank.annotate.passes.pass_config import PassOptions
+from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
 from onerank.annotate.recost.recost import ClassRow, Recosting, UnknownKernel, recost, summarise

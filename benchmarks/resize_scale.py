@@ -13,7 +13,7 @@ import time
 from repeated_graph import copies
 
 import onerank
-from onerank.annotate.passes.pass_config import parse_sizes
+from onerank.annotate.passes.pass_options import parse_sizes
 
 
 def main() -> None:

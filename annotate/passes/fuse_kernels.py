@@ -20,10 +20,10 @@ from onerank.annotate.op_costs.op_classes import (
     op_class,
 )
 from onerank.annotate.op_costs.operands import Tensor
+from onerank.annotate.passes.dataflow import TEXTS, Access, accesses_of, as_text
 from onerank.annotate.passes.remove_nodes import one_per_pair
 from onerank.annotate.passes.resize.tensor_locations import TensorLocation, launchers
 from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
-from onerank.annotate.passes.tensor_access import TEXTS, Access, accesses_of, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.errors import AnnotateError
 

@@ -30,7 +30,7 @@ from onerank.annotate.models.prediction_terms import (
 from onerank.annotate.models.scale_measured import clamp_to_lower_bound
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
-from onerank.annotate.passes.pass_config import PassOptions
+from onerank.annotate.passes.pass_options import PassOptions
 from onerank.ir import Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError

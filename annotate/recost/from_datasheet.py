@@ -27,7 +27,7 @@ from onerank.annotate.passes.change_dtype import (
     run_in_float16,
     with_operands,
 )
-from onerank.annotate.passes.pass_config import PassOptions
+from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from onerank.annotate.recost.predict import (

@@ -31,7 +31,7 @@ from onerank.annotate.models.prediction_terms import (
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
-from onerank.annotate.passes.pass_config import PassOptions
+from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
 from onerank.ir.arrays import membership_mask

@@ -21,7 +21,7 @@ from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
 from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
-from onerank.annotate.passes.pass_config import NO_PASSES, PassOptions
+from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
 from onerank.annotate.recost.from_gpu import recost_measured

@@ -182,7 +182,7 @@ def recost(
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate import recost as annotate_recost
     from onerank.annotate.passes.host_scaling import scale_host
-    from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
+    from onerank.annotate.passes.pass_options import parse_kernels, parse_sizes
 
     passes = PassOptions(
         dtype,

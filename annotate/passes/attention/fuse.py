@@ -20,12 +20,11 @@ from onerank.annotate.models.intervals import Uncertainty, intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
-from onerank.annotate.passes.attention.dataflow import Flow, Operand
 from onerank.annotate.passes.attention.eager_kernels import Sizes
 from onerank.annotate.passes.attention.match_eager import EagerCall, eager_calls, softmaxes
 from onerank.annotate.passes.attention.score_memory import without_scores
+from onerank.annotate.passes.dataflow import TEXTS, Flow, Operand, as_text
 from onerank.annotate.passes.remove_nodes import contract
-from onerank.annotate.passes.tensor_access import TEXTS, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Measurement, Reason
 from onerank.ir.errors import AnnotateError
 

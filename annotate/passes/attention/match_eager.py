@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.annotate.passes.attention.dataflow import BEFORE_STEP, Call, Flow, Operand
 from onerank.annotate.passes.attention.eager_kernels import Sizes
+from onerank.annotate.passes.dataflow import BEFORE_STEP, Call, Flow, Operand
 
 _COMPARES = frozenset("le lt ge gt".split())
 

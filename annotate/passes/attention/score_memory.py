@@ -8,9 +8,9 @@ import numpy as np
 
 from onerank.annotate.memory.allocator import round_size
 from onerank.annotate.memory.peak import most_in_use
-from onerank.annotate.passes.attention.dataflow import Flow, Operand
 from onerank.annotate.passes.attention.eager_kernels import Sizes
 from onerank.annotate.passes.attention.match_eager import EagerCall
+from onerank.annotate.passes.dataflow import Flow, Operand
 from onerank.annotate.passes.resize.tensor_locations import calls_of, parse_locations
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
 

@@ -25,9 +25,9 @@ from onerank.annotate.passes.attention.eager_kernels import (
     forward,
     memory,
 )
+from onerank.annotate.passes.dataflow import TEXTS, as_text
 from onerank.annotate.passes.remove_nodes import one_per_pair
 from onerank.annotate.passes.resize.tensor_locations import launchers
-from onerank.annotate.passes.tensor_access import TEXTS, as_text
 from onerank.ir import (
     UNKNOWN,
     Blocks,

@@ -22,7 +22,7 @@ from onerank.annotate import (
     with_figures,
 )
 from onerank.annotate.passes.nvlink_active import NvlinkActive
-from onerank.annotate.passes.pass_config import parse_sizes
+from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind

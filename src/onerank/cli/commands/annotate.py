@@ -159,27 +159,28 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
 
     import onerank
     from onerank.analysis.step_time import step_change
-    from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise, with_figures
-    from onerank.annotate.passes.host_scaling import scale_host
+    from onerank.annotate import explain, load_gpu, summarise, with_figures
     from onerank.annotate.passes.nvlink_active import nvlink_idle_note
-    from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
+    from onerank.annotate.passes.pass_options import parse_kernels
 
-    gpu = with_figures(load_gpu(options.target), figures_of(options.override))
-    passes = PassOptions(
-        options.dtype,
-        parse_kernels(options.kernel),
-        parse_sizes(options.seq, options.micro_batch),
-        options.fuse,
-        options.overlap,
-        options.nvlink_active,
-    )
+    override = figures_of(options.override)
+    gpu = with_figures(load_gpu(options.target), override)
+    what_if: dict[str, Any] = {
+        "seq": options.seq,
+        "micro_batch": options.micro_batch,
+        "dtype": options.dtype,
+        "attention": parse_kernels(options.kernel),
+        "fuse": options.fuse,
+        "overlap": options.overlap,
+        "nvlink_active": options.nvlink_active,
+    }
     inputs: dict[str, Any] = {
         "model": options.model,
         "source": options.source,
         "databases": options.database,
     }
     if options.explain is not None:
-        _check_explains(options, as_captured=passes == PassOptions())
+        _check_explains(options, what_if)
         explanation = explain(read_trace(trace), gpu, options.explain, **inputs)
         print_json(explanation) if as_json else render_explanation(explanation)
         return
@@ -188,7 +189,14 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     keep_inputs(output, trace, description, *options.database)
     # The tables end with the notes; with --json they go to stderr.
     before = read_trace(trace) if as_json else onerank.read(trace)
-    after = scale_host(recost(before, gpu, passes=passes, **inputs), options.host_scale)
+    after = onerank.recost(
+        before,
+        options.target,
+        override=override,
+        host_scale=options.host_scale,
+        **what_if,
+        **inputs,
+    )
     recosting = summarise(before, after)
     # Replay refuses a graph with a cycle, so it runs before anything is written.
     step = step_change(before, after, recosting.interval)
@@ -197,17 +205,18 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
         print_json({**asdict(recosting), "step": step})
     else:
         # A slice runs without its peers, so its NVLinks are idle, and real ranks draw more power.
-        idle_links = () if passes.nvlink_active else nvlink_idle_note(after, gpu)
+        idle_links = () if options.nvlink_active else nvlink_idle_note(after, gpu)
         notes = (*after.job.measurement.notes, *idle_links)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 
 
-def _check_explains(options: AnnotateOptions, *, as_captured: bool) -> None:
+def _check_explains(options: AnnotateOptions, what_if: dict[str, Any]) -> None:
     """Refuse options that have no effect with --explain."""
     if options.output is not None or options.host_scale != 1:
         refused = "--host-scale" if options.output is None else "--output"
         raise click.UsageError(f"--explain writes nothing; leave out {refused}")
-    if not as_captured:
+    as_captured = {None, False, "usual", "as-captured"}
+    if not as_captured.issuperset(what_if.values()):
         raise click.UsageError(
             "--explain shows the step as captured: leave out --dtype, --kernel, --seq, "
             "--micro-batch, --fuse, --overlap and --nvlink-active"

@@ -11,7 +11,7 @@ import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import MaximizeOverlap
-from onerank.annotate.passes.pass_config import parse_sizes
+from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory

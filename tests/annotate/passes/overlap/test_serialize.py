@@ -6,7 +6,7 @@ from raised import raises_code
 from onerank.analysis.step_time import replay
 from onerank.annotate import recost
 from onerank.annotate.passes.overlap import SerializeOverlap
-from onerank.annotate.passes.pass_config import PassOptions
+from onerank.annotate.passes.pass_options import PassOptions
 from onerank.ir import (
     Collective,
     Device,
