@@ -22,6 +22,7 @@ import torch
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
+from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
 from onerank.capture.parallelize.shard_model import classes_along
@@ -39,7 +40,13 @@ from onerank.capture.validate_options import (
     validate_early,
 )
 from onerank.converters.expand.layers import extrapolate
-from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
+from onerank.converters.sources.kineto import (
+    EXECUTION_TRACE,
+    JOB,
+    MODEL,
+    Conversion,
+    convert_directory,
+)
 from onerank.ir import (
     Device,
     Graph,
@@ -91,7 +98,8 @@ def capture(
         job = job_of(rank_run, options)
         progress("linking the traces")
         raw = rank_run.raw
-        compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
+        if options.emulated_gpu is None:
+            compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         # The job is a file next to the traces, so that a directory that --raw-dir kept can be
         # converted again.
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
@@ -300,7 +308,10 @@ def job_of(rank_run: RankRun, options: Options) -> Job:
     )
     several = len(observed.profiled_step_ns) > 1
     notes = list(observed.notes)
-    if not observed.on_gpu:
+    gpu = options.emulated_gpu
+    if gpu is not None:
+        notes.append(f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured")
+    elif not observed.on_gpu:
         notes.append("measured on a CPU: its compute nodes are operators, not kernels")
         if options.emulation.network is not None:
             notes.append("no kernels emulated the collectives: that needs a GPU")
@@ -308,7 +319,7 @@ def job_of(rank_run: RankRun, options: Options) -> Job:
         world=options.world,
         rank=options.rank,
         groups=groups,
-        device=_device(observed),
+        device=_device(observed) if gpu is None else _emulated_device(gpu),
         measurement=Measurement(
             step_ns=observed.step_ns,
             host_step_ns=tuple(observed.host_step_ns),
@@ -358,6 +369,10 @@ def _device(observed: Observations) -> Device:
         )
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Device(type="cpu", name=_cpu_name(), memory_bytes=pages * size)
+
+
+def _emulated_device(gpu: EmulatedGpu) -> Device:
+    return Device(type=MODEL, name=gpu.name, memory_bytes=gpu.memory_bytes, sm_count=gpu.sm_count)
 
 
 def _cpu_name() -> str:

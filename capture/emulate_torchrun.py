@@ -29,6 +29,7 @@ from onerank.capture.fake_world.device_remap import (
 from onerank.capture.fake_world.messages import RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
+from onerank.capture.no_device.emulated_process import emulated
 from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import patched, rebound
@@ -102,6 +103,7 @@ def _probe(
     torch.set_num_threads(1)  # a forked process has lost the threads of its parent's pool
     register_module_forward_pre_hook(before_forward)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(emulated(options.emulated_gpu, script))
         stack.enter_context(emulated_launch(options, options.rank))
         stack.enter_context(skip_checkpoints())
         stack.enter_context(FewerLayers(options.depth).installed())
@@ -131,6 +133,7 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
         recorder.start()
         fewer_layers = FewerLayers(options.depth)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(emulated(options.emulated_gpu, script, recorder))
             stack.enter_context(emulated_launch(options, rank))
             stack.enter_context(skip_checkpoints())
             stack.enter_context(fewer_layers.installed())

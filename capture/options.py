@@ -16,6 +16,7 @@ from onerank.capture.profiling.window_plan import WindowPlan
 
 if TYPE_CHECKING:
     from onerank.capture.collective_kernels import CollectiveEmulation
+    from onerank.capture.no_device.emulated_gpu import EmulatedGpu
     from onerank.capture.parallelize.data.data_groups import DataParallelStrategy
     from onerank.capture.parallelize.fewer_layers import Depth
     from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
@@ -137,6 +138,19 @@ class Options:
         heading=CAPTURED,
         default=False,
     )
+    device: Literal["none"] | None = _option(
+        "none: run the script on shapes alone, on no device: operators, collectives and memory, "
+        "no times.  [default: the device that the script chooses]",
+        heading=CAPTURED,
+        default=None,
+    )
+    like: str = _option(
+        "With --device none: the GPU that the script sees, a name of `onerank gpus` or a file.",
+        heading=CAPTURED,
+        default="H100",
+        show_default=True,
+        metavar="GPU",
+    )
     network: Path | None = _option(
         "On CUDA, occupy the GPU for each collective as long as this network takes (TOML: "
         "[default], [group.NAME], [size.N] with busbw_gb_per_s and latency_us; node_size).",
@@ -213,13 +227,24 @@ class Options:
 
         return collective_emulation(self.collective_kernels, self.network, self.busbw_gb_s)
 
+    @cached_property
+    def emulated_gpu(self) -> "EmulatedGpu | None":
+        """The GPU that the script sees in a capture without a device; None with a device.
+
+        Raises:
+            TargetError: there is no such description, or it is malformed.
+        """
+        from onerank.capture.no_device.emulated_gpu import emulated_gpu
+
+        return emulated_gpu(self.like) if self.device == "none" else None
+
     def resolve(self) -> None:
         """Read the plan and the network and combine the sizes, so that errors come early.
 
         Raises:
             OneRankError: options exclude each other, or a file is invalid.
         """
-        _ = self.data_parallel, self.plan, self.emulation
+        _ = self.data_parallel, self.plan, self.emulation, self.emulated_gpu
 
     def in_world(self, world: "World") -> Self:
         """Return the options with the sizes of another world."""

@@ -1,9 +1,11 @@
 """Run a script as one rank of a job whose other ranks do not exist."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,8 @@ from onerank.capture.fake_world.c10d_patches import hidden_group
 from onerank.capture.fake_world.checkpoints import SkippedCheckpoints, skip_checkpoints
 from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
 from onerank.capture.fake_world.sender_processes import SenderProcesses
+from onerank.capture.no_device.emulated_process import EmulatedProcess
+from onerank.capture.no_device.recorded_step import RecordedStep
 from onerank.capture.options import Options
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
@@ -68,7 +72,7 @@ def run_as_rank(
     args: Sequence[str],
     options: Options,
     progress: Progress = lambda _: None,
-    make_windows: Callable[..., Windows] = Windows,
+    make_windows: Callable[..., Any] = Windows,
 ) -> Generator[RankRun]:
     """Run `script` as one rank of a job whose other ranks do not exist.
 
@@ -94,6 +98,9 @@ def run_as_rank(
     slices = not script_distributed and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
+        emulated = EmulatedProcess.of(options.emulated_gpu, script)
+        if emulated is not None:
+            make_windows = functools.partial(RecordedStep, emulated)
         messages = None
         if script_distributed and not options.record_real_job:
             # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
@@ -107,16 +114,16 @@ def run_as_rank(
             messages=messages,
             emulation=options.emulation,
         )
+        stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
         skipped_checkpoints = SkippedCheckpoints()
         if not options.record_real_job:
             skipped_checkpoints = stack.enter_context(skip_checkpoints())
-            launch = (
+            stack.enter_context(
                 emulated_launch(options, options.rank) if script_distributed else _single_process()
             )
-            stack.enter_context(launch)
         # Before the hooks of the parallel forms: a collective that such a hook issues as a forward
         # begins must run inside the module's scope.
         modules = Modules()
@@ -128,7 +135,7 @@ def run_as_rank(
             StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
         )
         stack.enter_context(fewer_layers.installed())
-        windows = make_windows(options.windows, raw, modules, progress, peers)
+        windows: Any = make_windows(options.windows, raw, modules, progress, peers)
 
         def at_step() -> None:
             if script_distributed and isinstance(peers, Recorder):
@@ -136,13 +143,7 @@ def run_as_rank(
             fewer_layers.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
-            # Not after the first step: a script that averages parameters between steps
-            # communicates for the first time after it.
-            silent = isinstance(peers, Recorder) and not peers.calls and windows.steps == 1
-            whole = slices and not models.sliced and windows.steps == 0
-            if world.size > 1 and (silent or whole):
-                finding = "no model was sliced" if slices else "nothing was communicated"
-                raise nothing_parallel_error(script, options, finding, models.passed_over)
+            _check_parallel(script, options, peers, models if slices else None, windows.steps)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
                 raise nothing_routed_error(script, options)
             has_slices = slices and world.sizes.get("tp", 1) > 1
@@ -150,6 +151,7 @@ def run_as_rank(
                 windows.observed.notes.append(note)
 
         progress(f"running {script.name}")
+        stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         run_script(
             *(script, args, windows, at_step),
             module=options.module,
@@ -163,6 +165,33 @@ def run_as_rank(
             *filter(None, [sums_note]),
         ]
         yield RankRun(raw, peers, models, modules, windows, fewer_layers, script_distributed)
+
+
+def _check_parallel(
+    script: Path, options: Options, peers: Peers, models: ModelSlicing | None, steps: int
+) -> None:
+    """Raise if a world of several ranks goes unused in the script's first steps.
+
+    Args:
+        script: as for `capture`.
+        options: as for `capture`.
+        peers: the other ranks.
+        models: slices the models; None if nothing is sliced.
+        steps: steps before the one that ends.
+
+    Raises:
+        CaptureError: no model was sliced, or nothing was communicated.
+    """
+    if options.world.size == 1:
+        return
+    # Not after the first step: a script that averages parameters between steps communicates for
+    # the first time after it.
+    silent = isinstance(peers, Recorder) and not peers.calls and steps == 1
+    whole = models is not None and not models.sliced and steps == 0
+    if silent or whole:
+        finding = "no model was sliced" if models is not None else "nothing was communicated"
+        passed_over = models.passed_over if models is not None else None
+        raise nothing_parallel_error(script, options, finding, passed_over)
 
 
 @contextlib.contextmanager

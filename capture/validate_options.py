@@ -60,6 +60,12 @@ def check_in_turn(options: Options, in_turn: SeveralCaptures, *, names_rank: boo
             "one out",
             code="compile-with-real-job",
         )
+    if in_turn.compile is not None and options.device == "none":
+        raise CaptureError(
+            "--compile measures what fusion gains, and --device none measures nothing: leave one "
+            "out",
+            code="no-device-compile",
+        )
     if in_turn.compile is not None and in_turn.capture_layers is not None:
         raise CaptureError(
             "--compile and --capture-layers each capture in turn: leave one out",
@@ -114,6 +120,7 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             code="torchrun-with-plan",
         )
     _check_launch(script, options, distributed)
+    _check_device(script, options, distributed)
     ranks_per_node(world.size, options.nproc_per_node)
     _check_slicing(script, options, distributed)
     if options.depth is not None:
@@ -123,6 +130,31 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             f"--ddp, --fsdp and --zero have no effect: {script} creates process groups itself\n"
             "  leave them out (--dp then sets only the shape of the world), or give --no-torchrun",
             code="dp-strategy-unused",
+        )
+
+
+def _check_device(script: Path, options: Options, distributed: bool | None) -> None:
+    """Refuse what needs a device in a capture without one."""
+    if options.device != "none":
+        return
+    if options.record_real_job:
+        raise CaptureError(
+            "--device none with --record-real-job: the ranks of a real job run on their devices\n"
+            "  give one of the two",
+            code="no-device-real-job",
+        )
+    if options.emulation.network is not None:
+        raise CaptureError(
+            "--device none with --network or --busbw-gb-s: no kernel occupies a device for the "
+            "time of a collective\n  leave the network out; a simulator gets it later",
+            code="no-device-network",
+        )
+    if options.moe_routing == MODEL and options.world.ep > 1 and not distributed:
+        raise CaptureError(
+            f"--device none with --moe-routing {MODEL}: the router's choice depends on numbers "
+            f"that no device computes ({script.name})\n"
+            "  route by balanced, zipf:S or a FILE",
+            code="no-device-routing",
         )
 
 

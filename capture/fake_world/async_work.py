@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
+from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.patches import untraced
 from onerank.ir.errors import CaptureError
 
@@ -29,7 +30,7 @@ def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
     """
     # DDP's reducer and `work.get_future().value()` read the tensors from the future. Without the
     # devices the future would not make the waiting stream wait.
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda} if asynchronous else ()
+    devices = {tensor.device for tensor in tensors if on_gpu(tensor)} if asynchronous else ()
     future = _torch.futures.Future(devices=list(devices))
     future.set_result(tensors)
     return future

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
+from onerank.capture.fake_tensors import is_fake
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
 from onerank.capture.fake_world.messages import IntegerPayloads
@@ -43,7 +44,7 @@ class Receiver:
         tensor = raw(tensor)
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        if tensor.is_meta:
+        if tensor.is_meta or is_fake(tensor):
             return
         if not tensor.is_floating_point():
             tensor.zero_()
@@ -99,9 +100,13 @@ class C10dOperators:
 
     Each method takes the arguments by their names in the operator's schema, and returns values of
     the schema's types.
+
+    Attributes:
+        functions: while installed, operator without `c10d::` -> the function that emulates it.
     """
 
     def __init__(self, recorder: CallLog) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
         self._recorder = recorder
         self._receiver = Receiver(seed=recorder.rank)
         self._integers = IntegerPayloads(recorder)
@@ -131,7 +136,7 @@ class C10dOperators:
             "barrier": self._barrier,
             "monitored_barrier_": self._monitored_barrier,
         }
-        override(kernels, self._refusal, undo)
+        self.functions = override(kernels, self._refusal, undo)
 
     def _refusal(self, operator: str, reason: str) -> CaptureError:
         error = CaptureError(

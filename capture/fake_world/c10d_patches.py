@@ -139,14 +139,17 @@ Refusal = Callable[[str, str], CaptureError]
 """(operator name, reason) -> the error for an unsupported operator."""
 
 
-def override(kernels: Mapping[str, Kernel], refusal: Refusal, undo: contextlib.ExitStack) -> None:
-    """Override every `c10d` operator that takes a process group.
+def override(
+    kernels: Mapping[str, Kernel], refusal: Refusal, undo: contextlib.ExitStack
+) -> dict[str, Callable[..., Any]]:
+    """Override every `c10d` operator that takes a process group; return the functions by name.
 
     Args:
         kernels: operator name without `c10d::` -> its kernel for dense tensors.
         refusal: makes the error for all other operators, and for sparse tensors.
         undo: restores torch's kernels.
     """
+    functions: dict[str, Callable[..., Any]] = {}
     library: Any = _torch.library.Library("c10d", "IMPL")
     undo.callback(library._destroy)
     with warnings.catch_warnings():
@@ -158,10 +161,12 @@ def override(kernels: Mapping[str, Kernel], refusal: Refusal, undo: contextlib.E
                 kernel = _refusing(refusal, name, _UNKNOWN)
             else:
                 kernel = _with_schema_names(schema, emulated)
+            functions[name] = kernel
             for key in ("CPU", "CUDA", "Meta"):
                 library.impl(name, kernel, key, allow_override=True)
             for key in ("SparseCPU", "SparseCUDA"):
                 library.impl(name, _refusing(refusal, name, SPARSE), key, allow_override=True)
+    return functions
 
 
 def _refusing(refusal: Refusal, operator: str, reason: str) -> Callable[..., NoReturn]:

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as distributed_c10d
 
 from onerank.capture.collective_kernels.kernels import Memory, memory
 from onerank.capture.collective_record import CommCall, as_json
+from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.fake_world.async_work import AsyncWork, completed_future
 from onerank.ir.errors import CaptureError
 
@@ -120,7 +121,7 @@ class CollectiveLaunch:
         self._tensors = tensors
         self._key = (group.name, key)
         self._range = CallRange(call, tensors)
-        self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self._device = next((tensor.device for tensor in tensors if on_gpu(tensor)), None)
         if torch.version.cuda is None:  # ROCm: the emulation kernels are CUDA code
             self._device = None
         self.paced = self._device is not None and recorder.paced and group.size > 1

@@ -27,7 +27,11 @@ from onerank.ir.errors import CaptureError
 
 
 class Recorder(CallLog):
-    """Makes this process rank `rank` of `world_size` while started, and records its calls."""
+    """Makes this process rank `rank` of `world_size` while started, and records its calls.
+
+    Attributes:
+        operators: the emulated `c10d` operators.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Recorder(CallLog):
         """Create a recorder that is not started; arguments as for `CallLog`."""
         super().__init__(rank, world_size, messages, emulation)
         self._undo = contextlib.ExitStack()
+        self.operators = C10dOperators(self)
 
     def start(self) -> None:
         """Patch torch.distributed, and create the world if it has several ranks.
@@ -60,7 +65,7 @@ class Recorder(CallLog):
             # In a world of one rank only the script decides whether a process group exists.
             if self.world_size > 1:
                 patches.create_world()
-            C10dOperators(self).install(undo)
+            self.operators.install(undo)
             undo.enter_context(self._purposes.recorded())
             undo.enter_context(self._exchanges.watched())
             self._undo = undo.pop_all()

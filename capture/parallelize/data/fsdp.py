@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from onerank.capture.fake_tensors import script_attributes
 from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
@@ -165,7 +166,7 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     deferred = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-    vars(deferred).update(vars(parameter))
+    vars(deferred).update(script_attributes(parameter))
     setattr(deferred, _DEVICE, parameter.device)
     return deferred
 
@@ -177,7 +178,7 @@ def _real(parameter: nn.Parameter) -> nn.Parameter:
     else:
         data.zero_()
     created = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    kept = vars(parameter).items()
+    kept = script_attributes(parameter).items()
     vars(created).update({k: v for k, v in kept if k not in (_DEVICE, _INITIALISED)})
     return created
 
@@ -243,9 +244,11 @@ class FullyShardedModel:
         for (owner, name), whole in whole_parameters.items():
             replacement = getattr(owner, name)
             if replacement is not whole and not hasattr(whole, _REPLACED):
-                replacement.__dict__.update(whole.__dict__)  # attributes that other modules set
+                replacement.__dict__.update(
+                    script_attributes(whole)
+                )  # attributes that other modules set
                 # An optimizer, or the script, may still refer to the whole parameter.
-                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+                whole.data = whole.detach().new_empty(0)
                 setattr(whole, _REPLACED, replacement)
 
     def replace_in(self, optimizers: Sequence[Optimizer]) -> None:

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onerank.capture.fake_tensors import is_zero
 from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.patches import patched
@@ -104,7 +105,7 @@ def cleared(parameter: nn.Parameter) -> bool:
         return True
     local = getattr(parameter.grad, "to_local", None)
     gradient: Tensor = parameter.grad if local is None else local()
-    return not gradient.any()
+    return is_zero(gradient)
 
 
 class _Model:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onerank.capture.fake_tensors import as_subclass
 from onerank.ir.errors import SliceError
 
 
@@ -35,7 +36,7 @@ class PassthroughTensor(Tensor):
 
         With `represents` the result is a placeholder for that tensor.
         """
-        wrapped = plain.as_subclass(PassthroughTensor)
+        wrapped: Any = as_subclass(plain, PassthroughTensor)
         wrapped.represents = represents
         return wrapped
 
@@ -44,7 +45,7 @@ class PassthroughTensor(Tensor):
         """Unwrap a placeholder to the tensor it represents; return other values unchanged."""
         if not isinstance(value, PassthroughTensor):
             return value
-        return value.as_subclass(Tensor) if value.represents is None else value.represents
+        return as_subclass(value, Tensor) if value.represents is None else value.represents
 
     @classmethod
     def __torch_function__(

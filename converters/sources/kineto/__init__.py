@@ -3,6 +3,7 @@
 from onerank.converters.sources.kineto.convert import (
     EXECUTION_TRACE,
     JOB,
+    MODEL,
     PROFILE,
     STRUCTURE,
     UNCONTENDED,
@@ -19,6 +20,7 @@ from onerank.converters.sources.kineto.memory_events import Action, History, lin
 __all__ = [
     "EXECUTION_TRACE",
     "JOB",
+    "MODEL",
     "PROFILE",
     "STRUCTURE",
     "UNCONTENDED",

@@ -5,6 +5,7 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from onerank.converters.sources.kineto.gloo import GlooCalls, find_gloo_calls
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline, join
@@ -52,7 +53,7 @@ from onerank.converters.sources.kineto.trace_job import (
     with_memory,
     with_world,
 )
-from onerank.ir import Graph, Job, StringTable
+from onerank.ir import Evidence, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
 # Files of a capture's directory, written by `capture run --raw-dir`.
@@ -62,6 +63,9 @@ UNCONTENDED = "uncontended.json.gz"
 STRUCTURE = "structure.json.gz"
 EXECUTION_TRACE = "et.json.gz"
 HISTORY = "memory.json"
+
+MODEL = "model"
+"""Type of the device of a step that ran on shapes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +250,12 @@ def _lower(
             "ProfilerActivity.CPU and, on a GPU, ProfilerActivity.CUDA",
             code="trace-empty",
         )
-    usage = memory(trace.memory, timeline, history, on_gpu=on_gpu)
-    activation_bytes = activations(trace.memory, timeline, on_gpu=on_gpu)
+    # A step on shapes alone has the memory of a GPU, but no kernels.
+    in_gpu_memory = on_gpu or job.device.type == MODEL
+    usage = memory(trace.memory, timeline, history, on_gpu=in_gpu_memory)
+    activation_bytes = activations(trace.memory, timeline, on_gpu=in_gpu_memory)
     job = with_device(job, trace, on_gpu=on_gpu)
-    job = with_memory(job, usage, activation_bytes, on_gpu=on_gpu)
+    job = with_memory(job, usage, activation_bytes, on_gpu=in_gpu_memory)
     job = with_attention(with_busy_time(job, gpu), timeline)
     unpaired = 0
     # Kernels that emulate collectives slow the others, as NCCL's do. Times without that slowdown
@@ -306,7 +312,7 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         TraceError: the directory is not a capture, or a file cannot be read or linked.
     """
     job, missing_job = _read_job(directory)
-    steps = range(_count_profiles(directory))
+    steps = range(0 if job.device.type == MODEL else _count_profiles(directory))
     sources = Sources(
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
@@ -316,7 +322,16 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     )
     graph, report = convert(sources, job)
     report.notes.extend(missing_job)
-    return graph, report
+    return (_without_times(graph) if job.device.type == MODEL else graph), report
+
+
+def _without_times(graph: Graph) -> Graph:
+    """Return the graph of a step that ran on shapes alone: its times only order the events."""
+    nothing = np.zeros(len(graph), dtype=np.int64)
+    evidence = np.full(len(graph), Evidence.NONE, dtype=np.uint8)
+    measurement = msgspec.structs.replace(graph.job.measurement, profiled_step_ns=0)
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    return replace(graph, job=job).with_columns(duration_ns=nothing, evidence=evidence)
 
 
 def _read_job(directory: Path) -> tuple[Job, list[str]]:

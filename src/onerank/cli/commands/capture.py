@@ -262,7 +262,7 @@ _TITLES = {
     sections=headings(ScriptOptions, Options),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
-@job_options(without=("raw_dir", "record_real_job"))
+@job_options(without=("raw_dir", "record_real_job", "device", "like"))
 @as_json
 @ends_despite_threads
 @reports_errors

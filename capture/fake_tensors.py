@@ -1,0 +1,73 @@
+"""Tensors with a shape and no numbers: what differs from real ones in Python."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no numbers."""
+    return isinstance(tensor, FakeTensor)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor has memory on a GPU; a fake one has none."""
+    return tensor.is_cuda and not isinstance(tensor, FakeTensor)
+
+
+_ZERO = "_onerank_zero"
+
+
+def mark_written(tensor: Tensor, *, zero: bool) -> None:
+    """Note that a fake tensor was written, and whether with zeros."""
+    if zero:
+        setattr(tensor, _ZERO, True)
+    elif hasattr(tensor, _ZERO):
+        delattr(tensor, _ZERO)
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether all numbers are zero; of a fake tensor, whether zeros were written last."""
+    return hasattr(tensor, _ZERO) if isinstance(tensor, FakeTensor) else not tensor.any()
+
+
+def _internals() -> frozenset[str]:
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(0)))
+
+
+_INTERNALS = _internals()
+
+
+def script_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that Python code has set on a tensor, without those of fake tensors."""
+    return {name: value for name, value in vars(tensor).items() if name not in _INTERNALS}
+
+
+_COMBINED: dict[type[Tensor], type[Tensor]] = {}
+
+
+def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    """Return a tensor as an instance of a subclass, with the same memory and autograd history.
+
+    A fake tensor becomes an instance of both classes.
+
+    Args:
+        tensor: a plain or fake tensor, or an instance of a subclass that this function made.
+        kind: a subclass that adds no memory of its own; `Tensor` itself undoes the call.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return tensor.as_subclass(kind)
+    disabled: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+    with disabled():
+        alias = tensor.view_as(tensor)
+    if kind is Tensor:
+        alias.__class__ = FakeTensor
+        return alias
+    if kind not in _COMBINED:
+        bases: Any = (kind, FakeTensor)
+        _COMBINED[kind] = type(kind.__name__, bases, {})
+    alias.__class__ = _COMBINED[kind]
+    return alias

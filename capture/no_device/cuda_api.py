@@ -1,0 +1,240 @@
+"""`torch.cuda` and `torch.accelerator` as on a GPU that is not there."""
+
+import contextlib
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from onerank.capture.no_device.emulated_gpu import EmulatedGpu
+from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.patches import patched
+
+_CUDA_VERSION = "12.8"
+_ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+class Stream:
+    """A CUDA stream on which nothing runs."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **named: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.device_index, self.device_type = 0, 1
+        self.priority = priority
+        self.stream_id = self.cuda_stream = named.get("stream_id", id(self))
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True: nothing is pending."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Return False: no CUDA graph is captured."""
+        return False
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Return an event."""
+        return event or Event()
+
+    def __enter__(self) -> "Stream":
+        _streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _streams.pop()
+
+
+class Event:
+    """A CUDA event that is reached at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        """Return 1 ms: scripts divide by it."""
+        return 1.0
+
+
+_DEFAULT = Stream(stream_id=0)
+_streams = [_DEFAULT]
+
+
+@contextlib.contextmanager
+def _entered(stream: Stream | None) -> Generator[None]:
+    """`torch.cuda.stream`."""
+    with stream if stream is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
+    """Let `torch.cuda` answer as on `gpu`, with the memory that `log` counts."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.sm_count,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448 if major >= 9 else 166912,
+        shared_memory_per_multiprocessor=233472 if major >= 9 else 167936,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        L2_cache_size=gpu.l2_bytes,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+
+    def statistics(*_: Any, **__: Any) -> dict[str, int]:
+        current, peak = log.live_bytes, log.peak_bytes
+        return _Counters(
+            {
+                "allocated_bytes.all.current": current,
+                "allocated_bytes.all.peak": peak,
+                "reserved_bytes.all.current": current,
+                "reserved_bytes.all.peak": peak,
+                "active_bytes.all.current": current,
+                "active_bytes.all.peak": peak,
+            }
+        )
+
+    def reset_peak(*_: Any, **__: Any) -> None:
+        log.peak_bytes = log.live_bytes
+
+    def memory_info() -> tuple[int, int]:
+        return max(0, gpu.memory_bytes - log.live_bytes), gpu.memory_bytes
+
+    cuda: dict[str, Any] = {
+        "is_available": _call(lambda: True),
+        "is_initialized": _call(lambda: True),
+        "_is_compiled": _call(lambda: True),
+        "_lazy_init": nothing,
+        "init": nothing,
+        "device_count": _call(lambda: 1),
+        "current_device": _call(lambda: 0),
+        "set_device": nothing,
+        "get_device_name": _call(lambda: gpu.name),
+        "get_device_capability": _call(lambda: gpu.capability),
+        "get_device_properties": _call(lambda: properties),
+        "get_arch_list": _call(lambda: list(_ARCHITECTURES)),
+        "is_bf16_supported": _call(lambda: major >= 8),
+        "can_device_access_peer": _call(lambda: True),
+        "synchronize": nothing,
+        "ipc_collect": nothing,
+        "current_stream": _call(lambda: _streams[-1]),
+        "default_stream": _call(lambda: _DEFAULT),
+        "set_stream": nothing,
+        "stream": _entered,
+        "Stream": Stream,
+        "Event": Event,
+        "empty_cache": nothing,
+        "memory_stats": statistics,
+        "memory_allocated": _call(lambda: log.live_bytes),
+        "max_memory_allocated": _call(lambda: log.peak_bytes),
+        "memory_reserved": _call(lambda: log.live_bytes),
+        "max_memory_reserved": _call(lambda: log.peak_bytes),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_accumulated_memory_stats": nothing,
+        "reset_max_memory_allocated": reset_peak,
+        "mem_get_info": _call(memory_info),
+        "memory_summary": _call(lambda: ""),
+        "set_per_process_memory_fraction": nothing,
+        "get_allocator_backend": _call(lambda: "native"),
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "seed": nothing,
+        "seed_all": nothing,
+        "initial_seed": _call(lambda: 0),
+        "get_rng_state": _call(lambda: torch.zeros(16, dtype=torch.uint8)),
+        "get_rng_state_all": _call(lambda: [torch.zeros(16, dtype=torch.uint8)]),
+        "set_rng_state": nothing,
+        "set_rng_state_all": nothing,
+        "is_current_stream_capturing": _call(lambda: False),
+    }
+    accelerator: dict[str, Any] = {
+        "is_available": _call(lambda: True),
+        "device_count": _call(lambda: 1),
+        "current_device_index": _call(lambda: 0),
+        "current_device_idx": _call(lambda: 0),
+        "set_device_index": nothing,
+        "set_device_idx": nothing,
+        "synchronize": nothing,
+        "current_stream": _call(lambda: _streams[-1]),
+        "memory_allocated": _call(lambda: log.live_bytes),
+        "max_memory_allocated": _call(lambda: log.peak_bytes),
+        "memory_reserved": _call(lambda: log.live_bytes),
+        "max_memory_reserved": _call(lambda: log.peak_bytes),
+        "memory_stats": statistics,
+        "reset_peak_memory_stats": reset_peak,
+        "empty_cache": nothing,
+    }
+    memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
+    random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
+    with contextlib.ExitStack() as undo:
+        for owner, names in (
+            ("torch.cuda", cuda),
+            ("torch.accelerator", accelerator),
+            ("torch.cuda.memory", memory),
+            ("torch.cuda.random", random),
+            ("torch.version", {"cuda": _CUDA_VERSION}),
+            ("torch.Tensor", {"pin_memory": _same, "is_pinned": _call(lambda: False)}),
+        ):
+            undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
+        yield
+
+
+def _call(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that ignores its arguments, most of which name the device."""
+
+    def answered(*_: Any, **__: Any) -> Any:
+        return answer()
+
+    return answered
+
+
+class _Counters(dict[str, int]):
+    """Counters of an allocator; those that nobody counts are 0."""
+
+    def __missing__(self, _: str) -> int:
+        return 0
+
+
+def _has(owner: str, name: str) -> bool:
+    target: Any = torch
+    for part in owner.split(".")[1:]:
+        target = getattr(target, part)
+    return hasattr(target, name)
+
+
+def _same(tensor: Any, *_: Any) -> Any:
+    return tensor

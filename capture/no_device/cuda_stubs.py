@@ -1,0 +1,172 @@
+"""Let torch's C++ code handle fake CUDA tensors in a process without CUDA.
+
+A fake CUDA tensor has dispatch keys and a device, but autograd also asks the device's guard for a
+stream, and the CUDA hooks whether CUDA is built. A CPU build of torch has no guard for CUDA and
+answers no, so `backward` raises. `torch._C._ensureCUDADeviceGuardSet` installs a guard without
+effects, but only in a CUDA build. `install` does the same in any build: it copies the CPU's guard
+and the CUDA hooks, and replaces the few methods whose answer matters.
+
+Both objects are C++ objects whose first word is the address of their table of virtual methods
+(Itanium C++ ABI: Linux and macOS). The replaced methods return constants, so a few bytes of machine
+code serve them. `install` checks the result with a backward of a fake tensor.
+"""
+
+import ctypes
+import mmap
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from onerank.ir.errors import CaptureError
+
+_Pointer = ctypes.c_void_p
+_WORD = ctypes.sizeof(_Pointer)
+
+_MACHINE_CODE = {
+    # Functions that return 0; 1, which is also the device cuda:0 in 16 bits (type 1, index 0); and
+    # the default stream of the device that the second register holds.
+    "x86_64": (b"\x31\xc0\xc3", b"\xb8\x01\x00\x00\x00\xc3", b"\x0f\xb7\xc6\x31\xd2\xc3"),
+    "aarch64": (
+        b"\x00\x00\x80\x52\xc0\x03\x5f\xd6",
+        b"\x20\x00\x80\x52\xc0\x03\x5f\xd6",
+        b"\x20\x3c\x00\x12\x01\x00\x80\xd2\xc0\x03\x5f\xd6",
+    ),
+}
+
+# Order of `c10::impl::DeviceGuardImplInterface` (c10/core/impl/DeviceGuardImplInterface.h), equal
+# in torch 2.11 and 2.13.
+_TYPE, _EXCHANGE_DEVICE, _GET_DEVICE, _GET_STREAM = 0, 1, 2, 5
+_GUARD_METHODS = 22
+
+# `at::AcceleratorHooksInterface`: isBuilt, isAvailable, hasPrimaryContext follow one another. Their
+# place differs between versions, so `isBuilt` is found by its effect.
+_IS_BUILT_CANDIDATES = range(2, 12)
+_HOOK_METHODS = 64
+_TABLE_HEADER = 2  # offset to top and type information precede the methods
+
+_CPU, _CUDA = 0, 1  # c10::DeviceType
+
+
+def _library(name: str) -> ctypes.CDLL:
+    suffix = "dylib" if platform.system() == "Darwin" else "so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"{name}.{suffix}"))
+
+
+class _MachineCode:
+    """Executable functions that return constants: 0, 1, and the default stream of a device."""
+
+    def __init__(self) -> None:
+        functions = _MACHINE_CODE[platform.machine().replace("arm64", "aarch64")]
+        executable = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+        self._page = mmap.mmap(-1, mmap.PAGESIZE, prot=executable)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+        offsets = range(0, 64 * len(functions), 64)
+        for offset, function in zip(offsets, functions, strict=True):
+            self._page[offset : offset + len(function)] = function
+        self.zero, self.one, self.stream = (start + offset for offset in offsets)
+
+
+class _Methods:
+    """A copy of an object's table of virtual methods."""
+
+    def __init__(self, address: int, count: int) -> None:
+        table = ctypes.cast(address, ctypes.POINTER(_Pointer))[0] or 0
+        source = ctypes.cast(table - _TABLE_HEADER * _WORD, ctypes.POINTER(_Pointer))
+        size = count + _TABLE_HEADER
+        self._words = (_Pointer * size)(*(source[index] for index in range(size)))
+
+    @property
+    def address(self) -> int:
+        """Address of the first method."""
+        return ctypes.addressof(self._words) + _TABLE_HEADER * _WORD
+
+    def __getitem__(self, method: int) -> int | None:
+        return self._words[method + _TABLE_HEADER]
+
+    def __setitem__(self, method: int, function: int | None) -> None:
+        self._words[method + _TABLE_HEADER] = function
+
+
+_installed: list[object] = []
+
+
+def install() -> None:
+    """Install the guard and the hooks for the rest of the process.
+
+    It must run before the first backward of the process: autograd starts one thread per device
+    then, and none later.
+
+    Raises:
+        CaptureError: this machine or this torch is not supported.
+    """
+    if _installed:
+        return
+    try:
+        code = _MachineCode()
+        _installed.extend([code, *_install_guard(code), _install_hooks(code)])
+        # Autograd's threads use the objects until the process ends, after Python's finalization.
+        for stub in _installed:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(stub))
+        _run_backward()
+    except (KeyError, OSError, AttributeError, ValueError, RuntimeError) as error:
+        raise CaptureError(
+            f"torch {torch.__version__} on {platform.system()} {platform.machine()} does not run "
+            f"fake CUDA tensors ({type(error).__name__}: {error})\n"
+            "  capture on Linux with torch 2.11 to 2.13, or with --device cpu",
+            code="no-device-unsupported",
+        ) from error
+
+
+def _install_guard(code: _MachineCode) -> list[object]:
+    registry = (_Pointer * (_CUDA + 1)).in_dll(
+        _library("libc10"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    methods = _Methods(registry[_CPU] or 0, _GUARD_METHODS)
+    for method in (_TYPE, _EXCHANGE_DEVICE, _GET_DEVICE):
+        methods[method] = code.one
+    methods[_GET_STREAM] = code.stream
+    guard = (_Pointer * 2)(methods.address, None)
+    registry[_CUDA] = ctypes.addressof(guard)
+    return [methods, guard]
+
+
+def _install_hooks(code: _MachineCode) -> object:
+    get_hooks: Any = _library("libtorch_cpu")["_ZN2at6detail12getCUDAHooksEv"]
+    get_hooks.restype = _Pointer
+    address: int = get_hooks()
+    methods = _Methods(address, _HOOK_METHODS)
+    ctypes.cast(address, ctypes.POINTER(_Pointer))[0] = methods.address
+    is_built = _find_is_built(methods, code)
+    methods[is_built] = code.one
+    methods[is_built + 2] = code.one  # hasPrimaryContext: autograd then compares streams
+    return methods
+
+
+def _find_is_built(methods: _Methods, code: _MachineCode) -> int:
+    """Return the place of `isBuilt`: with another answer, torch's accelerator changes."""
+    before = _has_accelerator()
+    for method in _IS_BUILT_CANDIDATES:
+        original = methods[method]
+        methods[method] = code.zero if before else code.one
+        changed = _has_accelerator() != before
+        methods[method] = original
+        if changed:
+            return method
+    raise RuntimeError("no method of the CUDA hooks tells whether CUDA is built")
+
+
+def _has_accelerator() -> bool:
+    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    device = private._accelerator_getAccelerator()
+    return device is not None and device.type == "cuda"
+
+
+def _run_backward() -> None:
+    """Run a backward of fake CUDA tensors, which needs every stub."""
+    with FakeTensorMode():
+        weight = torch.empty(2, 2, device="cuda", requires_grad=True)
+        (weight @ weight).sum().backward()
+        assert weight.grad is not None

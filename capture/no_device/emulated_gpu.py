@@ -1,0 +1,52 @@
+"""The GPU that a script sees in a capture without a device. This module does not import torch."""
+
+from dataclasses import dataclass
+
+from onerank.annotate.gpus.registry import load_gpu
+
+
+@dataclass(frozen=True)
+class EmulatedGpu:
+    """What `torch.cuda` tells of a GPU.
+
+    Attributes:
+        name: as the driver names it.
+        capability: compute capability, major and minor.
+        memory_bytes: device memory.
+        sm_count: streaming multiprocessors.
+        l2_bytes: size of the L2 cache, 0 if not known.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    sm_count: int
+    l2_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of a cuBLAS workspace: 32 MiB from Hopper on, as cuBLAS recommends.
+
+        Measured on an H100 and an H200 (`resident_bytes` of captures there). Before Hopper torch
+        takes 2 blocks of 4 MiB and 8 of 16 KiB (CublasHandlePool.cpp).
+        """
+        return 32 << 20 if self.capability >= (9, 0) else 2 * (4 << 20) + 8 * (16 << 10)
+
+
+def emulated_gpu(name_or_path: str) -> EmulatedGpu:
+    """Return what `torch.cuda` tells of a described GPU.
+
+    Raises:
+        TargetError: there is no such description, or it is malformed.
+    """
+    gpu = load_gpu(name_or_path)
+    drivers = (alias for alias in gpu.aliases if alias.startswith(gpu.vendor))
+    # A GPU without a compute capability is another vendor's; torch on ROCm reports 9.x for MI300.
+    major, _, minor = (gpu.compute_capability or "9.0").partition(".")
+    return EmulatedGpu(
+        name=next(drivers, f"{gpu.vendor} {gpu.name}"),
+        capability=(int(major), int(minor or 0)),
+        memory_bytes=gpu.memory_bytes,
+        sm_count=gpu.sm_count,
+        l2_bytes=gpu.l2_bytes or 0,
+    )

@@ -1,0 +1,348 @@
+"""A process in which a script meets a GPU that is not there."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _python_dispatch
+
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.no_device import cuda_stubs
+from onerank.capture.no_device.attention import choose_attention
+from onerank.capture.no_device.cuda_api import emulated_cuda
+from onerank.capture.no_device.emulated_gpu import EmulatedGpu
+from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.no_device.values import Known, UnknownValues
+from onerank.capture.patches import after_import, live, patched, rebound, resolve
+from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
+
+_torch: Any = torch
+_distributed: Any = torch.distributed
+_modes: Any = _python_dispatch
+_optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its name
+
+
+class _ShapesAlone(FakeTensorMode):
+    """Fake tensors that never touch the device, though `torch.cuda` says that there is one."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True: no tensor may be created on the device."""
+        return True
+
+
+class EmulatedProcess:
+    """A process in which operators run on shapes alone, and what they do.
+
+    Attributes:
+        gpu: the GPU that the script sees.
+        log: receives operators and allocations.
+        values: decides what a script reads.
+    """
+
+    def __init__(self, gpu: EmulatedGpu, script: Path) -> None:
+        self.gpu = gpu
+        self.log = EventLog()
+        self.values = UnknownValues(script)
+        self._fake = _ShapesAlone(allow_non_fake_inputs=True)
+        self._collectives: dict[str, Callable[..., Any]] = {}
+        self._compiles = False
+        self.operators = FakeOperators(
+            self.log, self.values, self._collectives, gpu.workspace_bytes
+        )
+
+    @classmethod
+    def of(cls, gpu: EmulatedGpu | None, script: Path) -> "EmulatedProcess | None":
+        """Return the process for a capture without a device; None without an emulated GPU."""
+        return cls(gpu, script) if gpu is not None else None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Let torch answer as on the GPU, while the context lasts.
+
+        Raises:
+            CaptureError: this machine or this torch does not run fake CUDA tensors.
+        """
+        cuda_stubs.install()
+        new_parameter = nn.Parameter.__new__
+        resize = torch.UntypedStorage.resize_
+
+        def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            if type(data) is Tensor:
+                data = self.fake(data)
+            return new_parameter(cls, data, requires_grad)
+
+        def resize_storage(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self.operators.storages.resize(storage, size)
+            return result
+
+        with contextlib.ExitStack() as stack:
+            for context in (
+                emulated_cuda(self.gpu, self.log),
+                choose_attention(self.gpu),
+                self._ranges(),
+                self._functions(),
+                patched("torch.nn.Parameter", {"__new__": staticmethod(parameter)}),
+                patched("torch.UntypedStorage", {"resize_": resize_storage}),
+                patched("torch", {"compile": self._leave_eager}),
+                patched("torch.utils", {"swap_tensors": _swap}),
+                patched("torch.distributed", {"Logger": _Logger}),
+                rebound(
+                    "torch.distributed.utils", {"_verify_param_shape_across_processes": _agreed}
+                ),
+                rebound("torch.utils._foreach_utils", {"_has_foreach_support": _has_foreach}),
+                _multi_tensor_optimizers(),
+                _gpu_kernels(),
+                after_import(_SHARDING, _shapes_inferred_apart),
+                after_import(
+                    _HUGGING_FACE,
+                    lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),
+                ),
+            ):
+                stack.enter_context(context)
+            yield
+
+    @contextlib.contextmanager
+    def running(self, peers: object) -> Generator[None]:
+        """Run what is called in this context on shapes alone.
+
+        Args:
+            peers: a started `Recorder` emulates the collectives.
+        """
+        if isinstance(peers, Recorder):
+            self._collectives.update(peers.operators.functions)
+        with self._fake, self.operators:
+            yield
+
+    def _leave_eager(self, model: Any = None, **_: Any) -> Any:
+        """Return what the script compiles as it is; `torch.compile`."""
+        self._compiles = True
+        return model if model is not None else _same
+
+    def notes(self) -> list[str]:
+        """Return notes on where the recorded step differs from the job's."""
+        compiled = (
+            "the script compiles code, which was captured eager: fused kernels read and write less "
+            "memory, so the job's steps are shorter"
+        )
+        return [*self.values.notes(), *([compiled] if self._compiles else [])]
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor like a real one."""
+        with unset_fake_temporarily():
+            return self._fake.from_tensor(tensor)
+
+    @contextlib.contextmanager
+    def _functions(self) -> Generator[None]:
+        """Record the forward of each autograd function, whose node has no operator of its own."""
+        original = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            event = self.operators.begin_function(cls.__name__)
+            try:
+                return original.__func__(cls, *args, **kwargs)
+            finally:
+                self.log.end(event)
+
+        with patched("torch.autograd.Function", {"apply": classmethod(apply)}):
+            yield
+
+    @contextlib.contextmanager
+    def _ranges(self) -> Generator[None]:
+        """Record the ranges that hold a communication call or a wait."""
+        log, operators = self.log, self.operators
+
+        def enter(name: str, *operands: Any) -> Any:
+            return log.begin(
+                name,
+                "user_annotation",
+                inputs=operators.describe(operands) if log.recording else None,
+            )
+
+        def leave(event: Any) -> None:
+            log.end(event)
+
+        names = {
+            "_record_function_with_args_enter": enter,
+            "_record_function_with_args_exit": leave,
+        }
+        with patched("torch.autograd", names):
+            yield
+
+    def holdings(self) -> ByMemoryClass:
+        """Return the bytes of storages on the device between two steps, by purpose."""
+        tensors = [
+            t for t in live(Tensor) if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"
+        ]
+        optimizers = live(torch.optim.Optimizer)
+        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        for optimizer in optimizers:
+            parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        states = [v for optimizer in optimizers for v in _state_tensors(optimizer.state)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        seen: set[int] = set()
+        return {
+            name: self._sizes(found, seen)
+            for name, found in (
+                ("parameters", parameters),
+                ("gradients", gradients),
+                ("optimizer", states),
+                ("other", tensors),
+            )
+        } | {"workspace": self.operators.workspaces.sizes}
+
+    def _sizes(self, tensors: Sequence[Tensor], seen: set[int]) -> tuple[int, ...]:
+        sizes: list[int] = []
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            if not local.is_cuda:
+                continue
+            storage = local.untyped_storage()
+            number = self.operators.storages.number(local)
+            if number not in seen and storage.nbytes():
+                seen.add(number)
+                sizes.append(storage.nbytes())
+        return tuple(sorted(sizes, reverse=True))
+
+
+_HUGGING_FACE = "transformers.utils.import_utils"
+"""It builds masks for fake tensors that it leaves out on a device, as it cannot read them."""
+
+
+@contextlib.contextmanager
+def _gpu_kernels() -> Generator[None]:
+    """Let operators count as kernels of a GPU that only a CUDA build has.
+
+    Without a CUDA kernel the dispatcher takes the operator's formula instead (for `silu_backward`
+    five operators), before it asks the mode.
+    """
+    private = _torch._C
+    library: Any = _torch.library.Library("aten", "IMPL")
+    for name in private._dispatch_get_all_op_names():
+        if not name.startswith("aten::"):
+            continue
+        has_kernel = functools.partial(private._dispatch_has_kernel_for_dispatch_key, name)
+        if has_kernel("CPU") and has_kernel("CompositeImplicitAutograd") and not has_kernel("CUDA"):
+            library.impl(name.removeprefix("aten::"), _not_here, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
+    """Whether torch has foreach kernels for tensors; its own check asks for their exact class."""
+    plain = (Tensor, FakeTensor)
+    return device.type == "cuda" and all(t is None or type(t) in plain for t in tensors)
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
+def _no(_: object) -> bool:
+    return False
+
+
+def _agreed(*_: object) -> None:
+    """DDP compares the shapes of parameters with those of other ranks, in numbers."""
+
+
+class _Logger(_distributed.Logger):
+    """DDP's log, without the times of steps: only a CUDA build can take them."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing."""
+
+
+def _not_here(*_: object, **__: object) -> None:
+    raise NotImplementedError("an operator ran on a GPU that is not there")
+
+
+_SHARDING = "torch.distributed.tensor._sharding_prop"
+
+
+@contextlib.contextmanager
+def _shapes_inferred_apart() -> Generator[None]:
+    """Let DTensor infer the shapes of results without the modes of the capture.
+
+    It runs the operator on fake tensors of the global shape, which is no work of this rank.
+    """
+    propagator = resolve(f"{_SHARDING}.ShardingPropagator")
+    infer = propagator._propagate_tensor_meta_non_cached
+
+    def infer_apart(*args: Any, **kwargs: Any) -> Any:
+        with _modes._disable_current_modes():
+            return infer(*args, **kwargs)
+
+    names = {"_propagate_tensor_meta_non_cached": infer_apart}
+    with patched(f"{_SHARDING}.ShardingPropagator", names):
+        yield
+
+
+_swap_real = torch.utils.swap_tensors
+
+
+def _swap(first: Any, second: Any) -> None:
+    """Exchange two tensors, as `torch.utils.swap_tensors` does, weak references or not."""
+    if not isinstance(first, FakeTensor):
+        _swap_real(first, second)
+        return
+    # torch moves a fake parameter by a swap, and refuses one with weak references. Those of this
+    # process (of modules, optimizers) mean the object, which stays the parameter. It keeps its
+    # attributes too, as a real parameter does, whose data torch replaces.
+    fresh, replaced = dict(vars(second)), dict(vars(first))
+    vars(first).pop(Known.ATTRIBUTE, None)
+    vars(first).update(fresh)
+    vars(second).clear()
+    vars(second).update(replaced)
+    _torch._C._swap_tensor_impl(first, second)
+
+
+def _state_tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    values = (
+        state.values()
+        if isinstance(state, dict)
+        else state
+        if isinstance(state, list | tuple)
+        else ()
+    )
+    return [tensor for value in values for tensor in _state_tensors(value)]
+
+
+@contextlib.contextmanager
+def emulated(gpu: EmulatedGpu | None, script: Path, peers: object = None) -> Generator[None]:
+    """Run what is called in this context on shapes alone, if there is an emulated GPU.
+
+    Args:
+        gpu: the GPU that the script sees; None runs on the device at hand.
+        script: path of the script.
+        peers: as for `EmulatedProcess.running`.
+    """
+    process = EmulatedProcess.of(gpu, script)
+    if process is None:
+        yield
+        return
+    with process.installed(), process.running(peers):
+        yield
+
+
+@contextlib.contextmanager
+def _multi_tensor_optimizers() -> Generator[None]:
+    """Let torch choose foreach implementations of optimizers for fake parameters too."""
+    supported: list[Any] = _optimizers._foreach_supported_types
+    supported.append(FakeTensor)
+    try:
+        yield
+    finally:
+        supported.remove(FakeTensor)

@@ -1,0 +1,357 @@
+"""Operators, module calls and allocations in the order of a program, written as raw traces.
+
+The files have the form in which torch's profiler and its execution trace observer write a step, so
+the converters read them like those of a device. Times are positions in the program: each begin and
+each end takes one tick. They order events and mean no duration.
+"""
+
+import gzip
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from onerank.capture.no_device.gpu_operators import Shaped
+from onerank.ir.dtypes import TENSOR_TYPES
+
+Category = Literal["cpu_op", "user_annotation"]
+
+SCHEMA = "1.1.1-chakra.0.0.4"
+"""Schema of the execution trace, as torch 2.11 and 2.13 write it."""
+
+_ROUNDED_TO = 512
+"""The caching allocator rounds every block up to a multiple of these bytes."""
+
+_TYPES = {
+    getattr(torch, dtype): name for dtype, name in TENSOR_TYPES.items() if hasattr(torch, dtype)
+}
+
+# The number by which an execution trace names a dtype: c10::ScalarType.
+_DTYPE_CODES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.complex64: 9,
+    torch.complex128: 10,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
+}
+
+_UNKNOWN_TYPE = "Tensor(unknown)"
+
+Operands = tuple[list[Any], list[Any], list[str]]
+"""Values, shapes and types, as an execution trace has them."""
+
+_NO_OPERANDS: Operands = ([], [], [])
+
+
+@dataclass(slots=True)
+class Event:
+    """An operator or an annotation.
+
+    Attributes:
+        name: as the profiler would name it.
+        category: Kineto's.
+        thread: number of its thread, from 1.
+        begin: tick of its begin.
+        end: tick of its end, 0 until it ends.
+        inputs: operands it reads.
+        outputs: operands it returns.
+        sequence: autograd's number of a forward operator's node, or of a backward's; -1 for none.
+        forward_thread: of a backward, the thread of its forward; else 0.
+        on_device: whether it reads or writes memory of the device.
+        node: autograd node that it stands for, else None.
+    """
+
+    name: str
+    category: Category
+    thread: int
+    begin: int
+    end: int = 0
+    inputs: Operands = _NO_OPERANDS
+    outputs: Operands = _NO_OPERANDS
+    sequence: int = -1
+    forward_thread: int = 0
+    on_device: bool = False
+    node: object = None
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it is an operator, and no annotation, autograd node or autograd function."""
+        return self.category == "cpu_op" and self.node is None and "::" in self.name
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Bytes that were allocated, or freed if negative, and the total since the process began."""
+
+    tick: int
+    thread: int
+    storage: int
+    bytes: int
+    allocated: int
+
+
+@dataclass
+class EventLog:
+    """Records what the script does; `recording` chooses which part is kept.
+
+    Attributes:
+        recording: whether events are kept.
+        events: in the order of their begin.
+        allocations: of the device, in order.
+        live_bytes: allocated at present.
+        peak_bytes: most since `begin`.
+    """
+
+    recording: bool = False
+    events: list[Event] = field(default_factory=list[Event])
+    allocations: list[Allocation] = field(default_factory=list[Allocation])
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    _tick: int = 0
+    _threads: dict[int, int] = field(default_factory=lambda: {threading.get_ident(): 1})
+    _open: dict[int, list[Event]] = field(default_factory=dict[int, list[Event]])
+
+    def begin_step(self) -> None:
+        """Forget what was recorded, and keep events from here on."""
+        self.events.clear()
+        self.allocations.clear()
+        self._open.clear()
+        self._tick = 0
+        self.peak_bytes = self.live_bytes
+        self.recording = True
+
+    def end_step(self) -> None:
+        """Keep no more events; end those that are open."""
+        self.recording = False
+        for stack in self._open.values():
+            while stack:
+                self._end(stack.pop())
+
+    def begin(self, name: str, category: Category = "cpu_op", **details: Any) -> Event | None:
+        """Begin an event on this thread; None while nothing is recorded."""
+        if not self.recording:
+            return None
+        thread = self._thread()
+        event = Event(name, category, thread, self._next(), **details)
+        self.events.append(event)
+        self._open.setdefault(thread, []).append(event)
+        return event
+
+    def end(self, event: Event | None) -> None:
+        """End an event, and those that began within it and are open."""
+        if event is None or event.end:
+            return
+        stack = self._open[event.thread]
+        while stack:
+            innermost = stack.pop()
+            self._end(innermost)
+            if innermost is event:
+                return
+
+    def mark(self) -> int:
+        """Return a place in the log for `forget_since`."""
+        return len(self.events)
+
+    def forget_since(self, mark: int) -> None:
+        """Remove the events that began after a place in the log, and have ended."""
+        del self.events[mark:]
+
+    def innermost(self) -> Event | None:
+        """Return the innermost open event of this thread."""
+        stack = self._open.get(self._thread())
+        return stack[-1] if stack else None
+
+    def innermost_node(self) -> object:
+        """Return the autograd node of the innermost open range on this thread, else None."""
+        stack = self._open.get(self._thread(), ())
+        return next((event.node for event in reversed(stack) if event.node is not None), None)
+
+    def allocate(self, storage: int, size: int) -> int:
+        """Record an allocation; return the bytes that it takes."""
+        taken = -(-size // _ROUNDED_TO) * _ROUNDED_TO
+        self._account(storage, taken)
+        return taken
+
+    def free(self, storage: int, taken: int) -> None:
+        """Record the free of an allocation that took these bytes."""
+        self._account(storage, -taken)
+
+    def _account(self, storage: int, change: int) -> None:
+        self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.recording:
+            self.allocations.append(
+                Allocation(self._next(), self._thread(), storage, change, self.live_bytes)
+            )
+
+    def _end(self, event: Event) -> None:
+        event.end = self._next()
+
+    def _next(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def _thread(self) -> int:
+        return self._threads.setdefault(threading.get_ident(), len(self._threads) + 1)
+
+
+class Describer:
+    """Describes operands as an execution trace does.
+
+    Args:
+        storage_of: returns the number of a tensor's storage.
+    """
+
+    def __init__(self, storage_of: Callable[[Tensor], int]) -> None:
+        self._storage_of = storage_of
+
+    def __call__(self, operands: Sequence[Any]) -> Operands:
+        """Return values, shapes and types of operands."""
+        values: list[Any] = []
+        shapes: list[Any] = []
+        types: list[str] = []
+        for operand in operands:
+            value, shape, type_ = self._one(operand)
+            values.append(value)
+            shapes.append(shape)
+            types.append(type_)
+        return values, shapes, types
+
+    def _one(self, operand: Any) -> tuple[Any, Any, str]:
+        match operand:
+            case Tensor():
+                return self._tensor(operand)
+            case Shaped():
+                value, _, _ = self._tensor(operand.storage)
+                return value, operand.shape, _TYPES.get(operand.dtype, _UNKNOWN_TYPE)
+            case list() | tuple():
+                values, shapes, types = self(operand)
+                return values, shapes, f"GenericList[{','.join(types)}]"
+            case _:
+                value, type_ = _plain(operand)
+                return value, [], type_
+
+    def _tensor(self, tensor: Tensor) -> tuple[Any, Any, str]:
+        type_ = _TYPES.get(tensor.dtype, _UNKNOWN_TYPE)
+        if tensor.layout != torch.strided:
+            return "<Object>", [], type_
+        storage = self._storage_of(tensor)
+        place = [storage, storage, tensor.storage_offset(), tensor.numel(), tensor.element_size()]
+        return [*place, str(tensor.device)], list(tensor.shape), type_
+
+
+def _plain(operand: Any) -> tuple[Any, str]:  # noqa: PLR0911  a type per line
+    """Return the value and the type of an operand without tensors."""
+    match operand:
+        case None:
+            return "<None>", "None"
+        case bool():
+            return operand, "Bool"
+        case int():
+            return operand, "Int"
+        case float():
+            return operand if math.isfinite(operand) else str(operand), "Double"
+        case str():
+            return operand, "String"
+        case torch.dtype():
+            return _DTYPE_CODES.get(operand, -1), "Int"
+        case torch.device():
+            return str(operand), "Device"
+        case torch.layout() | torch.memory_format():
+            return 0, "Int"
+        case _:
+            return "<Object>", "Object"
+
+
+def write(log: EventLog, structure: Path, execution_trace: Path) -> None:
+    """Write a recorded step as a Kineto trace and an execution trace, both gzipped.
+
+    If an operator used the device, operators of the host alone are left out: the profile of a GPU
+    shows them as operators without kernels, which are no nodes either.
+    """
+    on_device = any(event.on_device for event in log.events)
+    kept = [event for event in log.events if not event.is_operator or event.on_device == on_device]
+    _write(structure, {"schemaVersion": 1, "traceEvents": [*_kineto_events(log, kept)]})
+    _write(execution_trace, {"schema": SCHEMA, "nodes": [*_nodes(kept)]})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(msgspec.json.encode(content))
+
+
+def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for number, event in enumerate(kept, start=1):
+        args: dict[str, Any] = {"Record function id": number, "Ev Idx": number}
+        if event.sequence >= 0:
+            args |= {"Sequence number": event.sequence, "Fwd thread id": event.forward_thread}
+        events.append(
+            {
+                "ph": "X",
+                "cat": event.category,
+                "name": event.name,
+                "tid": event.thread,
+                "ts": event.begin,
+                "dur": event.end - event.begin,
+                "args": args,
+            }
+        )
+    for number, allocation in enumerate(log.allocations, start=len(kept) + 1):
+        args = {
+            "Total Reserved": 0,
+            "Total Allocated": allocation.allocated,
+            "Bytes": allocation.bytes,
+            "Device Id": 0,
+            "Device Type": 1,
+            "Addr": allocation.storage,
+            "Ev Idx": number,
+        }
+        events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "tid": allocation.thread,
+                "ts": allocation.tick,
+                "args": args,
+            }
+        )
+    return events
+
+
+def _nodes(kept: Sequence[Event]) -> list[dict[str, Any]]:
+    root = Event("[pytorch|profiler|execution_trace|process]", "user_annotation", 0, 0)
+    return [_node(record, event) for record, event in enumerate([root, *kept])]
+
+
+def _node(record: int, event: Event) -> dict[str, Any]:
+    """Return the node of the event with a record number; number 0 is the root, which calls all."""
+    keys = ("values", "shapes", "types")
+    return {
+        "id": record + 1,
+        "name": event.name,
+        "ctrl_deps": 1,
+        "inputs": dict(zip(keys, event.inputs, strict=True)),
+        "outputs": dict(zip(keys, event.outputs, strict=True)),
+        "attrs": [
+            {"name": "rf_id", "type": "uint64", "value": record},
+            {"name": "tid", "type": "uint64", "value": event.thread},
+        ],
+    }

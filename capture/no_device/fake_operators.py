@@ -1,0 +1,551 @@
+"""Run operators on shapes alone, and record them.
+
+Tensors on the GPU, parameters, and tensors on the CPU that are computed from either are fake: they
+have a shape, strides, a dtype and a device, but no numbers. Everything else on the CPU is real and
+computed: data loaders, masks, schedules, counters.
+
+A small tensor on the GPU whose inputs are all known is known too: its numbers are computed on the
+CPU beside it (`Known`). So what a script reads back (a token count, a loss scale) is right wherever
+it does not depend on parameters.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from onerank.capture.fake_tensors import mark_written
+from onerank.capture.no_device.event_log import Describer, Event, EventLog
+from onerank.capture.no_device.functional_collectives import FunctionalCollectives
+from onerank.capture.no_device.gpu_operators import inner_of
+from onerank.capture.no_device.storages import Storages, Workspaces
+from onerank.capture.no_device.values import KNOWN_ELEMENTS, Known, UnknownValues
+
+_torch: Any = torch  # the dispatcher and autograd's nodes have no public names and no types
+
+REAL_ELEMENTS = 1 << 20
+"""Largest tensor that is created on the CPU with its numbers: 4 MB in 32 bits. Larger ones are
+weights of a model that is built on the CPU."""
+
+_COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
+
+_UNRECORDED = ("prim", "inductor")
+
+_WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
+
+_CHECKS = ("_amp_foreach_non_finite_check_and_unscale_",)
+"""A loss scaler's check of gradients: as all are finite, the flag that it sets stays 0."""
+
+_ZEROS = ("zero_", "_foreach_zero_")
+
+_UNNUMBERED = 1 << 62
+"""Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer."""
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+_RANDOM = frozenset(
+    "uniform_ normal_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_ rand randn "
+    "randint randperm rand_like randn_like randint_like bernoulli normal multinomial "
+    "native_dropout".split()
+)
+
+_RESHAPES_IN_PLACE = frozenset(
+    "resize_ resize_as_ set_ t_ transpose_ squeeze_ unsqueeze_ detach_ as_strided_".split()
+)
+
+_PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
+
+_OF_A_GPU = (
+    "_foreach_",
+    "_fused_",
+    "_amp_",
+    "convolution",
+    "_convolution",
+    "_batch_norm",
+    "_native_batch_norm",
+    "_grouped_mm",
+    "_scaled_dot_product",
+    "_grid_sampler",
+    "_pin_memory",
+    "copy_",
+    "lift",
+    "detach",
+)
+"""Operators whose composite kernel a GPU does not run: it has one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """What the mode needs to know of an operator.
+
+    Attributes:
+        name: with its namespace, as a profile has it.
+        namespace: "aten", "c10d" ...
+        base: without namespace.
+        arguments: (name, default) in order.
+        is_view: whether its results share memory with an input that it does not write.
+        writes_first: whether it writes its first argument and returns it.
+        is_random: whether it draws random numbers.
+        is_composite: whether its kernel for every backend calls other operators, which a profile
+            shows inside it.
+    """
+
+    name: str
+    namespace: str
+    base: str
+    arguments: tuple[tuple[str, Any], ...]
+    is_view: bool
+    writes_first: bool
+    is_random: bool
+    is_composite: bool
+
+    @classmethod
+    def of(cls, func: Any) -> "_Schema":
+        schema = func._schema
+        namespace, _, base = schema.name.partition("::")
+        aliases = [argument.alias_info for argument in schema.returns]
+        reads = any(alias is not None and not alias.is_write for alias in aliases)
+        is_view = reads or base in ("_unsafe_view", "_reshape_alias", "lift_fresh")
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        writes_first = (
+            first is not None
+            and first.is_write
+            and len(aliases) == 1
+            and aliases[0] is not None
+            and aliases[0].is_write
+            and base not in _RESHAPES_IN_PLACE
+            and str(schema.returns[0].type) == "Tensor"
+        )
+        return cls(
+            schema.name,
+            namespace,
+            base,
+            tuple((argument.name, argument.default_value) for argument in schema.arguments),
+            is_view,
+            writes_first,
+            base in _RANDOM,
+            not is_view
+            and namespace == "aten"
+            and not base.startswith(_OF_A_GPU)
+            and base not in _RANDOM
+            and _has_kernel(func, "CompositeExplicitAutograd")
+            and not _has_kernel(func, "CPU"),
+        )
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    return _torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an operator.
+
+    Attributes:
+        func: the operator.
+        schema: what the mode knows of it.
+        args: positional arguments.
+        kwargs: arguments by name.
+        tensors: the tensors among both.
+    """
+
+    func: Any
+    schema: _Schema
+    args: Any
+    kwargs: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def operands(self) -> list[Any]:
+        """All arguments in the schema's order, defaults included."""
+        rest = self.schema.arguments[len(self.args) :]
+        return [*self.args, *(self.kwargs.get(name, default) for name, default in rest)]
+
+    def written(self) -> Iterator[Tensor]:
+        """Yield the tensors that the operator writes."""
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = position < len(self.args)
+                value = self.args[position] if given else self.kwargs.get(argument.name)
+                yield from tensors_in((value,))
+
+
+class FakeOperators(TorchDispatchMode):
+    """The dispatch mode of a capture without a device.
+
+    Attributes:
+        storages: storages of all fake tensors.
+        known: numbers of the small fake tensors that have known ones.
+        workspaces: memory that cuBLAS would keep.
+        describe: describes operands for the log.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        log: EventLog,
+        unknown: UnknownValues,
+        collectives: Mapping[str, Callable[..., Any]],
+        workspace_bytes: int,
+    ) -> None:
+        """Create the mode; `FakeTensorMode` has to be on below it.
+
+        Args:
+            log: receives the operators.
+            unknown: decides what a script reads from an unknown tensor.
+            collectives: c10d operator without namespace -> its emulation.
+            workspace_bytes: memory that cuBLAS keeps per thread.
+        """
+        super().__init__()
+        self._log = log
+        self._unknown = unknown
+        self._collectives = collectives
+        self.storages = Storages(log)
+        self.known = Known(self.storages)
+        self.workspaces = Workspaces(log, workspace_bytes)
+        self.describe = Describer(self.storages.number)
+        self._functional = FunctionalCollectives(self.storages.number)
+        self._schemas: dict[Any, _Schema] = {}
+        self._last_sequence = -1
+        self._emulating = 0  # communication calls that run: their operators are no work of the job
+        self._composites = 0  # operators that run whose parts belong to fake tensors
+
+    def __torch_dispatch__(  # noqa: PLR0911  one line per sort of operator
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a subclass such as DTensor runs operators on what it wraps
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher_order(func, args, kwargs or {})
+        schema = self._schemas.get(func)
+        if schema is None:
+            schema = self._schemas[func] = _Schema.of(func)
+        kwargs = kwargs or {}
+        if schema.namespace == "profiler":
+            return self._annotate(schema, args)
+        if schema.namespace in _UNRECORDED:
+            return func(*args, **kwargs)
+        tensors = tuple(tensors_in((*args, *kwargs.values())))
+        call = _Call(func, schema, args, kwargs, tensors)
+        fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not fakes and not _on_cuda(kwargs.get("device")) and schema.namespace == "aten":
+            return self._run_on_cpu(call)
+        return self._record(call)
+
+    def _run_higher_order(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that takes functions: DTensor's random numbers, flex attention."""
+        if func.name() == "run_dtensor_rng_op":  # around it only the generator's state changes
+            _, _, operator, *rest = args
+            with self:
+                return operator(*rest, **kwargs)
+        event = self._begin(f"aten::{func.name()}")
+        if event is not None:
+            event.inputs = self.describe([*args, *kwargs.values()])
+        try:
+            result = func(*args, **kwargs)
+            if event is not None:
+                event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
+                event.on_device = any(tensor.is_cuda for tensor in tensors_in((result,)))
+            return result
+        finally:
+            self._log.end(event)
+
+    def _run_on_cpu(self, call: _Call) -> Any:
+        """Run an operator on real tensors; a large result of a factory is fake."""
+        if not call.tensors:
+            result = call.func(*call.args, **call.kwargs)
+            results = [*tensors_in((result,))]
+            large = any(tensor.numel() > REAL_ELEMENTS for tensor in results)
+            if large or self._composites or any(tensor.is_meta for tensor in results):
+                return result
+        with unset_fake_temporarily():
+            return call.func(*call.args, **call.kwargs)
+
+    def _record(self, call: _Call) -> Any:
+        """Run an operator with fake operands, and record it."""
+        schema = call.schema
+        accumulates = schema.name == "aten::add" and self._accumulates(call)
+        event = self._begin("aten::add_" if accumulates else schema.name)
+        if event is not None and not schema.is_view:
+            event.inputs = self.describe(call.operands)
+        try:
+            result = call.args[0] if accumulates else self._run(call)
+            outputs = [*tensors_in((result,))]
+            on_device = any(tensor.is_cuda for tensor in (*call.tensors, *outputs))
+            if on_device and schema.base in _PRODUCTS:
+                self.workspaces.use()
+            for tensor in outputs:
+                if isinstance(tensor, FakeTensor):
+                    self.storages.number(tensor)
+            if event is not None:
+                event.on_device = on_device
+                if not schema.is_view:
+                    self._describe_results(call, result, event)
+            return result
+        finally:
+            self._log.end(event)
+
+    def _describe_results(self, call: _Call, result: Any, event: Event) -> None:
+        event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
+        if not event.on_device or call.schema.namespace != "aten":
+            return
+        inner = inner_of(call.schema.base, call.operands, result)
+        if inner is not None:
+            event.name, operands = inner
+            event.inputs = self.describe(operands)
+
+    def _accumulates(self, call: _Call) -> bool:
+        """Whether autograd adds two gradients of one tensor, which it would do in place.
+
+        `accumulate` in torch/csrc/autograd/input_buffer.cpp adds in place if nothing else has the
+        first gradient's memory. It never does so for tensors of a subclass, such as fake ones.
+        """
+        if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        if len(call.tensors) != 2 or len(call.args) != 2 or call.kwargs:
+            return False
+        first, second = call.tensors
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        innermost = self._log.innermost()
+        if innermost is not None and innermost.category == "cpu_op" and innermost.node is None:
+            return False  # a part of another operator
+        storage: Any = first.untyped_storage()
+        holders = 2  # the tensor, and the Python object of its storage
+        return _torch._C._storage_Use_Count(storage._cdata) <= holders
+
+    def begin_function(self, name: str) -> Event | None:
+        """Begin the forward of an autograd function, with the number that its node will get."""
+        if self._emulating or not self._log.recording:
+            return None
+        self.follow_backward()
+        sequence = -1
+        if torch.is_grad_enabled():
+            sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
+        return self._log.begin(name, sequence=sequence)
+
+    def _begin(self, name: str) -> Event | None:
+        if self._emulating or not self._log.recording:
+            return None
+        self.follow_backward()
+        sequence = -1
+        if torch.is_grad_enabled():
+            latest = _torch.autograd._get_sequence_nr() - 1
+            # The node of a differentiable operator is numbered before the operator runs here; an
+            # operator without a node repeats the number of the one before.
+            if latest != self._last_sequence:
+                sequence = self._last_sequence = latest
+        return self._log.begin(name, sequence=sequence)
+
+    def follow_backward(self) -> Any:
+        """Open the range of the autograd node that runs on this thread, as torch's engine does.
+
+        Returns:
+            The node; None outside of backward.
+        """
+        node = _torch._C._current_autograd_node()
+        if not self._log.recording or node == self._log.innermost_node():
+            return node
+        innermost = self._log.innermost()
+        if innermost is not None and innermost.node is not None:
+            self._log.end(innermost)
+        if node is None:
+            return None
+        number: int = node._sequence_nr()
+        sequence = number if number < _UNNUMBERED else -1
+        self._log.begin(
+            f"autograd::engine::evaluate_function: {node.name()}",
+            sequence=sequence,
+            forward_thread=1 if sequence >= 0 else 0,
+            node=node,
+        )
+        return node
+
+    def _run(self, call: _Call) -> Any:
+        schema = call.schema
+        if schema.namespace == "c10d":
+            return self._emulate(self._collectives[schema.base], call)
+        if schema.namespace.startswith("_c10d_functional"):
+            with self:
+                return self._functional.run(schema.base, call.operands)
+        if schema.base == "_local_scalar_dense":
+            return self._read(call.args[0])
+        if schema.base in _WITHOUT_EFFECT:
+            return None
+        numbers = self._numbers_of_results(call)
+        result = self._run_parts(call) if schema.is_composite else _FAILED
+        if result is _FAILED:
+            result = self._run_on_shapes(call, numbers)
+        if numbers is not None:
+            self.known.set(result, numbers)
+        elif not schema.is_view and schema.base not in _CHECKS:
+            for tensor in call.written():
+                self.known.spoil(tensor)
+                mark_written(tensor, zero=schema.base in _ZEROS)
+        return result
+
+    def _run_on_shapes(self, call: _Call, numbers: Any) -> Any:
+        """Return the results of an operator by its fake implementation, or by known numbers."""
+        first = call.args[0] if call.args else None
+        if call.schema.writes_first and isinstance(first, FakeTensor) and first.is_cuda:
+            return first  # its shape stays, and its numbers have no meaning
+        try:
+            return call.func(*call.args, **call.kwargs)
+        except DynamicOutputShapeException:
+            if numbers is None:
+                return self._unknown.refuse(call.schema.name)
+            return tree_map_only(Tensor, _like, numbers)
+        except DataDependentOutputException:
+            return self._unknown.answer() if numbers is None else numbers
+
+    def _emulate(self, emulation: Callable[..., Any], call: _Call) -> Any:
+        """Emulate a communication call: known numbers move, and no operator is recorded."""
+        self._emulating += 1
+        try:
+            with self:
+                return emulation(*call.args, **call.kwargs)
+        finally:
+            self._emulating -= 1
+
+    def _run_parts(self, call: _Call) -> Any:
+        """Run an operator's kernel for every backend, whose parts this mode records in turn."""
+        mark = self._log.mark()
+        self._composites += 1
+        try:
+            with self:
+                return call.func._op_dk(_COMPOSITE, *call.args, **call.kwargs)
+        except (RuntimeError, NotImplementedError):
+            # The kernel reads numbers, or the memory of a tensor: as one operator it has none.
+            self._log.forget_since(mark)
+            self._schemas[call.func] = replace(call.schema, is_composite=False)
+            return _FAILED
+        finally:
+            self._composites -= 1
+
+    def _read(self, tensor: Tensor) -> Any:
+        numbers = self.known.get(tensor)
+        if numbers is None:
+            return self._unknown.scalar(tensor)
+        with unset_fake_temporarily():
+            return numbers.item()
+
+    def _numbers_of_results(self, call: _Call) -> Any:
+        """Return the numbers of the results; None if they are not known or not small."""
+        small = all(tensor.numel() <= KNOWN_ELEMENTS for tensor in call.tensors)
+        if not small or call.schema.is_random or call.schema.namespace != "aten":
+            return None
+        if (answer := _answer_on_finiteness(call)) is not None:
+            with unset_fake_temporarily():
+                return torch.full(call.tensors[0].shape, answer)
+        numbers = {id(tensor): self.known.get(tensor) for tensor in call.tensors}
+        known = all(value is not None for value in numbers.values())
+        if not known or (not numbers and not _is_small_factory(call.args)):
+            return None
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: numbers[id(tensor)], (call.args, dict(call.kwargs))
+        )
+        results = _run_with_numbers(call, args, kwargs)
+        fits = all(tensor.numel() <= KNOWN_ELEMENTS for tensor in tensors_in((results,)))
+        return results if fits else None
+
+    def _annotate(self, schema: _Schema, args: Any) -> Any:
+        """Record a `record_function` range that Python opens or closes."""
+        open_ranges: list[Event | None] = _local.__dict__.setdefault("open_ranges", [])
+        if schema.base.startswith("_record_function_enter"):
+            self.follow_backward()
+            open_ranges.append(self._log.begin(args[0], "user_annotation"))
+            with unset_fake_temporarily():
+                return _torch.ops.profiler._record_function_enter_new(args[0], None)
+        # Each access makes a new Python object of the record, so ranges are told by their nesting.
+        if open_ranges:
+            self._log.end(open_ranges.pop())
+        with unset_fake_temporarily():
+            return _torch.ops.profiler._record_function_exit._RecordFunction(args[0])
+
+
+_local = threading.local()
+
+_FAILED = object()
+
+
+def tensors_in(operands: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among operands and in lists of operands."""
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            yield operand
+        elif isinstance(operand, list | tuple):
+            yield from tensors_in(operand)
+
+
+def _answer_on_finiteness(call: _Call) -> bool | None:
+    """Return whether each number is, or is not, finite; None if the operator does not ask that.
+
+    All numbers count as finite. torch asks by comparing a tensor with itself and with infinity.
+    """
+    base, args = call.schema.base, call.args
+    if base in ("isnan", "isinf", "isfinite"):
+        return base == "isfinite"
+    if base not in ("eq", "ne"):
+        return None
+    with_itself = len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]
+    if with_itself:
+        return base == "eq"
+    infinite = isinstance(args[1], float) and math.isinf(args[1])
+    return base == "ne" if infinite else None
+
+
+def _run_with_numbers(call: _Call, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the CPU; None if only GPUs have it.
+
+    Args:
+        call: the call.
+        args: its positional arguments, with numbers.
+        kwargs: its arguments by name, with numbers.
+    """
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    with unset_fake_temporarily():
+        try:
+            results = call.func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return None
+        if call.schema.base.startswith(("empty", "new_empty")):
+            results.zero_()  # collectives write parts of it, which are known then
+        return results
+
+
+def _like(numbers: Tensor) -> Tensor:
+    """Return a fake tensor on the device with the shape of known numbers."""
+    return torch.empty(numbers.shape, dtype=numbers.dtype, device="cuda")
+
+
+def _on_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _is_small_factory(args: Any) -> bool:
+    """Whether the sizes that a factory is given are small, so that its numbers may be computed."""
+    total = 1
+    for value in args:
+        if isinstance(value, list | tuple):
+            for size in value:
+                total *= size if isinstance(size, int) else KNOWN_ELEMENTS + 1
+        elif isinstance(value, int) and not isinstance(value, bool):
+            total = max(total, value)
+    return total <= KNOWN_ELEMENTS

@@ -1,0 +1,144 @@
+"""The `_c10d_functional` operators of DTensor and torch.distributed._functional_collectives."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as distributed_c10d
+
+from onerank.ir.errors import CaptureError
+
+_c10d: Any = distributed_c10d  # groups and options have no types in torch
+
+
+class FunctionalCollectives:
+    """The `_c10d_functional` operators, by the c10d operators that torch's C++ code calls.
+
+    torch's kernels for the meta device, which fake tensors would take, communicate nothing.
+    """
+
+    def __init__(self, number_of: Callable[[Tensor], int]) -> None:
+        """Create it.
+
+        Args:
+            number_of: returns the number of a tensor's storage.
+        """
+        self._number_of = number_of
+        self._works: dict[int, Any] = {}
+
+    def run(self, name: str, operands: Sequence[Any]) -> Any:
+        """Run an operator; the dispatch mode is on and records the operators that it calls.
+
+        Args:
+            name: operator without namespace.
+            operands: its arguments, in the schema's order.
+
+        Raises:
+            CaptureError: the operator is not known.
+        """
+        run: Callable[..., Any] | None = getattr(self, f"_{name}", None)
+        if run is None:
+            raise CaptureError(
+                f"_c10d_functional::{name} cannot be recorded without a device\n"
+                "  use another collective, or capture on a GPU or a CPU",
+                code="no-device-collective",
+            )
+        return run(*operands)
+
+    def _started(self, work: Any, outputs: Sequence[Tensor]) -> None:
+        for output in outputs:
+            self._works[self._number_of(output)] = work
+
+    def _wait_tensor(self, tensor: Tensor) -> Tensor:
+        work = self._works.pop(self._number_of(tensor), None)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _all_reduce(self, tensor: Tensor, operation: str, group: str) -> Tensor:
+        return self._all_reduce_(
+            tensor.clone(memory_format=torch.contiguous_format), operation, group
+        )
+
+    def _all_reduce_(self, tensor: Tensor, operation: str, group: str) -> Tensor:
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _reduction(operation)
+        self._started(_group(group).allreduce([tensor], options), [tensor])
+        return tensor
+
+    def _all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], operation: str, group: str
+    ) -> list[Tensor]:
+        return self._all_reduce_coalesced_([one.clone() for one in tensors], operation, group)
+
+    def _all_reduce_coalesced_(
+        self, tensors: Sequence[Tensor], operation: str, group: str
+    ) -> list[Tensor]:
+        options = _c10d.AllreduceCoalescedOptions()
+        options.reduceOp = _reduction(operation)
+        self._started(_group(group).allreduce_coalesced([*tensors], options), tensors)
+        return [*tensors]
+
+    def _all_gather_into_tensor(self, tensor: Tensor, size: int, group: str) -> Tensor:
+        output = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+        return self._all_gather_into_tensor_out(tensor, size, group, output)
+
+    def _all_gather_into_tensor_out(
+        self, tensor: Tensor, _: int, group: str, output: Tensor
+    ) -> Tensor:
+        work = _group(group)._allgather_base(output, tensor, _c10d.AllgatherOptions())
+        self._started(work, [output])
+        return output
+
+    def _all_gather_into_tensor_coalesced(
+        self, tensors: Sequence[Tensor], size: int, group: str
+    ) -> list[Tensor]:
+        outputs = [one.new_empty((one.shape[0] * size, *one.shape[1:])) for one in tensors]
+        work = _group(group).allgather_into_tensor_coalesced(outputs, [*tensors])
+        self._started(work, outputs)
+        return outputs
+
+    def _reduce_scatter_tensor(
+        self, tensor: Tensor, operation: str, size: int, group: str
+    ) -> Tensor:
+        output = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        options = _c10d.ReduceScatterOptions()
+        options.reduceOp = _reduction(operation)
+        self._started(_group(group)._reduce_scatter_base(output, tensor, options), [output])
+        return output
+
+    def _reduce_scatter_tensor_coalesced(
+        self, tensors: Sequence[Tensor], operation: str, size: int, group: str
+    ) -> list[Tensor]:
+        outputs = [one.new_empty((one.shape[0] // size, *one.shape[1:])) for one in tensors]
+        options = _c10d.ReduceScatterOptions()
+        options.reduceOp = _reduction(operation)
+        work = _group(group).reduce_scatter_tensor_coalesced(outputs, [*tensors], options)
+        self._started(work, outputs)
+        return outputs
+
+    def _all_to_all_single(
+        self, tensor: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], group: str
+    ) -> Tensor:
+        output = tensor.new_empty((sum(out_sizes), *tensor.shape[1:]))
+        work = _group(group).alltoall_base(output, tensor, [*out_sizes], [*in_sizes])
+        self._started(work, [output])
+        return output
+
+    def _broadcast(self, tensor: Tensor, source: int, group: str) -> Tensor:
+        return self._broadcast_(tensor.clone(), source, group)
+
+    def _broadcast_(self, tensor: Tensor, source: int, group: str) -> Tensor:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = source
+        self._started(_group(group).broadcast([tensor], options), [tensor])
+        return tensor
+
+
+def _group(name: str) -> Any:
+    return _c10d._resolve_process_group(name)
+
+
+def _reduction(name: str) -> Any:
+    return _c10d.ReduceOp(getattr(_c10d.ReduceOp, name.upper()))

@@ -1,0 +1,145 @@
+"""Operators whose CUDA implementation calls another operator, which launches the kernel.
+
+A profile shows the inner operator inside the outer one, and a graph has the inner one. A CPU build
+of torch has no CUDA implementations, so they are listed here; each was seen in captures on an H100
+and an H200 (torch 2.11).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Shaped:
+    """An operand of which only the shape and the dtype are known."""
+
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> None:
+        self.storage = like
+        self.shape = list(like.shape if shape is None else shape)
+        self.dtype = dtype
+
+
+Inner = tuple[str, Sequence[Any]]
+"""Name and arguments."""
+
+_Call = Callable[[Sequence[Any], Any], Inner | None]
+"""Takes an operator's arguments in the schema's order, and its result."""
+
+
+def inner_of(base: str, args: Sequence[Any], result: Any) -> Inner | None:
+    """Return the operator that an operator's CUDA implementation calls; None if it calls none.
+
+    Args:
+        base: its name without `aten::`.
+        args: its arguments, in the schema's order.
+        result: what it returned.
+    """
+    call = _INNER.get(base)
+    return call(args, result) if call is not None else None
+
+
+def _filled(args: Sequence[Any], _: Any) -> Inner:
+    return "aten::fill_", (args[0], 0)
+
+
+def _drawn(_: Sequence[Any], result: Any) -> Inner:
+    return "aten::random_", (result, None)
+
+
+def _drawn_normal(_: Sequence[Any], result: Any) -> Inner:
+    return "aten::normal_", (result, 0.0, 1.0, None)
+
+
+def _drawn_uniform(_: Sequence[Any], result: Any) -> Inner:
+    return "aten::uniform_", (result, 0.0, 1.0, None)
+
+
+def _put(args: Sequence[Any], _: Any) -> Inner:
+    return "aten::_index_put_impl_", (*args, False)
+
+
+def _gathered(args: Sequence[Any], result: Any) -> Inner:
+    tensor, dimension, index = args
+    return "aten::gather", (tensor, dimension, Shaped(result, index.dtype), False)
+
+
+def _copied(args: Sequence[Any], result: Any) -> Inner:
+    return "aten::copy_", (result, args[0], False)
+
+
+def _power(args: Sequence[Any], result: Any) -> Inner | None:
+    """`pow` copies its input for an exponent of 1, and fills its output for 0."""
+    base, exponent = args[:2]
+    if isinstance(exponent, int | float) and exponent == 1:
+        return "aten::copy_", (result, base, False)
+    if isinstance(exponent, int | float) and exponent == 0:
+        return "aten::fill_", (result, 1)
+    return None
+
+
+def _cudnn(args: Sequence[Any], _: Any) -> Inner:
+    query, key, value, bias, log_sum, dropout, is_causal, debug, scale = args
+    sizes = query.shape[2], key.shape[2]
+    rest = log_sum, dropout, is_causal, debug, scale
+    return "aten::_cudnn_attention_forward", (query, key, value, bias, None, None, *sizes, *rest)
+
+
+def _cudnn_backward(args: Sequence[Any], _: Any) -> Inner:
+    return "aten::_cudnn_attention_backward", args
+
+
+def _flash(args: Sequence[Any], _: Any) -> Inner:
+    query, key, value, dropout, is_causal, debug, scale = args
+    sizes = query.shape[2], key.shape[2]
+    turned = [_turned(tensor) for tensor in (query, key, value)]
+    rest = dropout, is_causal, debug, scale
+    return "aten::_flash_attention_forward", (*turned, None, None, *sizes, *rest)
+
+
+def _flash_backward(args: Sequence[Any], _: Any) -> Inner:
+    turned = [_turned(tensor) for tensor in args[:5]]
+    return "aten::_flash_attention_backward", (*turned, *args[5:])
+
+
+def _efficient(args: Sequence[Any], _: Any) -> Inner:
+    query, key, value, bias, log_sum, dropout, is_causal, scale = args
+    turned = [_turned(tensor) for tensor in (query, key, value)]
+    rest = None, None, None, None, dropout, int(is_causal), log_sum, scale
+    return "aten::_efficient_attention_forward", (*turned, bias, *rest)
+
+
+def _efficient_backward(args: Sequence[Any], _: Any) -> Inner:
+    gradient, query, key, value, bias, output, *rest = args
+    turned = [_turned(tensor) for tensor in (gradient, query, key, value)]
+    return "aten::_efficient_attention_backward", (*turned, bias, _turned(output), *rest)
+
+
+_INNER: dict[str, _Call] = {
+    "zero_": _filled,
+    "randint": _drawn,
+    "randint_like": _drawn,
+    "randn": _drawn_normal,
+    "randn_like": _drawn_normal,
+    "rand": _drawn_uniform,
+    "rand_like": _drawn_uniform,
+    "index_put_": _put,
+    "index_select": _gathered,
+    "pow": _power,
+    "repeat": _copied,
+    "_scaled_dot_product_cudnn_attention": _cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}
+
+
+def _turned(tensor: Tensor) -> Shaped:
+    """Return (batch, sequence, heads, head size) of a tensor whose heads come before."""
+    batch, heads, length, size = tensor.shape
+    return Shaped(tensor, tensor.dtype, (batch, length, heads, size))

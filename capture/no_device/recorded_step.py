@@ -1,0 +1,103 @@
+"""Which step of a script is recorded without a device."""
+
+from pathlib import Path
+from typing import Any
+
+from onerank.capture.no_device.emulated_process import EmulatedProcess
+from onerank.capture.no_device.event_log import EventLog, write
+from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
+from onerank.capture.profiling.window_observations import Observations
+from onerank.capture.profiling.window_plan import Progress, WindowPlan
+from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
+
+UNRECORDED = 2
+"""Steps before the recorded one: the first creates optimizer states, and in the second DDP orders
+its buckets by the first's backward."""
+
+
+class _Scopes:
+    """Records module calls."""
+
+    def __init__(self, operators: FakeOperators, log: EventLog) -> None:
+        self._operators = operators
+        self._log = log
+        self._open: list[list[Any]] = []
+
+    def enter(self, path: str, model: int) -> None:
+        """Begin a module's forward."""
+        self._operators.follow_backward()  # a checkpoint calls modules within a node
+        names = [f"{MODEL}{model}"] if model else []
+        names.append(SCOPE + path)
+        self._open.append([self._log.begin(name, "user_annotation") for name in names])
+
+    def leave(self) -> None:
+        """End the innermost forward."""
+        for event in reversed(self._open.pop()):
+            self._log.end(event)
+
+
+class RecordedStep:
+    """Lets the script take its steps and records the last; in the place of `Windows`.
+
+    Attributes:
+        observed: what the job's record needs.
+        steps: steps so far.
+        skipped: how many of them a loss scaler skipped.
+        complete: whether the step is recorded.
+    """
+
+    def __init__(
+        self,
+        process: EmulatedProcess,
+        plan: WindowPlan,
+        directory: Path,
+        modules: Modules,
+        progress: Progress,
+        _: object = None,
+    ) -> None:
+        self.observed = Observations()
+        self.steps = 0
+        self.skipped = 0
+        self.complete = False
+        self._process = process
+        self._plan = plan
+        self._directory = directory
+        self._modules = modules
+        self._progress = progress
+        self._progress(f"step 1 of {UNRECORDED + 1} on shapes alone")
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps of the script's first optimizer per captured step."""
+        return self._plan.optimizer_steps
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the optimizer that the script must take."""
+        return (UNRECORDED + 1) * self.optimizer_steps
+
+    def boundary(self, *, skipped: bool = False) -> None:
+        """End a step of the script and begin the next."""
+        self.steps += 1
+        self.skipped += skipped
+        log = self._process.log
+        if self.steps <= UNRECORDED:
+            self._progress(f"step {self.steps + 1} of {UNRECORDED + 1} on shapes alone")
+        if self.steps == UNRECORDED:
+            self._modules.listener = _Scopes(self._process.operators, log)
+            self.observed.resident_bytes = self._process.holdings()
+            self.observed.start_memory_bytes.append(log.live_bytes)
+            log.begin_step()
+        elif self.steps > UNRECORDED:
+            log.end_step()
+            self._modules.listener = None
+            self.observed.peak_memory_bytes.append(log.peak_bytes)
+            self.observed.profiled_step_ns.append(0)
+            self._progress("writing the recorded step")
+            write(log, self._directory / STRUCTURE, self._directory / EXECUTION_TRACE)
+            self.observed.notes += self._process.notes()
+            self.complete = True
+
+    def close(self) -> None:
+        """Do nothing: an incomplete step is no capture."""

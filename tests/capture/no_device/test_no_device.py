@@ -1,0 +1,286 @@
+"""`capture run --device none`: on shapes alone, what a capture on a device records."""
+
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from own_process import run_command
+
+import onerank
+from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.converters.sources.kineto import convert_directory
+from onerank.ir import Collective, Graph, Kind, Phase
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+H200 = ROOT / "traces" / "h200-llama-8b-4l-tp4"
+
+
+def capture(script: Path, output: Path, *options: object, args: tuple[object, ...] = ()) -> Graph:
+    """Capture without a device, and return the graph."""
+    done = run_command(
+        "capture", "run", script, "--device", "none", *options, "-o", output, "--", *args
+    )
+    assert done.returncode == 0, done.stderr
+    return onerank.read(output)
+
+
+def script(directory: Path, text: str) -> Path:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def collectives(graph: Graph) -> list[tuple[int, str, int]]:
+    """Return kind, group and bytes of the communication, in order."""
+    nodes = graph.nodes
+    found = np.flatnonzero(graph.communication)
+    order = found[np.argsort(nodes.start_ns[found], kind="stable")]
+    return [
+        (int(nodes.kind[i]), graph.strings[int(nodes.group[i])], int(nodes.comm_bytes[i]))
+        for i in order
+    ]
+
+
+def flops_by_operator(graph: Graph) -> Counter[str]:
+    costs = op_costs_of(graph)
+    flops: Counter[str] = Counter()
+    for index, count in zip(costs.index.tolist(), costs.flops.tolist(), strict=True):
+        flops[graph.strings[int(graph.nodes.op[index])]] += max(0, count)
+    return flops
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory):
+    """The job of the kept H200 capture."""
+    output = tmp_path_factory.mktemp("llama") / "trace.et"
+    shape = ("--shape", "8b", "--layers", 4, "--seq", 4096, "--batch", 1)
+    return capture(EXAMPLES / "train_llama.py", output, "--tp", 4, "--like", "H200", args=shape)
+
+
+@pytest.fixture(scope="module")
+def on_h200():
+    return convert_directory(H200)[0]
+
+
+def test_collectives_are_those_of_the_device(llama_8b, on_h200):
+    assert collectives(llama_8b) == collectives(on_h200)
+
+
+def test_products_and_attention_are_those_of_the_device(llama_8b, on_h200):
+    here, there = flops_by_operator(llama_8b), flops_by_operator(on_h200)
+    for operator in (
+        "aten::mm",
+        "aten::_cudnn_attention_forward",
+        "aten::_cudnn_attention_backward",
+        "aten::add",
+        "aten::silu_backward",
+        "aten::_foreach_addcdiv_",
+    ):
+        assert here[operator] == there[operator] > 0, operator
+    # torch 2.11 computes the rotary angles by bmm, 2.13 by mul: 0.3 of 9,080 GFLOP
+    assert here.total() == pytest.approx(there.total(), rel=1e-6)
+
+
+def test_bytes_are_those_of_the_device(llama_8b, on_h200):
+    totals = []
+    for graph in (llama_8b, on_h200):
+        costs = op_costs_of(graph)
+        totals.append(
+            np.maximum(costs.bytes_read, 0).sum() + np.maximum(costs.bytes_written, 0).sum()
+        )
+    assert totals[0] == pytest.approx(totals[1], rel=1e-4)
+
+
+def test_memory_is_that_of_the_device(llama_8b, on_h200):
+    here, there = llama_8b.job.measurement, on_h200.job.measurement
+    assert here.peak_memory_bytes == pytest.approx(there.peak_memory_bytes, rel=0.001)
+    assert here.start_memory_bytes == pytest.approx(there.start_memory_bytes, rel=0.001)
+    assert sum(here.activation_bytes) == pytest.approx(sum(there.activation_bytes), rel=0.001)
+
+
+def test_modules_and_phases_are_those_of_the_device(llama_8b, on_h200):
+    def work(graph):
+        products = [
+            i for i, code in enumerate(graph.nodes.op) if graph.strings[int(code)] == "aten::mm"
+        ]
+        flops = op_costs_of(graph)
+        of = dict(zip(flops.index.tolist(), flops.flops.tolist(), strict=True))
+        counted: Counter[tuple[str, int]] = Counter()
+        for index in products:
+            if index in of:
+                module = graph.strings[int(graph.nodes.module[index])]
+                counted[module, int(graph.nodes.phase[index])] += max(0, of[index])
+        return counted
+
+    assert work(llama_8b) == work(on_h200)
+
+
+def test_no_time_is_claimed(llama_8b):
+    assert not llama_8b.nodes.duration_ns[~llama_8b.communication].any()
+    measurement = llama_8b.job.measurement
+    assert measurement.step_ns == ()
+    assert measurement.profiled_step_ns == 0
+    assert llama_8b.job.device.type == "model"
+
+
+def test_the_capture_is_predicted_for_a_gpu(llama_8b, tmp_path):
+    llama_8b.write(tmp_path / "trace.et")
+    done = run_command("annotate", "--target", "H200", tmp_path / "trace.et")
+    assert done.returncode == 0, done.stderr
+    predicted = onerank.read(tmp_path / "trace.H200.et")
+    kernels = predicted.mask(Kind.KERNEL)
+    assert (predicted.nodes.duration_ns[kernels] > 0).all()
+
+
+FORMS = {
+    "sp": ("--tp", 4, "--sp"),
+    "tp of transformers": ("--tp", 2, "--tp-style", "hf"),
+    "ddp": ("--dp", 4),
+    "fsdp": ("--dp", 4, "--fsdp"),
+    "zero 2": ("--dp", 4, "--zero", 2),
+    "pp": ("--pp", 2, "--rank", 1),
+    "cp": ("--cp", 2),
+    "cp ring": ("--cp", 2, "--cp-comm", "p2p"),
+    "tp and pp": ("--tp", 2, "--pp", 2),
+}
+SMALL = ("--layers", 2, "--seq", 32, "--batch", 1, "--accumulate", 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_collectives_of_each_form_are_those_of_a_cpu_capture(form, tmp_path):
+    """The example runs in 16 bits on a GPU, so its activations have half the bytes."""
+    options = FORMS[form]
+    here = capture(EXAMPLES / "train_llama.py", tmp_path / "none.et", *options, args=SMALL)
+    done = run_command(
+        *("capture", "run", EXAMPLES / "train_llama.py", *options),
+        *("--warm-up", 2, "--timed-steps", 1, "-o", tmp_path / "cpu.et", "--", *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    there = onerank.read(tmp_path / "cpu.et")
+    assert len(collectives(here)) > 0
+    assert [(kind, group) for kind, group, _ in collectives(here)] == [
+        (kind, group) for kind, group, _ in collectives(there)
+    ]
+    sizes = {
+        (ours, theirs)
+        for (_, _, ours), (_, _, theirs) in zip(collectives(here), collectives(there), strict=True)
+    }
+    assert all(ours in (theirs, theirs // 2) for ours, theirs in sizes)
+    products = ("aten::mm", "aten::addmm")
+    expected = flops_by_operator(there)
+    assert all(flops_by_operator(here)[name] == expected[name] for name in products)
+
+
+@pytest.mark.parametrize("name", ["train_llama_ddp", "train_llama_fsdp", "train_llama_pp"])
+def test_scripts_that_distribute_themselves(name, tmp_path):
+    graph = capture(EXAMPLES / f"{name}.py", tmp_path / "trace.et", "--dp", 4)
+    assert len(collectives(graph)) > 0
+    assert set(graph.nodes.phase.tolist()) >= {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+
+
+def test_experts_with_static_routing(tmp_path):
+    graph = capture(EXAMPLES / "train_mixtral.py", tmp_path / "trace.et", "--ep", 4, "--dp", 4)
+    nodes = graph.nodes
+    exchanges = nodes.comm_bytes[nodes.collective == Collective.ALL_TO_ALL].tolist()
+    assert exchanges
+    assert len(set(exchanges)) == 1  # balanced: every layer sends as much
+
+
+TRAINING = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    assert torch.cuda.is_available()
+    assert torch.cuda.get_device_name() == "NVIDIA A100-SXM4-80GB"
+    assert torch.cuda.get_device_capability() == (8, 0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+    ).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda")
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
+    loader = torch.utils.data.DataLoader(data, batch_size=16, pin_memory=True)
+    for epoch in range(5):
+        for images, labels in loader:
+            images, labels = images.to("cuda", non_blocking=True), labels.to("cuda")
+            assert (labels == 3).sum().item() == sum(int(label) == 3 for label in labels.tolist())
+            with torch.autocast("cuda", dtype=torch.float16):
+                scores = checkpoint(model, images, use_reentrant=False)
+                loss = nn.functional.cross_entropy(scores, labels)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not norm.isfinite() or loss.isnan():
+                raise SystemExit("diverged")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == 65536.0
+            print(loss.item(), torch.cuda.max_memory_allocated())
+"""
+
+
+def test_a_script_that_reads_values_and_scales_its_loss(tmp_path):
+    graph = capture(script(tmp_path, TRAINING), tmp_path / "trace.et", "--like", "A100-SXM-80GB")
+    operators = Counter(graph.strings[int(code)] for code in graph.nodes.op)
+    assert operators["aten::convolution"] == 2  # the forward, and its recomputation
+    assert operators["aten::convolution_backward"] == 1
+    assert operators["aten::_foreach_mul_"] > 0  # gradients are clipped by foreach kernels
+    assert any("train.py" in note for note in graph.job.measurement.notes)
+
+
+COMPILED = """
+    import torch
+    model = torch.compile(torch.nn.Linear(64, 64, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(20):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_compiled_code_is_captured_eager_and_noted(tmp_path):
+    graph = capture(script(tmp_path, COMPILED), tmp_path / "trace.et")
+    operators = {graph.strings[int(code)] for code in graph.nodes.op}
+    assert "aten::addmm" in operators
+    assert "aten::_fused_adamw_" in operators
+    assert sum("eager" in note for note in graph.job.measurement.notes) == 1
+
+
+DATA_DEPENDENT = """
+    import torch
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        rows = model(torch.randn(4, 8, device="cuda"))
+        rows = rows[rows.sum(1) > 0]
+        rows.sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code"),
+    [
+        (DATA_DEPENDENT, (), "no-device-value"),
+        (COMPILED, ("--like", "H1000"), "gpu-unknown"),
+        (COMPILED, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
+        (COMPILED, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
+    ],
+)
+def test_bad_input_names_its_place(text, options, code, tmp_path):
+    path = script(tmp_path, text)
+    done = run_command(
+        "capture", "run", path, "--device", "none", *options, "-o", tmp_path / "t.et"
+    )
+    assert done.returncode == 2
+    assert f"error[{code}]" in done.stderr
+    assert not (tmp_path / "t.et").exists()
+    if code == "no-device-value":
+        assert "train.py:7" in done.stderr
