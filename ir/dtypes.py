@@ -42,6 +42,12 @@ TENSOR_TYPES = {dtype: f"Tensor({name})" for name, (dtype, _) in reversed(DTYPES
 
 def split_types(text: str) -> list[str]:
     """Split a list of types at the commas that are inside no bracket."""
+    # An optimizer's list of 300 tensors is nearly all of the text that is split, and its types have
+    # no commas. The loop over characters takes a tenth of the time of re-costing a small step.
+    if not any(bracket in text for bracket in "[]<>"):
+        pieces = text.split(",")
+        if all(piece.count("(") == piece.count(")") for piece in pieces):
+            return pieces if text else []
     parts, depth, start = list[str](), 0, 0
     for index, char in enumerate(text):
         if char in "[(<":

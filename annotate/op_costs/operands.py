@@ -141,6 +141,11 @@ _SHOWN = 60
 """Characters of a column that an error shows; a list of 300 tensors has 20,000."""
 
 
+# `msgspec.json.decode` with a type reads the type anew in each call, a decoder once; a step of a
+# few layers has some 500 distinct lists.
+_LIST = msgspec.json.Decoder(list[Any])
+
+
 def _list(text: str) -> list[Any]:
     """Parse a column's list.
 
@@ -150,7 +155,7 @@ def _list(text: str) -> list[Any]:
     if not text:
         return []
     try:
-        return msgspec.json.decode(text, type=list[Any])
+        return _LIST.decode(text)
     except msgspec.DecodeError:
         # Chakra's PyTorch converter writes Python's form of the lists, with single quotes.
         try:
