@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.op_costs import attention, matmul, memory_bound
+from onerank.annotate.op_costs import attention, gemm, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
@@ -16,14 +16,14 @@ from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
 
-NEED_VALUES = matmul.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
+NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
 _MOST = 2**61
 """Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64."""
 
 _FORMULAS = {
-    **matmul.FORMULAS,
+    **gemm.FORMULAS,
     **attention.FORMULAS,
 }
 
@@ -238,7 +238,7 @@ def _of_sparse(graph: Graph, index: I64) -> Mask:
     """
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index]).tolist()
-    multiply = [op for op in ops if base_name(strings[op]) in matmul.GEMMS]
+    multiply = [op for op in ops if base_name(strings[op]) in gemm.GEMMS]
     rows = np.flatnonzero(np.isin(nodes.op[index], multiply))
     codes, place = np.unique(nodes.input_values[index[rows]], return_inverse=True)
     sparse = np.zeros(len(index), dtype=bool)

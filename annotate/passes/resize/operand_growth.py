@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
-from onerank.annotate.op_costs.matmul import CONVOLUTIONS
+from onerank.annotate.op_costs.gemm import CONVOLUTIONS
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Operand, Tensor
 from onerank.annotate.passes.resize.size_change import (
