@@ -25,6 +25,7 @@ F64 = npt.NDArray[np.float64]
 # Start of the fit: figures near the H200's coefficients in `models/power.toml`.
 _START = (0.2, 0.3, 0.8, 0.3, 5.0)
 
+# Limit for a fit that does not converge; it ends earlier when a step gains less than 1e-10.
 _STEPS = 500
 
 

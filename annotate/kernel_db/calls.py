@@ -201,6 +201,7 @@ _STREAMING = (
     OpClass.MEMSET,
     OpClass.RANDOM,
 )
+# Their time depends on the length of a row, and not only on the number of elements.
 _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
 # Most operands whose forms distinguish calls; more operands are the lists of an optimizer.
 _FEW = 8

@@ -118,6 +118,7 @@ SCHEMA = pl.Schema(
 CALL = ("operator", "shapes", "dtypes", "attributes")
 """Columns of a call's key."""
 
+# Another version may run another kernel for the same call, so rows of both are kept.
 VERSIONS = ("torch", "cuda", "cudnn", "driver", "triton")
 
 IDENTITY = ("gpu", *CALL, "layout", "l2", *VERSIONS)
@@ -295,6 +296,7 @@ def _refuse(table: pl.DataFrame, invalid: pl.Expr, reason: str) -> None:
 
 SHIPPED = Path(__file__).parents[1] / "databases"
 
+# Copies and fills of a call are separate nodes in a trace.
 _MOVES = ("Memset", "Memcpy")
 
 
@@ -442,7 +444,7 @@ def library_for(
             code="database-model-ignores",
         )
     source, target = gpus[0], gpus[1].as_described
-    # On the GPU that measured the graph, its own times are better than rows of another run.
+    # On the GPU that measured the graph, its times are better than rows of another run.
     if source == target or not model.looks_up:
         return None
     versions = graph.job.measurement.versions

@@ -428,7 +428,7 @@ class _Nodes:
         whole: whether a node represents all kernels of its operator, as in a CPU capture.
         name: codes of their names, int32[n].
         duration_ns: measured durations, float64[n].
-        operator_ns: measured time of the operator instance's own kernels; nan if not measured, and
+        operator_ns: measured time of the kernels of the operator instance; nan if not measured, and
             for copies and fills, float64[n].
     """
 

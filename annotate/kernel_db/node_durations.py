@@ -162,6 +162,7 @@ def evidence_of(rules: U8, default: U8) -> U8:
 LONG_NS = 10_000
 """Replays of shorter calls are dominated by launches."""
 
+# A replay of these throttles the clock more than a step does, so times are compared at one clock.
 _BY_CLOCK = (OpClass.GEMM, OpClass.ATTENTION)
 
 

@@ -1,7 +1,7 @@
 """Simulate PyTorch's caching allocator: the memory it reserves for the allocations of a step.
 
 Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp and, since torch 2.8,
-c10/core/AllocatorConfig.h. Each stream has its own pools. Supported settings: expandable segments,
+c10/core/AllocatorConfig.h. Each stream has separate pools. Supported settings: expandable segments,
 the size from which blocks are not split, and rounding to fractions of powers of two. Early garbage
 collection (`garbage_collection_threshold`) is not simulated.
 """
@@ -478,8 +478,8 @@ def simulate_reserved(
     """Simulate the allocator from the model's creation over a few steps.
 
     Parameters and unclassified memory come first; the step's allocations and frees follow in order,
-    repeatedly. The optimizer allocates its state when its first step begins. Each stream has its
-    own pool if the log records streams (a Kineto trace alone does not).
+    repeatedly. The optimizer allocates its state when its first step begins. Each stream has a
+    separate pool if the log records streams (a Kineto trace does not).
 
     Raises:
         OutOfMemoryError: the step exceeds the capacity.

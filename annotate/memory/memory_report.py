@@ -290,7 +290,7 @@ def _with_blocks(
     fits = _fits(log, pieces, room) if capacity else None
     changes, notes = tuple[Mitigation, ...](), tuple[str, ...]()
     if fits is False and room <= 0:
-        notes = (f"memory outside the allocator alone exceeds the capacity of {device.name}",)
+        notes = (f"memory outside the allocator by itself exceeds the capacity of {device.name}",)
     elif fits is False:
         recomputed, layers = recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)

@@ -86,7 +86,7 @@ def mitigations(need: Need) -> tuple[Mitigation, ...]:
                 need,
                 f"recompute {need.layers} layers",
                 left,
-                f"{_gb(rest)} held otherwise + {_gb(left - rest)} of activations, at most "
+                f"{_gb(rest)} of other memory + {_gb(left - rest)} of activations, at most "
                 f"{_gb(cap)} (the layers' inputs and one whole layer)",
             )
         )

@@ -121,6 +121,7 @@ def most_in_use(log: MemoryLog) -> int:
     return max(0, int(np.cumsum(change).max(initial=0)))
 
 
+# A module's path up to its first number, the index of a layer in a list of modules.
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 
@@ -166,7 +167,7 @@ def node_at(log: MemoryLog, at: int) -> int | None:
 
 
 def modules_at(graph: Graph, log: MemoryLog, at: int) -> tuple[ModuleMemory, ...]:
-    """Return the step's own blocks that are live after event `at`, the largest sum first."""
+    """Return the blocks of the step that are live after event `at`, the largest sum first."""
     module = _module_of(graph)
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for row in _live(log, at):
@@ -203,7 +204,7 @@ def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
 
 
 def _live(log: MemoryLog, at: int) -> list[int]:
-    """Return the rows of the step's own blocks that are live after event `at`."""
+    """Return the rows of the step's blocks that are live after event `at`."""
     _, _, allocated, freed = columns_of(log)
     live = np.flatnonzero((allocated >= 0) & (allocated <= at) & ((freed < 0) | (freed > at)))
     return live.tolist()

@@ -23,7 +23,7 @@ from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 # The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,
 # so both are adjusted together, several times.
 _ROUNDS = 8
-_ITEM_BYTES = 2
+_ITEM_BYTES = 2  # the microbenchmarks multiply 16-bit operands
 
 
 class Calibration(NamedTuple):
@@ -64,7 +64,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
 
 
 def calibrated_source(source: Gpu, target: Gpu, c: GemmCoefficients) -> Calibration:
-    """Return the source of a prediction, calibrated to its own microbenchmarks or the target's.
+    """Return the source of a prediction, calibrated to its microbenchmarks or the target's.
 
     If only the target has them and is of the same die, its factor on the memory bandwidth also
     applies to the source.

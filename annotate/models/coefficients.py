@@ -110,7 +110,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             GPU of the same die.
         product_carried: the same for a GPU of another die.
         eight_bit_carried: the same for 8-bit GEMMs. No coefficient is fitted to them, and they
-            deviate alike on all GPUs (correlation 0.8 to 0.9), so most of it carries over.
+            deviate equally on all GPUs (correlation 0.8 to 0.9), so most of it carries over.
         attention_carried: the same for forward attention.
         hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
         errors: kind of prediction -> its errors.

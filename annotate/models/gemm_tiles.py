@@ -52,6 +52,7 @@ F64 = npt.NDArray[np.float64]
 
 Mask = npt.NDArray[np.bool_]
 
+# Kernels of the GPU's generation need rows at this alignment; see the module's docstring.
 _BOUNDARY_BYTES = 16
 
 # Only 16-bit GEMMs were measured with misaligned rows.

@@ -73,8 +73,8 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
 
     A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
     """
-    # Without overrides: a changed figure should show its own effect. With them, --override of more
-    # FLOPs or a larger cache changed the mixture and made GEMMs up to 16% slower.
+    # Without overrides, so that a changed figure shows only its effect. With them, --override of
+    # more FLOPs or a larger cache changed the mixture and made GEMMs up to 16% slower.
     distance, (least, most) = outside(gpu.as_described, c), _FULL_WEIGHT_DISTANCES
     if gpu.is_nvidia:
         distance -= min(max(0.0, distance - least), most - least)
@@ -156,6 +156,7 @@ memory-bound shapes, 26 GEMMs). Of three attention shapes, which took 1.5 to 2.2
 predicted, one is inside.
 """
 
+# Errors of measured times or of bytes, which do not grow with the distance from the fitted GPUs.
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
 
 SHORT_NS = 10_000
@@ -382,7 +383,7 @@ def intervals(
             if text:
                 record.facts[row].append(("80% interval", text))
     step = step_interval(predicted_ns, errors, kernels.call, less_known, c, doubt=doubt)
-    # All calls together err by at most what each errs alone.
+    # The error of the sum is at most the sum of the errors.
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
 

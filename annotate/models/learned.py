@@ -240,6 +240,7 @@ def tile_terms(  # noqa: PLR0917
     scratch = [None if record is None else TermRecord(record.rows) for _ in range(2)]
     target_ns, attention = tile_times(kernels, target, c, record=scratch[0])
     source_ns, _ = tile_times(kernels, source, c, calibration, record=scratch[1])
+    # The deviation is a logarithm, so both models and the measurement must have a positive time.
     usable = (
         np.isfinite(target_ns)
         & np.isfinite(source_ns)

@@ -155,7 +155,7 @@ class Term:
     note: str = ""
 
     def evaluate(self) -> float:
-        """Return the value that follows from the quantities, by the operations alone."""
+        """Return the value that follows from the quantities, by the operations only."""
         if self.operation is Operation.QUANTITY:
             return self.value
         return _EVALUATE[self.operation]([operand.evaluate() for operand in self.operands])

@@ -69,7 +69,7 @@ def predict_by_roofline(
 
     The roofline is the longer of bytes / achievable bandwidth and FLOPs / sustained rate, whatever
     the source. Measured durations only divide the work of an operator among its kernels; each
-    kernel has its own floor.
+    kernel has a separate floor.
     """
     count = len(kernels.passes)
     plain = replace(kernels, passes=np.ones(count), cycles=np.zeros(count))

@@ -248,10 +248,11 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
 
     share = np.divide(roof, above, out=np.ones_like(roof), where=above > 0)
     explained = np.minimum(share, 1.0)
+    # Faster than its memory time, a kernel found its data in a cache: memory takes 1 / share.
     cached = (share > 1) & ~bound
     inverse = np.divide(1.0, share, out=np.ones_like(share), where=cached)
     part = np.where(cached, inverse, explained)
-    # by_roof^part * by_issue^(1 - part)
+    # by_roof^part * by_issue^(1 - part), by logarithms
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
     separate = explained * by_roof + (1 - explained) * mixed
     overlapped = _overlapped(explained, by_roof, by_issue)
@@ -262,6 +263,7 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 
+    # The order matters: each of these rules overrides those above it.
     factors = np.where(kernels.transfer, by_memory, factors)
     work_unknown = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
     factors = np.where(work_unknown, by_memory, factors)

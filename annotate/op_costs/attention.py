@@ -68,6 +68,7 @@ def _formula(layout: _Layout) -> Formula:
     return formula
 
 
+# `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the queries are those of the last keys.
 _LOWER_RIGHT = 2
 
 

@@ -232,6 +232,7 @@ def allowing_tf32(x: Tensor) -> Tensor:
     return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x
 
 
+# Whether these transpose is an argument; for those in `_FORWARD` the name says that they do not.
 _BY_ARGUMENT = ("convolution", "_convolution", "convolution_overrideable")
 _FORWARD = """
     cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu miopen_convolution

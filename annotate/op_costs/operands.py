@@ -20,6 +20,7 @@ from onerank.ir import Graph
 from onerank.ir.dtypes import DTYPES, split_types
 from onerank.ir.errors import AnnotateError, first_line
 
+# What an execution trace writes for an undefined tensor, such as an absent bias: no operand.
 _UNDEFINED = "nullptr (uninitialized)"
 
 
@@ -82,7 +83,7 @@ class Call:
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise AnnotateError(
                 f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
-                f"types of equal length, found {inputs[0][:_SHOWN]} and {inputs[1][:_SHOWN]}\n"
+                f"types of equal length, got {inputs[0][:_SHOWN]} and {inputs[1][:_SHOWN]}\n"
                 "  convert the trace again",
                 code="operands-unreadable",
             ) from error
@@ -214,6 +215,8 @@ def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
 
 I64 = npt.NDArray[np.int64]
 
+# Ids and offsets of tensors differ between calls of equal cost. Without tensors, their values are
+# equal, and the cost is computed once.
 _TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
 
 

@@ -82,8 +82,8 @@ class Lanes(NamedTuple):
     def before(self, edges: Edges, order: I64) -> I64:
         """Return per node and lane the highest rank on the lane that the node waits for.
 
-        On its own lane that is the rank of the node; `UNKNOWN` if it waits for none. The result is
-        int64[n, lanes].
+        On the node's lane that is the rank of the node; `UNKNOWN` if it waits for none. The result
+        is int64[n, lanes].
 
         Args:
             edges: edges of the graph, or other edges among the same nodes.
@@ -102,8 +102,8 @@ class Lanes(NamedTuple):
     def after(self, edges: Edges, order: I64) -> I64:
         """Return per node and lane the lowest rank on the lane that waits for the node.
 
-        On its own lane that is the rank of the node; `NEVER` if none waits. Arguments and shape are
-        those of `before`.
+        On the node's lane that is the rank of the node; `NEVER` if none waits. Arguments and shape
+        are those of `before`.
         """
         lowest = np.full((len(order), len(self.compute)), NEVER, dtype=np.int64)
         by_source = np.argsort(edges.source, kind="stable")
@@ -442,8 +442,8 @@ class _DependencyWalk:
     def _record_uses(self, node: int, access: MemoryAccess) -> None:
         """Record the uses of a node, and drop earlier uses that they imply.
 
-        A wait for this node includes its own waits: for uses of bytes that it wrote and, for
-        compute, for earlier uses on its lane.
+        A wait for this node includes the waits of the node: for uses of bytes that it wrote and,
+        for compute, for earlier uses on its lane.
         """
         lane = int(self._lanes.of[node])
         computes = self._lanes.compute[lane]

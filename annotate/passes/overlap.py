@@ -317,7 +317,7 @@ class MaximizeOverlap:
 
     A call starts when its inputs are written and nothing uses the memory that it writes. Compute
     waits for a call if it uses the call's result or overwrites its input. Streams, events and the
-    host impose no further order. The host issues a call directly after the operator that made its
+    host impose no further order. The host issues a call directly after the operator that wrote its
     data, as a hook would (see `issue_slots`), on a stream of its group. Kernels and host operators
     keep their captured order.
     """
@@ -419,10 +419,10 @@ def _note(dependencies: Dependencies, before: I64, after: I64) -> str:
 class SerializeOverlap:
     """Remove all overlap of communication and compute.
 
-    Device work follows the order of issue: the start of the launching operator, or its own start
-    without a launch. Where compute and communication follow each other in that order, the later
-    waits for the earlier (reason SYNC). Compute on several streams, and communication of several
-    groups, still overlap among themselves.
+    Device work follows the order of issue: the start of the launching operator or, without a
+    launch, of the work itself. Where compute and communication follow each other in that order,
+    the later waits for the earlier (reason SYNC). Compute on several streams, and communication of
+    several groups, still overlap among themselves.
     """
 
     def apply(self, graph: Graph, target: Gpu | None = None) -> Graph:

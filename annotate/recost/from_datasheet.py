@@ -325,7 +325,7 @@ def _write_prediction(  # noqa: PLR0917
 
 
 def _check_shapes(costs: OpCosts) -> None:
-    """Raise if no operator has known work: launch floors alone would be no prediction.
+    """Raise if no operator has known work: launch floors without work would be no prediction.
 
     Raises:
         AnnotateError: no operator has known work.

@@ -105,7 +105,7 @@ def source_gpu(graph: Graph, source: str | None) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RecostRequest:
-    """One re-costing: what every pass may read.
+    """The inputs of a re-costing, which every pass may read.
 
     Attributes:
         captured: the graph as measured, before any pass.
@@ -386,6 +386,7 @@ def recost(
             code="recost-unknown-overlap",
         )
     gpu = load_gpu(target) if isinstance(target, str) else target
+    # The request keeps the graph as captured; `graph` is the result of the passes so far.
     request = RecostRequest(graph, gpu, MODELS[model], source, passes, databases, record)
     for pass_ in PASSES:
         if pass_.applies(request):

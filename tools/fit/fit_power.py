@@ -62,6 +62,7 @@ _LISTS = {
 
 _AS_OPERAND = (OpClass.ELEMENTWISE, OpClass.NORM, OpClass.SOFTMAX)
 
+# The schema of fused Adam has a list after the fourth, AMSGrad's maxima: it is empty and in no key.
 _FUSED = 5
 
 
@@ -335,7 +336,7 @@ def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> 
     lines += [_line(f"{calls.gpu.name}, products of a table", errors_of(coefficients, calls))
               for calls in products]  # fmt: skip
     if steps:
-        lines += ["", f"{'whole steps':34}{'read':>9}{'made':>9}"]
+        lines += ["", f"{'whole steps':34}{'read':>9}{'model':>9}"]
     lines += [f"{step.name:34}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"
               for step in steps]  # fmt: skip
     return "\n".join(lines)

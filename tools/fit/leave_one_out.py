@@ -45,11 +45,8 @@ from tools.fit.measured_kernels import (
 # Shares of the source's deviation that carry over, see `Coefficients`. Round figures, chosen on the
 # GPUs of the campaign: the error is flat around them.
 SAME_DIE = 0.8
-
 PRODUCT_CARRIED = 0.15
-
 EIGHT_BIT_CARRIED = 0.7
-
 ATTENTION_CARRIED = 0.5
 
 # Least share of attention in a measured time that includes writing keys and values to a cache.

@@ -21,6 +21,7 @@ GEMM_FILE = "gemm.parquet"
 
 ATTENTION_FILE = "attention_prefill.parquet"
 
+# Bytes of an element of the operands and of the result: GEMMs in fp8 write 16 bits.
 _ITEM_BYTES = {"bfloat16": (2, 2), "fp8": (1, 2)}
 
 TORCH_DTYPE = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}

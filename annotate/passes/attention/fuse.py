@@ -33,7 +33,7 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
-"""Kernel families that PyTorch's own operators run."""
+"""Kernel families that operators of PyTorch run."""
 
 _KERNELS = {
     "flash2": ("flash_fwd_kernel", "flash_bwd_kernel"),
@@ -53,7 +53,7 @@ class Removal(NamedTuple):
         dropped: nodes to remove, bool[n].
         heads: per pass of each call, the operation that the fused kernel replaces.
         launchers: per head, the host operator that launches it; -1 for none.
-        mask_makers: calls that only made masks for eager attention.
+        mask_makers: calls that only build masks for eager attention.
     """
 
     dropped: Mask
@@ -65,7 +65,7 @@ class Removal(NamedTuple):
 def find_removal(graph: Graph, flow: Flow, calls: list[EagerCall]) -> Removal:
     """Return everything to remove with calls of eager attention.
 
-    These are all operations of the calls except one per pass, the operations that only made their
+    These are all operations of the calls except one per pass, the operations that only build their
     masks, and the host operators that launched both. Host operators that launch nothing (views,
     allocations, autograd nodes) go with the removed launcher that follows them.
     """
@@ -255,7 +255,7 @@ class FusedAttention:
         """Return the graph with a forward and a backward kernel per call of eager attention.
 
         Each kernel replaces the product with the values, or the first product of backward.
-        Operations that made masks only for eager attention are removed, and so are host operators
+        Operations that build masks only for eager attention are removed, and so are host operators
         that launched removed operations. The fused kernel's launch takes the time of that product's
         launch. The new kernels are unmeasured: their evidence is DATASHEET, or that of the
         databases. In a CPU capture they get their time later, from the prediction of all operators.

@@ -77,6 +77,7 @@ def producers(flow: Flow, operands: Iterable[Operand], since: int = BEFORE_STEP)
 
 _PRODUCTS = frozenset({"bmm", "baddbmm"})
 
+# What models do to scores between the two products: scale, mask, drop, cast.
 _EACH_SCORE = frozenset(
     "copy_ _to_copy mul mul_ div div_ add add_ sub sub_ masked_fill masked_fill_ where "
     "native_dropout native_dropout_backward _masked_scale masked_scale".split()

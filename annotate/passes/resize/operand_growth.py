@@ -168,7 +168,7 @@ def _convolution(
     _: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape
 ) -> Powers | None:
     """Rule for convolutions: batch and spatial dimensions keep their powers."""
-    # Sizes alone lose the sequence behind a padded convolution, as a Mamba has.
+    # Sizes without rules lose the sequence behind a padded convolution, as a Mamba has.
     x = by_argument[0][0]
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 
@@ -222,7 +222,7 @@ RULES: dict[str, Rule] = {
 def powers_of_results(
     call: Call, tensors: list[Tensor], inputs: list[Powers], results: Sequence[Shape]
 ) -> tuple[list[Powers], bool]:
-    """Return the powers of each result, and whether a rule determined them instead of sizes alone.
+    """Return the powers of each result, and whether a rule determined them, not sizes.
 
     Args:
         call: the call.
@@ -318,7 +318,7 @@ class CallPowers:
     Attributes:
         inputs: of each input tensor.
         outputs: of each result.
-        ruled: whether a rule determined the results instead of their sizes alone.
+        ruled: whether a rule determined the results, not their sizes.
     """
 
     inputs: tuple[Powers, ...]

@@ -419,6 +419,7 @@ def _new_block_size(
 
 # A workspace has another dtype or partial sums: a power of two times its operand.
 _MULTIPLES = (1, 2, 4, 8)
+# No size of these depends on the sequence or the micro-batch.
 _FIXED_CLASSES = (MemoryClass.PARAMETERS, MemoryClass.GRADIENTS, MemoryClass.OPTIMIZER)
 _SMALL = 1024  # scalars and small buffers are not worth a note
 

@@ -340,6 +340,7 @@ Mask = npt.NDArray[np.bool_]
 
 _DECODE = msgspec.json.Decoder(list[Any])
 
+# Calls that agree in these are analysed once: a step repeats its layers.
 _SIGNATURE_COLUMNS = ("op", "input_shapes", "input_types", "output_shapes", "output_types", "kind")
 
 

@@ -282,6 +282,7 @@ def _parse_word(buffer: U8, place: I64) -> tuple[I64, I64]:
     return word.astype(np.int64), length
 
 
+# Digits of one 64-bit word, and eight "0" characters, which XOR removes.
 _WORD = 8
 
 _ZEROS = np.uint64(0x3030303030303030)
