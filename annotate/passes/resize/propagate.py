@@ -121,8 +121,8 @@ def covers_storage(storages: Storages, location: TensorLocation, tensor: Tensor)
     return storage.elements == numel(tensor.shape) and storage.tensor == location.tensor
 
 
-# Ids, positions and masks: without a known writer they grow as their shape reads, while an unwritten
-# float may be a parameter.
+# Ids, positions and masks: without a known writer they grow as their shape reads, while a float may
+# then be a parameter.
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 
 _INDEXED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_"})
