@@ -27,6 +27,7 @@ from onerank.annotate.passes.change_dtype import (
     run_in_float16,
     with_operands,
 )
+from onerank.annotate.passes.launch_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
@@ -205,6 +206,17 @@ def recost_cpu_capture(
     predicted = predicted._replace(
         duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)
     )
+    measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
+    predicted_ns = add_launches(
+        work.graph,
+        work.costs,
+        predicted.duration_ns,
+        measured,
+        target,
+        passes.attention,
+        record,
+    )
+    predicted = predicted._replace(duration_ns=predicted_ns)
     return _write_prediction(graph, work, predicted, target, model, record)
 
 

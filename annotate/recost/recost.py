@@ -19,6 +19,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
+from onerank.annotate.passes.launch_kernels import LaunchKernels
 from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
@@ -301,6 +302,24 @@ class FuseKernelChains:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchOperators:
+    """Replace operators by the kernels that they launch.
+
+    Runs after prediction, whose databases and models know whole operators, and after passes that
+    replace operators. The rules are of NVIDIA's libraries. A record has the terms of operators, so
+    with one they stay whole.
+    """
+
+    def applies(self, request: RecostRequest) -> bool:
+        """Return whether the graph was captured on a CPU and the target is NVIDIA's."""
+        return request.from_cpu and request.target.is_nvidia and request.record is None
+
+    def apply(self, graph: Graph, request: RecostRequest) -> Graph:
+        """Return the graph with one node per launch."""
+        return LaunchKernels(request.passes.attention).apply(graph, request.target)
+
+
+@dataclass(frozen=True, slots=True)
 class ActivateNvlink:
     """Add the power of active NVLink; after all passes that change what kernels draw."""
 
@@ -337,6 +356,7 @@ PASSES: tuple[Pass, ...] = (
     FuseGpuAttention(),
     UnfuseAttention(),
     FuseKernelChains(),
+    LaunchOperators(),
     ActivateNvlink(),
     SerializeCpuCapture(),
 )

@@ -132,7 +132,11 @@ def test_on_the_same_gpu(trace, add):
 def test_an_operator_of_a_cpu_capture_is_explained_by_the_datasheet(captured, target):
     """Each distinct call of a real capture: the terms are those of the graph made."""
     graph = captured["cpu"]
-    made = recost(graph, target)
+    record = TermRecord(np.zeros(0, dtype=np.int64))  # with a record operators stay whole
+    made = recost(graph, target, record=record)
+    launched = recost(graph, target)
+    assert (len(launched) > len(made)) == load_gpu(target).is_nvidia
+    assert launched.nodes.duration_ns.sum() == made.nodes.duration_ns.sum()
     durations = dict(zip(made.nodes.id.tolist(), made.nodes.duration_ns.tolist(), strict=True))
     costs = op_costs_of(graph)
     _, first = np.unique(costs.call, return_index=True)

@@ -356,6 +356,7 @@ def test_attention_by_hand(tmp_path):
     forward_flops = 2 * 3 * 4 * 32 * 32 * 16 * 2  # both products of all scores
     costs = characterise(fused)
     attention = costs.nodes.flops[["_flash_attention" in op for op in costs.text("op")]]
+    attention = attention[attention > 0]  # without kernels that prepare and sum gradients
     assert sorted(attention.tolist()) == sorted(
         [forward_flops // 2, forward_flops, forward_flops // 2 * 5 // 2, forward_flops * 5 // 2]
     )

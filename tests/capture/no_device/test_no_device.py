@@ -10,6 +10,7 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Collective, Graph, Kind, Phase
 
@@ -284,3 +285,21 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
     assert not (tmp_path / "t.et").exists()
     if code == "no-device-value":
         assert "train.py:7" in done.stderr
+
+
+def test_launches_by_class_and_their_time_are_those_of_the_device(llama_8b, on_h200):
+    """Within 2%; a class also by four, of kernels that the versions of the software add or drop."""
+    predicted = onerank.recost(llama_8b, "H200")
+    classes: list[Counter[int]] = []
+    for graph in (predicted, on_h200):
+        index = np.flatnonzero(graph.gpu_compute)
+        classes.append(Counter(classify(graph, index).tolist()))
+    here, there = classes
+    assert (here.total(), there.total()) == (847, 850)
+    for code in {*here, *there}:
+        assert abs(here[code] - there[code]) <= max(4, 0.02 * there[code]), CLASSES[code]
+    for name, launches in (("optimizer", 184), ("attention", 24), ("memset", 101)):
+        code = CLASSES.index(OpClass(name))
+        assert here[code] == there[code] == launches
+    times = [int(g.nodes.duration_ns[g.gpu_compute].sum()) for g in (predicted, on_h200)]
+    assert times[0] == pytest.approx(times[1], rel=0.02)

@@ -1,0 +1,677 @@
+"""The kernels that PyTorch and NVIDIA's libraries launch for one call of an operator.
+
+A rule takes a call and the GPU and returns the launches in order. Rules of PyTorch's kernels follow
+its sources, whose file a comment names. Rules of cuBLAS and cuDNN, which publish no sources, come
+from measurements: the captures in traces/, the shipped database of the H200, and 1,400 calls
+profiled on an H100 (2026-11-25, torch 2.11.0+cu130). An operator without a rule launches one
+kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import ceil, prod
+from typing import Any, NamedTuple, cast
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.ir import Kind
+
+
+class Launch(NamedTuple):
+    """One kernel, copy or fill that a call launches.
+
+    Attributes:
+        name: name of the kernel, without template arguments; "" for the operator's name.
+        share: share of the call's FLOPs and bytes that it does; 0 for a helper.
+        kind: KERNEL, MEMCPY or MEMSET.
+        op: operator that launches it from within the call; "" for the call's own.
+        written_bytes: bytes of the call's results that a helper writes.
+        internal_bytes: bytes that it reads and writes of buffers within the call.
+        floors: launch floors that a helper takes; 0: as many as kernels of its class.
+        grid: blocks along each axis; () if not known.
+        block: threads of a block along each axis; () if not known.
+    """
+
+    name: str = ""
+    share: float = 0.0
+    kind: Kind = Kind.KERNEL
+    op: str = ""
+    written_bytes: int = 0
+    internal_bytes: int = 0
+    floors: float = 0.0
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+
+
+Rule = Callable[[Call, Gpu], Sequence[Launch]]
+"""(call, target) -> its launches; none where the rule does not cover the call."""
+
+_WHOLE = Launch(share=1.0)
+
+_MEMSET = Launch("Memset (Device)", kind=Kind.MEMSET)
+
+
+def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> Sequence[Launch]:
+    """Return the launches of a call on `target` in order; the shares sum to 1.
+
+    Args:
+        op: operator with namespace.
+        call: its operands; with values if it `launches_need_values`.
+        target: an NVIDIA GPU.
+        attention: requested kernel for attention that was captured on a CPU.
+    """
+    rule = _RULES.get(call.op)
+    if "_for_cpu" in call.op:
+        rule = _attention_of_cpu(call, target, attention)
+    if rule is None and call.op.startswith("_foreach_"):
+        rule = _foreach
+    if rule is None:
+        rule = _OF_CLASS.get(op_class(op))
+    return (rule(call, target) if rule else ()) or (_WHOLE,)
+
+
+# Matrix products. cuBLAS 13 on a Hopper GPU runs persistent kernels ("nvjet_sm90"): a block takes
+# tile after tile from a counter, which a memset clears first.
+
+_HOPPER = 90
+
+_TILE = (256, 128)
+
+_TILES_FROM_COUNTER = 2
+"""Tiles per SM above which the kernel takes tiles from a counter.
+
+491 of 493 bf16 and 115 of 116 float8 products in the H200's database agree, and every product of
+the captures in traces/. Up to two tiles per SM are assigned at launch.
+"""
+
+_SPLIT_TILE = 64
+
+_SPLIT_LEAST_K = 4096
+
+_SPLIT_K_PER_TILE = {"bfloat16": 120, "float16": 64}
+"""Inner size per tile of 64 x 64 of the result from which cuBLAS splits the inner size.
+
+bf16 on an H100: 795 products of 64 to 4096 rows and columns. The rule disagrees on 22, all at its
+edge (32 tiles with 4096, 256 with 16384), where the operands' layout decides. float16: three shapes
+in the H200's database. No product with an inner size of 2048 or less is split.
+"""
+
+
+def _product(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a matrix product: a memset or a reduction of partial sums."""
+    work = work_of_call(f"aten::{call.op}", call)
+    # float32 products run kernels of several generations, chosen by whether TF32 is on, which no
+    # capture records.
+    if target.capability != _HOPPER or not work.gemm or work.gemm[4] > 2:
+        return ()
+    batch, m, n, k = work.gemm[:4]
+    if call.op == "_scaled_mm" or work.dtype not in _SPLIT_K_PER_TILE:
+        splits = False
+    else:
+        small_tiles = batch * ceil(m / _SPLIT_TILE) * ceil(n / _SPLIT_TILE)
+        splits = k >= _SPLIT_LEAST_K and small_tiles * _SPLIT_K_PER_TILE[work.dtype] <= k
+    # A product of one row is a matrix-vector product, which has kernels of its own.
+    if splits and min(m, n) > 1:
+        parts = max(2, target.sm_count // max(1, batch * ceil(m / _TILE[0]) * ceil(n / _TILE[1])))
+        # cuBLAS divides by at most 16 in every profiled product.
+        partial_bytes = 4 * batch * m * n * min(parts, 16)
+        reduce = Launch("cublasLt::splitKreduce_kernel", internal_bytes=partial_bytes, floors=0.6)
+        return (_WHOLE, reduce)
+    tiles = batch * min(
+        ceil(m / rows) * ceil(n / columns) for rows, columns in (_TILE, _TILE[::-1])
+    )
+    blocks = (2, target.sm_count // 2, 1)
+    if tiles > _TILES_FROM_COUNTER * target.sm_count:
+        return (_MEMSET, _WHOLE._replace(grid=blocks, block=(384, 1, 1)))
+    if tiles > target.sm_count:
+        return (_WHOLE._replace(grid=blocks, block=(384, 1, 1)),)
+    return ()
+
+
+def _grouped_product(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a grouped product: a kernel that writes the groups' pointers first."""
+    return (Launch("prepare_grouped_gemm_data", floors=0.5), _WHOLE)
+
+
+# Attention.
+
+
+def _attention_of_cpu(call: Call, target: Gpu, requested: str) -> Rule | None:
+    """Return the rule of the kernel that runs a CPU's attention on `target`."""
+    backward = call.op.endswith("_backward")
+    # Without a request it is the kernel that PyTorch picks there.
+    named = requested if requested in FUSED else "fused"
+    runs = resolve_unmeasured(target, named).runs
+    if runs == "cudnn":
+        return _cudnn_attention_backward if backward else _cudnn_attention
+    return _flash_attention_backward if backward else None
+
+
+def _cudnn_attention(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of cuDNN's fused attention on Hopper."""
+    return () if _is_wide(call) else (_MEMSET, _WHOLE)
+
+
+def _is_wide(call: Call) -> bool:
+    """Return whether operands exceed 16 bits: only memory-efficient attention takes those."""
+    query = call.tensor(0)
+    return query is not None and query.item_bytes > 2
+
+
+def _cudnn_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of its backward; the query's gradient is summed in float32."""
+    if _is_wide(call):
+        return _efficient_attention_backward(call, target)
+    grad, query = call.tensor(0), call.tensor(1)
+    elements_bytes = query.nbytes if query else 0
+    launches = [
+        _MEMSET,
+        Launch("cudnn::fusion::compute_dot_do_o", internal_bytes=2 * (grad.nbytes if grad else 0)),
+        _WHOLE,
+        Launch("cudnn::fusion::convert_dq_to_16bits", internal_bytes=3 * elements_bytes),
+    ]
+    return (*launches, *_reduce_heads(call, "cudnn::fusion::fmha_reduce_head"))
+
+
+def _flash_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of flash attention's backward.
+
+    Source: flash_bwd_launch_template.h and flash_api.cpp of FlashAttention 2 in PyTorch.
+    """
+    if _is_wide(call):
+        return _efficient_attention_backward(call, target)
+    grad, query = call.tensor(0), call.tensor(1)
+    elements_bytes = query.nbytes if query else 0
+    launches = [
+        Launch("flash_bwd_dot_do_o_kernel", internal_bytes=2 * (grad.nbytes if grad else 0)),
+        _WHOLE,
+        Launch("flash_bwd_convert_dq_kernel", internal_bytes=3 * elements_bytes),
+    ]
+    return (*launches, *_reduce_heads(call, "reduce_kernel"))
+
+
+def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of memory-efficient attention's backward: it zeroes a workspace."""
+    query = call.tensor(1)
+    workspace_bytes = 2 * query.nbytes if query else 0
+    return (
+        Launch("vectorized_elementwise_kernel", op=_FILL, internal_bytes=workspace_bytes),
+        _WHOLE,
+    )
+
+
+def _reduce_heads(call: Call, name: str) -> Sequence[Launch]:
+    """Return sums of the gradients of key and value over query heads that share them."""
+    query, key = call.tensor(1), call.tensor(2)
+    if query is None or key is None or query.numel <= key.numel:
+        return ()
+    # The gradients of every query head are written, then summed into those of the key's heads.
+    return (Launch(name, internal_bytes=query.nbytes + key.nbytes),) * 2
+
+
+# Lists of tensors. Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh.
+
+_CHUNK_ELEMENTS = 65536
+
+_MOST_BLOCKS = 320
+
+_MOST_TENSORS = (110, 64, 48, 36, 30)
+
+_MOST_TENSORS_WITH_SCALARS = (96, 64, 48, 36, 30)
+"""Limits of a launch by the number of lists: what 4 kB of kernel arguments hold.
+
+torch 2.11 has them with CUDA 13, too, as every capture in traces/ shows. The header of torch 2.13
+raises them to 2240 blocks where it is built for CUDA 13.
+"""
+
+_CLEANED_TENSORS = 400
+"""Tensors whose norms one launch of `lpnorm_cleanup` finishes: 1000 take three (measured)."""
+
+
+def _lists(call: Call) -> list[tuple[Tensor, ...]]:
+    """Return the lists of tensors that the kernel addresses, the in-place ones first."""
+    lists = [operand for operand in call.inputs if operand and len(operand) > 1]
+    if not lists:
+        lists = [operand for operand in call.inputs if operand][:1]
+    first = [tensor.shape for tensor in lists[0]] if lists else []
+    # The step counts of fused optimizers are a list of scalars, passed in another way.
+    return [operand for operand in lists if [tensor.shape for tensor in operand] == first]
+
+
+def _foreach(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an operator on lists of tensors."""
+    lists = _lists(call)
+    if not lists:
+        return ()
+    depth = len(lists)
+    by_tensor = call.op in ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+    if not call.op.endswith("_") and not by_tensor:
+        depth += 1  # the results are one more list
+    factors = [operand[0] for operand in call.inputs[1:] if operand and len(operand) == 1]
+    if len(lists[0]) > 1 and any(factor.dtype != lists[0][0].dtype for factor in factors):
+        # ForeachUtils.h: operands of unequal dtypes go one by one through the plain operator.
+        sizes = [tensor.numel for tensor in lists[0]]
+        plain = "aten::" + call.op.removeprefix("_foreach_")
+        return [Launch("elementwise_kernel", size / max(1, sum(sizes)), op=plain) for size in sizes]
+    chunks = _multi_tensor(lists[0], min(depth, 5), with_scalars=_has_scalars(call))
+    if not by_tensor:
+        return chunks
+    results = ceil(len(lists[0]) / _CLEANED_TENSORS)
+    return (
+        Launch("vectorized_elementwise_kernel", op=_FILL),
+        *chunks,
+        *[Launch("lpnorm_cleanup", floors=0.7)] * results,
+    )
+
+
+def _has_scalars(call: Call) -> bool:
+    """Return whether the call has a list of numbers, one for each tensor."""
+    return any(_numbers(value) for value in call.values[1:])
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """Return a value that is a list of numbers; [] for any other."""
+    items = cast("list[Any]", value) if isinstance(value, list) else []
+    return items if all(isinstance(item, int | float) for item in items) else []
+
+
+def _fused_optimizer(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a fused optimizer or of unscaling."""
+    lists = _lists(call)
+    return _multi_tensor(lists[0], min(len(lists), 5), with_scalars=False) if lists else ()
+
+
+def _multi_tensor(tensors: Sequence[Tensor], depth: int, *, with_scalars: bool) -> Sequence[Launch]:
+    """Return one launch for every 320 chunks, or when its tensors' addresses are full."""
+    limit = (_MOST_TENSORS_WITH_SCALARS if with_scalars else _MOST_TENSORS)[depth - 1]
+    elements = sum(tensor.numel for tensor in tensors)
+    launches: list[tuple[int, int]] = []  # blocks, elements
+    blocks = held = done = 0
+    for tensor in tensors:
+        left = tensor.numel
+        held += left > 0
+        while left > 0:
+            taken = min(ceil(left / _CHUNK_ELEMENTS), _MOST_BLOCKS - blocks)
+            done += min(left, taken * _CHUNK_ELEMENTS)
+            left -= min(left, taken * _CHUNK_ELEMENTS)
+            blocks += taken
+            if blocks == _MOST_BLOCKS or (held == limit and not left):
+                launches.append((blocks, done))
+                blocks = done = 0
+                held = int(left > 0)  # the next launch begins with the rest of this tensor
+    if blocks:
+        launches.append((blocks, done))
+    return [
+        Launch(_MULTI_TENSOR, done / elements, grid=(blocks, 1, 1), block=(512, 1, 1))
+        for blocks, done in launches
+    ]
+
+
+_MULTI_TENSOR = "multi_tensor_apply_kernel"
+
+_CAT_TENSORS = 128
+"""Tensors that one launch concatenates: `CAT_ARRAY_BATCH_SIZE` in Shape.cu."""
+
+
+def _cat(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a concatenation."""
+    tensors = [tensor.numel for operand in call.inputs[:1] for tensor in operand or ()]
+    total = sum(tensors)
+    if len(tensors) <= _CAT_TENSORS or not total:
+        return ()
+    batches = [tensors[at : at + _CAT_TENSORS] for at in range(0, len(tensors), _CAT_TENSORS)]
+    return [Launch("CatArrayBatchedCopy", sum(batch) / total) for batch in batches]
+
+
+# Sorting and indexing with CUB. Floors are medians of the kernels' times on an H100, over 2640 ns.
+
+_FILL, _ARANGE, _COPY = "aten::fill_", "aten::arange", "aten::copy_"
+
+_SINGLE_TILE = 2048
+"""Keys that CUB sorts in one block; measured between 2048 and 3072."""
+
+_DIGIT_BITS = 8
+
+_COUNT_UP = Launch("elementwise_kernel_with_index", op=_ARANGE)
+
+
+def _radix_sort(bits: int) -> Sequence[Launch]:
+    """Return the launches of CUB's onesweep radix sort of keys of `bits` bits."""
+    sweep = (_MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2))
+    return (
+        _MEMSET,
+        _MEMSET,
+        Launch("DeviceRadixSortHistogramKernel", floors=1.2),
+        Launch("DeviceRadixSortExclusiveSumKernel", floors=0.5),
+        *sweep * ceil(bits / _DIGIT_BITS),
+    )
+
+
+_SCAN = (Launch("DeviceScanInitKernel", floors=0.35), Launch("DeviceScanKernel", floors=0.95))
+
+_FEW_INDICES = 3072
+
+
+def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an embedding's backward.
+
+    Source: Embedding.cu and EmbeddingBackwardKernel.cu. Up to 3072 indices are added by one kernel;
+    more are sorted, and the rows of each index are summed in segments.
+    """
+    gradient, indices = call.tensor(0), call.tensor(1)
+    if gradient is None or indices is None:
+        return ()
+    partial_bytes = 4 * gradient.numel
+    zero = Launch("vectorized_elementwise_kernel", op=_FILL, written_bytes=call.output_bytes)
+    if indices.numel <= _FEW_INDICES:
+        return (zero, Launch("embedding_backward_feature_kernel", 1.0))
+    return (
+        _COUNT_UP,
+        *_radix_sort(8 * indices.item_bytes),
+        zero,
+        Launch("DeviceCompactInitKernel", floors=0.4),
+        Launch("DeviceUniqueByKeySweepKernel", floors=1.6),
+        Launch("krn_partials_per_segment", floors=0.6),
+        *_SCAN,
+        Launch("compute_num_of_partial_segments", floors=0.45),
+        Launch("krn_partial_segment_offset", floors=0.6),
+        # One writes float32 sums of segments, a row per index at most; the other reads them.
+        Launch("compute_grad_weight", 0.5, internal_bytes=partial_bytes),
+        Launch("sum_and_scatter", 0.5, internal_bytes=partial_bytes),
+    )
+
+
+def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an indexed assignment; one that accumulates sorts its indices.
+
+    Source: Indexing.cu. Three elementwise kernels make linear indices of those given.
+    """
+    rows, indices = call.tensor(0), call.tensor(1)
+    if call.value(3) is not True or rows is None or indices is None or not rows.shape:
+        return ()
+    sort: Sequence[Launch] = (Launch("DeviceRadixSortSingleTileKernel", floors=1.4),)
+    if indices.numel > _SINGLE_TILE:
+        sort = _radix_sort(max(1, (rows.shape[0] - 1).bit_length()))
+    linear = Launch("vectorized_elementwise_kernel", op="aten::remainder")
+    return (*[linear] * 3, _COUNT_UP, *sort, Launch("indexing_backward_kernel", 1.0))
+
+
+_SORTED_IN_BLOCK = 4096
+"""Longest row that a block sorts: `sort_size` in Sort.cu."""
+
+
+def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a sort along the last dimension. Source: Sort.cu."""
+    keys = call.tensor(0)
+    if keys is None or not keys.shape or keys.numel <= 1:
+        return ()
+    copy = Launch("Memcpy DtoD (Device -> Device)", kind=Kind.MEMCPY, op=_COPY)
+    if keys.shape[-1] <= _SORTED_IN_BLOCK:
+        several = keys.numel > keys.shape[-1]
+        expand = Launch("elementwise_kernel", op=_COPY) if several else copy
+        return (copy, _COUNT_UP, expand, copy, Launch("radixSortKVInPlace", 1.0))
+    sort = _radix_sort(8 * keys.item_bytes)
+    *before, sweep = sort
+    whole = sweep._replace(share=1.0)
+    if keys.numel == keys.shape[-1]:
+        return (copy, Launch("fill_reverse_indices_kernel", floors=0.5), *before, whole)
+    segments = keys.numel // keys.shape[-1]
+    return (
+        copy,
+        Launch("fill_index_and_segment_kernel", floors=0.55),
+        *before,
+        whole,
+        *_radix_sort((segments - 1).bit_length()),
+        Launch("sort_postprocess_kernel", floors=1.0),
+    )
+
+
+def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a top-k: it selects, then sorts what it selected."""
+    return (Launch("gatherTopK", 1.0), Launch("bitonicSortKVInPlace", floors=2.4))
+
+
+def _cumsum(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a scan: of one row with CUB. Source: ScanKernels.cpp."""
+    tensor = call.tensor(0)
+    if tensor is None or tensor.numel <= 1 or max(tensor.shape) != tensor.numel:
+        return ()
+    init, scan = _SCAN
+    return (init, scan._replace(share=1.0))
+
+
+_NONZERO_SINGLE = 4096
+
+
+def _nonzero(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `nonzero`: it counts, copies the count to the host, and selects."""
+    tensor = call.tensor(0)
+    if tensor is None:
+        return ()
+    several = tensor.numel > _NONZERO_SINGLE
+    return (
+        *[Launch("DeviceReduceKernel", floors=0.6)] * several,
+        Launch("DeviceReduceSingleTileKernel", floors=0.55),
+        Launch("Memcpy DtoH (Device -> Pinned)", kind=Kind.MEMCPY),
+        Launch("DeviceCompactInitKernel", floors=0.4),
+        Launch("DeviceSelectSweepKernel", 1.0),
+    )
+
+
+# Norms and losses.
+
+
+def _norm_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of the backward of a layer or RMS norm: of its input and its weight.
+
+    Source: layer_norm_kernel.cu. Measured on an H100 (4096 x 4096 in bf16): 47 and 32 us.
+    """
+    weighted = any(tensor is not None and tensor.numel for tensor in _results(call)[1:])
+    if not weighted:
+        return ()
+    return (
+        Launch("layer_norm_grad_input_kernel_vectorized", 0.6),
+        Launch("GammaBetaBackwardCUDAKernelTemplate", 0.4),
+    )
+
+
+def _results(call: Call) -> list[Tensor | None]:
+    return [call.output(position) for position in range(len(call.outputs))]
+
+
+def _group_norm(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a group norm, moments first. Source: group_norm_kernel.cu."""
+    return (Launch("RowwiseMomentsCUDAKernel", 0.5), Launch("elementwise_kernel", 0.5))
+
+
+def _group_norm_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of its backward. Source: group_norm_kernel.cu."""
+    return (
+        Launch("ComputeInternalGradientsCUDAKernel", 0.3),
+        Launch("ComputeBackwardFusedParamsCUDAKernel", floors=0.7),
+        Launch("elementwise_kernel", 0.7),
+    )
+
+
+def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of the loss's backward: it zeroes the gradient. Source: Loss.cu."""
+    zero = Launch("vectorized_elementwise_kernel", op=_FILL, written_bytes=call.output_bytes)
+    return (zero, Launch("nll_loss_backward_reduce_cuda_kernel_2d", 1.0))
+
+
+# Elementwise kernels and reductions. Source: TensorIterator.cpp and Reduce.cuh.
+
+_INDEXED_BYTES = 2**31 - 1
+
+
+def _halves(call: Call) -> int:
+    """Return the number of launches into which 32-bit offsets split a call: a power of two."""
+    largest = max(
+        (tensor.nbytes for operand in (*call.inputs, *call.outputs) for tensor in operand or ()),
+        default=0,
+    )
+    halves = 1
+    while largest > halves * _INDEXED_BYTES:
+        halves *= 2
+    return halves
+
+
+def _elementwise(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an elementwise operator: more than one beyond 2 GB."""
+    halves = _halves(call)
+    return (Launch(share=1 / halves),) * halves if halves > 1 else ()
+
+
+_THREADS, _LEAST_VALUES, _MOST_VALUES = 512, 16, 256
+
+
+def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a reduction: with semaphores where blocks share an output.
+
+    Follows `setReduceConfig` for a contiguous operand.
+    """
+    halves = _halves(call)
+    if halves > 1:
+        return (Launch(share=1 / halves),) * halves
+    reduced = _reduced(call)
+    tensor = call.tensor(0)
+    if tensor is None or reduced is None or not tensor.numel:
+        return ()
+    sizes = [(size, axis in reduced) for axis, size in enumerate(tensor.shape) if size > 1]
+    inputs = prod(size for size, is_reduced in sizes if is_reduced)
+    outputs = tensor.numel // inputs
+    vector = 1
+    if not sizes or sizes[-1][1]:
+        first, second, along_input = inputs, outputs, True
+        # Adjacent reduced axes coalesce into one.
+        runs = sum(is_reduced for is_reduced, _ in groupby(sizes, key=lambda size: size[1]))
+        first //= 4 if inputs >= 128 and runs == 1 else 1
+    else:
+        inner = 1
+        for size, is_reduced in reversed(sizes):
+            if is_reduced:
+                break
+            inner *= size
+        vector = next(width for width in (4, 2, 1) if inner % width == 0)
+        first, second, along_input = outputs // vector, inputs, False
+    most = _THREADS // vector
+    first, second = (min(_power_of_two(size), most) for size in (first, second))
+    width = min(first, 32)
+    height = min(second, most // width)
+    width = min(first, most // height)
+    input_step, output_step = (width, 1) if along_input else (1, width)
+    values = ceil(inputs / input_step)
+    across_warps = values >= min(height * 16, _MOST_VALUES)
+    if across_warps:
+        input_step *= height
+    else:
+        output_step *= height
+    values = ceil(inputs / input_step)
+    columns = ceil(outputs // vector / output_step)
+    wanted = target.sm_count * (_THREADS_OF_SM // (width * height))
+    rows = 1
+    if across_warps and values >= _MOST_VALUES and columns <= wanted:
+        rows = min(ceil(wanted / columns), ceil(values / _LEAST_VALUES))
+        rows = max(rows, ceil(values / _MOST_VALUES))
+    kernel = Launch("reduce_kernel", 1.0, grid=(columns, rows, 1), block=(width, height, 1))
+    return (_MEMSET, kernel) if rows > 1 else (kernel,)
+
+
+_THREADS_OF_SM = 2048
+"""Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too."""
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (max(1, size).bit_length() - 1)
+
+
+def _reduced(call: Call) -> set[int] | None:
+    """Return the axes that a reduction sums; None if neither values nor shapes determine them."""
+    tensor, result = call.tensor(0), call.output()
+    if tensor is None or result is None:
+        return None
+    axes = len(tensor.shape)
+    if result.numel == 1:
+        return set(range(axes))
+    for value in call.values[1:3]:
+        if listed := _numbers(value):
+            return {int(axis) % axes for axis in listed}
+    if len(result.shape) == axes:
+        return {at for at in range(axes) if tensor.shape[at] != result.shape[at]}
+    if call.op in _ONE_AXIS and isinstance(call.value(1), int):
+        return {call.value(1) % axes}
+    return None
+
+
+_ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
+
+
+_NEED_VALUES = frozenset(
+    "_index_put_impl_ index_put_ index_put sum mean nansum amax amin std var var_mean "
+    "linalg_vector_norm norm logsumexp max min argmax argmin all any prod".split()
+)
+"""Operators, by base name, whose launches depend on axes or flags."""
+
+
+def launches_need_values(op: str) -> bool:
+    """Return whether `launches_of` must be given the operator's input values."""
+    name = base_name(op)
+    return name in _NEED_VALUES or name.startswith("_foreach_")
+
+
+_RULES: dict[str, Rule] = {
+    "_grouped_mm": _grouped_product,
+    **dict.fromkeys(
+        ["_cudnn_attention_forward", "_scaled_dot_product_cudnn_attention"], _cudnn_attention
+    ),
+    **dict.fromkeys(
+        ["_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward"],
+        _cudnn_attention_backward,
+    ),
+    **dict.fromkeys(
+        [
+            "_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_backward",
+        ],
+        _flash_attention_backward,
+    ),
+    **dict.fromkeys(
+        ["_efficient_attention_backward", "_scaled_dot_product_efficient_attention_backward"],
+        _efficient_attention_backward,
+    ),
+    **dict.fromkeys(
+        [
+            "_fused_adam_",
+            "_fused_adamw_",
+            "_fused_sgd_",
+            "_fused_adagrad_",
+            "_amp_foreach_non_finite_check_and_unscale_",
+        ],
+        _fused_optimizer,
+    ),
+    "cat": _cat,
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(["_index_put_impl_", "index_put_", "index_put"], _index_put),
+    "sort": _sort,
+    "argsort": _sort,
+    "topk": _topk,
+    "cumsum": _cumsum,
+    "nonzero": _nonzero,
+    "native_layer_norm_backward": _norm_backward,
+    "_fused_rms_norm_backward": _norm_backward,
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_backward,
+    "nll_loss_backward": _loss_backward,
+    "nll_loss2d_backward": _loss_backward,
+}
+
+_OF_CLASS: dict[OpClass, Rule] = {
+    OpClass.GEMM: _product,
+    OpClass.ELEMENTWISE: _elementwise,
+    OpClass.COPY: _elementwise,
+    OpClass.MEMSET: _elementwise,
+    OpClass.REDUCTION: _reduction,
+}

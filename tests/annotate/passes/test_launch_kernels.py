@@ -1,0 +1,190 @@
+"""The launches of an operator: by rule against kept captures and an H100, and as nodes."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onerank
+from onerank.annotate import load_gpu, recost
+from onerank.annotate.models.prediction_terms import TermRecord
+from onerank.annotate.op_costs.op_classes import base_name
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.passes.kernel_launches import launches_need_values, launches_of
+from onerank.converters.sources.kineto import convert_directory
+from onerank.ir import Kind, Reason
+
+TRACES = Path(__file__).parents[3] / "traces"
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
+
+
+def read(name, directory):
+    """Return a kept capture: raw traces, or a compressed graph."""
+    if (TRACES / name).is_dir():
+        return convert_directory(TRACES / name)[0]
+    path = directory / "trace.et"
+    path.write_bytes(gzip.decompress((TRACES / f"{name}.et.gz").read_bytes()))
+    return onerank.read(path)
+
+
+def instances(graph):
+    """Return (operator, its GPU nodes in order) of every operator instance."""
+    launcher = np.full(len(graph), -1)
+    launches = graph.edges.reason == Reason.LAUNCH
+    launcher[graph.edges.target[launches]] = graph.edges.source[launches]
+    nodes = {}
+    for index in np.flatnonzero(graph.gpu_compute).tolist():
+        host = int(launcher[index])
+        op = graph.strings[int(graph.nodes.op[index])]
+        nodes.setdefault((host if host >= 0 else -2 - index, op), []).append(index)
+    return [(op, members) for (_, op), members in nodes.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "count", "grids"),
+    [
+        ("h200-llama-8b-4l-tp4", "H200", 557, 270),
+        ("h100-llama-8b-4l-tp4/trace", "H100", 557, 270),
+        ("h200-llama-8b-4l-tp2-graphs/1024", "H200", 556, 433),
+        ("h200-llama-8b-4l-tp2-graphs/2048", "H200", 556, 462),
+        ("h200-llama-8b-4l-tp2-real/real.0", "H200", 557, 470),
+        ("h200-megatron-core-pp2", "H200", 588, 80),
+    ],
+)
+def test_every_operator_of_a_kept_capture_launches_what_it_launched(
+    name, gpu, count, grids, tmp_path
+):
+    """Kinds in order, and the blocks of each kernel whose shape a rule gives."""
+    graph, target = read(name, tmp_path), load_gpu(gpu)
+    nodes, seen, shaped = graph.nodes, 0, 0
+    for op, members in instances(graph):
+        view = graph.node(members[0])
+        call = Call.parse(
+            base_name(op),
+            (view.text("input_shapes"), view.text("input_types")),
+            (view.text("output_shapes"), view.text("output_types")),
+            view.text("input_values") if launches_need_values(op) else "",
+        )
+        # In a device capture the kernels of an inner operator are that operator's.
+        launches = [launch for launch in launches_of(op, call, target) if launch.op in ("", op)]
+        kinds = [nodes.kind[member] == Kind.MEMSET for member in members]
+        assert [launch.kind == Kind.MEMSET for launch in launches] == kinds, (op, call.inputs)
+        for launch, member in zip(launches, members, strict=True):
+            if launch.grid:
+                assert str(list(launch.grid)) == graph.node(member).text("grid"), (op, call.inputs)
+                shaped += 1
+        seen += 1
+    assert (seen, shaped) == (count, grids)
+
+
+def tensor(*shape, dtype="bfloat16"):
+    return Tensor(shape, dtype, BYTES[dtype])
+
+
+def launched(op, *inputs, outputs=(), values=()):
+    """Return the launches of a call on an H100; tensors stand for lists of one."""
+    operands = [(tuple(x) if isinstance(x, list) else (x,)) if x else None for x in inputs]
+    call = Call(op, tuple(operands), tuple((x,) for x in outputs), tuple(values))
+    return launches_of(f"aten::{op}", call, load_gpu("H100"))
+
+
+@pytest.mark.parametrize(
+    ("count", "numel", "expected"),
+    # of _foreach_mul_, _foreach_add_ of lists, _foreach_add of lists, _foreach_addcdiv_,
+    # _foreach_div_ by a list of numbers, _fused_adamw_ and _foreach_norm
+    [
+        (10, 4096, (1, 1, 1, 1, 1, 1, 3)),
+        (300, 4096, (3, 5, 7, 7, 4, 9, 5)),
+        (40, 2**24, (32, 32, 32, 32, 32, 32, 34)),
+        (1000, 1024, (10, 16, 21, 21, 11, 28, 14)),
+        (3, 2**26, (10, 10, 10, 10, 10, 10, 12)),
+    ],
+)
+def test_lists_of_tensors_as_on_an_h100(count, numel, expected):
+    """Counted with torch 2.11 and CUDA 13.0, 2026-11-25."""
+    x, steps = [tensor(numel)] * count, [tensor(dtype="float32")] * count
+    calls = (
+        launched("_foreach_mul_", x, None, values=(None, 2.0)),
+        launched("_foreach_add_", x, x),
+        launched("_foreach_add", x, x),
+        launched("_foreach_addcdiv_", x, x, x),
+        launched("_foreach_div_", x, None, values=(None, [1.0] * count)),
+        launched("_fused_adamw_", x, x, x, x, None, steps),
+        launched("_foreach_norm", x, None),
+    )
+    assert tuple(map(len, calls)) == expected
+    for launches in calls:
+        assert sum(launch.share for launch in launches) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "launches"),
+    [
+        ((64, 64, 2048), "bfloat16", 1),
+        ((64, 64, 4096), "bfloat16", 2),
+        ((256, 256, 4096), "bfloat16", 2),
+        ((512, 512, 4096), "bfloat16", 1),
+        ((512, 512, 8192), "bfloat16", 2),
+        ((512, 1024, 8192), "bfloat16", 1),
+        ((512, 1024, 16384), "bfloat16", 2),
+        ((2048, 1024, 16384), "bfloat16", 1),
+        ((2048, 1024, 65536), "bfloat16", 2),
+        ((1024, 256, 4096), "float16", 2),
+    ],
+)
+def test_split_products_as_on_an_h100(sizes, dtype, launches):
+    m, n, k = sizes
+    operands = tensor(m, k, dtype=dtype), tensor(k, n, dtype=dtype)
+    names = [launch.name for launch in launched("mm", *operands, outputs=[tensor(m, n)])]
+    assert len(names) == launches
+    assert ("cublasLt::splitKreduce_kernel" in names) == (launches == 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "embedding", "index_put", "sort", "sort_rows", "nonzero"),
+    [(2048, 2, 6, 5, 5, 4), (4096, 31, 13, 5, 5, 4), (16384, 31, 13, 22, 17, 5)],
+)
+def test_sorts_as_on_an_h100(tokens, embedding, index_put, sort, sort_rows, nonzero):  # noqa: PLR0917
+    index, rows = tensor(tokens, dtype="int64"), tensor(tokens, 512)
+    weight = tensor(32000, 512)
+    put = (rows, index, rows), (None, None, None, True)
+    assert len(launched("embedding_dense_backward", rows, index, outputs=[weight])) == embedding
+    assert len(launched("_index_put_impl_", *put[0], values=put[1])) == index_put
+    assert len(launched("sort", index)) == sort
+    assert len(launched("sort", tensor(8, tokens))) == sort_rows
+    assert len(launched("nonzero", index)) == nonzero
+
+
+def test_attention_as_on_an_h100():
+    grouped = tensor(2, 8, 4096, 128), tensor(2, 2, 4096, 128)
+    for name, forward, backward in (("cudnn", 2, 4), ("flash", 1, 3), ("efficient", 1, 2)):
+        for (query, key), more in (((grouped[0], grouped[0]), 0), (grouped, 2)):
+            more_launches = 0 if name == "efficient" else more
+            assert len(launched(f"_{name}_attention_forward", query, key, key)) == forward
+            launches = launched(f"_{name}_attention_backward", query, query, key, key)
+            assert len(launches) == backward + more_launches
+
+
+@pytest.mark.parametrize("target", ["H200", "A100", "MI300X"])
+def test_launches_share_work_and_time_of_their_operator(target):
+    graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+    whole = recost(graph, target, record=TermRecord(np.zeros(0, dtype=np.int64)))
+    made = recost(graph, target)
+    assert (len(made) > len(whole)) == load_gpu(target).is_nvidia
+    for column in ("duration_ns", "flops", "bytes_read", "bytes_written"):
+        sums = [int(getattr(g.nodes, column)[g.gpu_compute].clip(0).sum()) for g in (made, whole)]
+        assert sums[0] == sums[1], column
+    assert made.nodes.bytes_allocated.sum() == whole.nodes.bytes_allocated.sum()
+    assert made.nodes.bytes_freed.sum() == whole.nodes.bytes_freed.sum()
+    ids = made.nodes.id.tolist()
+    assert set(whole.nodes.id.tolist()) <= set(ids)
+    assert len(set(ids)) == len(ids)
+    kernels = np.flatnonzero(made.gpu_compute)
+    ends = made.nodes.start_ns[kernels] + made.nodes.duration_ns[kernels]
+    assert (made.nodes.start_ns[kernels][1:] >= ends[:-1]).all()
+    # A chain on one stream: each kernel waits for the one before.
+    pairs = set(zip(made.edges.source.tolist(), made.edges.target.tolist(), strict=True))
+    assert all(
+        pair in pairs for pair in zip(kernels[:-1].tolist(), kernels[1:].tolist(), strict=True)
+    )
