@@ -176,17 +176,18 @@ def recost_cpu_capture(
 ) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
-    Every operator becomes one KERNEL of stream 0. STREAM_ORDER edges in program order replace the
-    PROGRAM_ORDER edges among operators. Its duration is the model's prediction for unmeasured
-    kernels (evidence DATASHEET). The order between operators and communication stays.
+    Every operator becomes one KERNEL of stream 0, which `LaunchKernels` divides later. STREAM_ORDER
+    edges in program order replace the PROGRAM_ORDER edges among operators. Its duration is the
+    model's prediction for unmeasured kernels (evidence DATASHEET), with the time of its further
+    launches. The order between operators and communication stays.
     Start times are laid out end to end, communication included. Operators that launch nothing on a
     GPU (views, allocation, waits for batches, calls that issue communication) are removed and
     counted.
 
-    This is the weakest evidence: one kernel per operator, the operators PyTorch picked for a CPU,
-    and its dtypes. float32 GEMMs run at the float32 rate, as TF32 is off by default. If another
-    dtype is requested, GEMMs run in it (see `change_dtype`). Operators with rows in the kernel
-    databases, in that dtype, take the measured time (evidence LOOKED_UP and INTERPOLATED).
+    This is the weakest evidence: the operators PyTorch picked for a CPU, and its dtypes. float32
+    GEMMs run at the float32 rate, as TF32 is off by default. If another dtype is requested, GEMMs
+    run in it (see `change_dtype`). Operators with rows in the kernel databases, in that dtype, take
+    the measured time (evidence LOOKED_UP and INTERPOLATED).
     `record` takes the terms of compute nodes, as positions among them.
 
     Raises:

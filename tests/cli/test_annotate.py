@@ -72,7 +72,8 @@ def test_annotating_a_cpu_capture_says_how_weak_it_is(traces, tmp_path):
     text = invoke(annotate, "--target", "H100", traces / "cpu.et", "-o", tmp_path / "o.et").stdout
     words = " ".join(text.split())
     assert "weakest evidence: 463 by launch floor and roofline" in words
-    assert "evidence 463 datasheet" in words
+    assert "evidence 467 datasheet" in words  # nodes: the launches of 463 operators
+    assert "463 operators launch 467 kernels" in words
     assert text.count("80% interval") == 2  # of the step and of all compute
     assert "exposed communication, 17 calls not timed" in words
 
