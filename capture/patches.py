@@ -137,6 +137,12 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.Tensor",
+        ("data_ptr",),
+        "torch, and our own slices, tell tensors apart by their address.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.autograd.Function",
         ("apply",),
         "The log needs the number of the function's node to find its module in backward.",
@@ -175,8 +181,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.UntypedStorage",
-        ("resize_",),
-        "FSDP frees and allocates gathered parameters by resizing their storage.",
+        ("resize_", "data_ptr"),
+        "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
+        "addresses.",
         ("no_device.emulated_process",),
     ),
     Patch(

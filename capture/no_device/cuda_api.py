@@ -206,7 +206,8 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             ("torch.accelerator", accelerator),
             ("torch.cuda.memory", memory),
             ("torch.cuda.random", random),
-            ("torch.version", {"cuda": _CUDA_VERSION}),
+            # A CUDA build keeps its version: torchvision compares it with that of its own build.
+            ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
             ("torch.Tensor", {"pin_memory": _same, "is_pinned": _call(lambda: False)}),
         ):
             undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))

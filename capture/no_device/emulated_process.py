@@ -73,6 +73,8 @@ class EmulatedProcess:
         cuda_stubs.install()
         new_parameter = nn.Parameter.__new__
         resize = torch.UntypedStorage.resize_
+        tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+        storages = self.operators.storages
 
         def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
             if type(data) is Tensor:
@@ -81,8 +83,16 @@ class EmulatedProcess:
 
         def resize_storage(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            self.operators.storages.resize(storage, size)
+            storages.resize(storage, size)
             return result
+
+        def address_of_tensor(tensor: Tensor) -> int:
+            if not isinstance(tensor, FakeTensor):
+                return tensor_address(tensor)
+            return storages.address(tensor) + tensor.storage_offset() * tensor.element_size()
+
+        def address_of_storage(storage: Any) -> int:
+            return storages.address_of_storage(storage) or storage_address(storage)
 
         with contextlib.ExitStack() as stack:
             for context in (
@@ -91,7 +101,11 @@ class EmulatedProcess:
                 self._ranges(),
                 self._functions(),
                 patched("torch.nn.Parameter", {"__new__": staticmethod(parameter)}),
-                patched("torch.UntypedStorage", {"resize_": resize_storage}),
+                patched("torch.Tensor", {"data_ptr": address_of_tensor}),
+                patched(
+                    "torch.UntypedStorage",
+                    {"resize_": resize_storage, "data_ptr": address_of_storage},
+                ),
                 patched("torch", {"compile": self._leave_eager}),
                 patched("torch.utils", {"swap_tensors": _swap}),
                 patched("torch.distributed", {"Logger": _Logger}),

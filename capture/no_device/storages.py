@@ -9,6 +9,9 @@ from torch import Tensor
 
 from onerank.capture.no_device.event_log import EventLog
 
+_APART = 1 << 40
+"""Distance of two made-up addresses: above the size of any storage."""
+
 
 class Storages:
     """Numbers the storages of tensors, and records allocations and frees on the device."""
@@ -29,6 +32,15 @@ class Storages:
         taken = self._log.allocate(number, storage.nbytes()) if tensor.is_cuda else 0
         self._live[key] = number, taken, weakref.ref(storage, lambda _: self._freed(key))
         return number
+
+    def address(self, tensor: Tensor) -> int:
+        """Return an address for a tensor's storage: scripts and torch compare addresses."""
+        return self.number(tensor) * _APART
+
+    def address_of_storage(self, storage: Any) -> int:
+        """Return the address of a storage that tensors were seen with, else 0."""
+        known = self._live.get(storage._cdata)
+        return known[0] * _APART if known is not None and storage.nbytes() else 0
 
     def resize(self, storage: Any, size: int) -> None:
         """Record that a storage is resized, as FSDP frees and allocates gathered parameters."""
