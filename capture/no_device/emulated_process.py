@@ -89,7 +89,7 @@ class EmulatedProcess:
         def address_of_tensor(tensor: Tensor) -> int:
             if not isinstance(tensor, FakeTensor):
                 return tensor_address(tensor)
-            return storages.address(tensor) + tensor.storage_offset() * tensor.element_size()
+            return storages.address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
         def address_of_storage(storage: Any) -> int:
             return storages.address_of_storage(storage) or storage_address(storage)
