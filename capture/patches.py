@@ -169,8 +169,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.distributed",
-        ("Logger",),
-        "DDP's log times CUDA steps by a timer that only a CUDA build has.",
+        ("Logger", "Reducer"),
+        "DDP times CUDA steps by a timer that only a CUDA build has, and that needs a GPU.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from onerank.capture.no_device.gpu_operators import Shaped
+from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber
 from onerank.ir.dtypes import TENSOR_TYPES
 
 Category = Literal["cpu_op", "user_annotation"]
@@ -49,6 +49,8 @@ _DTYPE_CODES = {
     torch.float8_e5m2: 23,
     torch.float8_e4m3fn: 24,
 }
+
+_NUMBER_BYTES = 8
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
 
@@ -239,6 +241,8 @@ class Describer:
             case Shaped():
                 value, _, _ = self._tensor(operand.storage)
                 return value, operand.shape, _TYPES.get(operand.dtype, _UNKNOWN_TYPE)
+            case WrappedNumber():
+                return [0, 0, 0, 1, _NUMBER_BYTES, "cpu"], [], _TYPES[operand.dtype]
             case list() | tuple():
                 values, shapes, types = self(operand)
                 return values, shapes, f"GenericList[{','.join(types)}]"

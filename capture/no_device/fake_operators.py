@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
-from onerank.capture.no_device.gpu_operators import inner_of
+from onerank.capture.no_device.gpu_operators import WrappedNumber, inner_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.values import KNOWN_ELEMENTS, Known, UnknownValues
 
@@ -96,6 +96,7 @@ class _Schema:
         namespace: "aten", "c10d" ...
         base: without namespace.
         arguments: (name, default) in order.
+        tensors: places of the arguments that are tensors.
         is_view: whether its results share memory with an input that it does not write.
         writes_first: whether it writes its first argument and returns it.
         is_random: whether it draws random numbers.
@@ -107,6 +108,7 @@ class _Schema:
     namespace: str
     base: str
     arguments: tuple[tuple[str, Any], ...]
+    tensors: tuple[int, ...]
     is_view: bool
     writes_first: bool
     is_random: bool
@@ -134,6 +136,7 @@ class _Schema:
             namespace,
             base,
             tuple((argument.name, argument.default_value) for argument in schema.arguments),
+            tuple(n for n, a in enumerate(schema.arguments) if str(a.type) == "Tensor"),
             is_view,
             writes_first,
             base in _RANDOM,
@@ -172,7 +175,11 @@ class _Call:
     def operands(self) -> list[Any]:
         """All arguments in the schema's order, defaults included."""
         rest = self.schema.arguments[len(self.args) :]
-        return [*self.args, *(self.kwargs.get(name, default) for name, default in rest)]
+        values = [*self.args, *(self.kwargs.get(name, default) for name, default in rest)]
+        for place in self.schema.tensors:
+            if isinstance(values[place], int | float | complex):
+                values[place] = WrappedNumber(values[place])
+        return values
 
     def written(self) -> Iterator[Tensor]:
         """Yield the tensors that the operator writes."""
@@ -303,9 +310,9 @@ class FakeOperators(TorchDispatchMode):
 
     def _describe_results(self, call: _Call, result: Any, event: Event) -> None:
         event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
-        if not event.on_device or call.schema.namespace != "aten":
+        if not event.on_device:
             return
-        inner = inner_of(call.schema.base, call.operands, result)
+        inner = inner_of(call.schema.name, call.operands, result)
         if inner is not None:
             event.name, operands = inner
             event.inputs = self.describe(operands)

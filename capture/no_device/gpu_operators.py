@@ -6,6 +6,7 @@ and an H200 (torch 2.11).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,26 @@ class Shaped:
         self.dtype = dtype
 
 
+@dataclass(frozen=True)
+class WrappedNumber:
+    """A Python number that an operator takes as a tensor; an execution trace shows it as one."""
+
+    value: complex
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that torch makes of it."""
+        match self.value:
+            case bool():
+                return torch.bool
+            case int():
+                return torch.int64
+            case float():
+                return torch.float64
+            case _:
+                return torch.complex128
+
+
 Inner = tuple[str, Sequence[Any]]
 """Name and arguments."""
 
@@ -30,16 +51,30 @@ _Call = Callable[[Sequence[Any], Any], Inner | None]
 """Takes an operator's arguments in the schema's order, and its result."""
 
 
-def inner_of(base: str, args: Sequence[Any], result: Any) -> Inner | None:
+def inner_of(name: str, args: Sequence[Any], result: Any) -> Inner | None:
     """Return the operator that an operator's CUDA implementation calls; None if it calls none.
 
     Args:
-        base: its name without `aten::`.
+        name: its name, with its namespace.
         args: its arguments, in the schema's order.
         result: what it returned.
     """
-    call = _INNER.get(base)
+    call = _INNER.get(name.removeprefix("aten::"))
     return call(args, result) if call is not None else None
+
+
+def _gathered_in(args: Sequence[Any], _: Any) -> Inner:
+    """`fsdp::all_gather_copy_in` copies the shards into views of its flat buffer."""
+    shards = args[0]
+    return "aten::_foreach_copy_", ([Shaped(t, t.dtype) for t in shards], list(shards), False)
+
+
+def _split(args: Sequence[Any], _: Any) -> Inner:
+    return "aten::split_with_sizes_copy", args
+
+
+def _concatenated(args: Sequence[Any], _: Any) -> Inner:
+    return "aten::_chunk_cat", args
 
 
 def _filled(args: Sequence[Any], _: Any) -> Inner:
@@ -119,6 +154,9 @@ def _efficient_backward(args: Sequence[Any], _: Any) -> Inner:
 
 
 _INNER: dict[str, _Call] = {
+    "fsdp::all_gather_copy_in": _gathered_in,
+    "fsdp::split_with_sizes_copy": _split,
+    "fsdp::chunk_cat": _concatenated,
     "zero_": _filled,
     "randint": _drawn,
     "randint_like": _drawn,
