@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from onerank.annotate.op_costs.node_costs import with_registered_costs
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
@@ -106,6 +107,8 @@ def capture(
         if options.raw_dir is not None:
             keep(raw, options.raw_dir)
         graph, conversion = convert_directory(raw)
+        # The script's process knows the costs that the script registered; later ones do not.
+        graph = with_registered_costs(graph)
         return Capture(graph, conversion, rank_run.models.sliced, rank_run.fewer_layers.layers)
 
 

@@ -105,6 +105,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.accelerator", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch("torch.cuda.memory", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch("torch.cuda.random", (), "As torch.cuda.", ("no_device.cuda_api",)),
+    Patch("torch.cuda.nccl", (), "As torch.cuda.", ("no_device.cuda_api",)),
+    Patch(
+        "torch.cuda.nvtx",
+        ("_nvtx",),
+        "A CPU build has no NVTX, whose ranges scripts open.",
+        ("no_device.cuda_api",),
+    ),
     Patch(
         "torch.version",
         ("cuda",),
@@ -113,8 +120,14 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor",
-        ("pin_memory", "is_pinned"),
-        "Pinning memory needs a driver.",
+        ("pin_memory", "is_pinned", "record_stream"),
+        "Pinning memory needs a driver, and no stream runs.",
+        ("no_device.cuda_api",),
+    ),
+    Patch(
+        "torch",
+        ("Generator",),
+        "A generator of the GPU needs a driver.",
         ("no_device.cuda_api",),
     ),
     Patch(
@@ -140,6 +153,50 @@ PATCHES: tuple[Patch, ...] = (
         "torch.Tensor",
         ("data_ptr",),
         "torch, and our own slices, tell tensors apart by their address.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        ("avoid_device_init",),
+        "torch.cuda says that there is a device, but no tensor may be created on it.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        ("data", "numpy", "__format__"),
+        "FSDP1 moves a parameter by its data, which leaves a fake tensor's device as it was. "
+        "Scripts log a loss by way of NumPy.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch",
+        ("save",),
+        "There are no values to save.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        ("is_nccl_available",),
+        "Scripts and communication hooks look for NCCL, which a CPU build of torch lacks.",
+        ("no_device.emulated_process",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch._C",
+        ("_get_accelerator",),
+        "FSDP2 makes its mesh of this device if it is given none.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.distributions.Distribution",
+        ("_validate_args",),
+        "Distributions check each sample against their support, in numbers.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "threading.Thread",
+        ("start",),
+        "transformers moves weights to the device in threads, where no mode would be on.",
         ("no_device.emulated_process",),
     ),
     Patch(

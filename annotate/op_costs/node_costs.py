@@ -11,6 +11,7 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
+from onerank.annotate.op_costs.registered_costs import is_registered, registered_work
 from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import membership_mask
@@ -74,6 +75,8 @@ def work_of_call(op: str, call: Call) -> Work:
     """Return FLOPs and bytes of a parsed call."""
     if not call.has_tensors:
         return Work()
+    if is_registered(op):
+        return registered_work(op, call, memory_bound.bytes_only(call))
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))
@@ -160,6 +163,25 @@ def characterise(graph: Graph) -> Graph:
         column: I64 = getattr(graph.nodes, name).copy()
         column[costs.index] = getattr(costs, name)
         columns[name] = column
+    return graph.with_columns(**columns)
+
+
+def with_registered_costs(graph: Graph) -> Graph:
+    """Return the graph with the work of operators whose cost is registered in this process.
+
+    Raises:
+        AnnotateError: a registered formula raised, or returned no count.
+    """
+    names = np.unique(graph.nodes.op)
+    registered = [int(code) for code in names if is_registered(graph.strings[int(code)])]
+    if not registered:
+        return graph
+    counted = characterise(graph)
+    rows = np.isin(graph.nodes.op, registered)
+    columns: dict[str, I64] = {
+        name: np.where(rows, getattr(counted.nodes, name), getattr(graph.nodes, name))
+        for name in ("flops", "bytes_read", "bytes_written")
+    }
     return graph.with_columns(**columns)
 
 

@@ -1,6 +1,7 @@
 """`torch.cuda` and `torch.accelerator` as on a GPU that is not there."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.patches import patched
+from onerank.ir.errors import CaptureError
 
 _CUDA_VERSION = "12.8"
+_NCCL_VERSION = (2, 27, 5)
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
@@ -75,6 +78,54 @@ class Event:
     def elapsed_time(self, _: object) -> float:
         """Return 1 ms: scripts divide by it."""
         return 1.0
+
+
+_torch: Any = torch
+_TorchGenerator: Any = _torch._C.Generator  # torch.Generator, without its patch
+_TorchType: Any = type(_TorchGenerator)
+
+
+class _GeneratorType(_TorchType):
+    """Lets generators that torch creates count as instances of the replaced class."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _TorchGenerator)
+
+
+class RandomGenerator(_TorchGenerator, metaclass=_GeneratorType):
+    """`torch.Generator`; one of the GPU draws no numbers, so the CPU's serves."""
+
+    def __new__(cls, device: object = "cpu") -> Any:
+        """Create a generator for the device."""
+        del device
+        return super().__new__(cls, "cpu")
+
+
+class _Ranges:
+    """NVTX, with no profiler to read its ranges."""
+
+    def __getattr__(self, _: str) -> Callable[..., int]:
+        return _call(lambda: 0)
+
+
+class CudaGraph:
+    """`torch.cuda.CUDAGraph` and `torch.cuda.graph`, which no capture without a device takes."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CaptureError(
+            "CUDA graphs cannot be captured without a device: a replay calls no operators\n"
+            "  run the script without CUDA graphs, or capture on a GPU",
+            code="no-device-cuda-graph",
+        )
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is captured: False, except for SyncBatchNorm.
+
+    It drops ranks without samples by comparing numbers, but not within a CUDA graph.
+    """
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    return frame.f_globals.get("__name__") == "torch.nn.modules._functions"
 
 
 _DEFAULT = Stream(stream_id=0)
@@ -143,6 +194,8 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "device_count": _call(lambda: 1),
         "current_device": _call(lambda: 0),
         "set_device": nothing,
+        "_exchange_device": _call(lambda: 0),
+        "_maybe_exchange_device": _call(lambda: 0),
         "get_device_name": _call(lambda: gpu.name),
         "get_device_capability": _call(lambda: gpu.capability),
         "get_device_properties": _call(lambda: properties),
@@ -168,6 +221,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "reset_max_memory_allocated": reset_peak,
         "mem_get_info": _call(memory_info),
         "memory_summary": _call(lambda: ""),
+        "memory_snapshot": _call(list),
+        "CUDAGraph": CudaGraph,
+        "graph": CudaGraph,
         "set_per_process_memory_fraction": nothing,
         "get_allocator_backend": _call(lambda: "native"),
         "manual_seed": nothing,
@@ -179,7 +235,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "get_rng_state_all": _call(lambda: [torch.zeros(16, dtype=torch.uint8)]),
         "set_rng_state": nothing,
         "set_rng_state_all": nothing,
-        "is_current_stream_capturing": _call(lambda: False),
+        "is_current_stream_capturing": _is_capturing,
     }
     accelerator: dict[str, Any] = {
         "is_available": _call(lambda: True),
@@ -198,6 +254,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "reset_peak_memory_stats": reset_peak,
         "empty_cache": nothing,
     }
+    nccl = {"version": _call(lambda: _NCCL_VERSION), "is_available": _call(lambda: True)}
     memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
     random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
     with contextlib.ExitStack() as undo:
@@ -206,9 +263,19 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             ("torch.accelerator", accelerator),
             ("torch.cuda.memory", memory),
             ("torch.cuda.random", random),
+            ("torch.cuda.nccl", nccl),
+            ("torch.cuda.nvtx", {"_nvtx": _Ranges()}),
             # A CUDA build keeps its version: torchvision compares it with that of its own build.
             ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
-            ("torch.Tensor", {"pin_memory": _same, "is_pinned": _call(lambda: False)}),
+            (
+                "torch.Tensor",
+                {
+                    "pin_memory": _same,
+                    "is_pinned": _call(lambda: False),
+                    "record_stream": nothing,
+                },
+            ),
+            ("torch", {"Generator": RandomGenerator}),
         ):
             undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
         yield

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs
@@ -30,15 +32,6 @@ _modes: Any = _python_dispatch
 _optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its name
 
 
-class _ShapesAlone(FakeTensorMode):
-    """Fake tensors that never touch the device, though `torch.cuda` says that there is one."""
-
-    @property
-    def avoid_device_init(self) -> bool:
-        """True: no tensor may be created on the device."""
-        return True
-
-
 class EmulatedProcess:
     """A process in which operators run on shapes alone, and what they do.
 
@@ -52,9 +45,10 @@ class EmulatedProcess:
         self.gpu = gpu
         self.log = EventLog()
         self.values = UnknownValues(script)
-        self._fake = _ShapesAlone(allow_non_fake_inputs=True)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}
         self._compiles = False
+        self._saves_nothing = False
         self.operators = FakeOperators(
             self.log, self.values, self._collectives, gpu.workspace_bytes
         )
@@ -107,6 +101,15 @@ class EmulatedProcess:
                     "torch.UntypedStorage",
                     {"resize_": resize_storage, "data_ptr": address_of_storage},
                 ),
+                patched(_FAKE_TENSORS + ".FakeTensorMode", {"avoid_device_init": property(_yes)}),
+                patched(
+                    _FAKE_TENSORS + ".FakeTensor",
+                    {"data": _data, "numpy": self._numpy_function(), "__format__": _format},
+                ),
+                rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
+                patched("torch", {"save": self._save_function()}),
+                patched("torch._C", {"_get_accelerator": _accelerator}),
+                patched("torch.distributions.Distribution", {"_validate_args": False}),
                 patched("torch", {"compile": self._leave_eager}),
                 patched("torch.utils", {"swap_tensors": _swap}),
                 patched("torch.distributed", {"Logger": _Logger, **_without_reducer()}),
@@ -134,7 +137,24 @@ class EmulatedProcess:
         """
         if isinstance(peers, Recorder):
             self._collectives.update(peers.operators.functions)
-        with self._fake, self.operators:
+        start = threading.Thread.start
+
+        def start_thread(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def run_on_shapes() -> None:
+                with _mode(self._fake), _mode(self.operators):
+                    run()
+
+            thread.run = run_on_shapes
+            start(thread)
+
+        # Modes are those of a thread; transformers loads weights in others.
+        with (
+            self._fake,
+            self.operators,
+            patched("threading.Thread", {"start": start_thread}),
+        ):
             yield
 
     def _leave_eager(self, model: Any = None, **_: Any) -> Any:
@@ -142,13 +162,40 @@ class EmulatedProcess:
         self._compiles = True
         return model if model is not None else _same
 
+    def _numpy_function(self) -> Callable[..., Any]:
+        def numpy(tensor: Any, **_: Any) -> Any:
+            numbers = self.operators.known.get(tensor)
+            if numbers is None:
+                numbers = self.values.numbers(tensor)
+            with unset_fake_temporarily():
+                return numbers.detach().numpy()
+
+        return numpy
+
+    def _save_function(self) -> Callable[..., Any]:
+        original = torch.save
+
+        def save(value: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = tree_flatten(value)[0]
+            if any(isinstance(getattr(t, "_local_tensor", t), FakeTensor) for t in tensors):
+                self._saves_nothing = True
+                return None
+            return original(value, *args, **kwargs)
+
+        return save
+
     def notes(self) -> list[str]:
         """Return notes on where the recorded step differs from the job's."""
         compiled = (
             "the script compiles code, which was captured eager: fused kernels read and write less "
             "memory, so the job's steps are shorter"
         )
-        return [*self.values.notes(), *([compiled] if self._compiles else [])]
+        saved = "torch.save wrote nothing, since no device computed the values"
+        return [
+            *self.values.notes(),
+            *([compiled] if self._compiles else []),
+            *([saved] if self._saves_nothing else []),
+        ]
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor like a real one."""
@@ -226,6 +273,52 @@ class EmulatedProcess:
                 seen.add(number)
                 sizes.append(storage.nbytes())
         return tuple(sorted(sizes, reverse=True))
+
+
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"
+
+_tensor_data: Any = _torch._C.TensorBase.data
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    _tensor_data.__set__(tensor, value)
+    # The device and the numbers of a fake tensor are attributes, which torch does not replace.
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
+        vars(tensor).pop(Known.ATTRIBUTE, None)
+        if hasattr(value, Known.ATTRIBUTE):
+            setattr(tensor, Known.ATTRIBUTE, getattr(value, Known.ATTRIBUTE))
+
+
+_data = property(_tensor_data.__get__, _set_data)
+
+
+def _yes(_: object) -> bool:
+    return True
+
+
+def _nccl() -> bool:
+    return True
+
+
+def _format(tensor: Any, specification: str) -> str:
+    """Format the number of a 0-d tensor, as torch does for tensors of no subclass."""
+    return format(tensor.item() if tensor.dim() == 0 else repr(tensor), specification)
+
+
+def _accelerator(*_: object) -> torch.device:
+    return torch.device("cuda")
+
+
+@contextlib.contextmanager
+def _mode(mode: Any) -> Generator[None]:
+    """Run what is called in this context under a mode that other threads are in too."""
+    # A mode's own `with` keeps what it restores in the mode, for one thread.
+    _modes._push_mode(mode)
+    try:
+        yield
+    finally:
+        _modes._pop_mode(mode._mode_key if getattr(mode, "_mode_key", None) else None)
 
 
 _HUGGING_FACE = "transformers.utils.import_utils"

@@ -31,6 +31,7 @@ from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.gpu_operators import WrappedNumber, inner_of
+from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.values import KNOWN_ELEMENTS, Known, UnknownValues
 
@@ -113,6 +114,11 @@ class _Schema:
     writes_first: bool
     is_random: bool
     is_composite: bool
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a communication call or a wait for one."""
+        return self.namespace.startswith(("c10d", "_c10d"))
 
     @classmethod
     def of(cls, func: Any) -> "_Schema":
@@ -227,12 +233,20 @@ class FakeOperators(TorchDispatchMode):
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
         self._schemas: dict[Any, _Schema] = {}
+        self._lock = threading.RLock()
         self._last_sequence = -1
         self._emulating = 0  # communication calls that run: their operators are no work of the job
         self._composites = 0  # operators that run whose parts belong to fake tensors
 
-    def __torch_dispatch__(  # noqa: PLR0911  one line per sort of operator
+    def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # FakeTensorMode keeps the state of a call in the mode, for one thread at a time.
+        with self._lock:
+            return self._dispatch(func, types, args, kwargs)
+
+    def _dispatch(  # noqa: PLR0911  one line per sort of operator
+        self, func: Any, types: Sequence[type], args: Any, kwargs: Any
     ) -> Any:
         if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
@@ -243,15 +257,19 @@ class FakeOperators(TorchDispatchMode):
         schema = self._schemas.get(func)
         if schema is None:
             schema = self._schemas[func] = _Schema.of(func)
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # pinned memory needs a driver
         if schema.namespace == "profiler":
             return self._annotate(schema, args)
+        if schema.base == "is_pinned":  # DDP's reducer insists on it for a tensor that it pinned
+            return True
         if schema.namespace in _UNRECORDED:
             return func(*args, **kwargs)
         tensors = tuple(tensors_in((*args, *kwargs.values())))
         call = _Call(func, schema, args, kwargs, tensors)
         fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fakes and not _on_cuda(kwargs.get("device")) and schema.namespace == "aten":
+        if not fakes and not _on_cuda(kwargs.get("device")) and not schema.communicates:
             return self._run_on_cpu(call)
         return self._record(call)
 
@@ -412,14 +430,22 @@ class FakeOperators(TorchDispatchMode):
         first = call.args[0] if call.args else None
         if call.schema.writes_first and isinstance(first, FakeTensor) and first.is_cuda:
             return first  # its shape stays, and its numbers have no meaning
+        shapes = None
+        if call.schema.namespace == "aten":
+            shapes = shapes_of(call.schema.base, call.args)
         try:
-            return call.func(*call.args, **call.kwargs)
+            run = shapes or call.func
+            return run(*call.args, **call.kwargs)
         except DynamicOutputShapeException:
             if numbers is None:
                 return self._unknown.refuse(call.schema.name)
             return tree_map_only(Tensor, _like, numbers)
         except DataDependentOutputException:
             return self._unknown.answer() if numbers is None else numbers
+        except RuntimeError:
+            if lacks_fake(call.func):
+                self._unknown.refuse_operator(call.schema.name)
+            raise
 
     def _emulate(self, emulation: Callable[..., Any], call: _Call) -> Any:
         """Emulate a communication call: known numbers move, and no operator is recorded."""

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -75,6 +76,16 @@ class UnknownValues:
         self._reads[self.place(), str(value)] += 1
         return value
 
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in for the numbers of a tensor that the script converts to NumPy.
+
+        Raises:
+            CaptureError: the tensor has several elements.
+        """
+        if tensor.numel() != 1:
+            self.refuse("Tensor.numpy()")
+        return torch.full(tensor.shape, self.scalar(tensor), dtype=tensor.dtype)
+
     def answer(self) -> bool:
         """Return the stand-in for the answer to a question about numbers, such as torch.equal."""
         self._reads[self.place(), "False"] += 1
@@ -90,6 +101,24 @@ class UnknownValues:
             f"{self.place()}: {operator} needs numbers that no device computed\n"
             "  avoid the call in the script, or capture on a GPU or a CPU",
             code="no-device-value",
+        )
+
+    def refuse_operator(self, operator: str) -> NoReturn:
+        """Refuse an operator that does not say which shapes its results have.
+
+        Raises:
+            CaptureError: always; it names the operator and the script's line.
+        """
+        remedy = "capture on a GPU or a CPU"
+        if not operator.startswith("aten::"):
+            remedy = (
+                f'register one by torch.library.register_fake("{operator}"), and its FLOPs by '
+                "onerank.register_operator_cost"
+            )
+        raise CaptureError(
+            f"{self.place()}: {operator} has no fake implementation, which would give the shapes "
+            f"of its results\n  {remedy}",
+            code="no-device-operator",
         )
 
     def notes(self) -> list[str]:

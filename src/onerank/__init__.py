@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onerank.annotate.cost import CostReport
     from onerank.annotate.energy import EnergyReport
     from onerank.annotate.memory.memory_report import MemoryReport
+    from onerank.annotate.op_costs.registered_costs import Count
     from onerank.converters.targets.astra_sim.check import Finding
     from onerank.display import Records
     from onerank.ir import Graph
@@ -37,6 +38,7 @@ __all__ = [
     "predict",
     "read",
     "recost",
+    "register_operator_cost",
     "replay",
 ]
 __version__ = "0.1.0"
@@ -355,6 +357,39 @@ def predict(
     calls = calls_of([{"op": op, **sizes}] if isinstance(op, str) else op)
     predictions = predict_calls(calls, target, databases=databases)
     return predictions[0] if isinstance(op, str) else predictions
+
+
+def register_operator_cost(
+    operator: str,
+    flops: Count,
+    *,
+    bytes_read: Count | None = None,
+    bytes_written: Count | None = None,
+) -> None:
+    """Register the FLOPs and bytes of a custom operator, in this process.
+
+    A script that `onerank capture run` runs may register those of its operators; the trace keeps
+    the counts. Each function takes two lists of shapes, of the arguments and of the results, in
+    the schema's order. What is no tensor is None; a list of tensors is the shape of its first.
+
+        onerank.register_operator_cost(
+            "mylib::gemm", lambda inputs, outputs: 2 * inputs[0][1] * math.prod(outputs[0])
+        )
+
+    Args:
+        operator: name with namespace and without overload.
+        flops: returns the floating-point operations, a multiply-add counting two.
+        bytes_read: returns the bytes read; None: all tensor arguments, each once.
+        bytes_written: returns the bytes written; None: all results, each once.
+
+    Raises:
+        AnnotateError: the name has no namespace, or has an overload.
+    """
+    from onerank.annotate.op_costs import registered_costs
+
+    registered_costs.register_operator_cost(
+        operator, flops, bytes_read=bytes_read, bytes_written=bytes_written
+    )
 
 
 def __getattr__(name: str) -> object:

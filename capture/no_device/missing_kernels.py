@@ -1,0 +1,93 @@
+"""Shapes of the results of GPU operators for which torch has no fake implementation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library import custom_ops, utils
+
+_library: Any = utils  # private in torch, without types
+_custom: Any = custom_ops
+
+
+def lacks_fake(func: Any) -> bool:
+    """Whether an operator has no fake implementation, which would give its results' shapes."""
+    definition = _custom.OPDEFS.get(func._schema.name)
+    if definition is not None:  # torch gives each of them an implementation that may only raise
+        return definition._abstract_fn is None
+    return not _library.has_fake_kernel(func)
+
+
+def _statistics(source: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return a mean and a scale per channel, in 32 bits for inputs of 16."""
+    dtype = torch.float32 if source.dtype in (torch.float16, torch.bfloat16) else source.dtype
+    channels = source.shape[1]
+    mean = source.new_empty((channels,), dtype=dtype)
+    return mean, torch.empty_like(mean)
+
+
+def _gathered_statistics(_: Tensor, means: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    """Return the statistics of all ranks, from (ranks, channels) means."""
+    return means.new_empty(means.shape[1:]), means.new_empty(means.shape[1:])
+
+
+def _gradient_sums(*args: Any) -> tuple[Tensor | None, ...]:
+    """Return the sums for the gradients of input, weight and bias, of those that are wanted."""
+    _, _, mean, _, weight, of_input, of_weight, of_bias = args
+    sums = [torch.empty_like(mean) if of_input else None for _ in range(2)]
+    like = weight if weight is not None else mean
+    return *sums, *(torch.empty_like(like) if wanted else None for wanted in (of_weight, of_bias))
+
+
+def _like_second(_: Tensor, second: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(second)
+
+
+def _like_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
+def _grouped_product(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the products of groups of rows, of inner elements or of matrices.
+
+    torch's fake implementation refuses types other than bfloat16, which a GPU takes.
+    """
+    del bias
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 2 and right.dim() == 2:
+        assert ends is not None
+        shape: tuple[int, ...] = (ends.shape[0], rows, columns)
+    elif left.dim() == 3 and right.dim() == 3:
+        shape = (left.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _statistics,
+    "batch_norm_gather_stats_with_counts": _gathered_statistics,
+    "batch_norm_elemt": _like_first,
+    "batch_norm_backward_reduce": _gradient_sums,
+    "batch_norm_backward_elemt": _like_second,
+}
+"""Operator without `aten::` -> function of its arguments that returns empty results."""
+
+
+def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Return the function that gives the results of an operator; None if torch has one.
+
+    Args:
+        base: its name without `aten::`.
+        args: its positional arguments.
+    """
+    if base == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+        return _grouped_product
+    return SHAPES.get(base)

@@ -1,0 +1,158 @@
+"""`capture run --device none`: what scripts call, and what no capture without a device takes."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from own_process import run_command
+
+import onerank
+from onerank.ir import Graph
+
+LINEAR = """
+    import torch
+    from torch import nn
+    model = nn.Linear(64, 32, bias=False, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    {setup}
+    for step in range(5):
+        output = model(torch.randn(16, 64, device="cuda"))
+        loss = output.sum()
+        {statement}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def run(directory: Path, text: str, *options: object):
+    (directory / "train.py").write_text(textwrap.dedent(text))
+    command = ("capture", "run", directory / "train.py", "--device", "none", *options)
+    return run_command(*command, "-o", directory / "trace.et")
+
+
+def captured(directory: Path, text: str, *options: object) -> Graph:
+    done = run(directory, text, *options)
+    assert done.returncode == 0, done.stderr
+    return onerank.read(directory / "trace.et")
+
+
+CUSTOM = """
+    from torch.library import custom_op
+    import onerank
+    @custom_op("mylib::product", mutates_args=())
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+    {fake}
+    onerank.register_operator_cost(
+        "mylib::product", lambda inputs, outputs: {flops}, bytes_read=lambda inputs, outputs: 7
+    )
+    matrix = torch.randn(32, 8, device="cuda")
+"""
+FAKE = "product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]))"
+FLOPS = "2 * inputs[0][1] * outputs[0][0] * outputs[0][1]"
+
+
+def custom(fake: str = FAKE, flops: str = FLOPS) -> str:
+    setup = textwrap.dedent(CUSTOM.format(fake=fake, flops=flops))
+    return textwrap.dedent(LINEAR).format(
+        setup=setup, statement="torch.ops.mylib.product(output.detach(), matrix)"
+    )
+
+
+def test_a_custom_operator_has_its_registered_cost(tmp_path):
+    graph = captured(tmp_path, custom())
+    nodes = graph.nodes
+    (row,) = (i for i, op in enumerate(nodes.op) if graph.strings[int(op)] == "mylib::product")
+    assert nodes.flops[row] == 2 * 16 * 32 * 8
+    assert nodes.bytes_read[row] == 7
+    assert nodes.bytes_written[row] == 16 * 8 * 4
+
+
+REFUSED = {
+    "no fake implementation": (custom(fake=""), "no-device-operator"),
+    "a cost that is no count": (custom(flops="'many'"), "operator-cost-invalid"),
+    "a size that depends on numbers": (
+        LINEAR.format(setup="", statement="output.nonzero()"),
+        "no-device-value",
+    ),
+    "an array of numbers": (
+        LINEAR.format(setup="", statement="output.detach().cpu().numpy()"),
+        "no-device-value",
+    ),
+    "a CUDA graph": (
+        LINEAR.format(setup="graph = torch.cuda.CUDAGraph()", statement=""),
+        "no-device-cuda-graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_captured_is_an_error(case, tmp_path):
+    text, code = REFUSED[case]
+    done = run(tmp_path, text)
+    assert done.returncode == 2
+    assert f"error[{code}]" in done.stderr
+    assert not (tmp_path / "trace.et").exists()
+
+
+def test_an_operator_without_fake_implementation_is_named_with_its_line(tmp_path):
+    done = run(tmp_path, custom(fake=""))
+    line = (tmp_path / "train.py").read_text().splitlines().index(
+        "    torch.ops.mylib.product(output.detach(), matrix)"
+    ) + 1
+    assert f"train.py:{line}: mylib::product" in done.stderr
+
+
+LOGGING = """
+    import threading, io
+    from torch.distributions import Categorical
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    moved = []
+    thread = threading.Thread(target=lambda: moved.append(torch.ones(4).to("cuda")))
+    thread.start(); thread.join()
+    assert moved[0].is_cuda and moved[0].tolist() == [1.0] * 4
+    dropped = torch.randn(4, device="cuda", generator=generator)
+"""
+STATEMENT = (
+    'print(f"{loss:.2f}", loss.detach().cpu().numpy()); '
+    "Categorical(logits=output).log_prob(torch.zeros(16, device='cuda')); "
+    "torch.save(model.state_dict(), '/dev/full'); "
+    "torch.cuda.nvtx.range_push('a')"
+)
+
+
+def test_what_scripts_log_draw_and_save(tmp_path):
+    text = textwrap.dedent(LINEAR).format(setup=textwrap.dedent(LOGGING), statement=STATEMENT)
+    graph = captured(tmp_path, text)
+    notes = " ".join(graph.job.measurement.notes)
+    assert "torch.save" in notes
+
+
+FSDP = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+    dist.init_process_group("nccl")
+    device = torch.cuda.current_device()
+    first = FullyShardedDataParallel(
+        nn.Linear(64, 64), device_id=device, mixed_precision=MixedPrecision(torch.bfloat16)
+    )
+    second = fully_shard(nn.Linear(64, 64, device="cuda"))
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+    for step in range(5):
+        second(first(torch.randn(8, 64, device="cuda")).float()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_fsdp_of_both_kinds_moves_its_parameters(tmp_path):
+    graph = captured(tmp_path, FSDP, "--dp", 4)
+    nodes = graph.nodes
+    # The weight and bias of each layer, gathered in 16 bits and in 32, in forward and backward;
+    # a root of FSDP keeps what it gathered in forward.
+    gathered = [int(size) for size in nodes.comm_bytes[nodes.comm_bytes > 0]]
+    assert {64 * 65 * 2, 64 * 65 * 4} <= set(gathered)
