@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import SupportsIndex
 
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.operands import Call, Operand
@@ -88,17 +87,18 @@ def _count(
     op: str, name: str, formula: Count, inputs: list[Shape | None], outputs: list[Shape | None]
 ) -> int:
     try:
-        count = formula(inputs, outputs)
+        result = formula(inputs, outputs)
     except Exception as error:
         raise AnnotateError(
             f"the {name} registered for {op} raised {type(error).__name__}: {error}\n"
             f"  it has to take arguments of shapes {inputs} and results of shapes {outputs}",
             code="operator-cost-invalid",
         ) from error
-    if not isinstance(count, int | np.integer) or count < 0:
+    count = result.__index__() if isinstance(result, SupportsIndex) else -1
+    if count < 0:
         raise AnnotateError(
-            f"the {name} registered for {op} returned {count!r} for arguments of shapes {inputs}\n"
+            f"the {name} registered for {op} returned {result!r} for arguments of shapes {inputs}\n"
             "  return a count, an integer of at least 0",
             code="operator-cost-invalid",
         )
-    return int(count)
+    return count
