@@ -157,6 +157,7 @@ def recost(
     fuse: Literal["elementwise", "norm"] | None = None,
     overlap: Literal["as-captured", "on", "off"] = "as-captured",
     nvlink_active: bool = False,
+    host: str | Path = "typical",
     host_scale: float = 1.0,
 ) -> Graph:
     """Return a graph with the duration of every compute node predicted for another GPU.
@@ -175,15 +176,19 @@ def recost(
         fuse: what if neighbouring elementwise kernels were fused; "norm": reductions, too.
         overlap: whether communication overlaps compute.
         nvlink_active: count the power of active NVLinks.
+        host: a description of a host, its name or its path, for a capture without a GPU, and for
+            the interval of a step on another GPU; "none": kernels only.
         host_scale: factor on the durations of host operators.
 
     Raises:
-        TargetError: the target is unknown or its description malformed.
+        TargetError: the target or the host is unknown or its description malformed.
         AnnotateError: the graph cannot be re-costed, or its device is not known.
     """
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate import recost as annotate_recost
+    from onerank.annotate.hosts.host import load_host
     from onerank.annotate.passes.host_scaling import scale_host
+    from onerank.annotate.passes.host_time import with_host
     from onerank.annotate.passes.pass_options import parse_kernels, parse_sizes
 
     passes = PassOptions(
@@ -195,10 +200,11 @@ def recost(
         nvlink_active,
     )
     gpu = with_figures(load_gpu(target), override or {})
+    described_host, before = load_host(host), _graph(trace)
     after = annotate_recost(
-        _graph(trace), gpu, model=model, source=source, passes=passes, databases=databases
+        before, gpu, model=model, source=source, passes=passes, databases=databases
     )
-    return scale_host(after, host_scale)
+    return scale_host(with_host(after, before, described_host), host_scale)
 
 
 def _text(value: float | str | None) -> str | None:

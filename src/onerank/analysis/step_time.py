@@ -1,5 +1,6 @@
 """The parts of a replayed step's time, and the step time before and after re-costing."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,14 @@ from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay import ReplayedRank, Schedule, schedule, steady_state_step, unrecorded_waits
+from onerank.ir.replay import (
+    ReplayedRank,
+    Schedule,
+    schedule,
+    steady_state_step,
+    unrecorded_waits,
+    with_host_factor,
+)
 
 I64 = npt.NDArray[np.int64]
 
@@ -226,8 +234,8 @@ class StepChange(msgspec.Struct, frozen=True):
             graph replayed with the profiled host, because nothing else was measured.
         before: the step before, with its parts; None if the nodes have no times.
         after: the step after.
-        p10_ns: the step after with its whole compute at the 10th percentile of its prediction; None
-            without intervals.
+        p10_ns: the step after at the 10th percentile: of its whole compute, and of its host where
+            the host is not the measured one; None without intervals.
         p90_ns: the same at the 90th percentile.
         measured_ns: median of the measured steps without a profiler; None if there is none.
         untimed: communication calls of the step after that have no time in the graph.
@@ -255,8 +263,9 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     """
     replay_before, replay_after = (_replayed(graph) for graph in (before, after))
     # A steady-state step does not compare with a replay under the profiler, so neither mixes them.
-    in_steady_state = bool(replay_before and replay_before.steady_state) and bool(
-        replay_after and replay_after.steady_state
+    # A CPU capture has no step on a GPU, and its prediction has a host without a profiler.
+    in_steady_state = bool(replay_after and replay_after.steady_state) and bool(
+        before.job.device.runs_operators or (replay_before and replay_before.steady_state)
     )
     compute = after.compute
     total = int(after.nodes.duration_ns[compute].sum())
@@ -266,15 +275,52 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
         for end in interval
         if total
     ]
+    replayed_after = _replayed_parts(replay_after, in_steady_state=in_steady_state)
+    factors = host_interval(after) if in_steady_state else ()
+    if replayed_after and factors:
+        ends = _combined(replayed_after.step_ns, ends, _host_ends(after, replayed_after, factors))
     return StepChange(
         source="steady_state" if in_steady_state else "replay",
-        before=_replayed_parts(replay_before, in_steady_state=in_steady_state),
-        after=_replayed_parts(replay_after, in_steady_state=in_steady_state),
+        before=_replayed_parts(
+            replay_before,
+            in_steady_state=in_steady_state and not before.job.device.runs_operators,
+        ),
+        after=replayed_after,
         p10_ns=ends[0] if ends else None,
         p90_ns=ends[1] if ends else None,
         measured_ns=replay_before.steady_state_measured_ns if replay_before else None,
         untimed=int((after.communication & (after.nodes.duration_ns == 0)).sum()),
     )
+
+
+def host_interval(graph: Graph) -> Sequence[float]:
+    """Return the factors on the graph's host at the 10th and 90th percentile; () for none."""
+    annotations = graph.job.annotations
+    return annotations[-1].details.get("host_interval", ()) if annotations else ()
+
+
+def _host_ends(graph: Graph, after: Parts, factors: Sequence[float]) -> list[int]:
+    """Return the steady-state step with the host at each factor, in ns."""
+    ends: list[int] = []
+    for factor in factors:
+        # A GPU that waits for no launch gains nothing from a faster host.
+        unchanged = factor == 1 or (factor < 1 and not after.host_bound_ns)
+        step = None if unchanged else steady_state_step(with_host_factor(graph, factor))
+        ends.append(step.step_ns + step.residual_ns if step else after.step_ns)
+    return ends
+
+
+def _combined(step_ns: int, compute: Sequence[int], host: Sequence[int]) -> list[int]:
+    """Return the ends of an interval from those of two independent causes, in ns.
+
+    The logarithms of the ratios to the step add in squares.
+    """
+    ends: list[int] = []
+    for sign, causes in zip((-1, 1), zip(compute or host, host, strict=True), strict=True):
+        used = causes if compute else causes[:1]
+        logs = [max(0.0, sign * math.log(end / step_ns)) for end in used]
+        ends.append(round(step_ns * math.exp(sign * math.hypot(*logs))))
+    return ends
 
 
 def _replayed(graph: Graph) -> Replay | None:

@@ -124,6 +124,14 @@ class AnnotateOptions:
         heading=WHAT_IF,
         default=False,
     )
+    host: str = option(
+        "Host of a capture without a GPU: typical, or a description; none: kernels only. A step on "
+        "another GPU than the captured one gets an interval of these hosts.",
+        heading=TARGET,
+        default="typical",
+        show_default=True,
+        metavar="HOST|FILE",
+    )
     host_scale: float = option(
         "Multiply the durations of host operators by this factor.",
         heading=WHAT_IF,
@@ -186,13 +194,15 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
         return
     output = options.output or default_output(trace, options.target, gpu.name)
     description = Path(options.target) if Path(options.target).is_file() else None
-    keep_inputs(output, trace, description, *options.database)
+    host = Path(options.host) if Path(options.host).is_file() else None
+    keep_inputs(output, trace, description, host, *options.database)
     # The tables end with the notes; with --json they go to stderr.
     before = read_trace(trace) if as_json else onerank.read(trace)
     after = onerank.recost(
         before,
         options.target,
         override=override,
+        host=options.host,
         host_scale=options.host_scale,
         **what_if,
         **inputs,

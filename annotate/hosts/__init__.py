@@ -1,0 +1,1 @@
+"""Hosts: how long a CPU takes to dispatch and launch operators, by sort."""

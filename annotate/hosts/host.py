@@ -1,0 +1,123 @@
+"""Descriptions of hosts: the time to dispatch an operator, by sort, with a spread over hosts.
+
+A description is a TOML file. Some ship with this package; a user passes the path of another:
+
+    name = "typical"
+    [sources]
+    captures = "steps of Llama-3-8B on hosts of H100 and H200, torch 2.11"
+    [figures]
+    product = { p10_ns = 18000, p50_ns = 22000, p90_ns = 30000, source = "captures" }
+
+A figure is the host time from one launching operator to the next. It includes all launches of the
+operator, and what a capture without a GPU does not record: views, allocation, autograd nodes, calls
+of modules.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from onerank.ir.errors import TargetError
+from onerank.ir.input_files import load_toml
+
+SORTS = {
+    "product": "a matrix product or convolution",
+    "attention": "fused attention",
+    "collective": "a call of a collective, a send or a receive",
+    "optimizer": "an operator of the optimizer, for each tensor of its list",
+    "forward": "another operator of the forward pass",
+    "backward": "another operator of the backward pass",
+    "step": "the rest of a step: from its last launch to the first operator of the next step",
+}
+"""Sorts of host work and what they are; the order is that of the codes in a graph's calls."""
+
+TYPICAL = "typical"
+
+NONE = "none"
+
+_SHIPPED = Path(__file__).parent
+
+
+class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Host time of an operator of one sort, without a profiler, in ns.
+
+    Attributes:
+        p10_ns: 10th percentile over hosts.
+        p50_ns: median over hosts.
+        p90_ns: 90th percentile over hosts.
+        source: name of an entry in the description's sources.
+    """
+
+    p10_ns: float
+    p50_ns: float
+    p90_ns: float
+    source: str
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A host, or many hosts.
+
+    Attributes:
+        name: name of the description.
+        sources: where the figures come from, with dates.
+        figures: time by sort, a key of `SORTS`.
+    """
+
+    name: str
+    sources: dict[str, str]
+    figures: dict[str, HostTime]
+
+
+def load_host(name_or_path: str | Path) -> Host | None:
+    """Read a shipped description by its name, or any description by its path; None for "none".
+
+    Raises:
+        TargetError: there is no such description, or it is malformed.
+    """
+    if name_or_path == NONE:
+        return None
+    shipped = _SHIPPED / f"{name_or_path}.toml"
+    if str(name_or_path) in host_names():
+        return _read(shipped)
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and not path.is_file():
+        raise TargetError(
+            f'unknown host "{name_or_path}"; known are {", ".join([*host_names(), NONE])}\n'
+            "  or give the path of a description (a .toml file)",
+            code="host-unknown",
+        )
+    return _read(path)
+
+
+def host_names() -> list[str]:
+    """Return the names of the shipped descriptions, in alphabetical order."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def _read(path: Path) -> Host:
+    data = load_toml(path, error=TargetError)
+    try:
+        host = msgspec.convert(data, Host)
+    except msgspec.ValidationError as error:
+        raise TargetError(f"{path}: {error}", code="host-file-malformed") from None
+    missing, unknown = SORTS.keys() - host.figures.keys(), host.figures.keys() - SORTS.keys()
+    if missing or unknown:
+        wrong = [f"{name} is missing" for name in sorted(missing)]
+        wrong += [f"{name} is not a sort" for name in sorted(unknown)]
+        raise TargetError(
+            f"{path}: {', '.join(wrong)}\n  sorts are {', '.join(SORTS)}",
+            code="host-file-malformed",
+        )
+    for sort, time in host.figures.items():
+        if not 0 <= time.p10_ns <= time.p50_ns <= time.p90_ns <= 1e9:
+            raise TargetError(
+                f"{path}: {sort} is {time.p10_ns:g}, {time.p50_ns:g}, {time.p90_ns:g} ns; expected "
+                "0 <= p10_ns <= p50_ns <= p90_ns <= 1e9",
+                code="host-file-malformed",
+            )
+        if time.source not in host.sources:
+            raise TargetError(
+                f"{path}: {sort} has the source {time.source!r}, which [sources] lacks",
+                code="host-file-malformed",
+            )
+    return host

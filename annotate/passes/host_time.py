@@ -1,0 +1,240 @@
+"""Add a host to a graph that has only kernels, and compare the host of a capture with others."""
+
+import json
+import statistics
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.hosts.host import SORTS, Host
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
+from onerank.ir import Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.measurement import HostOverhead
+from onerank.ir.replay import launches
+
+I64 = npt.NDArray[np.int64]
+
+F64 = npt.NDArray[np.float64]
+
+_PRIORITY = (OpClass.COMMUNICATION, OpClass.ATTENTION, OpClass.GEMM, OpClass.OPTIMIZER)
+"""Classes that decide the sort of an operator with several launches, the strongest first."""
+
+_SORT_OF = dict(zip(_PRIORITY, ("collective", "attention", "product", "optimizer"), strict=True))
+
+_SORT_OF_PHASE = ("forward", "forward", "backward", "optimizer")
+"""Sort of other operators, by the number of the phase. Without a phase they are input data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The launching operators of a step, in the order in which the host calls them.
+
+    Attributes:
+        first: the first node that each call launches, int64[c].
+        sort: position of its sort in `SORTS`, int64[c].
+        times: how often the figure of the sort counts, int64[c]: for each tensor of an optimizer's
+            operator, else once.
+        node: nodes on the device, int64[n].
+        call: the call that launches each of them, int64[n].
+    """
+
+    first: I64
+    sort: I64
+    times: I64
+    node: I64
+    call: I64
+
+    def host_ns(self, host: Host, percentile: str) -> F64:
+        """Return the time of the host for each call, float64[c].
+
+        Args:
+            host: the description.
+            percentile: "p10_ns", "p50_ns" or "p90_ns"; over hosts.
+        """
+        each_ns = np.array([getattr(host.figures[sort], percentile) for sort in SORTS])
+        return each_ns[self.sort] * self.times
+
+    def step_ns(self, host: Host, percentile: str) -> float:
+        """Return the time of the host for the whole step, in ns."""
+        rest_ns: float = getattr(host.figures["step"], percentile)
+        return float(self.host_ns(host, percentile).sum()) + rest_ns
+
+
+def calls_of(graph: Graph, node: I64, first: npt.NDArray[np.bool_]) -> Calls:
+    """Return the calls that launch nodes.
+
+    Args:
+        graph: the graph.
+        node: nodes on the device in the order of their launches, int64[n].
+        first: whether each is the first launch of a call, bool[n]; the first one is.
+    """
+    call = np.cumsum(first) - 1
+    by_phase = np.array([list(SORTS).index(sort) for sort in _SORT_OF_PHASE])
+    sort = by_phase[graph.nodes.phase[node[first]]]
+    codes = classify(graph, node)
+    codes[graph.communication[node]] = CLASSES.index(OpClass.COMMUNICATION)
+    for op_class in reversed(_PRIORITY):
+        sort[call[codes == CLASSES.index(op_class)]] = list(SORTS).index(_SORT_OF[op_class])
+    times = np.where(
+        sort == list(SORTS).index("optimizer"), _tensors(graph, node[first]), np.int64(1)
+    )
+    return Calls(node[first], sort, times, node, call)
+
+
+def _tensors(graph: Graph, node: I64) -> I64:
+    """Return the number of tensors in the first input of each node, int64[n]; 1 for no list."""
+    codes, which = np.unique(graph.nodes.input_shapes[node], return_inverse=True)
+    counts: list[int] = []
+    for code in codes.tolist():
+        shapes = json.loads(graph.strings[code] or "[]")
+        first = shapes[0] if shapes else []
+        counts.append(max(1, len(first)) if first and isinstance(first[0], list) else 1)
+    return np.array(counts, dtype=np.int64)[which]
+
+
+def launched_calls(graph: Graph, called_ns: I64) -> Calls:
+    """Return the calls of a GPU capture, which records the operator that launches each node.
+
+    Args:
+        graph: the capture.
+        called_ns: start of each host operator, int64[n]; the order of the calls.
+    """
+    launch = np.flatnonzero(launches(graph))
+    source, node = graph.edges.source[launch], graph.edges.target[launch]
+    order = np.lexsort((graph.nodes.start_ns[node], source, called_ns[source]))
+    source, node = source[order], node[order]
+    return calls_of(graph, node, np.diff(source, prepend=-1) != 0)
+
+
+def _predicted_calls(graph: Graph, captured: Graph) -> Calls:
+    """Return the calls of a graph predicted from a CPU capture, in the order of the capture.
+
+    The launches of an operator follow the node that has the operator's id.
+    """
+    ids = np.argsort(captured.nodes.id)
+    nearest = np.searchsorted(captured.nodes.id[ids], graph.nodes.id)
+    place = ids[np.minimum(nearest, len(ids) - 1)]
+    known = captured.nodes.id[place] == graph.nodes.id
+    device = np.flatnonzero(graph.compute | graph.communication)
+    # Passes append and reorder nodes; on one stream, start times keep the order of launches.
+    order = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
+    first = known[order]
+    first[:1] = True
+    called_ns = np.where(known, captured.nodes.start_ns[place], np.iinfo(np.int64).min)[order]
+    called_ns = called_ns[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
+    program = np.argsort(called_ns, kind="stable")
+    return calls_of(graph, order[program], first[program])
+
+
+def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
+    """Return a re-costed graph with its host, or with the uncertainty of its host.
+
+    A graph from a capture without a GPU gets the host. A GPU capture has its host; on another GPU,
+    which has another host, the step gets an interval of it. Graphs of other tools stay unchanged.
+
+    Args:
+        graph: the re-costed graph.
+        captured: the graph before.
+        host: the description; None changes nothing.
+    """
+    if host is None:
+        return graph
+    if captured.job.device.runs_operators:
+        return add_host(graph, captured, host)
+    last = graph.job.annotations[-1]
+    if last.source == last.target or captured.job.measurement.host_overhead is None:
+        return graph
+    return _with_interval(graph, host)
+
+
+def _with_interval(graph: Graph, host: Host) -> Graph:
+    """Return a GPU capture with the factors on its host that give a host at p10 and at p90.
+
+    The capture's own host is one of the hosts, so the interval contains a factor of 1.
+    """
+    calls = launched_calls(graph, graph.nodes.start_ns)
+    measured_ns = statistics.median(graph.job.measurement.host_step_ns or [0])
+    measured_ns = measured_ns or calls.step_ns(host, "p50_ns")
+    low, high = (calls.step_ns(host, name) / measured_ns for name in ("p10_ns", "p90_ns"))
+    *earlier, annotation = graph.job.annotations
+    details = {
+        **annotation.details, "host": host.name, "host_interval": [min(low, 1), max(high, 1)]
+    }  # fmt: skip
+    annotation = msgspec.structs.replace(annotation, details=details)
+    job = msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))
+    return replace(graph, job=job)
+
+
+def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
+    """Return the graph with a host operator before the launches of each operator.
+
+    The host runs ahead of the GPU, as in the capture of a GPU: a kernel starts when the host has
+    called its operator and the stream is free. The step's time is then replayed in steady state.
+
+    Args:
+        graph: kernels and communication, predicted from a CPU capture.
+        captured: that capture.
+        host: its host.
+    """
+    calls = _predicted_calls(graph, captured)
+    if not len(calls.first):
+        return graph
+    nodes, count = graph.nodes, len(calls.first)
+    times = {name: calls.host_ns(host, name) for name in ("p10_ns", "p50_ns", "p90_ns")}
+    each_ns = {name: np.rint(ns).astype(np.int64) for name, ns in times.items()}
+    # Each call launches at its start. A launch after the call's own time would move all kernels by
+    # one call, some 30 us, and change no step time.
+    called_ns = np.cumsum(each_ns["p50_ns"]) - each_ns["p50_ns"]
+    last_id = int(nodes.id.max())
+    operator = np.where(nodes.op[calls.first] > 0, nodes.op[calls.first], nodes.name[calls.first])
+    added = Nodes.of(
+        count,
+        id=np.arange(last_id + 1, last_id + 1 + count),
+        name=operator,
+        op=operator,
+        kind=np.full(count, Kind.HOST_OP),
+        thread=np.zeros(count),
+        start_ns=int(nodes.start_ns.min()) + called_ns,
+        duration_ns=each_ns["p50_ns"],
+        p10_ns=each_ns["p10_ns"],
+        p90_ns=each_ns["p90_ns"],
+        evidence=np.full(count, Evidence.SCALED),
+        module=nodes.module[calls.first],
+        phase=nodes.phase[calls.first],
+        micro_batch=nodes.micro_batch[calls.first],
+    )
+    edges, host_op = graph.edges, len(graph) + np.arange(count)
+    edges = Edges.from_pairs(
+        len(graph) + count,
+        np.concatenate([edges.source, host_op[:-1], host_op[calls.call]]),
+        np.concatenate([edges.target, host_op[1:], calls.node]),
+        np.concatenate([
+            edges.reason,
+            np.full(count - 1, Reason.PROGRAM_ORDER, dtype=np.uint8),
+            np.full(len(calls.node), Reason.LAUNCH, dtype=np.uint8),
+        ]),
+    )  # fmt: skip
+    job = graph.job
+    rest_ns = round(host.figures["step"].p50_ns)
+    step_ns = int(each_ns["p50_ns"].sum()) + rest_ns
+    note = (
+        f"{count} calls take {step_ns / 1e6:.3f} ms of the host in a step, by the "
+        f'description "{host.name}"; no host was measured.'
+    )
+    measurement = msgspec.structs.replace(
+        job.measurement,
+        host_overhead=HostOverhead(1.0, inter_step_host_ns=rest_ns, residual_ns=0),
+        notes=(*job.measurement.notes, note),
+    )
+    *earlier, annotation = job.annotations
+    step = {name: calls.step_ns(host, name) for name in times}
+    details = {
+        **annotation.details,
+        "host": host.name,
+        "host_interval": [step[name] / step["p50_ns"] for name in ("p10_ns", "p90_ns")],
+    }
+    annotation = msgspec.structs.replace(annotation, details=details)
+    job = msgspec.structs.replace(job, measurement=measurement, annotations=(*earlier, annotation))
+    return replace(graph, nodes=Nodes.joined([nodes, added]), edges=edges, job=job)
