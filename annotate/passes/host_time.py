@@ -104,6 +104,8 @@ def launched_calls(graph: Graph, called_ns: I64) -> Calls:
     launch = np.flatnonzero(launches(graph))
     source, node = graph.edges.source[launch], graph.edges.target[launch]
     order = np.lexsort((graph.nodes.start_ns[node], source, called_ns[source]))
+    # A node that an operator and its caller launch counts for the later of the two.
+    order = order[np.sort(len(order) - 1 - np.unique(node[order][::-1], return_index=True)[1])]
     source, node = source[order], node[order]
     return calls_of(graph, node, np.diff(source, prepend=-1) != 0)
 
@@ -111,7 +113,7 @@ def launched_calls(graph: Graph, called_ns: I64) -> Calls:
 def _predicted_calls(graph: Graph, captured: Graph) -> Calls:
     """Return the calls of a graph predicted from a CPU capture, in the order of the capture.
 
-    The launches of an operator follow the node that has the operator's id.
+    Of the launches of an operator one has the operator's id; the others stand next to it.
     """
     ids = np.argsort(captured.nodes.id)
     nearest = np.searchsorted(captured.nodes.id[ids], graph.nodes.id)
@@ -120,12 +122,25 @@ def _predicted_calls(graph: Graph, captured: Graph) -> Calls:
     device = np.flatnonzero(graph.compute | graph.communication)
     # Passes append and reorder nodes; on one stream, start times keep the order of launches.
     order = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
-    first = known[order]
-    first[:1] = True
-    called_ns = np.where(known, captured.nodes.start_ns[place], np.iinfo(np.int64).min)[order]
-    called_ns = called_ns[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
-    program = np.argsort(called_ns, kind="stable")
-    return calls_of(graph, order[program], first[program])
+    owner = _owners(graph.nodes.module[order], known[order])
+    called_ns = captured.nodes.start_ns[place][order][owner]
+    program = np.lexsort((owner, called_ns))
+    first = np.diff(owner[program], prepend=-1) != 0
+    return calls_of(graph, order[program], first)
+
+
+def _owners(module: npt.NDArray[np.int32], known: npt.NDArray[np.bool_]) -> I64:
+    """Return for each launch the launch that has its operator's id, as positions, int64[n].
+
+    A memset stands before the product that it serves, a sum of partial results after it.
+    """
+    position = np.arange(len(known))
+    before = np.maximum.accumulate(np.where(known, position, -1))
+    after = np.minimum.accumulate(np.where(known, position, len(known))[::-1])[::-1]
+    last = len(known) - 1
+    is_next = (before < 0) | ((module != module[before]) & (after <= last))
+    is_next &= (before < 0) | (module == module[np.minimum(after, last)])
+    return np.minimum(np.where(is_next, after, before), last)
 
 
 def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
@@ -146,17 +161,18 @@ def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
     last = graph.job.annotations[-1]
     if last.source == last.target or captured.job.measurement.host_overhead is None:
         return graph
-    return _with_interval(graph, host)
+    return _with_interval(graph, captured, host)
 
 
-def _with_interval(graph: Graph, host: Host) -> Graph:
+def _with_interval(graph: Graph, captured: Graph, host: Host) -> Graph:
     """Return a GPU capture with the factors on its host that give a host at p10 and at p90.
 
     The capture's own host is one of the hosts, so the interval contains a factor of 1.
     """
-    calls = launched_calls(graph, graph.nodes.start_ns)
-    measured_ns = statistics.median(graph.job.measurement.host_step_ns or [0])
-    measured_ns = measured_ns or calls.step_ns(host, "p50_ns")
+    calls = launched_calls(captured, captured.nodes.start_ns)
+    host_step_ns = captured.job.measurement.host_step_ns
+    typical_ns = calls.step_ns(host, "p50_ns")
+    measured_ns = statistics.median(host_step_ns) if host_step_ns else typical_ns
     low, high = (calls.step_ns(host, name) / measured_ns for name in ("p10_ns", "p90_ns"))
     *earlier, annotation = graph.job.annotations
     details = {

@@ -1,0 +1,172 @@
+"""The host of a capture without a GPU, and the host's share of a step's interval."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.analysis.step_time import step_change
+from onerank.annotate.hosts.host import SORTS, load_host
+from onerank.cli import onerank as command
+from onerank.ir import Evidence, Graph, Kind, Reason
+from onerank.ir.errors import TargetError
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Graph:
+    return onerank.convert(TRACES / "cpu-llama-2l-tp4")
+
+
+@pytest.fixture
+def described(tmp_path: Path):
+    """Return a function that writes a description in which each sort takes so many ns."""
+
+    def write(p50_ns: float, p10_ns: float | None = None, p90_ns: float | None = None, **sorts):
+        low, high = p10_ns if p10_ns is not None else p50_ns, p90_ns or p50_ns
+        lines = ['name = "test"', '[sources]\nby_hand = "a test"', "[figures]"]
+        for sort in SORTS:
+            ns = (sorts[sort],) * 3 if sort in sorts else (low, p50_ns, high)
+            lines.append(
+                f"{sort} = {{ p10_ns = {ns[0]}, p50_ns = {ns[1]}, p90_ns = {ns[2]}, "
+                'source = "by_hand" }'
+            )
+        path = tmp_path / "host.toml"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+def test_a_small_step_takes_as_long_as_its_host(cpu: Graph, described):
+    graph = onerank.recost(cpu, "H100", host=described(10_000, step=0))
+    # Each of 480 calls, 17 of them collectives, counts once: no list of tensors on a CPU.
+    host = graph.mask(Kind.HOST_OP)
+    assert host.sum() == 480
+    assert graph.nodes.duration_ns[host].sum() == 4_800_000
+    assert (graph.nodes.evidence[host] == Evidence.SCALED).all()
+    step = step_change(cpu, graph, ())
+    assert step.source == "steady_state"
+    assert step.after is not None
+    assert step.after.step_ns == pytest.approx(4_800_000, rel=0.01)
+    assert step.after.host_bound_ns == pytest.approx(4_800_000 - 725_499, rel=0.01)
+
+
+def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
+    without = onerank.recost(cpu, "H100", host="none")
+    graph = onerank.recost(cpu, "H100", host=described(100))
+    assert not without.mask(Kind.HOST_OP).any()
+    steps = [step_change(cpu, changed, ()).after for changed in (without, graph)]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert steps[1].step_ns == pytest.approx(steps[0].step_ns, rel=0.005)
+
+
+def test_the_typical_host_and_its_interval(cpu: Graph):
+    graph = onerank.recost(cpu, "H100")
+    assert onerank.recost(cpu, "B200").job.annotations[-1].details["host"] == "typical"
+    low, high = graph.job.annotations[-1].details["host_interval"]
+    step = step_change(cpu, graph, ())
+    assert step.after is not None
+    assert step.after.step_ns == pytest.approx(12_823_104, rel=0.002)
+    assert step.p10_ns == pytest.approx(low * step.after.step_ns, rel=0.002)
+    assert step.p90_ns == pytest.approx(high * step.after.step_ns, rel=0.002)
+    assert (round(low, 2), round(high, 2)) == (0.83, 1.28)
+
+
+def test_two_causes_of_an_interval_add_in_squares(cpu: Graph, described):
+    graph = onerank.recost(cpu, "H100", host=described(10_000, 5_000, 20_000, step=0))
+    compute = int(graph.nodes.duration_ns[graph.compute].sum())
+    step = step_change(cpu, graph, (compute, 15 * compute))
+    assert step.after is not None
+    assert step.p10_ns == pytest.approx(step.after.step_ns / 2, rel=0.01)
+    # Compute alone gives 10.9 ms, the host 9.6 ms: ln 2.27 and ln 2 are 1.07 in squares.
+    assert step.p90_ns == pytest.approx(step.after.step_ns * np.exp(1.07), rel=0.02)
+
+
+def test_a_call_comes_before_its_launches_in_program_order(cpu: Graph):
+    graph = onerank.recost(cpu, "H100")
+    edges, host = graph.edges, graph.mask(Kind.HOST_OP)
+    launch = edges.reason == Reason.LAUNCH
+    assert host[edges.source[launch]].all()
+    assert sorted(edges.target[launch]) == np.flatnonzero(~host).tolist()
+    called = graph.nodes.start_ns[host]
+    assert (np.diff(called) > 0).all()
+    # A product and its kernel have the same operator and module.
+    source, target = edges.source[launch], edges.target[launch]
+    product = graph.nodes.op[source] == graph.strings.encode(["aten::mm"])[0]
+    assert product.sum() >= 45
+    assert (graph.nodes.module[source] == graph.nodes.module[target]).all()
+
+
+def test_a_scaled_host_multiplies_the_described_one(cpu: Graph, described):
+    graph = onerank.recost(cpu, "H100", host=described(20_000, step=0), host_scale=0.5)
+    after = step_change(cpu, graph, ()).after
+    assert after is not None
+    assert after.step_ns == pytest.approx(4_800_000, rel=0.01)
+
+
+def test_another_gpu_than_the_captured_one_has_another_host(tmp_path: Path):
+    path = tmp_path / "trace.et"
+    packed = TRACES / "h200-llama-8b-4l-tp2-graphs" / "1024.et.gz"
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    h200 = onerank.read(path)
+    h100, kernels = (onerank.recost(h200, "H100", host=host) for host in ("typical", "none"))
+    assert (h100.nodes.duration_ns == kernels.nodes.duration_ns).all()
+    low, high = h100.job.annotations[-1].details["host_interval"]
+    assert low == pytest.approx(0.862, abs=0.001)
+    assert high == pytest.approx(1.331, abs=0.001)
+    interval = kernels.job.annotations[-1].details["interval"]
+    narrow, wide = (step_change(h200, graph, interval) for graph in (kernels, h100))
+    assert wide.after == narrow.after
+    assert wide.p10_ns == pytest.approx(33_300_360, rel=0.002)
+    assert wide.p90_ns == pytest.approx(42_184_716, rel=0.002)
+    assert narrow.p90_ns == pytest.approx(36_976_000, rel=0.002)
+    # On the captured GPU the host is measured.
+    assert "host_interval" not in onerank.recost(h200, "H200").job.annotations[-1].details
+
+
+def test_a_wrong_host_is_refused(described, tmp_path: Path):
+    with pytest.raises(TargetError) as unknown:
+        load_host("fast")
+    assert unknown.value.code == "host-unknown"
+    text = described(10.0).read_text()
+    wrong = {
+        "missing": text.replace("product =", "#"),
+        "no-sort": text + "\nviews = { p10_ns = 1, p50_ns = 1, p90_ns = 1, source = 'by_hand' }",
+        "order": text.replace("p10_ns = 10.0", "p10_ns = 11.0"),
+        "negative": text.replace("10.0", "-1.0"),
+        "source": text.replace('source = "by_hand"', 'source = "unknown"'),
+        "type": text.replace("p50_ns = 10.0", 'p50_ns = "10"'),
+        "nan": text.replace("p90_ns = 10.0", "p90_ns = nan"),
+    }
+    for name, content in wrong.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(content)
+        with pytest.raises(TargetError) as malformed:
+            load_host(path)
+        assert malformed.value.code == "host-file-malformed", name
+
+
+def test_an_unknown_host_writes_nothing(cpu: Graph, tmp_path: Path):
+    trace, output = tmp_path / "cpu.et", tmp_path / "out.et"
+    cpu.write(trace)
+    arguments = ["annotate", str(trace), "--target", "H100", "--host", "fast", "-o", str(output)]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert not output.exists()
+
+
+def test_a_graph_without_calls_stays_as_it_is(cpu: Graph):
+    host = load_host("none")
+    assert host is None
+    measurement = msgspec.structs.replace(cpu.job.measurement, notes=())
+    job = msgspec.structs.replace(cpu.job, measurement=measurement)
+    graph = onerank.recost(replace(cpu, job=job), "H100", host="none")
+    assert graph.job.measurement.host_overhead is None
