@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,8 +54,9 @@ class Calls:
             host: the description.
             percentile: "p10_ns", "p50_ns" or "p90_ns"; over hosts.
         """
-        each_ns = np.array([getattr(host.figures[sort], percentile) for sort in SORTS])
-        return each_ns[self.sort] * self.times
+        figures = [getattr(host.figures[sort], percentile) for sort in SORTS]
+        each_ns: F64 = np.array(figures, dtype=np.float64)[self.sort]
+        return each_ns * self.times.astype(np.float64)
 
     def step_ns(self, host: Host, percentile: str) -> float:
         """Return the time of the host for the whole step, in ns."""
@@ -88,9 +90,9 @@ def _tensors(graph: Graph, node: I64) -> I64:
     codes, which = np.unique(graph.nodes.input_shapes[node], return_inverse=True)
     counts: list[int] = []
     for code in codes.tolist():
-        shapes = json.loads(graph.strings[code] or "[]")
-        first = shapes[0] if shapes else []
-        counts.append(max(1, len(first)) if first and isinstance(first[0], list) else 1)
+        shapes: Any = json.loads(graph.strings[code] or "[]")
+        listed: Any = shapes[0] if shapes else None
+        counts.append(len(listed) if listed and isinstance(listed[0], list) else 1)
     return np.array(counts, dtype=np.int64)[which]
 
 
