@@ -332,8 +332,10 @@ class FakeOperators(TorchDispatchMode):
             return
         inner = inner_of(call.schema.name, call.operands, result)
         if inner is not None:
-            event.name, operands = inner
-            event.inputs = self.describe(operands)
+            event.name = inner.name
+            event.inputs = self.describe(inner.args)
+            if inner.results is not None:
+                event.outputs = self.describe(inner.results)
 
     def _accumulates(self, call: _Call) -> bool:
         """Whether autograd adds two gradients of one tensor, which it would do in place.

@@ -7,7 +7,7 @@ and an H200 (torch 2.11).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,19 @@ class WrappedNumber:
                 return torch.complex128
 
 
-Inner = tuple[str, Sequence[Any]]
-"""Name and arguments."""
+class Inner(NamedTuple):
+    """An operator that another one calls.
+
+    Attributes:
+        name: with its namespace.
+        args: its arguments.
+        results: what it returns; None for what the outer operator returns.
+    """
+
+    name: str
+    args: Sequence[Any]
+    results: Sequence[Any] | None = None
+
 
 _Call = Callable[[Sequence[Any], Any], Inner | None]
 """Takes an operator's arguments in the schema's order, and its result."""
@@ -66,53 +77,55 @@ def inner_of(name: str, args: Sequence[Any], result: Any) -> Inner | None:
 def _gathered_in(args: Sequence[Any], _: Any) -> Inner:
     """`fsdp::all_gather_copy_in` copies the shards into views of its flat buffer."""
     shards = args[0]
-    return "aten::_foreach_copy_", ([Shaped(t, t.dtype) for t in shards], list(shards), False)
+    return Inner(
+        "aten::_foreach_copy_", ([Shaped(t, t.dtype) for t in shards], [*shards], False), ()
+    )
 
 
 def _split(args: Sequence[Any], _: Any) -> Inner:
-    return "aten::split_with_sizes_copy", args
+    return Inner("aten::split_with_sizes_copy", args)
 
 
 def _concatenated(args: Sequence[Any], _: Any) -> Inner:
-    return "aten::_chunk_cat", args
+    return Inner("aten::_chunk_cat", args, args[-1:])
 
 
 def _filled(args: Sequence[Any], _: Any) -> Inner:
-    return "aten::fill_", (args[0], 0)
+    return Inner("aten::fill_", (args[0], 0))
 
 
 def _drawn(_: Sequence[Any], result: Any) -> Inner:
-    return "aten::random_", (result, None)
+    return Inner("aten::random_", (result, None))
 
 
 def _drawn_normal(_: Sequence[Any], result: Any) -> Inner:
-    return "aten::normal_", (result, 0.0, 1.0, None)
+    return Inner("aten::normal_", (result, 0.0, 1.0, None))
 
 
 def _drawn_uniform(_: Sequence[Any], result: Any) -> Inner:
-    return "aten::uniform_", (result, 0.0, 1.0, None)
+    return Inner("aten::uniform_", (result, 0.0, 1.0, None))
 
 
 def _put(args: Sequence[Any], _: Any) -> Inner:
-    return "aten::_index_put_impl_", (*args, False)
+    return Inner("aten::_index_put_impl_", (*args, False))
 
 
 def _gathered(args: Sequence[Any], result: Any) -> Inner:
     tensor, dimension, index = args
-    return "aten::gather", (tensor, dimension, Shaped(result, index.dtype), False)
+    return Inner("aten::gather", (tensor, dimension, Shaped(result, index.dtype), False))
 
 
 def _copied(args: Sequence[Any], result: Any) -> Inner:
-    return "aten::copy_", (result, args[0], False)
+    return Inner("aten::copy_", (result, args[0], False))
 
 
 def _power(args: Sequence[Any], result: Any) -> Inner | None:
     """`pow` copies its input for an exponent of 1, and fills its output for 0."""
     base, exponent = args[:2]
     if isinstance(exponent, int | float) and exponent == 1:
-        return "aten::copy_", (result, base, False)
+        return Inner("aten::copy_", (result, base, False))
     if isinstance(exponent, int | float) and exponent == 0:
-        return "aten::fill_", (result, 1)
+        return Inner("aten::fill_", (result, 1))
     return None
 
 
@@ -120,11 +133,13 @@ def _cudnn(args: Sequence[Any], _: Any) -> Inner:
     query, key, value, bias, log_sum, dropout, is_causal, debug, scale = args
     sizes = query.shape[2], key.shape[2]
     rest = log_sum, dropout, is_causal, debug, scale
-    return "aten::_cudnn_attention_forward", (query, key, value, bias, None, None, *sizes, *rest)
+    return Inner(
+        "aten::_cudnn_attention_forward", (query, key, value, bias, None, None, *sizes, *rest)
+    )
 
 
 def _cudnn_backward(args: Sequence[Any], _: Any) -> Inner:
-    return "aten::_cudnn_attention_backward", args
+    return Inner("aten::_cudnn_attention_backward", args)
 
 
 def _flash(args: Sequence[Any], _: Any) -> Inner:
@@ -132,25 +147,25 @@ def _flash(args: Sequence[Any], _: Any) -> Inner:
     sizes = query.shape[2], key.shape[2]
     turned = [_turned(tensor) for tensor in (query, key, value)]
     rest = dropout, is_causal, debug, scale
-    return "aten::_flash_attention_forward", (*turned, None, None, *sizes, *rest)
+    return Inner("aten::_flash_attention_forward", (*turned, None, None, *sizes, *rest))
 
 
 def _flash_backward(args: Sequence[Any], _: Any) -> Inner:
     turned = [_turned(tensor) for tensor in args[:5]]
-    return "aten::_flash_attention_backward", (*turned, *args[5:])
+    return Inner("aten::_flash_attention_backward", (*turned, *args[5:]))
 
 
 def _efficient(args: Sequence[Any], _: Any) -> Inner:
     query, key, value, bias, log_sum, dropout, is_causal, scale = args
     turned = [_turned(tensor) for tensor in (query, key, value)]
     rest = None, None, None, None, dropout, int(is_causal), log_sum, scale
-    return "aten::_efficient_attention_forward", (*turned, bias, *rest)
+    return Inner("aten::_efficient_attention_forward", (*turned, bias, *rest))
 
 
 def _efficient_backward(args: Sequence[Any], _: Any) -> Inner:
     gradient, query, key, value, bias, output, *rest = args
     turned = [_turned(tensor) for tensor in (gradient, query, key, value)]
-    return "aten::_efficient_attention_backward", (*turned, bias, _turned(output), *rest)
+    return Inner("aten::_efficient_attention_backward", (*turned, bias, _turned(output), *rest))
 
 
 _INNER: dict[str, _Call] = {
