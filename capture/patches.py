@@ -194,6 +194,18 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "triton.runtime.jit.JITFunction",
+        ("run",),
+        "A Triton kernel is recorded by its operands; nothing can run it.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "triton.runtime.autotuner.Autotuner",
+        ("run",),
+        "Triton's tuner times configurations on the device.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "threading.Thread",
         ("start",),
         "transformers moves weights to the device in threads, where no mode would be on.",

@@ -120,6 +120,8 @@ class EmulatedProcess:
                 _multi_tensor_optimizers(),
                 _gpu_kernels(),
                 after_import(_SHARDING, _shapes_inferred_apart),
+                after_import(_TRITON, self._triton_launches),
+                after_import(_TRITON_TUNER, _first_configuration),
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),
@@ -161,6 +163,21 @@ class EmulatedProcess:
         """Return what the script compiles as it is; `torch.compile`."""
         self._compiles = True
         return model if model is not None else _same
+
+    @contextlib.contextmanager
+    def _triton_launches(self) -> Generator[None]:
+        """Record the launches of Triton kernels in the place of compiling and running them."""
+        original = resolve(f"{_TRITON}.JITFunction").run
+
+        def run(kernel: Any, *args: Any, **options: Any) -> Any:
+            operands = [*args, *options.values()]
+            if not any(isinstance(operand, FakeTensor) for operand in operands):
+                return original(kernel, *args, **options)
+            self.operators.launch(f"triton::{kernel.__name__}", operands)
+            return None
+
+        with patched(f"{_TRITON}.JITFunction", {"run": run}):
+            yield
 
     def _numpy_function(self) -> Callable[..., Any]:
         def numpy(tensor: Any, **_: Any) -> Any:
@@ -319,6 +336,19 @@ def _mode(mode: Any) -> Generator[None]:
         yield
     finally:
         _modes._pop_mode(mode._mode_key if getattr(mode, "_mode_key", None) else None)
+
+
+_TRITON = "triton.runtime.jit"
+_TRITON_TUNER = "triton.runtime.autotuner"
+
+
+def _first_configuration() -> contextlib.AbstractContextManager[None]:
+    """Let Triton's tuner take the first configuration: there are no times to compare."""
+
+    def run(tuner: Any, *args: Any, **options: Any) -> Any:
+        return tuner.fn.run(*args, **options, **tuner.configs[0].all_kwargs())
+
+    return patched(f"{_TRITON_TUNER}.Autotuner", {"run": run})
 
 
 _HUGGING_FACE = "transformers.utils.import_utils"

@@ -367,6 +367,23 @@ class FakeOperators(TorchDispatchMode):
             sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
         return self._log.begin(name, sequence=sequence)
 
+    def launch(self, name: str, operands: Sequence[Any]) -> None:
+        """Record a kernel that Python launches, which writes some of its operands.
+
+        Args:
+            name: with a namespace.
+            operands: its arguments.
+        """
+        tensors = [*tensors_in(operands)]
+        event = self._begin(name)
+        if event is not None:
+            event.inputs, event.outputs = self.describe(operands), self.describe(())
+            event.on_device = True
+            self._log.end(event)
+        for tensor in tensors:  # which of them it writes, only its code says
+            self.known.spoil(tensor)
+            mark_written(tensor, zero=False)
+
     def _begin(self, name: str) -> Event | None:
         if self._emulating or not self._log.recording:
             return None

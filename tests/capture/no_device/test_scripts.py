@@ -104,6 +104,38 @@ def test_an_operator_without_fake_implementation_is_named_with_its_line(tmp_path
     assert f"train.py:{line}: mylib::product" in done.stderr
 
 
+TRITON = """
+    class JITFunction:  # as far as a launch goes
+        def __init__(self, function):
+            self.__name__ = function.__name__
+        def __getitem__(self, grid):
+            return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
+        def run(self, *args, grid, warmup, **options):
+            raise RuntimeError("0 active drivers")
+"""
+
+
+def test_a_triton_kernel_is_recorded_by_its_operands(tmp_path):
+    package = tmp_path / "triton" / "runtime"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "jit.py").write_text(textwrap.dedent(TRITON))
+    setup = """
+from triton.runtime.jit import JITFunction
+import onerank
+@JITFunction
+def doubled(source, target, count): ...
+onerank.register_operator_cost("triton::doubled", lambda inputs, outputs: inputs[0][0])
+"""
+    statement = "doubled[(1,)](output.detach(), torch.empty_like(output), output.numel())"
+    graph = captured(tmp_path, textwrap.dedent(LINEAR).format(setup=setup, statement=statement))
+    nodes = graph.nodes
+    (row,) = (i for i, op in enumerate(nodes.op) if graph.strings[int(op)] == "triton::doubled")
+    assert nodes.flops[row] == 16
+    assert nodes.bytes_read[row] == 2 * 16 * 32 * 4  # of both tensors: its code is not read
+
+
 LOGGING = """
     import threading, io
     from torch.distributions import Categorical
