@@ -142,18 +142,32 @@ def test_split_products_as_on_an_h100(sizes, dtype, launches):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "embedding", "index_put", "sort", "sort_rows", "nonzero"),
-    [(2048, 2, 6, 5, 5, 4), (4096, 31, 13, 5, 5, 4), (16384, 31, 13, 22, 17, 5)],
+    ("tokens", "expected"),
+    # of embedding_dense_backward, _index_put_impl_, sort of one row and of eight, nonzero,
+    # masked_select, _unique2, bincount and histc
+    [
+        (2048, (2, 6, 5, 5, 4, 5, 4, 6, 2)),
+        (4096, (31, 13, 5, 5, 4, 5, 23, 6, 2)),
+        (16384, (31, 13, 22, 17, 5, 6, 23, 6, 2)),
+    ],
 )
-def test_sorts_as_on_an_h100(tokens, embedding, index_put, sort, sort_rows, nonzero):  # noqa: PLR0917
+def test_sorts_and_selections_as_on_an_h100(tokens, expected):
     index, rows = tensor(tokens, dtype="int64"), tensor(tokens, 512)
     weight = tensor(32000, 512)
-    put = (rows, index, rows), (None, None, None, True)
-    assert len(launched("embedding_dense_backward", rows, index, outputs=[weight])) == embedding
-    assert len(launched("_index_put_impl_", *put[0], values=put[1])) == index_put
-    assert len(launched("sort", index)) == sort
-    assert len(launched("sort", tensor(8, tokens))) == sort_rows
-    assert len(launched("nonzero", index)) == nonzero
+    calls = (
+        launched("embedding_dense_backward", rows, index, outputs=[weight]),
+        launched("_index_put_impl_", rows, index, rows, values=(None, None, None, True)),
+        launched("sort", index),
+        launched("sort", tensor(8, tokens)),
+        launched("nonzero", index),
+        launched("masked_select", index, index),
+        launched("_unique2", index),
+        launched("bincount", index),
+        launched("histc", rows),
+    )
+    assert tuple(map(len, calls)) == expected
+    for launches in calls:
+        assert sum(launch.share for launch in launches) == 1
 
 
 def test_attention_as_on_an_h100():

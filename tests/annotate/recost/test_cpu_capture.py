@@ -224,6 +224,13 @@ INDICES = ("Tensor(long int)", [16384])
             31,
             204_850,
         ),
+        (
+            "embedding_dense_backward",
+            [("Tensor(c10::BFloat16)", [2048, 4096]), ("Tensor(long int)", [2048])],
+            [("Tensor(c10::BFloat16)", [32000, 4096])],
+            2,
+            193_568,
+        ),
     ],
 )
 def test_an_operator_takes_the_time_of_its_launches(  # noqa: PLR0917
