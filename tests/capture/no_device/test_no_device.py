@@ -147,31 +147,42 @@ FORMS = {
     "cp ring": ("--cp", 2, "--cp-comm", "p2p"),
     "tp and pp": ("--tp", 2, "--pp", 2),
 }
-SMALL = ("--layers", 2, "--seq", 32, "--batch", 1, "--accumulate", 2)
+
+SMALL_LLAMA = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128,
+    )
+    model = LlamaForCausalLM(config).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        for micro_batch in range(2):
+            tokens = torch.randint(0, 128, (1, 32), device=device)
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_collectives_of_each_form_are_those_of_a_cpu_capture(form, tmp_path):
-    """The example runs in 16 bits on a GPU, so its activations have half the bytes."""
-    options = FORMS[form]
-    here = capture(EXAMPLES / "train_llama.py", tmp_path / "none.et", *options, args=SMALL)
+    path, options = script(tmp_path, SMALL_LLAMA), FORMS[form]
+    here = capture(path, tmp_path / "none.et", *options)
     done = run_command(
-        *("capture", "run", EXAMPLES / "train_llama.py", *options),
-        *("--warm-up", 2, "--timed-steps", 1, "-o", tmp_path / "cpu.et", "--", *SMALL),
+        *("capture", "run", path, *options),
+        *("--warm-up", 1, "--timed-steps", 1, "-o", tmp_path / "cpu.et"),
     )
     assert done.returncode == 0, done.stderr
     there = onerank.read(tmp_path / "cpu.et")
     assert len(collectives(here)) > 0
-    assert [(kind, group) for kind, group, _ in collectives(here)] == [
-        (kind, group) for kind, group, _ in collectives(there)
-    ]
-    sizes = {
-        (ours, theirs)
-        for (_, _, ours), (_, _, theirs) in zip(collectives(here), collectives(there), strict=True)
-    }
-    assert all(ours in (theirs, theirs // 2) for ours, theirs in sizes)
+    assert collectives(here) == collectives(there)
     products = ("aten::mm", "aten::addmm")
     expected = flops_by_operator(there)
+    assert expected["aten::mm"] > 0
     assert all(flops_by_operator(here)[name] == expected[name] for name in products)
 
 
