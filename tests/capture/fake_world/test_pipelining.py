@@ -66,6 +66,7 @@ ALL_RANKS = """
     import collections, json, sys
     from pathlib import Path
     import torch
+    import torch.distributed.pipelining  # here, not in every process that stands for a sender
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from onerank.capture import Options
     from onerank.capture.fake_world.recorder import Recorder
