@@ -37,7 +37,8 @@ def run_command(
     with tempfile.TemporaryDirectory() as directory:
         printed = [Path(directory, name) for name in ("out", "err")]
         variables = {**os.environ, **CPU_ONLY, **_QUIET, **(environment or {})}
-        process = _server().Process(target=_act, args=(given, variables, os.getcwd(), printed, forks))
+        call = (given, variables, os.getcwd(), printed, forks)
+        process = _server().Process(target=_act, args=call)
         process.start()
         process.join(_TIMEOUT_S)
         if process.exitcode is None:
