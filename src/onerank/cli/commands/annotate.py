@@ -308,9 +308,11 @@ def render_recosting(
 ) -> None:
     """Print what a re-costing changed, and the notes of the new graph."""
     before, after = recosting.before_ns, recosting.after_ns
+    # A capture without a device has no times before.
+    earlier = f"{time(before)} on {recosting.source} -> " if before else ""
     pairs = [
         *_step(recosting, step),
-        ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
+        ("compute", f"{earlier}{time(after)} on {recosting.target}"),
         *_interval(recosting.interval),
         ("model", recosting.model),
         ("evidence", counts_of_evidence(recosting.evidence, recosting.evidence_ns)),

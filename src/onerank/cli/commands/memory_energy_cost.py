@@ -253,7 +253,7 @@ def _figures(report: "MemoryReport") -> list[tuple[str, str]]:
     pairs = [("peak in use", f"{size(report.peak_bytes)}, {size(report.start_bytes)} at the start")]
     if report.measured_peak_bytes:
         error = report.peak_bytes / report.measured_peak_bytes - 1
-        pairs.append(("measured peak", f"{size(report.measured_peak_bytes)} ({error:+.2%})"))
+        pairs.append(("peak of the capture", f"{size(report.measured_peak_bytes)} ({error:+.2%})"))
     if report.peak_node is not None:
         pairs.append(("reached at", f"node {report.peak_node}"))
     if report.simulated_reserved_bytes is not None:
