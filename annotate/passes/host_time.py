@@ -161,7 +161,9 @@ def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
     if captured.job.device.runs_operators:
         return add_host(graph, captured, host)
     last = graph.job.annotations[-1]
-    if last.source == last.target or captured.job.measurement.host_overhead is None:
+    # A target with overridden figures has them after its name, and the host that was measured.
+    same_board = last.source == last.target.split(" (", 1)[0]
+    if same_board or captured.job.measurement.host_overhead is None:
         return graph
     return _with_interval(graph, captured, host)
 

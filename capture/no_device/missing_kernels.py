@@ -1,4 +1,4 @@
-"""Shapes of the results of GPU operators for which torch has no fake implementation."""
+"""Shapes of the results of GPU operators whose fake implementation is missing or wrong in torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,19 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
+def _attention_gradients(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *__: Any, **___: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value and bias.
+
+    torch's fake implementation lacks the argument `out`, so it takes each later one for the next.
+    """
+    like_bias = query.new_empty(0) if bias is None else torch.empty_like(bias)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), like_bias
+
+
 SHAPES: dict[str, Callable[..., Any]] = {
+    "_efficient_attention_backward": _attention_gradients,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,
     "batch_norm_elemt": _like_first,

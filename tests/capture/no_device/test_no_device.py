@@ -314,3 +314,25 @@ def test_launches_by_class_and_their_time_are_those_of_the_device(llama_8b, on_h
         assert here[code] == there[code] == launches
     times = [int(g.nodes.duration_ns[g.gpu_compute].sum()) for g in (predicted, on_h200)]
     assert times[0] == pytest.approx(times[1], rel=0.02)
+
+
+IN_32_BITS = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(20):
+        tokens = torch.randint(0, 64, (1, 64), device="cuda")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_attention_of_32_bits_is_memory_efficient(tmp_path):
+    graph = capture(script(tmp_path, IN_32_BITS), tmp_path / "trace.et", "--cp", 2)
+    operators = Counter(graph.strings[int(code)] for code in graph.nodes.op)
+    # Rank 0 of two has the first and the last quarter of the tokens, and attends for each of them.
+    assert operators["aten::_efficient_attention_forward"] == 2
+    assert operators["aten::_efficient_attention_backward"] == 2
