@@ -139,13 +139,10 @@ def test_the_capture_is_predicted_for_a_gpu(llama_8b, tmp_path):
 FORMS = {
     "sp": ("--tp", 4, "--sp"),
     "tp of transformers": ("--tp", 2, "--tp-style", "hf"),
-    "ddp": ("--dp", 4),
     "fsdp": ("--dp", 4, "--fsdp"),
     "zero 2": ("--dp", 4, "--zero", 2),
     "pp": ("--pp", 2, "--rank", 1),
-    "cp": ("--cp", 2),
     "cp ring": ("--cp", 2, "--cp-comm", "p2p"),
-    "tp and pp": ("--tp", 2, "--pp", 2),
 }
 
 SMALL_LLAMA = """

@@ -387,7 +387,7 @@ def test_a_model_from_file_to_gpu(tmp_path):
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["sizes"] == {"batch": 64}
-    graph = onerank.recost(onerank.read(target), "H100")
+    graph = onerank.recost(onerank.read(target), "H100", host="none")
     assert (graph.nodes.duration_ns > 0).all()
     assert len(graph) == 9
 
