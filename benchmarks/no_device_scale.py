@@ -2,7 +2,7 @@
 
     python benchmarks/no_device_scale.py [JOB ...]
 
-Each job is captured by `onerank capture run --device none` in a process of its own. Prints the
+Each job is captured by `onerank capture run --device none` in a separate process. Prints the
 nodes of the trace, the CPU seconds of the process (user and system), its wall time and its largest
 resident set.
 """

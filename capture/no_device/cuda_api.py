@@ -291,7 +291,7 @@ def _call(answer: Callable[[], Any]) -> Callable[..., Any]:
 
 
 class _Counters(dict[str, int]):
-    """Counters of an allocator; those that nobody counts are 0."""
+    """Counters of an allocator; a counter that the log does not keep is 0."""
 
     def __missing__(self, _: str) -> int:
         return 0

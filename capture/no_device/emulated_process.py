@@ -22,8 +22,9 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.no_device.values import Known, UnknownValues
-from onerank.capture.patches import after_import, live, patched, rebound, resolve
-from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
+from onerank.capture.patches import after_import, patched, rebound, resolve
+from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
+from onerank.capture.profiling.step_memory import resident_storages
 from onerank.ir.errors import CaptureError
 
 _torch: Any = torch
@@ -256,40 +257,10 @@ class EmulatedProcess:
         with patched("torch.autograd", names):
             yield
 
-    def holdings(self) -> ByMemoryClass:
-        """Return the bytes of storages on the device between two steps, by purpose."""
-        tensors = [
-            t for t in live(Tensor) if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"
-        ]
-        optimizers = live(torch.optim.Optimizer)
-        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        for optimizer in optimizers:
-            parameters += [p for group in optimizer.param_groups for p in group["params"]]
-        states = [v for optimizer in optimizers for v in _state_tensors(optimizer.state)]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        seen: set[int] = set()
-        return {
-            name: self._sizes(found, seen)
-            for name, found in (
-                ("parameters", parameters),
-                ("gradients", gradients),
-                ("optimizer", states),
-                ("other", tensors),
-            )
-        } | {"workspace": self.operators.workspaces.sizes}
-
-    def _sizes(self, tensors: Sequence[Tensor], seen: set[int]) -> tuple[int, ...]:
-        sizes: list[int] = []
-        for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)
-            if not local.is_cuda:
-                continue
-            storage = local.untyped_storage()
-            number = self.operators.storages.number(local)
-            if number not in seen and storage.nbytes():
-                seen.add(number)
-                sizes.append(storage.nbytes())
-        return tuple(sorted(sizes, reverse=True))
+    def resident_bytes(self) -> ByMemoryClass:
+        """Return the bytes of storages on the device between two steps, by class."""
+        sizes = sizes_of(resident_storages("cuda", fake=True))
+        return sizes | {"workspace": self.operators.workspaces.sizes}
 
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
@@ -457,19 +428,6 @@ def _swap(first: Any, second: Any) -> None:
     vars(second).clear()
     vars(second).update(replaced)
     _torch._C._swap_tensor_impl(first, second)
-
-
-def _state_tensors(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state]
-    values = (
-        state.values()
-        if isinstance(state, dict)
-        else state
-        if isinstance(state, list | tuple)
-        else ()
-    )
-    return [tensor for value in values for tensor in _state_tensors(value)]
 
 
 @contextlib.contextmanager

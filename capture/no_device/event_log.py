@@ -116,7 +116,7 @@ class EventLog:
         events: in the order of their begin.
         allocations: of the device, in order.
         live_bytes: allocated at present.
-        peak_bytes: most since `begin`.
+        peak_bytes: most since `begin_step`.
     """
 
     recording: bool = False
@@ -277,7 +277,7 @@ def _plain(operand: Any) -> tuple[Any, str]:  # noqa: PLR0911  a type per line
         case torch.device():
             return str(operand), "Device"
         case torch.layout() | torch.memory_format():
-            return 0, "Int"
+            return 0, "Int"  # an enumeration that no converter reads
         case _:
             return "<Object>", "Object"
 
@@ -285,8 +285,8 @@ def _plain(operand: Any) -> tuple[Any, str]:  # noqa: PLR0911  a type per line
 def write(log: EventLog, structure: Path, execution_trace: Path) -> None:
     """Write a recorded step as a Kineto trace and an execution trace, both gzipped.
 
-    If an operator used the device, operators of the host alone are left out: the profile of a GPU
-    shows them as operators without kernels, which are no nodes either.
+    If an operator used the device, operators that only the host runs are left out: on a GPU they
+    launch no kernels, so they are no nodes of its graph either.
     """
     on_device = any(event.on_device for event in log.events)
     kept = [event for event in log.events if not event.is_operator or event.on_device == on_device]

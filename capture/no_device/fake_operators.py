@@ -4,9 +4,9 @@ Tensors on the GPU, parameters, and tensors on the CPU that are computed from ei
 have a shape, strides, a dtype and a device, but no numbers. Everything else on the CPU is real and
 computed: data loaders, masks, schedules, counters.
 
-A small tensor on the GPU whose inputs are all known is known too: its numbers are computed on the
-CPU beside it (`Known`). So what a script reads back (a token count, a loss scale) is right wherever
-it does not depend on parameters.
+If the numbers of all inputs of a small tensor on the GPU are known, its numbers are computed on the
+CPU too (`Known`). Token counts and loss scales that a script reads back are therefore right, as
+long as they do not depend on parameters.
 """
 
 import math
@@ -66,8 +66,10 @@ _RANDOM = frozenset(
 _RESHAPES_IN_PLACE = frozenset(
     "resize_ resize_as_ set_ t_ transpose_ squeeze_ unsqueeze_ detach_ as_strided_".split()
 )
+"""In-place operators that change the shape: only their fake implementation gives the result."""
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
+"""Operators that run in cuBLAS, which keeps a workspace."""
 
 _OF_A_GPU = (
     "_foreach_",
@@ -85,7 +87,7 @@ _OF_A_GPU = (
     "lift",
     "detach",
 )
-"""Operators whose composite kernel a GPU does not run: it has one of its own."""
+"""Prefixes of operators with a CUDA kernel: a GPU does not run their composite kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +526,7 @@ class FakeOperators(TorchDispatchMode):
             open_ranges.append(self._log.begin(args[0], "user_annotation"))
             with unset_fake_temporarily():
                 return _torch.ops.profiler._record_function_enter_new(args[0], None)
-        # Each access makes a new Python object of the record, so ranges are told by their nesting.
+        # Each access makes a new Python object of the record, so nesting identifies the range.
         if open_ranges:
             self._log.end(open_ranges.pop())
         with unset_fake_temporarily():

@@ -33,6 +33,8 @@ class _Scopes:
 
     def leave(self) -> None:
         """End the innermost forward."""
+        if not self._open:  # the forward began before the recorded step
+            return
         for event in reversed(self._open.pop()):
             self._log.end(event)
 
@@ -86,7 +88,7 @@ class RecordedStep:
             self._progress(f"step {self.steps + 1} of {UNRECORDED + 1} on shapes alone")
         if self.steps == UNRECORDED:
             self._modules.listener = _Scopes(self._process.operators, log)
-            self.observed.resident_bytes = self._process.holdings()
+            self.observed.resident_bytes = self._process.resident_bytes()
             self.observed.start_memory_bytes.append(log.live_bytes)
             log.begin_step()
         elif self.steps > UNRECORDED:

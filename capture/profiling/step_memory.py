@@ -160,25 +160,31 @@ class StepMemory:
             )
 
 
-def resident_storages(device_type: str) -> dict[str, tuple[Storage, ...]]:
+def resident_storages(device_type: str, *, fake: bool = False) -> dict[str, tuple[Storage, ...]]:
     """Return the storages of all live tensors on a type of device, by class.
 
     The classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data
     and other tensors of the script). A storage counts once, in the first class with a tensor of it.
     The largest storage comes first. Memory that libraries allocate without a Python tensor (cuBLAS
     workspaces, DistributedDataParallel's buckets) is not included.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        fake: whether fake tensors count, in a capture without a device; otherwise real ones do.
     """
     with _unrecorded():
         tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
-        parameters = [tensor for tensor in tensors if issubclass(type(tensor), nn.Parameter)]
+        parameters = [tensor for tensor in tensors if _is_parameter(tensor)]
         # An optimizer may step tensors that are no nn.Parameter, such as flat shards.
         for optimizer in optimizers:
             parameters += [tensor for group in optimizer.param_groups for tensor in group["params"]]
         states = (value for optimizer in optimizers for value in _values(optimizer.state))
-        grads = (_gradient(tensor) for tensor in [*parameters, *tensors])
+        grads = (_gradient(tensor, fake=fake) for tensor in [*parameters, *tensors])
         seen: set[int] = set()
         return {
-            name: tuple(sorted(_storages(group, device_type, seen), key=lambda s: -s.bytes))
+            name: tuple(
+                sorted(_storages(group, device_type, seen, fake=fake), key=lambda s: -s.bytes)
+            )
             for name, group in (
                 ("parameters", parameters),
                 ("gradients", (grad for grad in grads if grad is not None)),
@@ -201,8 +207,15 @@ def _unrecorded() -> Generator[None]:
         autograd._enable_record_function(True)
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter; torch marks fake ones, which keep the class of a fake."""
     if isinstance(tensor, FakeTensor):
+        return isinstance(tensor, nn.Parameter)
+    return issubclass(type(tensor), nn.Parameter)
+
+
+def _gradient(tensor: torch.Tensor, *, fake: bool) -> torch.Tensor | None:
+    if isinstance(tensor, FakeTensor) and not fake:  # torch.compile's have no gradient to read
         return None
     with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
         return tensor.grad if tensor.is_leaf else None
@@ -221,10 +234,14 @@ def _values(state: Any) -> Iterator[torch.Tensor]:
             yield from _values(value)
 
 
-def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[Storage]:
+def _storages(
+    tensors: Iterable[torch.Tensor], device_type: str, seen: set[int], *, fake: bool
+) -> list[Storage]:
     storages: list[Storage] = []
     for tensor in tensors:
         for dense in _inside(tensor):
+            if isinstance(dense, FakeTensor) != fake:
+                continue
             with contextlib.suppress(RuntimeError):
                 if dense.device.type != device_type:
                     continue
@@ -249,7 +266,7 @@ _PARTS = {
 def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in a tensor: a DTensor's local tensor, the parts of a sparse one."""
     # A ShardedTensor's shards are live tensors too. Without a shard, its `device` needs a GPU.
-    if isinstance(tensor, FakeTensor | ShardedTensor):
+    if isinstance(tensor, ShardedTensor):
         return
     if tensor.layout in _PARTS:
         for part in _PARTS[tensor.layout]:
