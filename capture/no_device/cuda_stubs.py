@@ -6,6 +6,9 @@ answers no, so `backward` raises. `torch._C._ensureCUDADeviceGuardSet` installs 
 effects, but only in a CUDA build. `install` does the same in any build: it copies the CPU's guard
 and the CUDA hooks, and replaces the few methods whose answer matters.
 
+A CUDA build registers a timer with which DDP's reducer times the steps of a CUDA model by CUDA
+events. `install` removes that timer, so the reducer measures nothing, as in a CPU build.
+
 Both objects are C++ objects whose first word is the address of their table of virtual methods
 (Itanium C++ ABI: Linux and macOS). The replaced methods return constants, so a few bytes of machine
 code serve them. `install` checks the result with a backward of a fake tensor.
@@ -48,6 +51,9 @@ _HOOK_METHODS = 64
 _TABLE_HEADER = 2  # offset to top and type information precede the methods
 
 _CPU, _CUDA = 0, 1  # c10::DeviceType
+
+_MOST_TIMERS = 32  # c10::DeviceType has 22 members
+_NO_DEVICE = 127
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -107,6 +113,7 @@ def install() -> None:
     try:
         code = _MachineCode()
         _installed.extend([code, *_install_guard(code), _install_hooks(code)])
+        remove_ddp_timer(_CUDA)
         # Autograd's threads use the objects until the process ends, after Python's finalization.
         for stub in _installed:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(stub))
@@ -162,6 +169,44 @@ def _has_accelerator() -> bool:
     private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     device = private._accelerator_getAccelerator()
     return device is not None and device.type == "cuda"
+
+
+def remove_ddp_timer(device_type: int) -> bool:
+    """Remove the timer that DDP's reducer would create for models on a type of device.
+
+    `c10d::TimerRegistry()` returns a `c10::Registry`, whose first member is an `std::unordered_map`
+    from the type of device to a function. A reducer that finds no function for its device times
+    nothing. Only Linux has CUDA builds, so the layout is that of libstdc++: the map's third word
+    points to the first node, its fourth is the number of nodes, and a node's words are the address
+    of the next node and the key, of one byte. The key is replaced by one that no device has.
+
+    Returns:
+        Whether there was a timer.
+
+    Raises:
+        ValueError: the map has another layout.
+    """
+    if platform.system() != "Linux":
+        return False
+    get_registry: Any = _library("libtorch_cpu")["_ZN4c10d13TimerRegistryEv"]
+    get_registry.restype = _Pointer
+    words = ctypes.cast(get_registry(), ctypes.POINTER(_Pointer))
+    node, count = words[2], words[3] or 0
+    if count > _MOST_TIMERS:
+        raise ValueError(f"the registry of DDP's timers has {count} entries")
+    keys: dict[int, int] = {}  # key -> its address
+    for _ in range(count):
+        if not node:
+            raise ValueError(f"the registry of DDP's timers has fewer than {count} entries")
+        key = ctypes.c_int8.from_address(node + _WORD)
+        keys[key.value] = node + _WORD
+        node = ctypes.cast(node, ctypes.POINTER(_Pointer))[0]
+    if node or not all(0 <= key <= _NO_DEVICE for key in keys):
+        raise ValueError(f"the registry of DDP's timers has the keys {sorted(keys)}")
+    if device_type not in keys:
+        return False
+    ctypes.c_int8.from_address(keys[device_type]).value = _NO_DEVICE
+    return True
 
 
 def _run_backward() -> None:

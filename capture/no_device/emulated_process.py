@@ -25,7 +25,6 @@ from onerank.capture.no_device.values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
-from onerank.ir.errors import CaptureError
 
 _torch: Any = torch
 _distributed: Any = torch.distributed
@@ -113,7 +112,7 @@ class EmulatedProcess:
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
                 patched("torch", {"compile": self._leave_eager}),
                 patched("torch.utils", {"swap_tensors": _swap}),
-                patched("torch.distributed", {"Logger": _Logger, **_without_reducer()}),
+                patched("torch.distributed", {"Logger": _Logger}),
                 rebound(
                     "torch.distributed.utils", {"_verify_param_shape_across_processes": _agreed}
                 ),
@@ -363,20 +362,6 @@ def _no(_: object) -> bool:
 
 def _agreed(*_: object) -> None:
     """DDP compares the shapes of parameters with those of other ranks, in numbers."""
-
-
-def _without_reducer() -> dict[str, Any]:
-    """Return DDP's reducer, replaced by an error where it would time steps on a missing GPU."""
-    built = torch.version.cuda is not None and not torch.cuda.is_available()
-    return {"Reducer": _no_reducer} if built else {}
-
-
-def _no_reducer(*_: Any, **__: Any) -> None:
-    raise CaptureError(
-        "DistributedDataParallel of a CUDA build of torch times its steps by CUDA events, and this "
-        "machine has no GPU\n  install a CPU build of torch, or capture where there is a GPU",
-        code="no-device-ddp",
-    )
 
 
 class _Logger(_distributed.Logger):
