@@ -36,8 +36,8 @@ from pathlib import Path
 
 from workload_mutants import Mutant, mutants
 
-from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.astra_sim.check import check_workload
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
 from onerank.ir.errors import OneRankError
 

@@ -21,7 +21,7 @@ import numpy as np
 from harness import parser_of
 
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import (
     Collective,
     Graph,

@@ -35,8 +35,8 @@ from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import RankGraph, expand_ranks
 from onerank.converters.nccl import wire_bytes
-from onerank.converters.targets.astra_sim import export as export_workload
-from onerank.converters.targets.astra_sim import export_ranks as export_workloads
+from onerank.converters.targets.astra_sim.exporter import export as export_workload
+from onerank.converters.targets.astra_sim.exporter import export_ranks as export_workloads
 from onerank.converters.targets.goal import export as export_goal
 from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph

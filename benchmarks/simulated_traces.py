@@ -30,7 +30,7 @@ from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
-from onerank.converters.targets.astra_sim import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import Graph
 from onerank.ir.errors import OneRankError
 

@@ -39,8 +39,8 @@ from onerank.cli.commands.convert import EtConverted, JsonConverted
 from onerank.converters.sources.kineto import Conversion
 from onerank.converters.sources.kineto.rank_directory import Converted
 from onerank.converters.sources.onnx import OnnxConversion
-from onerank.converters.targets.astra_sim import AstraSimExport
 from onerank.converters.targets.astra_sim.check import Finding
+from onerank.converters.targets.astra_sim.exporter import AstraSimExport
 from onerank.converters.targets.goal import GoalExport
 from onerank.converters.targets.simai import SimaiExport
 from onerank.ir.chakra import Repairs

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from onerank.annotate import Gpu
     from onerank.converters.expand.ranks import RankGraph
     from onerank.converters.nccl import Interconnect
-    from onerank.converters.targets.astra_sim import AstraSimExport
+    from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai import SimaiExport
     from onerank.ir import Graph
@@ -62,7 +62,7 @@ def astra_sim(
     Raises:
         ExportError: arguments exclude each other, or the simulator does not support the job.
     """
-    from onerank.converters.targets.astra_sim import export, export_ranks
+    from onerank.converters.targets.astra_sim.exporter import export, export_ranks
     from onerank.ir.errors import ExportError
 
     output = Path(output)

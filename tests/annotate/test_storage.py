@@ -10,7 +10,7 @@ import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate.passes.storage_nodes import Storage, with_storage
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.converters.targets.goal import export as export_goal
 from onerank.ir import Graph, Kind
 

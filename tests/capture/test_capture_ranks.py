@@ -20,8 +20,8 @@ from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.shard_model import classes_along, rank_classes
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check
+from onerank.converters.targets.astra_sim.exporter import export_ranks
 from onerank.ir import Collective, Graph, Pipeline, World
 from onerank.ir.errors import CaptureError
 

@@ -15,7 +15,7 @@ from small_job import capture_small
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.targets.astra_sim import AstraSimExport, export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
 from onerank.ir import Collective, Graph, World
 from onerank.ir.chakra import read_records
 

@@ -1,5 +1,4 @@
-"""Export a workload that ASTRA-sim runs: traces of all ranks, groups and configuration."""
+"""Workloads that ASTRA-sim runs: traces of all ranks, groups and configuration; their checker.
 
-from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
-
-__all__ = ["AstraSimExport", "export", "export_ranks"]
+The package imports nothing, so that `onerank check` does not import the exporter.
+"""

@@ -14,7 +14,7 @@ from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.recost.from_datasheet import recost_counts
 from onerank.cli import annotate
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node

@@ -16,7 +16,7 @@ from onerank.converters.expand.host_delays import (
     insert_host_delays_by_rank,
 )
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.converters.targets.goal import export_ranks
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Measurement, Reason
 from onerank.ir.chakra import read_records

@@ -3,7 +3,7 @@
 from raised import raises_code
 
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, RankClass, World
 
 WORLD = World.of(dp=2, pp=2)

@@ -10,7 +10,7 @@ from stages import stage
 
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import (
     Collective,
     Graph,

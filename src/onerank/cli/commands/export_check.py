@@ -33,8 +33,8 @@ from onerank.display import size, time
 from onerank.export import Granularity
 
 if TYPE_CHECKING:
-    from onerank.converters.targets.astra_sim import AstraSimExport
     from onerank.converters.targets.astra_sim.check import Finding
+    from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai import SimaiExport
     from onerank.ir import Graph

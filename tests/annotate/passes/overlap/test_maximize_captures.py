@@ -15,8 +15,8 @@ from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import export as to_astra_sim
 from onerank.converters.targets.astra_sim.check import check
+from onerank.converters.targets.astra_sim.exporter import export as to_astra_sim
 from onerank.converters.targets.goal import export as to_goal
 from onerank.ir import Graph, Kind
 

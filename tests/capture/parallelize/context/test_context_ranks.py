@@ -19,8 +19,8 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
-from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.astra_sim.check import check
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import Collective, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

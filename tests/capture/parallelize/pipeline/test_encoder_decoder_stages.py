@@ -20,8 +20,8 @@ from onerank.capture.parallelize.pipeline.stage_boundary import PassthroughTenso
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check
+from onerank.converters.targets.astra_sim.exporter import export_ranks
 from onerank.ir import Kind, Pipeline, World
 from onerank.ir.errors import SliceError
 

@@ -26,7 +26,7 @@ from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import Block, split_into_blocks
-from onerank.converters.targets.astra_sim import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_ranks
 from onerank.ir import Graph, Kind, Phase, Pipeline, World
 from onerank.ir.errors import SliceError
 

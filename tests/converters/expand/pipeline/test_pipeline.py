@@ -14,7 +14,7 @@ from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import Block, split_into_blocks
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 

@@ -9,7 +9,7 @@ import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps, values
 from raised import raises_code
 
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.converters.targets.astra_sim.write_traces import Workload, micros
 from onerank.ir import (
     Annotation,

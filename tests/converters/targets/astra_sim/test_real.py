@@ -13,7 +13,7 @@ from onerank.annotate import recost
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim import AstraSimExport, export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
 from onerank.ir import (
     Collective,
     Graph,

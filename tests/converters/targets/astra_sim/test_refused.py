@@ -11,7 +11,7 @@ from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step
 from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import Storage, with_storage
-from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import (
     Annotation,
     Collective,
