@@ -196,7 +196,10 @@ class Graph(Displayed):
         return self.strings.decode(getattr(self.nodes, column))
 
     def with_columns(self, **columns: npt.NDArray[Any] | list[str]) -> Graph:
-        """Return a graph with some columns replaced; text columns may be given as strings."""
+        """Return a graph with some columns replaced; text columns may be given as strings.
+
+        New shapes have no strides, unless `input_strides` is given too.
+        """
         strings = self.strings
         encoded: dict[str, npt.NDArray[Any]] = {}
         for name, values in columns.items():
@@ -207,6 +210,9 @@ class Graph(Displayed):
                 encoded[name] = strings.encode(values)
             else:
                 encoded[name] = values.astype(getattr(self.nodes, name).dtype, copy=False)
+        if "input_shapes" in encoded and "input_strides" not in encoded:
+            kept = encoded["input_shapes"] == self.nodes.input_shapes
+            encoded["input_strides"] = np.where(kept, self.nodes.input_strides, 0)
         return replace(self, nodes=replace(self.nodes, **encoded), strings=strings)
 
     def topological_order(self) -> I64:

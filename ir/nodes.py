@@ -155,6 +155,9 @@ class Nodes:
     input_values: Codes = _text()
     input_shapes: Codes = _text()
     input_types: Codes = _text()
+    input_strides: Codes = _text()
+    """Strides of the operands, nested as `input_shapes`; empty if all are contiguous, or if the
+    trace records none."""
     output_values: Codes = _text()
     output_shapes: Codes = _text()
     output_types: Codes = _text()

@@ -45,6 +45,7 @@ _LABELS = {
     "micro_batch": "micro_batch",
     "input_shapes": "in",
     "input_types": "in_types",
+    "input_strides": "in_strides",
     "input_values": "in_values",
     "output_shapes": "out",
     "output_types": "out_types",

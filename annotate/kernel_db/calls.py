@@ -1,12 +1,14 @@
 """A measured call: its key in the kernel database, and its features among comparable calls.
 
 A graph node and a benchmark of the same call have the same key: the operator, its operands, and
-what selects its kernel. Strides and operands in host memory are not part of the key, because a
-graph does not record them. The kernels' names decide among the rows of one key. The features of a
-call are properties that comparable calls share, and the sizes in which they differ.
+what selects its kernel. Strides and operands in host memory are not part of the key, because not
+every graph records them. The kernels' names decide among the rows of one key, or the strides in a
+graph that has operators in the place of kernels. The features of a call are properties that
+comparable calls share, and the sizes in which they differ.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -82,6 +84,67 @@ def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | No
         dtypes=tuple(tensor.dtype for tensor in tensors),
         attributes=canonical(_attributes(op, call)),
     )
+
+
+Layout = Mapping[int, tuple[int, ...]]
+"""Index of a tensor operand, with lists flattened -> its strides, for those not contiguous."""
+
+
+def layout_of(op: str, shapes: str, types: str, strides: str) -> Layout | None:
+    """Return the layout of a call; None if it has lists of tensors, or an unknown dtype.
+
+    Args:
+        op: operator.
+        shapes: JSON text as in the column `input_shapes` of `Nodes`.
+        types: the same for `input_types`.
+        strides: the same for `input_strides`.
+
+    Raises:
+        AnnotateError: the text cannot be read.
+    """
+    try:
+        call = Call.parse(base_name(op), (shapes, types), ("", ""), "", strides)
+    except UnknownDtypeError:
+        return None
+    if any(operand and len(operand) > 1 for operand in call.inputs):
+        return None
+    tensors = [operand[0] for operand in call.inputs if operand]
+    return _used_strides(
+        {at: tensor.recorded_strides for at, tensor in enumerate(tensors)},
+        [tensor.shape for tensor in tensors],
+    )
+
+
+def layout_of_row(layout: str, shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Return the layout in a row of a database.
+
+    Args:
+        layout: JSON text of the row.
+        shapes: of its operands.
+    """
+    record: dict[str, Any] = msgspec.json.decode(layout) if layout else {}
+    strides = {
+        int(operand): tuple(cast("list[int]", value))
+        for operand, value in record.items()
+        if isinstance(value, list)
+    }
+    return _used_strides(strides, shapes)
+
+
+def _used_strides(
+    strides: Mapping[int, tuple[int, ...]], shapes: Sequence[tuple[int, ...]]
+) -> Layout:
+    """Return the strides of dimensions of several elements, for tensors that are not contiguous."""
+    layout: dict[int, tuple[int, ...]] = {}
+    for operand, given in strides.items():
+        sizes = shapes[operand]
+        axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        if len(given) != len(sizes):
+            continue
+        used = tuple(given[axis] for axis in axes)
+        if used != tuple(prod(sizes[axis + 1 :]) for axis in axes):
+            layout[operand] = used
+    return layout
 
 
 def keeps_values(op: str) -> bool:

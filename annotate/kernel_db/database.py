@@ -21,7 +21,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import is_called
-from onerank.annotate.kernel_db.calls import CallKey
+from onerank.annotate.kernel_db.calls import CallKey, Layout, layout_of_row
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.ir import Graph
@@ -341,25 +341,35 @@ class Library:
         """Operators of the target's rows."""
         return frozenset(key.operator for key in self.target)
 
-    def match(self, key: CallKey, kernel: str = "", ran: Collection[str] = ()) -> Match | None:
+    def match(
+        self,
+        key: CallKey,
+        kernel: str = "",
+        ran: Collection[str] = (),
+        layout: Layout | None = None,
+    ) -> Match | None:
         """Return the match of a call; None without a row.
 
-        Several rows of one call differ in layout, cache state and versions. The layout is that of
-        rows with the kernel's name, first on the source, then on the target; without such rows all
-        layouts count. Among rows of one layout and state the graph's versions take precedence, then
-        the latest date. A step's operands are partly in the cache, so the result is the geometric
-        mean of a cold and a warm row: with operands of 1.6 to 25 MB, cold rows are 3 to 41% above
-        captured steps on an H200, warm ones 1 to 13% below
-        (`benchmarks/kernel_db_accuracy.py --step`).
+        Several rows of one call differ in layout, cache state and versions. A given layout selects
+        among them. Else the layout is that of rows with the kernel's name, first on the source,
+        then on the target. Without such rows all layouts count. Among rows of one layout and state
+        the graph's versions take precedence, then the latest date. A step's operands are partly in
+        the cache, so the result is the geometric mean of a cold and a warm row: with operands of
+        1.6 to 25 MB, cold rows are 3 to 41% above captured steps on an H200, warm ones 1 to 13%
+        below (`benchmarks/kernel_db_accuracy.py --step`).
 
         Args:
             key: the call.
             kernel: name of a kernel that the call launched in the graph; "" if not known.
             ran: names of all kernels that it launched in the graph.
+            layout: of the call in the graph; None if not known.
         """
         rows = self.target.get(key)
         if not rows:
             return None
+        if layout is not None:
+            equal = [row for row in rows if layout_of_row(row.layout, row.shapes) == layout]
+            rows = equal or rows
         source_rows = self._best([row for row in self.source.get(key, ()) if kernel in row.kernels])
         layouts = {row.layout for row in source_rows}
         likely = [row for row in rows if row.layout in layouts]

@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.calls import CallKey, Keyed, Point, keys_of, modelled_ns, point_of
+from onerank.annotate.kernel_db.calls import (
+    CallKey,
+    Keyed,
+    Layout,
+    Point,
+    keys_of,
+    layout_of,
+    modelled_ns,
+    point_of,
+)
 from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
@@ -426,6 +435,9 @@ class _Nodes:
 
     Attributes:
         whole: whether a node represents all kernels of its operator, as in a CPU capture.
+        index: their indices in the graph, int64[n].
+        strides: codes of the strides of their operands; 0 where the names of kernels decide, or
+            the graph has no strides, int32[n].
         name: codes of their names, int32[n].
         duration_ns: measured durations, float64[n].
         operator_ns: measured time of the kernels of the operator instance; nan if not measured, and
@@ -433,6 +445,8 @@ class _Nodes:
     """
 
     whole: bool
+    index: I64
+    strides: npt.NDArray[np.int32]
     name: npt.NDArray[np.int32]
     duration_ns: F64
     operator_ns: F64
@@ -441,12 +455,25 @@ class _Nodes:
     def of(cls, graph: Graph, costs: OpCosts, rows: I64) -> Self:
         index, operator = costs.index[rows], costs.operator_ns[rows]
         has_time = ~costs.auxiliary[rows] & (operator > 0)
+        whole = graph.job.device.runs_operators
+        strides = graph.nodes.input_strides[index]
         return cls(
-            graph.job.device.runs_operators,
+            whole,
+            index,
+            strides if whole else np.zeros_like(strides),
             graph.nodes.name[index],
             graph.nodes.duration_ns[index].astype(np.float64),
             np.where(has_time, operator, np.nan),
         )
+
+    def layout_at(self, graph: Graph, row: int) -> Layout | None:
+        """Return the layout of a call; None if it is not known."""
+        # A graph in which no operator has strides records none.
+        if not self.strides.any():
+            return None
+        nodes, strings, at = graph.nodes, graph.strings, self.index[row]
+        columns = (nodes.op, nodes.input_shapes, nodes.input_types, nodes.input_strides)
+        return layout_of(*(strings[int(column[at])] for column in columns))
 
 
 def _exact(
@@ -454,15 +481,15 @@ def _exact(
 ) -> Lookups:
     """Return durations from rows of the calls themselves."""
     library = basis.library
-    first, pair = combine([keyed.key, nodes.name])
+    first, pair = combine([keyed.key, nodes.name, nodes.strides])
     key_of_pair = [int(key) for key in keyed.key[first]]
     names = graph.strings.decode(nodes.name[first])
     ran: list[set[str]] = [set() for _ in keyed.keys]
     for key, name in zip(key_of_pair, names, strict=True):
         ran[key].add(name)
     matches = [
-        library.match(keyed.keys[key], name, ran[key])
-        for key, name in zip(key_of_pair, names, strict=True)
+        library.match(keyed.keys[key], name, ran[key], nodes.layout_at(graph, int(row)))
+        for key, name, row in zip(key_of_pair, names, first, strict=True)
     ]
     figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
     kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))

@@ -34,11 +34,18 @@ def needs_values(op: str) -> bool:
     return base_name(op) in NEED_VALUES
 
 
+def needs_strides(op: str) -> bool:
+    """Return whether `work_of` must be given the strides of the operator's inputs."""
+    name = base_name(op)
+    return name == "copy_" or op_class(op) is OpClass.ELEMENTWISE
+
+
 def work_of(
     op: str,
     inputs: tuple[str, str],
     outputs: tuple[str, str] = ("", ""),
     values: str = "",
+    strides: str = "",
     *,
     fills: bool = False,
 ) -> Work:
@@ -49,6 +56,7 @@ def work_of(
         inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
         outputs: the same of the results.
         values: input values, for operators that `needs_values`.
+        strides: strides of the arguments, for operators that `needs_strides`.
         fills: whether the call itself zeroes a result that it writes in part: true in a CPU
             capture, whose nodes are whole operators; on a GPU a separate kernel does.
 
@@ -56,7 +64,9 @@ def work_of(
         AnnotateError: the text cannot be read, or the work exceeds 64 bits.
     """
     try:
-        call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
+        values = values if needs_values(op) else ""
+        strides = strides if needs_strides(op) else ""
+        call = Call.parse(base_name(op), inputs, outputs, values, strides)
     except UnknownDtypeError:
         return Work()
     work = work_of_call(op, call)
@@ -229,7 +239,9 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     values = np.zeros(len(index), dtype=np.int64)
     where = np.flatnonzero(np.isin(nodes.op[index], with_values))
     values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
-    columns: list[npt.NDArray[Any]] = [nodes.op[index], values, _of_sparse(graph, index)]
+    with_strides = ops[[needs_strides(strings[int(op)]) for op in ops]] if len(ops) else ops
+    strides = np.where(np.isin(nodes.op[index], with_strides), nodes.input_strides[index], 0)
+    columns: list[npt.NDArray[Any]] = [nodes.op[index], values, _of_sparse(graph, index), strides]
     for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
         columns.append(getattr(nodes, name)[index])
     first, call = combine(columns)
@@ -237,12 +249,13 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     works: list[Work] = []
     fills = graph.job.device.runs_operators
     for row in rows:
-        op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[3:]))
+        op, strided, *operands = (strings[code] for code in (row[0], *row[3:]))
+        shapes, types, out_shapes, out_types = operands
         if row[2]:
             works.append(Work())
             continue
         inputs, outputs = (shapes, types), (out_shapes, out_types)
-        work = work_of(op, inputs, outputs, texts[row[1]], fills=fills)
+        work = work_of(op, inputs, outputs, texts[row[1]], strided, fills=fills)
         # Some traces record no results, and shape inference has no rule for every operator.
         no_results = types and not out_types
         works.append(replace(work, bytes_written=UNKNOWN) if no_results else work)

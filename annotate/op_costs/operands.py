@@ -7,7 +7,7 @@ the ids, which leaves few distinct calls in a large graph.
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Self, cast
 
@@ -30,11 +30,26 @@ class UnknownDtypeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape and dtype of a tensor operand."""
+    """Shape and dtype of a tensor operand.
+
+    Attributes:
+        shape: sizes.
+        dtype: as torch names it.
+        item_bytes: bytes of an element.
+        recorded_strides: strides in elements; () if the graph has none.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     item_bytes: int
+    recorded_strides: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides in elements; those of a contiguous tensor if the graph has none."""
+        if self.recorded_strides:
+            return self.recorded_strides
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     @property
     def numel(self) -> int:
@@ -69,9 +84,16 @@ class Call:
 
     @classmethod
     def parse(
-        cls, op: str, inputs: tuple[str, str], outputs: tuple[str, str], values: str = ""
+        cls,
+        op: str,
+        inputs: tuple[str, str],
+        outputs: tuple[str, str],
+        values: str = "",
+        strides: str = "",
     ) -> Self:
         """Parse the columns' text; `inputs` and `outputs` are (shapes, types).
+
+        Strides are those of the inputs. Strides of another form than the shapes are ignored.
 
         Raises:
             UnknownDtypeError: a tensor's dtype is unknown.
@@ -79,7 +101,10 @@ class Call:
         """
         try:
             decoded = _list(values)
-            return cls(op, _operands(*inputs), _operands(*outputs), tuple(decoded))
+            operands = _operands(*inputs)
+            if strides:
+                operands = _with_strides(operands, _list(strides))
+            return cls(op, operands, _operands(*outputs), tuple(decoded))
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise AnnotateError(
                 f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
@@ -136,6 +161,25 @@ class Call:
 def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
     pairs = zip(_list(shapes), _list(types), strict=True)
     return tuple(_tensors(kind, shape) for shape, kind in pairs)
+
+
+def _with_strides(operands: tuple[Operand, ...], strides: list[Any]) -> tuple[Operand, ...]:
+    """Return the operands with the strides of those that are a single tensor."""
+    if len(strides) != len(operands):
+        return operands
+    return tuple(
+        (replace(operand[0], recorded_strides=tuple(given)),)
+        if operand and len(operand) == 1 and _are_strides(given, operand[0])
+        else operand
+        for operand, given in zip(operands, strides, strict=True)
+    )
+
+
+def _are_strides(given: Any, tensor: Tensor) -> bool:
+    """Return whether a value is a stride for each dimension of a tensor."""
+    if not isinstance(given, list) or len(given) != len(tensor.shape):  # pyright: ignore[reportUnknownArgumentType]
+        return False
+    return all(isinstance(stride, int) and stride >= 0 for stride in given)  # pyright: ignore[reportUnknownVariableType]
 
 
 _SHOWN = 60

@@ -33,6 +33,7 @@ _OPERANDS = (
     "input_values",
     "input_shapes",
     "input_types",
+    "input_strides",
     "output_values",
     "output_shapes",
     "output_types",

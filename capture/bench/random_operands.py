@@ -1,7 +1,7 @@
 """Random operands for a call, in the memory layouts that the traced call may have had.
 
-A graph records no strides. The benchmark tries the possible layouts in turn and measures those that
-launch the traced kernels. Operands are random, never zeros: kernels run faster on zeros.
+A graph may record no strides. The benchmark tries the possible layouts in turn and measures those
+that launch the traced kernels. Operands are random, never zeros: kernels run faster on zeros.
 """
 
 from collections.abc import Callable, Iterator

@@ -54,10 +54,10 @@ _NUMBER_BYTES = 8
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
 
-Operands = tuple[list[Any], list[Any], list[str]]
-"""Values, shapes and types, as an execution trace has them."""
+Operands = tuple[list[Any], list[Any], list[str], list[Any]]
+"""Values, shapes, types and strides, as an execution trace has them."""
 
-_NO_OPERANDS: Operands = ([], [], [])
+_NO_OPERANDS: Operands = ([], [], [], [])
 
 
 @dataclass(slots=True)
@@ -223,40 +223,36 @@ class Describer:
         self._storage_of = storage_of
 
     def __call__(self, operands: Sequence[Any]) -> Operands:
-        """Return values, shapes and types of operands."""
-        values: list[Any] = []
-        shapes: list[Any] = []
-        types: list[str] = []
+        """Return values, shapes, types and strides of operands."""
+        columns: Operands = ([], [], [], [])
         for operand in operands:
-            value, shape, type_ = self._one(operand)
-            values.append(value)
-            shapes.append(shape)
-            types.append(type_)
-        return values, shapes, types
+            for column, item in zip(columns, self._one(operand), strict=True):
+                column.append(item)
+        return columns
 
-    def _one(self, operand: Any) -> tuple[Any, Any, str]:
+    def _one(self, operand: Any) -> tuple[Any, Any, str, Any]:
         match operand:
             case Tensor():
                 return self._tensor(operand)
             case Shaped():
-                value, _, _ = self._tensor(operand.storage)
-                return value, operand.shape, _TYPES.get(operand.dtype, _UNKNOWN_TYPE)
+                value = self._tensor(operand.storage)[0]
+                return value, operand.shape, _TYPES.get(operand.dtype, _UNKNOWN_TYPE), []
             case WrappedNumber():
-                return [0, 0, 0, 1, _NUMBER_BYTES, "cpu"], [], _TYPES[operand.dtype]
+                return [0, 0, 0, 1, _NUMBER_BYTES, "cpu"], [], _TYPES[operand.dtype], []
             case list() | tuple():
-                values, shapes, types = self(operand)
-                return values, shapes, f"GenericList[{','.join(types)}]"
+                values, shapes, types, strides = self(operand)
+                return values, shapes, f"GenericList[{','.join(types)}]", strides
             case _:
                 value, type_ = _plain(operand)
-                return value, [], type_
+                return value, [], type_, []
 
-    def _tensor(self, tensor: Tensor) -> tuple[Any, Any, str]:
+    def _tensor(self, tensor: Tensor) -> tuple[Any, Any, str, Any]:
         type_ = _TYPES.get(tensor.dtype, _UNKNOWN_TYPE)
         if tensor.layout != torch.strided:
-            return "<Object>", [], type_
+            return "<Object>", [], type_, []
         storage = self._storage_of(tensor)
         place = [storage, storage, tensor.storage_offset(), tensor.numel(), tensor.element_size()]
-        return [*place, str(tensor.device)], list(tensor.shape), type_
+        return [*place, str(tensor.device)], list(tensor.shape), type_, list(tensor.stride())
 
 
 def _plain(operand: Any) -> tuple[Any, str]:  # noqa: PLR0911  a type per line
@@ -347,7 +343,7 @@ def _nodes(kept: Sequence[Event]) -> list[dict[str, Any]]:
 
 def _node(record: int, event: Event) -> dict[str, Any]:
     """Return the node of the event with a record number; number 0 is the root, which calls all."""
-    keys = ("values", "shapes", "types")
+    keys = ("values", "shapes", "types", "strides")
     return {
         "id": record + 1,
         "name": event.name,

@@ -147,6 +147,7 @@ FIELDS = (
     Field("bytes_freed", "bytes_freed", "int64_val"),
     Field("grid", "grid", "string_val"),
     Field("block", "block", "string_val"),
+    Field("input_strides", "input_strides", "string_val"),
     Field("collective", "comm_type", "int64_val"),
     Field("comm_bytes", "comm_size", "int64_val"),
     Field("group", "pg_name", "string_val"),

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -140,9 +141,49 @@ def _shapes(
         column = shapes.copy()
         column[rows] = strings.encode(texts)[inverse]
         columns[f"{side}_shapes"] = column
+    columns["input_strides"] = _strides(graph, changed, columns["input_shapes"], strings)
     # The captured grid belongs to the captured shape; 0 is the string code of an empty text.
     columns["grid"] = np.where(changed & graph.gpu_compute, 0, graph.nodes.grid)
     return columns
+
+
+def _strides(
+    graph: Graph, changed: Mask, new_shapes: npt.NDArray[np.int32], strings: StringTable
+) -> npt.NDArray[np.int32]:
+    """Return strides for new shapes, int32 codes."""
+    nodes = graph.nodes
+    rows = np.flatnonzero(changed & (nodes.input_strides > 0))
+    columns = (nodes.input_strides, nodes.input_shapes, new_shapes)
+    first, inverse = combine([column[rows] for column in columns])
+    texts: list[str] = []
+    for row in rows[first].tolist():
+        strides, before, after = (_LIST.decode(strings[int(column[row])]) for column in columns)
+        texts.append(msgspec.json.encode(_grown_strides(strides, before, after)).decode())
+    resized = nodes.input_strides.copy()
+    resized[rows] = strings.encode(texts)[inverse]
+    return resized
+
+
+def _grown_strides(strides: Any, before: Any, after: Any) -> Any:
+    """Return the strides of a tensor, or of nested ones, whose sizes grow.
+
+    An axis steps over all axes of smaller strides, so its stride grows as their sizes do.
+    """
+    if not isinstance(strides, list) or not isinstance(before, list):
+        return cast("Any", strides)
+    axes: list[tuple[Any, Any, Any]] = [*zip(strides, before, after, strict=False)]  # pyright: ignore[reportUnknownArgumentType]
+    if any(isinstance(size, list) for _, size, _ in axes):
+        return [_grown_strides(*each) for each in axes]
+    grown: list[int] = []
+    for stride, size, _ in axes:
+        inner = [
+            (old, new)
+            for step, old, new in axes
+            if 0 < step < stride or (step == stride and size == 1 < old)
+        ]
+        old, new = (prod(sizes) for sizes in zip(*inner, strict=True)) if inner else (1, 1)
+        grown.append(stride * new // old)
+    return grown
 
 
 def _values(

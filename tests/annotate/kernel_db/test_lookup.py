@@ -311,6 +311,28 @@ def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
     assert evidence(narrow) == evidence(made)
 
 
+def test_the_strides_of_an_operator_select_the_layout(mm, columns, database):
+    path = database(
+        row(mm(512, 512, 512), median_ns=20_000),
+        row(mm(512, 512, 512), median_ns=22_050, layout='{"1":[1,512]}'),
+        row(mm(512, 512, 512), median_ns=24_200, layout='{"0":[1,512],"tf32":true}'),
+    )
+    strides = ["", "[[512,1],[1,512],[]]", "[[1,512],[512,1],[]]"]
+    builder = GraphBuilder()
+    for start, text in enumerate(strides):
+        operator = {**columns(mm(512, 512, 512)), "input_strides": text}
+        builder.add(kind=Kind.HOST_OP, thread=1, start_ns=start, **operator)
+    graph = builder.build(Job(device=Device("cpu", "cpu")))
+    arguments = len(json.loads(graph.text("input_shapes")[0]))
+    assert arguments in (2, 3)
+    texts = [text.replace(",[]]", "]") if arguments == 2 else text for text in strides]
+    graph = graph.with_columns(input_strides=texts)
+    assert times(recost(graph, "A100", databases=[path])) == [20_000, 22_050, 24_200]
+    # Without strides every layout counts: the geometric mean.
+    unknown = recost(graph.with_columns(input_strides=[""] * 3), "A100", databases=[path])
+    assert times(unknown) == [round((20_000 * 22_050 * 24_200) ** (1 / 3))] * 3
+
+
 def strings_with(graph: Graph, old: str, new: str) -> Graph:
     texts = [text.replace(old, new) for text in graph.strings.values]
     return replace(graph, strings=StringTable(texts))

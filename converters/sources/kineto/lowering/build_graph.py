@@ -283,6 +283,7 @@ _OPERANDS = (
     "output_shapes",
     "output_types",
 )
+"""Columns of operands; `input_strides` is one more that only an execution trace has."""
 
 _TYPES = ("input_types", "output_types")
 
@@ -449,11 +450,12 @@ def _context(timeline: HostTimeline, ops: I64) -> Columns:
 def _operands(timeline: HostTimeline, et: ExecutionTrace, ops: I64) -> Columns:
     """Return the operands of host events, from the execution trace or else the profiler."""
     rows = pick(timeline.et, ops, NONE)
-    columns = zip(_OPERANDS, et.operands, timeline.operands, strict=True)
-    return {
-        name: np.where(rows >= 0, pick(recorded, rows, 0), pick(profiled, ops, 0))
-        for name, recorded, profiled in columns
+    *recorded, strides = et.operands
+    columns = {
+        name: np.where(rows >= 0, pick(of_trace, rows, 0), pick(of_profile, ops, 0))
+        for name, of_trace, of_profile in zip(_OPERANDS, recorded, timeline.operands, strict=True)
     }
+    return columns | {"input_strides": np.where(rows >= 0, pick(strides, rows, 0), 0)}
 
 
 def join_by_start(parts: list[Columns], start: I64) -> tuple[Columns, I64]:

@@ -5,6 +5,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile, decode_raw
@@ -17,8 +18,10 @@ from onerank.converters.sources.kineto.read.schema import (
     SchemaFile,
 )
 from onerank.ir import StringTable
-from onerank.ir.arrays import I64
+from onerank.ir.arrays import I32, I64
 from onerank.ir.errors import TraceError
+
+_SHAPES, _STRIDES = 1, 6  # rows of `ExecutionTrace.operands`
 
 MAX_MISSING_SHARE = 0.02
 """Missing callers that are accepted, as a share of the nodes."""
@@ -169,8 +172,47 @@ def load_execution_trace(
 def no_execution_trace() -> ExecutionTrace:
     """Return an execution trace without nodes."""
     empty = np.zeros(0, dtype=np.int64)
-    operands = np.zeros((6, 0), dtype=np.int32)
+    operands = np.zeros((7, 0), dtype=np.int32)
     return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
+
+
+def _drop_contiguous(operands: I32, strings: StringTable) -> None:
+    """Set the strides of calls whose inputs are all contiguous to ""."""
+    shapes, strides = operands[_SHAPES], operands[_STRIDES]
+    rows = np.flatnonzero(strides)
+    pairs, place = np.unique(
+        shapes[rows].astype(np.int64) << 32 | strides[rows], return_inverse=True
+    )
+    contiguous = [
+        _are_contiguous(*(_decoded(strings[code]) for code in (pair >> 32, pair & 0xFFFFFFFF)))
+        for pair in pairs.tolist()
+    ]
+    strides[rows[np.array(contiguous, dtype=np.bool_)[place]]] = 0
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _are_contiguous(shapes: Any, strides: Any) -> bool:
+    """Return whether every tensor among nested shapes is contiguous, or its strides unreadable."""
+    if not isinstance(shapes, list) or not isinstance(strides, list):
+        return True
+    if len(shapes) != len(strides):  # pyright: ignore[reportUnknownArgumentType]
+        return True
+    pairs: list[tuple[Any, Any]] = list(zip(shapes, strides, strict=True))  # pyright: ignore[reportUnknownArgumentType]
+    if any(isinstance(size, list) for size, _ in pairs):
+        return all(_are_contiguous(*pair) for pair in pairs)
+    dense = 1
+    for size, stride in reversed(pairs):
+        # The stride of a single element, and of no elements, is never used.
+        if isinstance(size, int) and size > 1 and stride != dense:
+            return False
+        dense *= size if isinstance(size, int) else 1
+    return True
 
 
 def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
@@ -197,8 +239,9 @@ def _part(
     numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
     kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
     texts = (raw for _, node in compress(numbered, kept) for raw in node.operands)
-    operands = np.zeros((6, len(numbered)), dtype=np.int32)
-    operands[:, kept] = strings.encode(decode_raw(path, texts)).reshape(-1, 6).T
+    operands = np.zeros((7, len(numbered)), dtype=np.int32)
+    operands[:, kept] = strings.encode(decode_raw(path, texts)).reshape(-1, 7).T
+    _drop_contiguous(operands, strings)
     try:
         return ExecutionTrace(
             path=path,

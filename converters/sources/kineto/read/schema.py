@@ -88,12 +88,16 @@ class KinetoFile(msgspec.Struct):
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw())
 
 
+_NO_STRIDES = msgspec.Raw()
+
+
 class Values(msgspec.Struct, gc=False, frozen=True):
     """Inputs or outputs of an ET node, each column as the JSON text of the file."""
 
     values: msgspec.Raw
     shapes: msgspec.Raw
     types: msgspec.Raw
+    strides: msgspec.Raw = _NO_STRIDES  # since schema 1.1.1-chakra.0.0.4
 
 
 class Attribute(msgspec.Struct, gc=False, frozen=True):
@@ -120,9 +124,13 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def operands(self) -> tuple[msgspec.Raw, ...]:
-        """Values, shapes and types of the inputs, then of the outputs."""
+        """Values, shapes and types of the inputs, then of the outputs; strides of the inputs."""
         ins, outs = self.inputs, self.outputs
-        return ins.values, ins.shapes, ins.types, outs.values, outs.shapes, outs.types
+        return (
+            *(ins.values, ins.shapes, ins.types),
+            *(outs.values, outs.shapes, outs.types),
+            ins.strides,
+        )
 
     def attribute(self, name: str) -> int:
         """Return an integer attribute, 0 if it is missing."""
@@ -171,7 +179,7 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def operands(self) -> tuple[msgspec.Raw, ...]:
-        """Values, shapes and types of the inputs, then of the outputs."""
+        """Values, shapes and types of the inputs, then of the outputs; strides of the inputs."""
         return (
             self.inputs,
             self.input_shapes,
@@ -179,6 +187,7 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
             self.outputs,
             self.output_shapes,
             self.output_types,
+            _NO_STRIDES,
         )
 
 
@@ -387,8 +396,8 @@ class ExecutionTrace:
         name: codes, int32[n].
         rf_id: record function ids, int64[n].
         tid: threads as RecordFunction numbers them, int64[n].
-        operands: codes of the JSON text of values, shapes and types of the inputs, then of the
-            outputs, int32[6, n].
+        operands: codes of the JSON text of values, shapes and types of the inputs, of the same of
+            the outputs, and of the inputs' strides, "" if all inputs are contiguous, int32[7, n].
         without_caller: nodes of the file, operators or not, whose caller is missing.
         whole: whether operands of all nodes were read, not only of the wanted ones.
     """
