@@ -16,14 +16,12 @@ _INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
 _FIRST = 400
 _GRADIENT = "aten::embedding_dense_backward"
 _EMBED = ("aten::embedding", "aten::index_select")
+# Operator -> position of the indices. The second applies to traces without the first. A CPU's
+# embedding is a selection by index.
 _LOOK_UPS: tuple[dict[str, int], ...] = (
     {"aten::embedding": 1, "embedding": 1},
     {"aten::index_select": 2},
 )
-"""Operator -> position of the indices. The second applies to traces without the first.
-
-A CPU's embedding is a selection by index.
-"""
 
 
 def token_ids(graph: Graph) -> list[tuple[int, int]]:

@@ -46,8 +46,8 @@ _T = TypeVar("_T")
 GRACE_S = 30
 """Time for an interrupted process to remove its files before it is killed, in seconds."""
 
+# Interval in which a silent process is checked for its end, in seconds.
 _POLL_S = 1
-"""Interval in which a silent process is checked for its end, in seconds."""
 
 _EVENT, _RETURNED, _RAISED, _BAD_FORK = "event", "returned", "raised", "bad fork"
 

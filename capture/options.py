@@ -30,8 +30,8 @@ OUTPUT = "Output"
 
 _SIZE: Mapping[str, Any] = {"minimum": 1}
 
+# GPUs of a DGX or HGX node, the largest common node.
 _MOST_RANKS_PER_NODE = 8
-"""GPUs of a DGX or HGX node, the largest common node."""
 
 
 def _option(

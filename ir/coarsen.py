@@ -18,8 +18,8 @@ Grain = Literal["layer", "submodule"]
 
 GRAINS: tuple[Grain, ...] = ("layer", "submodule")
 
+# Roles of modules that are not sub-modules of a layer.
 _NO_ROLE = ("layer", "other")
-"""Roles of modules that are not sub-modules of a layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ MOST_BYTES = 1 << 26
 DEEPEST = 32
 """Deepest nesting of tables and lists; onerank's own files have four levels."""
 
+# First integer that is too large: TOML's integers, and the columns of a graph, have 64 bits.
 _BEYOND = 1 << 63
-"""First integer that is too large: TOML's integers, and the columns of a graph, have 64 bits."""
 
 # tomllib takes time quadratic in the parts of a dotted key: 0.8 s for 8,000 of them (Python 3.11).
 _KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""

@@ -22,6 +22,7 @@ from onerank.ir.graph import Graph
 from onerank.ir.measurement import Device, LayerExtrapolation, Line, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
+# Column -> its label, in the order within a line.
 _LABELS = {
     "comm_bytes": "bytes",
     "group": "group",
@@ -58,7 +59,6 @@ _LABELS = {
     "grid": "grid",
     "block": "block",
 }
-"""Column -> its label, in the order within a line."""
 
 _ALWAYS = ("start_ns", "duration_ns")
 _ENUMS: dict[str, type[IntEnum]] = {"evidence": Evidence, "phase": Phase}

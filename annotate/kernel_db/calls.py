@@ -28,6 +28,7 @@ from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph
 from onerank.ir.dtypes import ITEM_BYTES
 
+# Classes whose kernels do not depend on scalar arguments: alpha, a learning rate, a fill value.
 _KEEPS_NO_VALUES = (
     OpClass.GEMM,
     OpClass.ELEMENTWISE,
@@ -35,7 +36,6 @@ _KEEPS_NO_VALUES = (
     OpClass.MEMSET,
     OpClass.RANDOM,
 )
-"""Classes whose kernels do not depend on scalar arguments: alpha, a learning rate, a fill value."""
 
 # These copies have scalar flags (`non_blocking`) that do not select the kernel; other operators of
 # their class, such as `cat` by its dimension, do depend on scalars.

@@ -65,11 +65,9 @@ _BLUNT = 0.1
 # Largest distance in ln to the nearest measured point: a factor of 7 in one size.
 _FARTHEST = 2.0
 
+# Distances for which errors are estimated; a point uses the largest one below its distance. A size
+# doubled is at a distance of ln 2 = 0.69.
 _RADII = (0.0, 0.1, 0.2, 0.35, 0.5, 0.69, 1.0, 1.38)
-"""Distances for which errors are estimated; a point uses the largest one below its distance.
-
-A size doubled is at a distance of ln 2 = 0.69.
-"""
 
 # Leave-one-out errors per estimate: at least 300, or all points if there are fewer. Each costs a
 # pass over all points.
@@ -350,8 +348,8 @@ from 10.0% to 8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 
 largest errors of single GEMMs.
 """
 
+# Classes whose time depends on the indices.
 _BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
-"""Classes whose time depends on the indices."""
 
 
 class Basis(NamedTuple):

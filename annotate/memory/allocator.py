@@ -247,8 +247,8 @@ MIN_LARGE_BYTES = 10 << 20  # kMinLargeAlloc
 
 ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
 
+# Power of two from which `roundup_divisions` has separate sizes.
 _FIRST_DIVIDED = 20
-"""Power of two from which `roundup_divisions` has separate sizes."""
 
 
 class OutOfMemoryError(Exception):

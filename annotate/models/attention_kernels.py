@@ -60,6 +60,8 @@ there (see `fuse`). A kernel's name: that kernel, for fused and eager attention.
 FUSED = frozenset(CHOICES) - {"usual", "same", "eager"}
 """Choices with which eager attention becomes a fused kernel."""
 
+# (family, pattern of kernel names); the first match wins. Helpers that only move data match the
+# first pattern and belong to no family.
 _NAMES = (
     ("", r"dot_?do_?o|convert_?[dq]|clear_d|combine|preprocess|postprocess|reduce_head|shuffle"),
     ("flash3", r"flashattn(fwd|bwd)sm90"),
@@ -69,11 +71,8 @@ _NAMES = (
     ("ck", r"ck_tile.*fmha(fwd|bwd|batchprefill)"),
     ("aiter", r"fmha_(fwd|bwd)_hd\d"),
 )
-"""(family, pattern of kernel names); the first match wins.
 
-Helpers that only move data match the first pattern and belong to no family.
-"""
-
+# architecture -> families that libraries run on it; the first replaces any other family.
 _USUAL = {
     "ampere": ("flash2",),
     "ada": ("flash2",),
@@ -81,9 +80,8 @@ _USUAL = {
     "blackwell": ("cudnn",),
     **dict.fromkeys(("cdna2", "cdna3", "cdna4"), ("aotriton", "ck", "aiter")),
 }
-"""architecture -> families that libraries run on it; the first replaces any other family."""
+# architecture -> family of `scaled_dot_product_attention`, if it is not the first in `_USUAL`.
 _BY_TORCH = {"hopper": "cudnn"}
-"""architecture -> family of `scaled_dot_product_attention`, if it is not the first in `_USUAL`."""
 _SUPPORTED = {
     "flash2": ("ampere", "ada", "hopper", "blackwell"),
     "flash3": ("hopper",),
@@ -268,12 +266,10 @@ _FITTED_TO = 128 + 128  # head sizes of query and value
 _EXPONENTIALS = 16
 # Vector FLOPs per exponential, for accelerators with few wide cores; an assumption, not measured.
 _VECTOR_FLOPS = 16
+# Time per FLOP of the backward pass's products over the forward's. 1.36 to 1.42 by
+# FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the H200's
+# database; less on GPUs whose tensor units are slower relative to their exponentials.
 _BACKWARD = 1.35
-"""Time per FLOP of the backward pass's products over the forward's.
-
-1.36 to 1.42 by FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the
-H200's database; less on GPUs whose tensor units are slower relative to their exponentials.
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,6 +278,9 @@ def _result_bytes(work: Work) -> int:
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
+# dtype -> wider dtypes that represent its values, the narrowest first. Libraries use them where
+# units are missing: cuBLAS multiplies bfloat16 on a V100 in float32, and quantised weights are
+# widened before the GEMM. No integer dtype is widened.
 _WIDER = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
@@ -285,12 +288,6 @@ _WIDER = {
     **dict.fromkeys(_FP8, ("bfloat16", "float16")),
     "float4_e2m1fn_x2": ("float8_e4m3fn", "bfloat16", "float16"),
 }
-
-"""dtype -> wider dtypes that represent its values, the narrowest first.
-
-Libraries use them where units are missing: cuBLAS multiplies bfloat16 on a V100 in float32, and
-quantised weights are widened before the GEMM. No integer dtype is widened.
-"""
 
 
 def _matmul_dtype(dtype: str, gpu: Gpu) -> str:

@@ -58,14 +58,12 @@ _BOUNDARY_BYTES = 16
 # Only 16-bit GEMMs were measured with misaligned rows.
 _ITEM_BYTES = 2
 
+# FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result. Geometric
+# means over bf16 GEMMs on H100 and H200. GPT-2's vocabulary: 362 forward, 535 and 565 for the two
+# gradients (2026-11-23). Public traces (AMD-AGI/TraceLens, H100): 408 for BERT's vocabulary of
+# 30522; eager attention over 3137 and 5185 patches, 195 and 244 for the scores, 255 and 273 for the
+# weighted sums. Aligned GEMMs there, of 25,089 and 5185 rows, run at 2050 and more.
 _OF_OPERANDS, _OF_RESULTS = 380.0, 290.0
-"""FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result.
-
-Geometric means over bf16 GEMMs on H100 and H200. GPT-2's vocabulary: 362 forward, 535 and 565 for
-the two gradients (2026-11-23). Public traces (AMD-AGI/TraceLens, H100): 408 for BERT's vocabulary
-of 30522; eager attention over 3137 and 5185 patches, 195 and 244 for the scores, 255 and 273 for
-the weighted sums. Aligned GEMMs there, of 25,089 and 5185 rows, run at 2050 and more.
-"""
 
 
 def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:

@@ -33,15 +33,13 @@ _UNKNOWN_ARCHITECTURE = 0.7
 # About as far outside the others as the die families that the fit leaves out (up to 1.3).
 _VALIDATED_DISTANCE = 1.0
 
+# Distances from the fitted NVIDIA GPUs between which the tile model's weight stays constant. An
+# L40S, 1.3 outside if its family is left out, is predicted best by three parts of the tile model
+# and one of the residual model. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs in DeepBench
+# are 1.17 and 1.19 times off from their shapes, and 1.14 and 1.21 times from each other's
+# measurement. If the weight kept falling, they would be 1.25 and 1.18, and 1.23 and 1.28 times off
+# (benchmarks/deepbench.py).
 _FULL_WEIGHT_DISTANCES = 1.3, 3.3
-"""Distances from the fitted NVIDIA GPUs between which the tile model's weight stays constant.
-
-An L40S, 1.3 outside if its family is left out, is predicted best by three parts of the tile model
-and one of the residual model. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs in DeepBench are
-1.17 and 1.19 times off from their shapes, and 1.14 and 1.21 times from each other's measurement. If
-the weight kept falling, they would be 1.25 and 1.18, and 1.23 and 1.28 times off
-(benchmarks/deepbench.py).
-"""
 
 
 def same_die(gpu: Gpu, other: Gpu) -> bool:
@@ -141,20 +139,18 @@ widened.
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 
+# Kinds of GEMM predictions by rules without fitted coefficients.
 _UNFITTED = ("retyped",)
-"""Kinds of GEMM predictions by rules without fitted coefficients."""
 
 _OTHER_VENDORS = {"memory": 2.1, "memory_unmeasured": 1.8, "composed": 1.8}
 
+# Widening of errors on GPUs of other vendors, to which nothing was fitted. `_OTHER_VENDORS` has
+# factors on the errors of memory-bound kinds; `_FARTHER` is an additional distance from the fitted
+# GPUs for GEMMs. With both, 80% intervals contain 80% of the times of five models on an MI300X,
+# predicted from an H100 (public Kineto traces, AMD-AGI/TraceLens: 134 memory-bound shapes, 26
+# GEMMs). Of three attention shapes, which took 1.5 to 2.2 times as long as predicted, one is
+# inside.
 _FARTHER = 2.0
-"""Widening of errors on GPUs of other vendors, to which nothing was fitted.
-
-`_OTHER_VENDORS` has factors on the errors of memory-bound kinds; `_FARTHER` is an additional
-distance from the fitted GPUs for GEMMs. With both, 80% intervals contain 80% of the times of five
-models on an MI300X, predicted from an H100 (public Kineto traces, AMD-AGI/TraceLens: 134
-memory-bound shapes, 26 GEMMs). Of three attention shapes, which took 1.5 to 2.2 times as long as
-predicted, one is inside.
-"""
 
 # Errors of measured times or of bytes, which do not grow with the distance from the fitted GPUs.
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")

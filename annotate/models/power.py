@@ -15,12 +15,9 @@ F64 = npt.NDArray[np.float64]
 
 _SHIPPED = Path(__file__).with_name("power.toml")
 
+# Vector operations per attention score, forward and backward. A softmax has five (see
+# `op_costs.memory_bound`); the backward repeats it and adds the four of its gradient.
 _PER_SCORE = 5.0, 9.0
-"""Vector operations per attention score, forward and backward.
-
-A softmax has five (see `op_costs.memory_bound`); the backward repeats it and adds the four of its
-gradient.
-"""
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

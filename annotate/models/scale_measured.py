@@ -197,8 +197,8 @@ over ten captured steps of H200 and H100, each predicted from the other
 and H100 in another campaign do not distinguish values around it.
 """
 
+# Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper).
 _SM_BYTES_PER_CYCLE = 64
-"""Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper)."""
 
 
 def issue_rate(gpu: Gpu) -> float:

@@ -98,6 +98,7 @@ def _sizes(
     return batch, heads, key_heads, rows, columns
 
 
+# Positions as in the schemas of torch 2.13; those that torch 2.11 shares are the same.
 _LAYOUTS = {
     "_scaled_dot_product_flash_attention": _Layout(0, 4, lower_right=True),
     "_scaled_dot_product_flash_attention_for_cpu": _Layout(0, 4),
@@ -123,7 +124,6 @@ _LAYOUTS = {
     "_cudnn_attention_forward": _Layout(0, 10, lengths=4, longest=6),
     "_cudnn_attention_backward": _Layout(1, 14, lengths=9, longest=11, backward=True),
 }
-"""Positions as in the schemas of torch 2.13; those that torch 2.11 shares are the same."""
 
 FORMULAS: dict[str, Formula] = {name: _formula(layout) for name, layout in _LAYOUTS.items()}
 

@@ -66,8 +66,8 @@ class Work:
     cycles: float = 0.0
 
 
+# Complex dtype -> dtype of its real and imaginary parts.
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-"""Complex dtype -> dtype of its real and imaginary parts."""
 
 Formula = Callable[[Call], Work | None]
 """Call -> its work; None if the formula does not cover its operands."""

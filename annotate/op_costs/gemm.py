@@ -117,11 +117,11 @@ GEMMS: dict[str, Formula] = {
 }
 
 
+# Bytes of neighbouring channels that matrix units load; fewer channels are padded with zeros.
 _CHANNEL_BYTES = 16
-"""Bytes of neighbouring channels that matrix units load; fewer channels are padded with zeros."""
+# Largest inner size of one GEMM. A filter's gradient sums over all points of a batch of images, so
+# its inner size is divided further than `gemm_tiles` splits it.
 _INNER = 32768
-"""Largest inner size of one GEMM. A filter's gradient sums over all points of a batch of images, so
-its inner size is divided further than `gemm_tiles` splits it."""
 
 SLOWER = {"down": 1.14, "up": 1.3, "filter": 1.4}
 """Time of a convolution over that of a GEMM of its sizes by `gemm_tiles`.

@@ -24,6 +24,7 @@ from onerank.annotate.op_costs.cost_record import Formula, Work, vector
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.op_costs.operands import Call, Tensor
 
+# Operator -> operations per element; 1 for operators that are absent.
 _PER_ELEMENT = {
     # a + s*b*c and a + s*b/c; a + w*(b - a)
     "addcmul": 3,
@@ -40,8 +41,8 @@ _PER_ELEMENT = {
     "mish": 4,
     "clamp": 2,
 }
-"""Operator -> operations per element; 1 for operators that are absent."""
 
+# Fused optimizer -> (operations per parameter, positions of the lists that it changes).
 _FUSED = {
     # decay 1, first moment 3, second moment 4, both bias corrections 2, root, eps, divide, step 4
     "_fused_adamw_": (14, (0, 2, 3, 4)),
@@ -49,7 +50,6 @@ _FUSED = {
     "_fused_sgd_": (6, (0, 2)),
     "_fused_adagrad_": (7, (0, 2)),
 }
-"""Fused optimizer -> (operations per parameter, positions of the lists that it changes)."""
 
 # Per element of the normalised operand: forward is mean, variance, scale and affine; backward
 # repeats the normalisation and adds two reductions and the weight's gradient.
@@ -57,6 +57,7 @@ _NORM_FORWARD, _NORM_BACKWARD = 7, 14
 # Maximum, subtract, exponential, sum, divide; backward is product, sum, subtract, product.
 _SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 5, 4
 
+# Operators that overwrite their first operand without reading it.
 _WRITE_ONLY = frozenset(
     [
         "fill_",
@@ -78,7 +79,6 @@ _WRITE_ONLY = frozenset(
         "randperm",
     ]
 )
-"""Operators that overwrite their first operand without reading it."""
 
 
 # Tensor operands that are read; an additional operand is the `out` of an out-variant.
@@ -97,8 +97,8 @@ _READS = {
 }
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
+# Operators of vLLM that write keys and values (arguments 0, 1) into a paged cache (2).
 _INTO_CACHE = frozenset(("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla"))
-"""Operators of vLLM that write keys and values (arguments 0, 1) into a paged cache (2)."""
 
 WRITES_INTO_ZEROS = frozenset(
     "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
@@ -289,6 +289,7 @@ PASSES = {
 Measured on calls of 30 us and more in the shipped database of the H200.
 """
 
+# Passes by the kernels' code: one for the sums, one for the result. Not measured.
 _COUNTED = {
     "native_batch_norm": 3 / 2,
     "cudnn_batch_norm": 3 / 2,
@@ -302,7 +303,6 @@ _COUNTED = {
     "batch_norm_backward": 5 / 3,
     "native_group_norm_backward": 5 / 3,
 }
-"""Passes by the kernels' code: one for the sums, one for the result. Not measured."""
 
 _LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured in the same way as `PASSES`
 # Measured on `index_add_` of rows of 4 and 8 kB in the same database; in 16 bits the additions
@@ -346,13 +346,10 @@ def _finds_sums(call: Call) -> bool:
     return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))
 
 
+# Elements per SM and cycle of `max_clock_mhz`: addressed one by one, and summed. Measured on
+# kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56 for `elementwise_kernel`
+# and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for `reduce_kernel`.
 _PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.34, 2.5
-"""Elements per SM and cycle of `max_clock_mhz`: addressed one by one, and summed.
-
-Measured on kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56 for
-`elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for
-`reduce_kernel`.
-"""
 
 
 def cycles_of(call: Call, operator_class: OpClass) -> float:

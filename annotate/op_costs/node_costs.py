@@ -20,8 +20,8 @@ from onerank.ir.errors import AnnotateError
 NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
+# Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64.
 _MOST = 2**61
-"""Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64."""
 
 _FORMULAS = {
     **gemm.FORMULAS,

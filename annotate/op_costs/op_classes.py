@@ -198,6 +198,9 @@ _NAMESPACES = {
 
 _GENERATED = re.compile(r"(graph_\d+_)?cpp_")
 
+# Class -> pattern of kernel names; the first match wins, so specific patterns come first.
+# Inductor's patterns come before all others: a fused kernel's prefix shows its outer loop, and the
+# operators in its name are only parts of it.
 _KERNELS = (
     (OpClass.ATTENTION, r"^triton_tem_.*attention"),
     (OpClass.GEMM, r"^triton_tem_"),
@@ -222,14 +225,9 @@ _KERNELS = (
     (OpClass.REDUCTION, r"reduce"),
     (OpClass.ELEMENTWISE, r"elementwise"),
 )
-"""Class -> pattern of kernel names; the first match wins, so specific patterns come first.
 
-Inductor's patterns come before all others: a fused kernel's prefix shows its outer loop, and the
-operators in its name are only parts of it.
-"""
-
+# Template arguments with a library's name, which does not show what the kernel does.
 _NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
-"""Template arguments with a library's name, which does not show what the kernel does."""
 
 
 def base_name(op: str) -> str:

@@ -182,8 +182,8 @@ def _are_strides(given: Any, tensor: Tensor) -> bool:
     return all(isinstance(stride, int) and stride >= 0 for stride in given)  # pyright: ignore[reportUnknownVariableType]
 
 
+# Characters of a column that an error shows; a list of 300 tensors has 20,000.
 _SHOWN = 60
-"""Characters of a column that an error shows; a list of 300 tensors has 20,000."""
 
 
 # `msgspec.json.decode` with a type reads the type anew in each call, a decoder once; a step of a

@@ -34,13 +34,13 @@ class _DtypeChange:
     result_bytes: int
 
 
+# Results of fp8 products have 16 bits, as with `_scaled_mm`; other results are as in autocast.
 _CHANGES = {
     "fp8": _DtypeChange("float8_e4m3fn", ("bfloat16", "float16"), 1, 2),
     "bf16": _DtypeChange("bfloat16", ("float32", "tfloat32"), 2, 2),
     "fp16": _DtypeChange("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
     "tf32": _DtypeChange("tfloat32", ("float32",), 4, 4),
 }
-"""Results of fp8 products have 16 bits, as with `_scaled_mm`; other results are as in autocast."""
 
 DTYPES = tuple(_CHANGES)
 

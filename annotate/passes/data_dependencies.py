@@ -136,6 +136,7 @@ class Lanes(NamedTuple):
         return count
 
 
+# Collectives with separate outputs: inputs come first in the recorded tensors, outputs after.
 _SEPARATE_OUTPUT = frozenset(
     {
         Collective.ALL_GATHER,
@@ -144,10 +145,9 @@ _SEPARATE_OUTPUT = frozenset(
         Collective.ALL_TO_ALL,
     }
 )
-"""Collectives with separate outputs: inputs come first in the recorded tensors, outputs after."""
 
+# Part of the name of operators that update running statistics among their operands.
 _ALSO_WRITES = "batch_norm"
-"""Part of the name of operators that update running statistics among their operands."""
 
 
 class ByteRange(NamedTuple):

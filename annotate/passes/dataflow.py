@@ -91,8 +91,8 @@ def _typed(
 BEFORE_STEP = -1
 """Writer of contents that existed before the step."""
 
+# Operators that may return their operand; dropout does so with p = 0 or outside training.
 _IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})
-"""Operators that may return their operand; dropout does so with p = 0 or outside training."""
 
 
 class Operand(NamedTuple):

@@ -19,13 +19,13 @@ I64 = npt.NDArray[np.int64]
 
 F64 = npt.NDArray[np.float64]
 
+# Classes that decide the sort of an operator with several launches, the strongest first.
 _PRIORITY = (OpClass.COMMUNICATION, OpClass.ATTENTION, OpClass.GEMM, OpClass.OPTIMIZER)
-"""Classes that decide the sort of an operator with several launches, the strongest first."""
 
 _SORT_OF = dict(zip(_PRIORITY, ("collective", "attention", "product", "optimizer"), strict=True))
 
+# Sort of other operators, by the number of the phase. Without a phase they are input data.
 _SORT_OF_PHASE = ("forward", "forward", "backward", "optimizer")
-"""Sort of other operators, by the number of the phase. Without a phase they are input data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,24 +80,20 @@ _HOPPER = 90
 
 _TILE = (256, 128)
 
+# Tiles per SM above which the kernel takes tiles from a counter. 491 of 493 bf16 and 115 of 116
+# float8 products in the H200's database agree, and every product of the captures in traces/. Up to
+# two tiles per SM are assigned at launch.
 _TILES_FROM_COUNTER = 2
-"""Tiles per SM above which the kernel takes tiles from a counter.
-
-491 of 493 bf16 and 115 of 116 float8 products in the H200's database agree, and every product of
-the captures in traces/. Up to two tiles per SM are assigned at launch.
-"""
 
 _SPLIT_TILE = 64
 
 _SPLIT_LEAST_K = 4096
 
+# Inner size per tile of 64 x 64 of the result from which cuBLAS splits the inner size. bf16 on an
+# H100: 795 products of 64 to 4096 rows and columns. The rule disagrees on 22, all at its edge (32
+# tiles with 4096, 256 with 16384), where the operands' layout decides. float16: three shapes in the
+# H200's database. No product with an inner size of 2048 or less is split.
 _SPLIT_K_PER_TILE = {"bfloat16": 120, "float16": 64}
-"""Inner size per tile of 64 x 64 of the result from which cuBLAS splits the inner size.
-
-bf16 on an H100: 795 products of 64 to 4096 rows and columns. The rule disagrees on 22, all at its
-edge (32 tiles with 4096, 256 with 16384), where the operands' layout decides. float16: three shapes
-in the H200's database. No product with an inner size of 2048 or less is split.
-"""
 
 
 def _product(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -220,15 +216,13 @@ _MOST_BLOCKS = 320
 
 _MOST_TENSORS = (110, 64, 48, 36, 30)
 
+# Limits of a launch by the number of lists: what 4 kB of kernel arguments hold. torch 2.11 has them
+# with CUDA 13, too, as every capture in traces/ shows. The header of torch 2.13 raises them to 2240
+# blocks where it is built for CUDA 13.
 _MOST_TENSORS_WITH_SCALARS = (96, 64, 48, 36, 30)
-"""Limits of a launch by the number of lists: what 4 kB of kernel arguments hold.
 
-torch 2.11 has them with CUDA 13, too, as every capture in traces/ shows. The header of torch 2.13
-raises them to 2240 blocks where it is built for CUDA 13.
-"""
-
+# Tensors whose norms one launch of `lpnorm_cleanup` finishes: 1000 take three (measured).
 _CLEANED_TENSORS = 400
-"""Tensors whose norms one launch of `lpnorm_cleanup` finishes: 1000 take three (measured)."""
 
 
 def _lists(call: Call) -> list[tuple[Tensor, ...]]:
@@ -312,8 +306,8 @@ def _multi_tensor(tensors: Sequence[Tensor], depth: int, *, with_scalars: bool) 
 
 _MULTI_TENSOR = "multi_tensor_apply_kernel"
 
+# Tensors that one launch concatenates: `CAT_ARRAY_BATCH_SIZE` in Shape.cu.
 _CAT_TENSORS = 128
-"""Tensors that one launch concatenates: `CAT_ARRAY_BATCH_SIZE` in Shape.cu."""
 
 
 def _cat(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -330,8 +324,8 @@ def _cat(call: Call, target: Gpu) -> Sequence[Launch]:
 
 _FILL, _ARANGE, _COPY = "aten::fill_", "aten::arange", "aten::copy_"
 
+# Keys that CUB sorts in one block; measured between 2048 and 3072.
 _SINGLE_TILE = 2048
-"""Keys that CUB sorts in one block; measured between 2048 and 3072."""
 
 _DIGIT_BITS = 8
 
@@ -400,8 +394,8 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     return (*[linear] * 3, _COUNT_UP, *sort, Launch("indexing_backward_kernel", 1.0))
 
 
+# Longest row that a block sorts: `sort_size` in Sort.cu.
 _SORTED_IN_BLOCK = 4096
-"""Longest row that a block sorts: `sort_size` in Sort.cu."""
 
 
 def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -625,8 +619,8 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
     return (_MEMSET, kernel) if rows > 1 else (kernel,)
 
 
+# Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too.
 _THREADS_OF_SM = 2048
-"""Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too."""
 
 
 def _power_of_two(size: int) -> int:
@@ -654,11 +648,11 @@ def _reduced(call: Call) -> set[int] | None:
 _ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
 
 
+# Operators, by base name, whose launches depend on axes or flags.
 _NEED_VALUES = frozenset(
     "_index_put_impl_ index_put_ index_put sum mean nansum amax amin std var var_mean "
     "linalg_vector_norm norm logsumexp max min argmax argmin all any prod".split()
 )
-"""Operators, by base name, whose launches depend on axes or flags."""
 
 
 def launches_need_values(op: str) -> bool:

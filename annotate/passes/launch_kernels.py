@@ -26,8 +26,8 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
+# Share of an operator's time that its helpers may take where its work needs more than the rest.
 _MOST_HELPERS = 0.5
-"""Share of an operator's time that its helpers may take where its work needs more than the rest."""
 
 _OPERANDS = (
     "input_values",
@@ -40,8 +40,8 @@ _OPERANDS = (
 )
 
 
+# Classes whose models were fitted on the time of whole operators, helpers included.
 _TIMED_WHOLE = (OpClass.GEMM, OpClass.ATTENTION, OpClass.NORM)
-"""Classes whose models were fitted on the time of whole operators, helpers included."""
 
 
 def add_launches(  # noqa: PLR0917
@@ -166,8 +166,8 @@ class LaunchKernels:
         return _noted(graph, expanded, len(index), int(launches.sum()), target)
 
 
+# (operator, its launches) of each distinct call.
 _Calls = list[tuple[str, list[Launch]]]
-"""(operator, its launches) of each distinct call."""
 
 
 def _distinct_calls(graph: Graph, index: I64, target: Gpu, attention: str) -> tuple[_Calls, I64]:

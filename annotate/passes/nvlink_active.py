@@ -29,8 +29,8 @@ I64 = npt.NDArray[np.int64]
 # Four of five of the eight measured ranks had 0.7 to 1.5 times the predicted slowdown.
 _EXCESS_P10, _EXCESS_P90 = 0.7, 1.5
 
+# Prefixes of kernels that really communicated during the capture, so the links were active.
 _REAL_KERNELS = ("nccl", "rccl")
-"""Prefixes of kernels that really communicated during the capture, so the links were active."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ def versions(driver: str) -> dict[str, str]:
     }
 
 
+# Calls that share one profile: a profiler takes longer to start and stop than most calls run.
 _MAX_BATCH = 64
-"""Calls that share one profile: a profiler takes longer to start and stop than most calls run."""
 
 MAX_COPIES = 64
 """Copies of a call's operands that take turns, so that each finds a cold cache."""
@@ -99,10 +99,10 @@ _SUSTAINED_S = 1.8
 
 _HOST_CACHE_BYTES = 32 << 20
 
+# Random operators: before each replay, a CUDA graph sets their position in the sequence.
 _NOT_IN_GRAPHS = frozenset(
     f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
 )
-"""Random operators: before each replay, a CUDA graph sets their position in the sequence."""
 
 
 class _Profiled(NamedTuple):
@@ -367,8 +367,8 @@ def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+# Children that may die before the remaining calls are given up: each starts torch again.
 _MAX_DEATHS = 12
-"""Children that may die before the remaining calls are given up: each starts torch again."""
 
 Message = Measured | tuple[str, Any]
 """A child's report: a measurement; ("begin", positions); ("end", (position, account));

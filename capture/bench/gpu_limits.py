@@ -21,11 +21,11 @@ from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES, SustainedCall
 _SUSTAINED_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0  # seconds before idle power is read, and while it is read
 _LARGE_GEMMS = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
+# m, n and k of GEMMs from power-limited ones to some that leave most of the GPU idle.
 _POWER_GEMMS = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
           (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
           (1, 16384, 16384), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 128, 8192),
           (128, 1024, 1024))  # fmt: skip
-"""m, n and k of GEMMs from power-limited ones to some that leave most of the GPU idle."""
 _COPY_ELEMENTS = 1 << 29  # of bfloat16: 1 GiB, far more than any cache
 
 # Operands of 2 to 16 MiB: which size is fastest depends on the cache, so the fastest counts.

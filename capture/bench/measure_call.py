@@ -85,8 +85,8 @@ def launched(
     ]
 
 
+# (kernel, ns, operator) of one repetition, in the order of launch.
 _Run = list[tuple[str, int, str]]
-"""(kernel, ns, operator) of one repetition, in the order of launch."""
 
 
 def _device(events: list[Any]) -> dict[int, list[_Run]]:
@@ -164,8 +164,8 @@ def _merged(runs: list[_Run]) -> Launched:
     return Launched(names, times, tuple(inner for _, _, inner in runs[-1]))
 
 
+# A replay contains so many calls that it lasts this long, but at most `_MAX_CALLS`.
 _REPLAY_NS = 400_000
-"""A replay contains so many calls that it lasts this long, but at most `_MAX_CALLS`."""
 _MAX_CALLS = 256
 
 _MAX_QUEUED = 512  # the driver's queue holds about a thousand launches
@@ -175,8 +175,8 @@ _MAX_QUEUED = 512  # the driver's queue holds about a thousand launches
 _HOST_NS = 10_000
 _WAIT_CYCLES = 20_000
 
+# Replays before the first sample, while the clocks settle.
 _SETTLE_S = 0.02
-"""Replays before the first sample, while the clocks settle."""
 
 # Sampling ends after _SAMPLING_S with _SAMPLES samples, or after _LONG_S with _MIN_SAMPLES.
 _SAMPLING_S, _SAMPLES = 0.025, 20

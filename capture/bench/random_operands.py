@@ -16,15 +16,15 @@ from onerank.ir.errors import CaptureError
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
+# Operators that take any strides.
 _ANY_STRIDES = frozenset(
     """add add_ sub sub_ mul mul_ div div_ neg exp pow rsqrt sqrt copy_ cat clone silu silu_backward
     gelu gelu_backward sigmoid tanh relu where masked_fill masked_fill_ fill_ zero_ sum mean
     addcmul addcdiv lerp""".split()
 )
-"""Operators that take any strides."""
 
+# Operators whose index may be one number per row, expanded over the columns.
 _ROW_INDEXED = frozenset({"gather", "scatter_add", "scatter_add_"})
-"""Operators whose index may be one number per row, expanded over the columns."""
 
 
 def layouts(call: BenchCall) -> list[BenchCall]:
@@ -118,8 +118,8 @@ def _broadcast_rows(operand: Operand) -> Operand:
     return replace(operand, strides=(*contiguous(operand.shape[:-1]), 0))
 
 
+# Operators that turn negative or tiny operands into NaN or infinities, which change their time.
 _POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal".split())
-"""Operators that turn negative or tiny operands into NaN or infinities, which change their time."""
 
 
 class RunnableCall(NamedTuple):
@@ -232,11 +232,9 @@ def _argument_values(call: BenchCall, device: torch.device) -> list[Any]:
     return _from_forward(base, values)
 
 
+# In-place operators that, repeated, would drive an operand to zero or infinity. A division of
+# infinities takes twice as long.
 _COMPOUNDING = frozenset("mul_ div_ _foreach_mul_ _foreach_div_".split())
-"""In-place operators that, repeated, would drive an operand to zero or infinity.
-
-A division of infinities takes twice as long.
-"""
 
 
 def _with_magnitude_one(value: Any) -> Any:
@@ -273,6 +271,7 @@ def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: boo
     return flat.as_strided(operand.shape, operand.strides)
 
 
+# Operator -> position of its indices -> their bound, given the call and the place in a list.
 _BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
     "embedding": {1: lambda call, _: call.arguments[0].shape[0]},
     "embedding_dense_backward": {1: lambda call, _: call.arguments[2]},
@@ -288,8 +287,8 @@ _BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
     "nll_loss_forward": {1: lambda call, _: call.arguments[0].shape[-1]},
     "nll_loss_backward": {2: lambda call, _: call.arguments[1].shape[-1]},
 }
-"""Operator -> position of its indices -> their bound, given the call and the place in a list."""
 
+# Operators whose integer operands are no indices: any value is valid.
 _NO_INDICES = frozenset(
     """add add_ sub sub_ rsub mul mul_ div div_ floor_divide remainder eq ne lt le gt ge eq_ ne_
     copy_ _to_copy clone fill_ zero_ masked_fill masked_fill_ where cat stack cumsum sum any all max
@@ -298,7 +297,6 @@ _NO_INDICES = frozenset(
     isin arange random_ tril triu flip roll repeat histc _grouped_mm _fused_adamw_ _fused_adam_
     _fused_sgd_ _cudnn_attention_backward _flash_attention_backward""".split()
 )
-"""Operators whose integer operands are no indices: any value is valid."""
 
 
 def _refuse_indices(base: str, call: BenchCall) -> None:

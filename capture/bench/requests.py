@@ -114,12 +114,12 @@ _TOKENS = 4096
 
 _LARGE, _CACHED = 1 << 28, 1 << 22
 
+# m, n and k of GEMMs: compute-bound, of a layer, memory-bound, within the cache, on few SMs.
 _PRODUCTS = (
     (8192, 8192, 8192), (4096, 14336, 4096), (4096, 4096, 14336), (4096, 4096, 4096),
     (8192, 8192, 256), (2048, 2048, 2048), (512, 4096, 4096), (256, 16384, 8192),
     (64, 16384, 16384), (1, 16384, 16384), (1024, 1024, 1024), (512, 512, 512), (128, 128, 8192),
 )  # fmt: skip
-"""m, n and k of GEMMs: compute-bound, of a layer, memory-bound, within the cache, on few SMs."""
 
 _IN_CACHE = ("add", "silu", "sum", "exp", "fill_")
 
@@ -266,11 +266,11 @@ def _few_tokens(models: Sequence[Model]) -> Tier:
                 yield from products(model, tp, tokens, backward=False)
 
 
+# In order of priority: a benchmark with a time limit may not reach the last ones.
 _TIERS: tuple[Callable[[], Tier], ...] = (
     _common_models, pointwise_sizes, _mixtures, _other_dtypes, _other_lengths,
     _few_tokens_of_common_models, _other_models, _few_tokens_of_other_models,
 )  # fmt: skip
-"""In order of priority: a benchmark with a time limit may not reach the last ones."""
 
 
 def _layer(model: Model, tp: int, tokens: int) -> Tier:

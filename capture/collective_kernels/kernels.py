@@ -208,6 +208,7 @@ def _flags(traffic: Traffic) -> int:
     )
 
 
+# The fields `peers` and `own` of `Work` for each collective.
 _FLAGS = {
     collective: (
         tuple(_flags(step.peers) for step in passes),
@@ -215,7 +216,6 @@ _FLAGS = {
     )
     for collective, passes in PASSES.items()
 }
-"""The fields `peers` and `own` of `Work` for each collective."""
 
 
 class _Launch:

@@ -243,11 +243,11 @@ def _warn_unknown(function: str, group: Group, root: int, reason: str = "") -> N
 LARGEST_BYTES = 2**20
 """Largest payload whose values are learned; a batch of token ids fits."""
 
+# Modules whose frames lie between the caller of a collective and its emulation.
 _FRAMES_BELOW_THE_SCRIPT = (
     *("onerank.capture", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
     *("torch.distributed._functional_collectives", "torch.utils._contextlib", "torch._ops"),
 )
-"""Modules whose frames lie between the caller of a collective and its emulation."""
 
 
 class IntegerPayloads:

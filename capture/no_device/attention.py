@@ -17,12 +17,12 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.patches import rebound
 
 _torch: Any = torch
+# GPUs for which torch prefers cuDNN's attention: measured on an H100 and an H200 with torch 2.11,
+# and `priority_order` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 _CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""GPUs for which torch prefers cuDNN's attention: measured on an H100 and an H200 with torch 2.11,
-and `priority_order` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
 _MOST_CUDNN_HEAD = 128
+# Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash`).
 _MOST_FLASH_HEAD = 256
-"""Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash`)."""
 
 
 @contextlib.contextmanager

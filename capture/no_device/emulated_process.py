@@ -321,8 +321,8 @@ def _first_configuration() -> contextlib.AbstractContextManager[None]:
     return patched(f"{_TRITON_TUNER}.Autotuner", {"run": run})
 
 
+# It builds masks for fake tensors that it leaves out on a device, as it cannot read them.
 _HUGGING_FACE = "transformers.utils.import_utils"
-"""It builds masks for fake tensors that it leaves out on a device, as it cannot read them."""
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ Category = Literal["cpu_op", "user_annotation"]
 SCHEMA = "1.1.1-chakra.0.0.4"
 """Schema of the execution trace, as torch 2.11 and 2.13 write it."""
 
+# The caching allocator rounds every block up to a multiple of these bytes.
 _ROUNDED_TO = 512
-"""The caching allocator rounds every block up to a multiple of these bytes."""
 
 _TYPES = {
     getattr(torch, dtype): name for dtype, name in TENSOR_TYPES.items() if hasattr(torch, dtype)

@@ -47,13 +47,13 @@ _UNRECORDED = ("prim", "inductor")
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 
+# A loss scaler's check of gradients: as all are finite, the flag that it sets stays 0.
 _CHECKS = ("_amp_foreach_non_finite_check_and_unscale_",)
-"""A loss scaler's check of gradients: as all are finite, the flag that it sets stays 0."""
 
 _ZEROS = ("zero_", "_foreach_zero_")
 
+# Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer.
 _UNNUMBERED = 1 << 62
-"""Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer."""
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -63,14 +63,15 @@ _RANDOM = frozenset(
     "native_dropout".split()
 )
 
+# In-place operators that change the shape: only their fake implementation gives the result.
 _RESHAPES_IN_PLACE = frozenset(
     "resize_ resize_as_ set_ t_ transpose_ squeeze_ unsqueeze_ detach_ as_strided_".split()
 )
-"""In-place operators that change the shape: only their fake implementation gives the result."""
 
+# Operators that run in cuBLAS, which keeps a workspace.
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
-"""Operators that run in cuBLAS, which keeps a workspace."""
 
+# Prefixes of operators with a CUDA kernel: a GPU does not run their composite kernel.
 _OF_A_GPU = (
     "_foreach_",
     "_fused_",
@@ -87,7 +88,6 @@ _OF_A_GPU = (
     "lift",
     "detach",
 )
-"""Prefixes of operators with a CUDA kernel: a GPU does not run their composite kernel."""
 
 
 @dataclass(frozen=True, slots=True)

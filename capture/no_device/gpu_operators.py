@@ -58,8 +58,8 @@ class Inner(NamedTuple):
     results: Sequence[Any] | None = None
 
 
+# Takes an operator's arguments in the schema's order, and its result.
 _Call = Callable[[Sequence[Any], Any], Inner | None]
-"""Takes an operator's arguments in the schema's order, and its result."""
 
 
 def inner_of(name: str, args: Sequence[Any], result: Any) -> Inner | None:

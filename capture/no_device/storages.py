@@ -9,8 +9,8 @@ from torch import Tensor
 
 from onerank.capture.no_device.event_log import EventLog
 
+# Distance of two made-up addresses: above the size of any storage.
 _APART = 1 << 40
-"""Distance of two made-up addresses: above the size of any storage."""
 
 
 class Storages:

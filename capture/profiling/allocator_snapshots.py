@@ -216,8 +216,8 @@ def lingering_as(profiled: History, other: History) -> History:
     return msgspec.structs.replace(profiled, lingers=lingers)
 
 
+# Events by which the begins of two recordings may differ, the smallest first.
 _SHIFTS = tuple(sorted(range(-16, 17), key=abs))
-"""Events by which the begins of two recordings may differ, the smallest first."""
 
 
 def _events(history: History) -> list[tuple[int, int, int]]:

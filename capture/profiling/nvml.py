@@ -21,6 +21,7 @@ from onerank.ir import Reading, Sensors
 
 INTERVAL_S = 0.02
 
+# NVML's constant -> the word that a trace stores. Idle and none are no reasons.
 _THROTTLES = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
     "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
@@ -33,7 +34,6 @@ _THROTTLES = {
     "nvmlClocksThrottleReasonBoardLimit": "board limit",
     "nvmlClocksThrottleReasonReliability": "reliability",
 }
-"""NVML's constant -> the word that a trace stores. Idle and none are no reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ class SensorSampler:
                 return
 
 
+# Interval between readings of the energy counter, below the 10 ms between its updates.
 _POLL_S = 0.004
-"""Interval between readings of the energy counter, below the 10 ms between its updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from onerank.capture.profiling.allocator_snapshots import (
 from onerank.capture.profiling.window_observations import Observations
 from onerank.converters.sources.kineto import History, history_name
 
+# Share of the peak memory below which collector runs get no note.
 _NOTED_SHARE = 0.01
-"""Share of the peak memory below which collector runs get no note."""
 
 
 class Collector:
@@ -255,12 +255,12 @@ def _storages(
 
 _ROWS = ("crow_indices", "col_indices", "values")
 _COLUMNS = ("ccol_indices", "row_indices", "values")
+# Layout of a sparse tensor -> methods that return its dense parts.
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
 }
-"""Layout of a sparse tensor -> methods that return its dense parts."""
 
 
 def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -51,11 +51,9 @@ from onerank.capture.profiling.window_observations import (
 from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan
 from onerank.ir.errors import ScriptError
 
+# Consecutive skipped steps after which a script is refused, because it would run forever. A scale
+# of 2^16 halved 100 times is far below float16's range.
 _MOST_SKIPPED = 100
-"""Consecutive skipped steps after which a script is refused, because it would run forever.
-
-A scale of 2^16 halved 100 times is far below float16's range.
-"""
 
 
 class Windows:

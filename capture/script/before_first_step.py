@@ -36,8 +36,8 @@ few batches.
 MOST_FORWARDS = 1024
 """Forwards before a script without a backward is refused: an evaluation may precede training."""
 
+# Count from which powers of two are reported; below, the heartbeat is enough.
 _FIRST_REPORT = 16
-"""Count from which powers of two are reported; below, the heartbeat is enough."""
 
 
 class BeforeFirstStep:

@@ -39,8 +39,8 @@ META_ADVICE = (
     "initialise the weights before training, or build the model on a real device"
 )
 
+# Memory of training state over that of weights: weights, gradients and AdamW's two moments.
 _ADAMW_FACTOR = 4
-"""Memory of training state over that of weights: weights, gradients and AdamW's two moments."""
 
 
 def explained(

@@ -291,8 +291,8 @@ def _self_of(frame: FrameType) -> Any:
     return frame.f_locals.get(frame.f_code.co_varnames[0])
 
 
+# Nested containers to search for tensors: param_groups are lists in dicts in a list.
 _CONTAINER_DEPTH = 4
-"""Nested containers to search for tensors: param_groups are lists in dicts in a list."""
 
 _CONTAINERS = (dict, list, tuple, set)
 

@@ -72,8 +72,8 @@ class Eviction:
             signal.signal(signal.SIGALRM, self._before)
 
 
+# How often a script may catch the exception that ends it before it is evicted.
 _MAX_CAUGHT_ENDS = 3
-"""How often a script may catch the exception that ends it before it is evicted."""
 
 
 class CaptureComplete(SystemExit):

@@ -168,8 +168,8 @@ def _rank_class(job: Job, first: Job) -> RankClass:
     return job.rank_class
 
 
+# (index of the sender's graph, index of the receiver's).
 _Route = tuple[int, int]
-"""(index of the sender's graph, index of the receiver's)."""
 
 
 def check_messages(rank_graphs: Sequence[RankGraph]) -> None:

@@ -194,11 +194,11 @@ _MAX_THREADS = 640  # NCCL_MAX_NTHREADS
 _MIN_THREADS = 128
 _SIMPLE_THREADS = 512  # NCCL_SIMPLE_MAX_NTHREADS
 _LEAST_TRAFFIC_PER_CHANNEL = 16 << 10  # of `scheduleCollTasksToPlan`
+# Calls that NCCL builds from sends and receives in one kernel.
 _POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
-"""Calls that NCCL builds from sends and receives in one kernel."""
 _NVLS = frozenset({"nvls", "nvls_tree"})
+# Algorithms without AVG and PREMUL_SUM: NVSwitches sum without scaling, and so does PAT.
 _UNSCALED = _NVLS | {"pat"}
-"""Algorithms without AVG and PREMUL_SUM: NVSwitches sum without scaling, and so does PAT."""
 _LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
 
 

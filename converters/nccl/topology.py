@@ -15,13 +15,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+# Words in the names of PCIe boards of generations that also have NVLink boards. NVL boards count as
+# PCIe: bridges join an H100 NVL to at most one other, an H200 NVL to three.
 _PCIE_WORDS = frozenset(
     {"PCIE", "NVL", "A30", "A30X", "A100X", "FHHL", "ACTIVE", "TITAN", "QUADRO"}
 )
-"""Words in the names of PCIe boards of generations that also have NVLink boards.
-
-NVL boards count as PCIe: bridges join an H100 NVL to at most one other, an H200 NVL to three.
-"""
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def _lanes(graph: Graph, communications: Iterable[int]) -> list[Hashable | None]
     return lanes
 
 
+# Tags have 32 bits, and the highest is the wildcard.
 _MOST_TAGS = 2**32 - 1
-"""Tags have 32 bits, and the highest is the wildcard."""
 
 Route = tuple[int, int, int, int]
 """Source, destination, tag as captured, bytes."""

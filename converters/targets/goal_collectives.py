@@ -80,14 +80,14 @@ def _binary(count: int, node: int) -> int:
     return up if up < count else node ^ bit
 
 
+# NCCL reduces one float for a barrier.
 _BARRIER_BYTES = 4
-"""NCCL reduces one float for a barrier."""
 
+# Chunk of a channel: an eighth (NCCL_STEPS) of the default NCCL_BUFFSIZE of 4 MiB.
 _CHUNK_BYTES = 512 << 10
-"""Chunk of a channel: an eighth (NCCL_STEPS) of the default NCCL_BUFFSIZE of 4 MiB."""
 
+# Limit on the simulated chunks; with more, filling the pipeline takes negligible time.
 _MOST_CHUNKS = 256
-"""Limit on the simulated chunks; with more, filling the pipeline takes negligible time."""
 
 # `nccl.choose` has torch's names, in which both spellings are one collective.
 _NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}

@@ -226,8 +226,8 @@ _CAPTURE_EACH_CLASS = (
     "directory"
 )
 
+# Distance from the receiver to the sender, tag, bytes.
 _Message = tuple[Shift, int, int]
-"""Distance from the receiver to the sender, tag, bytes."""
 
 
 def check_peers(

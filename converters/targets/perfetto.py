@@ -16,8 +16,8 @@ from onerank.ir.output_files import replace_file
 I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
 _COUNTER = "memory allocated by the step"
+# Added to a stream's number, so that streams sort after all threads.
 _STREAM_ORDER = 1_000_000
-"""Added to a stream's number, so that streams sort after all threads."""
 
 
 def timeline(

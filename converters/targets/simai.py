@@ -260,14 +260,14 @@ def _without_spaces(path: str) -> str:
 LARGEST_MESSAGE = 2**31 - 1
 """Largest pp_comm, which SimAI reads as an int."""
 
+# SimAI-Analytical takes the time of smaller messages from a table of fixed latencies.
 _SMALL_BYTES = 1 << 20
-"""SimAI-Analytical takes the time of smaller messages from a table of fixed latencies."""
 
+# Group sizes of that table; other sizes take no time.
 _TABLED_SIZES = (2, 4, 8, 16, 32, 64, 128)
-"""Group sizes of that table; other sizes take no time."""
 
+# Times up to which float32 is exact.
 _EXACT_NS = 1 << 24
-"""Times up to which float32 is exact."""
 
 
 def losses_of(

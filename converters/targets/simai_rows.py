@@ -17,8 +17,8 @@ COLLECTIVE_NAMES = {
 }
 LARGEST_GATHER_BYTES = 16 << 30
 """Largest all-gather or reduce-scatter; with more SimAI exits with 0 and writes an empty report."""
+# Largest plausible message: a pebibyte.
 _MOST_BYTES = 1 << 50
-"""Largest plausible message: a pebibyte."""
 
 
 class Slot(Enum):
@@ -186,8 +186,8 @@ class SlotAssigner:
 LARGEST_NS = 2**31 - 128
 """Largest float32 below 2**31; SimAI hangs on cells of 2**31 ns or more."""
 
+# Rows that a cell may be split into: almost six hours of compute.
 _MOST_ROWS_PER_CELL = 10_000
-"""Rows that a cell may be split into: almost six hours of compute."""
 
 
 @dataclass(frozen=True, slots=True)

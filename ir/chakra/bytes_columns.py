@@ -229,11 +229,11 @@ class NumberField:
         return heads
 
 
+# Most numbers encoded as one piece. With more numbers, fewer rows agree in all their lengths.
 _TOGETHER = 3
-"""Most numbers encoded as one piece. With more numbers, fewer rows agree in all their lengths."""
 
+# Number of possible varint lengths: 1 to 10 bytes for 64 bits, and 0 for an absent number.
 _LENGTHS = 11
-"""Number of possible varint lengths: 1 to 10 bytes for 64 bits, and 0 for an absent number."""
 
 
 def _strings(rows: U8) -> Objects:

@@ -77,6 +77,7 @@ def from_json(source: Path, target: Path) -> int:
 
 _WORKLOAD_GRAPH = "workload_graph"
 
+# Key of a node in a feeder's file -> field of Chakra's Node; other keys are attributes.
 _NODE_FIELDS = {
     "Id": "id",
     "Name": "name",
@@ -85,8 +86,8 @@ _NODE_FIELDS = {
     "data_deps": "data_deps",
     "runtime": "duration_micros",
 }
-"""Key of a node in a feeder's file -> field of Chakra's Node; other keys are attributes."""
 
+# Number attributes -> their type in Chakra's converter and feeder.
 _VARIANTS = {
     "tensor_size": "uint64_val",
     "comm_type": "int64_val",
@@ -96,7 +97,6 @@ _VARIANTS = {
     "comm_dst": "int32_val",
     "comm_tag": "int32_val",
 }
-"""Number attributes -> their type in Chakra's converter and feeder."""
 
 
 def _workload_messages(content: dict[str, Any], place: str) -> list[bytes]:

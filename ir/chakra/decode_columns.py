@@ -94,13 +94,13 @@ SHAPES, TYPES = "shapes", "types"
 
 FLAG, OP, REASONS = "is_cpu_op", "gpu_op", "data_dep_reasons"
 
+# Attributes of ours, in the order they are written.
 _CLASSES: list[Field] = [
     Field(FLAG, FLAG, "bool_val"),
     Field(OP, OP, "string_val"),
     *FIELDS,
     Field(REASONS, REASONS, "bytes_val"),
 ]
-"""Attributes of ours, in the order they are written."""
 
 # An attribute's name is field 1 of AttributeProto, and libraries write fields in ascending order
 # (protobuf, "Encoding"). So the encoded name and the tag of the value start the attribute.
@@ -128,8 +128,8 @@ _SORTED = np.argsort(_BEGINNINGS)
 
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
 
+# Most attributes of a run that is parsed here; protobuf parses a run with more.
 _MOST_ATTRIBUTES = 64
-"""Most attributes of a run that is parsed here; protobuf parses a run with more."""
 
 
 class _Attributes(NamedTuple):
@@ -451,6 +451,7 @@ class Runs:
             self._unread = []
 
 
+# Values that every node has, before the runs' contents are spread over the nodes.
 _DENSE: dict[str, type[np.generic]] = {
     "id": np.uint64,
     "type": np.int64,
@@ -466,7 +467,6 @@ _DENSE: dict[str, type[np.generic]] = {
     "plain": np.bool_,
     "exact": np.bool_,
 }
-"""Values that every node has, before the runs' contents are spread over the nodes."""
 
 
 class ColumnDecoder:

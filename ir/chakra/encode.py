@@ -301,11 +301,11 @@ class Encoder:
             pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
 
 
+# Multiplier of the hash: 2**64 / the golden ratio, as in Fibonacci hashing.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Multiplier of the hash: 2**64 / the golden ratio, as in Fibonacci hashing."""
 
+# Mixes high bits into low ones: the low bits of a product depend on low bits only.
 _SHIFT = np.uint64(29)
-"""Mixes high bits into low ones: the low bits of a product depend on low bits only."""
 
 
 def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
@@ -388,8 +388,8 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 
 _REASONS_PREFIX = _prefix("data_dep_reasons", "bytes_val")
 
+# `data_dep_reasons` of a node with one dependency, by its reason; absent for DATA.
 _REASONS = [_REASONS_PREFIX(1) + bytes((reason,)) if reason else b"" for reason in Reason]
-"""`data_dep_reasons` of a node with one dependency, by its reason; absent for DATA."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]
 

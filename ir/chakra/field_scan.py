@@ -84,6 +84,9 @@ def _packed(digits: U64) -> U64:
     return digits
 
 
+# Steps that merge pairs of digits, then fours, then eights. Each is (largest value without a gap to
+# close, mask of the bits that stay, mask of the bits that move, their shift). A step is skipped if
+# no value needs it.
 _FOLDS = [
     (few, np.uint64(low), ~np.uint64(low), np.uint64(shift))
     for few, low, shift in (
@@ -92,11 +95,6 @@ _FOLDS = [
         (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
     )
 ]
-"""Steps that merge pairs of digits, then fours, then eights.
-
-Each is (largest value without a gap to close, mask of the bits that stay, mask of the bits that
-move, their shift). A step is skipped if no value needs it.
-"""
 
 
 def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:

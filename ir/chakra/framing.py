@@ -150,19 +150,19 @@ class Packed:
         return f"{self._name}[{node}]"
 
 
+# Bytes read at a time: few enough to stay in a processor's cache.
 _CHUNK = 2 << 20
-"""Bytes read at a time: few enough to stay in a processor's cache."""
 
 _JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
 
+# Bytes of a file that are inspected before the rest is read.
 _HEAD_BYTES = 1 << 10
-"""Bytes of a file that are inspected before the rest is read."""
 
+# Leading zero bytes that are refused: empty metadata, then two empty nodes with the same id.
 _ZEROS = 3
-"""Leading zero bytes that are refused: empty metadata, then two empty nodes with the same id."""
 
+# Protobuf's own limit, bytes.
 _LARGEST_MESSAGE = (1 << 31) - 1
-"""Protobuf's own limit, bytes."""
 
 
 class ChakraFile:

@@ -25,8 +25,8 @@ from onerank.ir.world import WORLD, ProcessGroup, World
 GROUP_FILES = ("comm_groups.json", "comm_group.json")
 """Names of the file: in ASTRA-sim's examples, and as written by STAGE."""
 
+# Names of the group of all ranks (ASTRA-sim's Workload.cc).
 _DEFAULT_GROUPS = ("", "0")
-"""Names of the group of all ranks (ASTRA-sim's Workload.cc)."""
 
 RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
 _INIT = "process_group:init"
@@ -221,8 +221,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 MOST = 1 << 58
 """Largest number of operations or bytes of a node; no figure derived from it exceeds 64 bits."""
 NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
+# STAGE's values of a file's `schema`, and of `op_type` for a matrix product.
 _STAGE, _EINSUM = "symbolic_tensor_network", "M"
-"""STAGE's values of a file's `schema`, and of `op_type` for a matrix product."""
 
 
 def is_counted(graph: Graph) -> bool:

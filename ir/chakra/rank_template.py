@@ -103,8 +103,8 @@ PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})
 
 _COMMUNICATION_TYPES = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
 
+# Bytes of the longest length prefix: a varint32 has at most 5 digits of 7 bits.
 _MOST_LENGTH_BYTES = 5
-"""Bytes of the longest length prefix: a varint32 has at most 5 digits of 7 bits."""
 
 
 class RankDiff:

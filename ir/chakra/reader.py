@@ -29,8 +29,8 @@ from onerank.ir.errors import ChakraError, GraphError
 from onerank.ir.graph import Edges, Graph, topological_order
 from onerank.ir.nodes import Nodes, StringTable, default_of, dtype_of, is_text
 
+# Most distinct attributes that stay decoded; further ones (exact times, counts) hardly repeat.
 _REMEMBERED = 1 << 16
-"""Most distinct attributes that stay decoded; further ones (exact times, counts) hardly repeat."""
 
 
 def decode_each(
@@ -315,8 +315,8 @@ def read(path: str | Path) -> Graph:
     return _read_with(path, resolve)
 
 
+# (nodes, dependencies, index of each dependency's source or -1 if it is missing) -> edges.
 _Resolve = Callable[[Nodes, Dependencies, I64], Edges]
-"""(nodes, dependencies, index of each dependency's source or -1 if it is missing) -> edges."""
 
 
 def _read_with(path: str | Path, resolve: _Resolve) -> Graph:

@@ -133,8 +133,8 @@ def _set_value(attribute: AttributeProto, replacement: AttributeProto) -> None:
         setattr(attribute, variant, value)
 
 
+# Nodes encoded at a time. Blocks bound the memory: each block reuses that of the one before.
 _BLOCK = 16384
-"""Nodes encoded at a time. Blocks bound the memory: each block reuses that of the one before."""
 
 
 def write(graph: Graph, path: str | Path) -> None:

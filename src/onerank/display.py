@@ -23,11 +23,11 @@ HIDDEN = re.compile(
 ROWS = 12
 """Rows that a table of a record shows; the record holds all."""
 
+# Items of a tuple of numbers or names that a cell shows.
 _ITEMS = 8
-"""Items of a tuple of numbers or names that a cell shows."""
 
+# Characters of a name in a row that a table shows; names of kernels have a thousand.
 _TEXT = 80
-"""Characters of a name in a row that a table shows; names of kernels have a thousand."""
 
 
 def visible(text: str) -> str:
@@ -90,6 +90,7 @@ def _scaled(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
+# Last word of a field's name -> how its figure is written.
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "ns": time,
     "bytes": size,
@@ -97,7 +98,6 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "uj": joules,
     "mw": _watts,
 }
-"""Last word of a field's name -> how its figure is written."""
 
 
 # Records -----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ Mask = npt.NDArray[np.bool_]
 BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
 """Kernel families that operators of PyTorch run."""
 
+# Kernel names (forward, backward) that `attention_kernels.family_of` recognises.
 _KERNELS = {
     "flash2": ("flash_fwd_kernel", "flash_bwd_kernel"),
     "flash3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
@@ -43,7 +44,6 @@ _KERNELS = {
     "ck": ("ck_tile fmhafwd", "ck_tile fmhabwd"),
     "aiter": ("fmha_fwd_hd", "fmha_bwd_hd"),
 }
-"""Kernel names (forward, backward) that `attention_kernels.family_of` recognises."""
 
 
 class Removal(NamedTuple):

@@ -47,8 +47,8 @@ from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
 
+# Dtypes whose eager kernels `eager_kernels` describes.
 _SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes whose eager kernels `eager_kernels` describes."""
 
 
 class CallMemory(NamedTuple):

@@ -298,14 +298,14 @@ def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Power
     return tuple(result)
 
 
+# Cost of operands that disagree on a dimension: above the cost of any plausible reading.
 _MISMATCH_COST = 50.0
-"""Cost of operands that disagree on a dimension: above the cost of any plausible reading."""
 
+# Reward for a part of a tensor that grows like the whole.
 _KEPT_GROWTH_REWARD = 0.4
-"""Reward for a part of a tensor that grows like the whole."""
 
+# Cost of a product whose result has the batch of both operands.
 _SQUARED_BATCH_COST = 5.0
-"""Cost of a product whose result has the batch of both operands."""
 
 Growth = Power | None
 """Growth of a tensor's number of elements; None while unknown."""
@@ -335,12 +335,12 @@ _MATMULS = {
 
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
 
+# Ranks of a grouped product's operands -> their axes of rows, which are split over experts.
 _ROW_AXES: dict[tuple[int, ...], tuple[int | None, int | None]] = {
     (2, 3): (0, None),
     (3, 2): (None, 1),
     (2, 2): (1, 0),
 }
-"""Ranks of a grouped product's operands -> their axes of rows, which are split over experts."""
 
 _RESULT_ROW_AXIS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
 

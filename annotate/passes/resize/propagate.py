@@ -34,8 +34,8 @@ from onerank.annotate.passes.resize.size_change import (
 )
 from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, TensorLocation
 
+# Operators that write operands after the first; FSDP2 fills and empties its buffers with them.
 _WRITES_OPERANDS = frozenset({"split_with_sizes_copy", "_chunk_cat"})
-"""Operators that write operands after the first; FSDP2 fills and empties its buffers with them."""
 
 
 @dataclass(frozen=True, slots=True)

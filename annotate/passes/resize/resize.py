@@ -251,8 +251,8 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
     )
 
 
+# Elements of 16 bits in the 16 bytes at which rows of a fast product begin (`gemm_tiles`).
 _ALIGNED_ELEMENTS = 8
-"""Elements of 16 bits in the 16 bytes at which rows of a fast product begin (`gemm_tiles`)."""
 
 
 def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ BATCH: Power = (0, 1)
 
 TOKENS: Power = (1, 1)
 
+# A size within 1/8 of the sequence length is the sequence with a shift, such as of labels.
 _SHIFT_FRACTION = 8
-"""A size within 1/8 of the sequence length is the sequence with a shift, such as of labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,13 @@ Mask = npt.NDArray[np.bool_]
 
 _LIST = msgspec.json.Decoder(list[Any])
 
+# Operator of one product -> index of its first factor; the second factor follows it.
 _FACTOR_INDEX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Operator of one product -> index of its first factor; the second factor follows it."""
 
+# Binary operators that broadcast their operands.
 _BINARY = frozenset(
     f"aten::{name}{place}" for name in ("add", "sub", "mul", "div") for place in ("", "_")
 )
-"""Binary operators that broadcast their operands."""
 
 
 def check_products(before: Graph, after: Graph, changed: Mask) -> None:
@@ -346,6 +346,7 @@ def _within(powers: Powers, growth: Power) -> bool:
 
 _NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
+# Operators that select the tokens of an expert by value.
 _SELECTS_TOKENS = frozenset(
     f"aten::{name}"
     for name in (
@@ -353,7 +354,6 @@ _SELECTS_TOKENS = frozenset(
         "unique_consecutive unique_dim repeat_interleave _local_scalar_dense"
     ).split()
 )
-"""Operators that select the tokens of an expert by value."""
 
 
 def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:

@@ -47,11 +47,11 @@ I64 = npt.NDArray[np.int64]
 SEGMENT_LENGTH = 64
 """Average number of calls in a segment."""
 
+# Largest number of calls in a segment; a loop over equal calls may contain no cut.
 _MAX_SEGMENT = 1024
-"""Largest number of calls in a segment; a loop over equal calls may contain no cut."""
 
+# Multipliers of a hash that spreads signature numbers over 32 bits.
 _HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
-"""Multipliers of a hash that spreads signature numbers over 32 bits."""
 
 Values = tuple[Any, ...]
 

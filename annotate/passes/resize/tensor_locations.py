@@ -16,8 +16,8 @@ I64 = npt.NDArray[np.int64]
 
 _DECODE = msgspec.json.Decoder(list[Any])
 
+# The start of a recorded tensor, `[id, storage, offset, elements, bytes, device]`.
 _TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
-"""The start of a recorded tensor, `[id, storage, offset, elements, bytes, device]`."""
 
 OVERWRITES = frozenset(
     "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ set_".split()
@@ -135,11 +135,11 @@ UNKNOWN_STORAGE = -1
 
 _OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
 
+# Numbers in `[id, storage, offset, elements, bytes, device]`.
 _TUPLE_NUMBERS = 5
-"""Numbers in `[id, storage, offset, elements, bytes, device]`."""
 
+# Leading numbers that are the location.
 _LOCATION_NUMBERS = 3
-"""Leading numbers that are the location."""
 
 
 class TensorAccesses(NamedTuple):

@@ -40,8 +40,8 @@ from onerank.capture.parallelize.tensor.shard_parameters import cut_parameter
 from onerank.ir.errors import SliceError
 
 _DOWN_BIAS = "down_proj_bias"
+# Experts in the memory layout of transformers' interface that do not go through it.
 _OUTSIDE_INTERFACE = ("LongcatFlashExperts",)
-"""Experts in the memory layout of transformers' interface that do not go through it."""
 
 
 @dataclass(frozen=True)

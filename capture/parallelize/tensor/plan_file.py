@@ -67,8 +67,8 @@ _SHIPPED = Path(__file__).with_name("plans")
 _SKELETON_LINES = 40
 
 
+# Most equal parts of a fused layer; the shipped plans have up to 12.
 _MOST_PARTS = 4096
-"""Most equal parts of a fused layer; the shipped plans have up to 12."""
 
 
 class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

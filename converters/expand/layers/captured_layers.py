@@ -401,17 +401,15 @@ class Renaming:
         return [(copy, plan.layer(layer, copy)) for copy in range(plan.copies + 1 if inside else 1)]
 
 
+# Columns that must agree for two nodes to do the same work, in addition to module and operands.
 _COLUMNS = (
     *("kind", "name", "op", "stream", "grid", "block"),
     *("collective", "comm_bytes", "group", "comm_src", "comm_dst"),
 )
-"""Columns that must agree for two nodes to do the same work, in addition to module and operands."""
 
+# Layers at either end that may differ from the others. FSDP fetches states two layers ahead, so the
+# last two layers of a backward pass differ.
 _AT_ENDS = 2
-"""Layers at either end that may differ from the others.
-
-FSDP fetches states two layers ahead, so the last two layers of a backward pass differ.
-"""
 
 Signature = tuple[int, str, int]
 """Number of the column values, module relative to the layer, code of the operand shapes."""

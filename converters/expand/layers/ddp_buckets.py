@@ -29,8 +29,8 @@ FIRST_BYTES = 1 << 20
 CAPACITY_BYTES = 25 << 20
 """Capacity of the other buckets: the default of DDP's `bucket_cap_mb`."""
 
+# Host nodes that copy a gradient into its bucket, reduce the bucket, and view its parameters.
 _COPY_IN, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"
-"""Host nodes that copy a gradient into its bucket, reduce the bucket, and view its parameters."""
 
 _COPY_OUT = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 

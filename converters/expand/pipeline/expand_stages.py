@@ -47,8 +47,8 @@ from onerank.ir import (
 from onerank.ir.errors import ExportError
 from onerank.ir.nodes import TEXT_COLUMNS
 
+# Chunk, captured index and micro-batch of a node of the new graph.
 _NodeOfChunk = tuple[int, int, int]
-"""Chunk, captured index and micro-batch of a node of the new graph."""
 
 
 @dataclass(slots=True)

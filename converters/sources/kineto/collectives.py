@@ -72,8 +72,8 @@ DTYPE_BYTES = {
 
 _MOST_ELEMENTS = 1 << 50
 
+# Callers above a call that are searched for the operator that issued it; torch has about 5.
 _MAX_CALLERS = 64
-"""Callers above a call that are searched for the operator that issued it; torch has about 5."""
 
 _ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10d::gather_"})
 
@@ -304,8 +304,8 @@ def _ranks(args: Args) -> tuple[int, ...]:
 _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
 
 # They matter: 113 of the 244 ms of GPU time of a DualPipe step are kernels of DeepEP.
+# Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP.
 _OTHER_LIBRARIES = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
-"""Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
 
 _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
 

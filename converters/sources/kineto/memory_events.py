@@ -304,11 +304,11 @@ def _gradients_before(allocated: I64, gradient: Mask, size: I64) -> Mask:
     return is_gradient
 
 
+# Kineto's `Device Type` of host memory.
 _CPU = 0
-"""Kineto's `Device Type` of host memory."""
 
+# Share of the allocated bytes by which two equivalent steps may differ.
 _TOLERANCE = 0.02
-"""Share of the allocated bytes by which two equivalent steps may differ."""
 
 
 @dataclass(slots=True)

@@ -139,8 +139,8 @@ def _equal_prefix(names: I32, other_names: I32) -> int:
     return int(different[0]) if len(different) else len(names)
 
 
+# Name of a Gloo call -> indices of the host events of each of its calls, in order.
 _GlooCalls = dict[int, list[I64]]
-"""Name of a Gloo call -> indices of the host events of each of its calls, in order."""
 
 
 def _gloo_calls(timeline: HostTimeline, order: I64) -> _GlooCalls:
@@ -188,11 +188,11 @@ def _count_events(timeline: HostTimeline) -> int:
     return int(_is_counted(timeline).sum())
 
 
+# Kind of node (compute, communication, host) and its stream or thread.
 _SequenceKey = tuple[str, int]
-"""Kind of node (compute, communication, host) and its stream or thread."""
 
+# Names and indices of the nodes of each stream or thread, in order.
 _Sequences = dict[_SequenceKey, tuple[tuple[str, ...], I64]]
-"""Names and indices of the nodes of each stream or thread, in order."""
 
 
 def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:

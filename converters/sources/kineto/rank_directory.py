@@ -164,8 +164,8 @@ def _scratch_directory(output: Path) -> Generator[Path]:
         raise
 
 
+# A written trace, its number of nodes, and the report of its conversion.
 _Result = tuple[Path, int, Conversion]
-"""A written trace, its number of nodes, and the report of its conversion."""
 
 
 def _run_jobs(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> Iterator[_Result]:

@@ -35,11 +35,11 @@ from onerank.ir import (
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.world import axis_of
 
+# Range in which the factor on host times is searched.
 _HOST_FACTORS = (0.2, 1.2)
-"""Range in which the factor on host times is searched."""
 
+# Relative error of the host time at which the search ends.
 _TOLERANCE = 0.001
-"""Relative error of the host time at which the search ends."""
 
 _MAX_TRIES = 8
 

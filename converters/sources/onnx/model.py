@@ -35,10 +35,10 @@ DTYPES = {
 
 # protobuf cannot parse a message of 2 GiB or more.
 _MAX_FILE_BYTES = (1 << 31) - 1
+# Largest number that a column of a graph and an int64 attribute of Chakra hold.
 _MAX_INT64 = (1 << 63) - 1
-"""Largest number that a column of a graph and an int64 attribute of Chakra hold."""
+# Largest number of nodes that inlining a model's functions may give.
 _MAX_NODES = 1_000_000
-"""Largest number of nodes that inlining a model's functions may give."""
 _FLOATING = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8")
 
 

@@ -25,8 +25,8 @@ from onerank.ir import Device, Graph, Job, Kind, Measurement, Phase, Reason
 from onerank.ir.errors import OnnxError
 from onerank.ir.graph import GraphBuilder
 
+# Operator -> positions of operands that are statistics, not parameters.
 _BUFFERS = {"BatchNormalization": (3, 4)}
-"""Operator -> positions of operands that are statistics, not parameters."""
 _NO_GRADIENT = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "Constant", "Range")
 
 

@@ -17,14 +17,14 @@ FOLDABLE = 4096
 MOST_EVALUATED = 1 << 20
 """Elements of the largest result that the reference implementation may compute."""
 
+# Largest axis, or number of results, that is passed on to ONNX's shape inference.
 _MOST_AXES = 1 << 16
-"""Largest axis, or number of results, that is passed on to ONNX's shape inference."""
 
+# Operator -> position of the operand whose elements are the axes of the result.
 _TARGET_SHAPE = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
-"""Operator -> position of the operand whose elements are the axes of the result."""
 
+# Operators whose result may be larger than their operands.
 _GROWS = frozenset("ConstantOfShape EyeLike Expand OneHot Pad Range Resize Tile Upsample".split())
-"""Operators whose result may be larger than their operands."""
 
 _WITH_SUBGRAPH = ("If", "Loop", "Scan")
 _FROM_SHAPE = ("Shape", "Size")

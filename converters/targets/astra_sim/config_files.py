@@ -11,8 +11,8 @@ LATENCY_NS = 500.0
 MEMORY_GB_PER_S = 3350.0
 """Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
 
+# Memory so fast that reductions take no time: a gigabyte in a nanosecond.
 _FREE_MEMORY_GB_PER_S = 1e9
-"""Memory so fast that reductions take no time: a gigabyte in a nanosecond."""
 
 GROUPS = "comm_groups.json"
 SCRIPT = "run.sh"

@@ -297,8 +297,8 @@ def _check_nodes(graph: Graph) -> None:
 
 
 # Files of one step differ only in groups and peers, which `rank_programs` gives without the files.
+# Nodes of all ranks together up to which every written file is read back and checked.
 _MOST_NODES_READ_BACK = 400_000
-"""Nodes of all ranks together up to which every written file is read back and checked."""
 
 
 def _write(

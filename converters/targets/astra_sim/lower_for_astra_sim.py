@@ -95,8 +95,8 @@ def _spelled(collective: Collective) -> str:
     return collective.name.lower().replace("_", "-")
 
 
+# Receives that may be ready from the start of a step; ASTRA-sim is fast below 64 ready nodes.
 _MOST_READY_RECEIVES = 32
-"""Receives that may be ready from the start of a step; ASTRA-sim is fast below 64 ready nodes."""
 
 
 def lower_for_astra_sim(graph: Graph, placements: dict[int, Placement]) -> LoweredStep:

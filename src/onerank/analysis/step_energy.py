@@ -11,8 +11,8 @@ from onerank.annotate.token_count import tokens_of
 from onerank.ir import Graph
 from onerank.ir.errors import TargetError
 
+# Prefixes of GPU figures that do not change a duration.
 _POWER = ("tdp_w", "idle_w", "power_")
-"""Prefixes of GPU figures that do not change a duration."""
 
 
 def step_energy(graph: Graph, target: str | None, figures: Mapping[str, float]) -> EnergyReport:

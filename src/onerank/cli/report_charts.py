@@ -30,8 +30,8 @@ Figure = dict[str, Any]
 MOST_SPANS = 20_000
 """Bars of a timeline. Plotly draws each as an SVG element, and more make zooming sluggish."""
 
+# Points of a memory chart; the largest value of each group of events is kept.
 _MOST_EVENTS = 4_000
-"""Points of a memory chart; the largest value of each group of events is kept."""
 
 _ROOT = "step"
 

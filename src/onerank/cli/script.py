@@ -131,8 +131,8 @@ def job_options(*, without: Collection[str] = ()) -> Callable[[Command], Command
 
 _CLEAR_LINE = "\r\x1b[K"
 
+# Ends a message that replaces its predecessor on a terminal.
 _COUNTER = re.compile(r", step \d+ of \d+$")
-"""Ends a message that replaces its predecessor on a terminal."""
 
 
 @contextlib.contextmanager

@@ -17,11 +17,11 @@ from onerank.cli.terminal import (
 from onerank.display import flops, size, time
 from onerank.ir import Compilation, LayerExtrapolation, Line, Sensors
 
+# Generated kernels that the table lists; --json has all.
 _FUSION_ROWS = 12
-"""Generated kernels that the table lists; --json has all."""
 
+# Operators that a table cell names; --json has all.
 _OPERATORS = 8
-"""Operators that a table cell names; --json has all."""
 
 
 def render_compilation(done: Compilation, device: str) -> None:

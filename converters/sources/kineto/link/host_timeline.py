@@ -33,8 +33,8 @@ COMM_MARK = "onerank::comm"
 WAIT_MARK = "onerank::wait"
 RUN = "gloo:"
 NONE = -1
+# Callers to climb one by one; few events of real traces have more above them.
 _USUAL_DEPTH = 32
-"""Callers to climb one by one; few events of real traces have more above them."""
 
 
 @dataclass(slots=True, eq=False)

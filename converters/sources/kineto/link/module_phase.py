@@ -112,8 +112,8 @@ _FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")
 
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
+# Callbacks that autograd runs after all functions, to sum or copy out the last gradients.
 _FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
-"""Callbacks that autograd runs after all functions, to sum or copy out the last gradients."""
 
 
 def attribute(timeline: HostTimeline, et_threads: I64) -> None:

@@ -133,6 +133,7 @@ class Scope(Enum):
     STREAM = 1
 
 
+# Calls that hold the host back until a device or a stream is done.
 _BLOCKING = {
     "cudaDeviceSynchronize": Scope.DEVICE,
     "hipDeviceSynchronize": Scope.DEVICE,
@@ -144,10 +145,9 @@ _BLOCKING = {
     "hipMemcpy": Scope.STREAM,
     "hipMemcpyWithStream": Scope.STREAM,
 }
-"""Calls that hold the host back until a device or a stream is done."""
 
+# Parts of the names of copies that block their call: copies to host memory, or from pageable.
 _HOST_COPIES = ("DtoH", "Pageable")
-"""Parts of the names of copies that block their call: copies to host memory, or from pageable."""
 
 _UNKNOWN_EVENT = "wait for an event: the trace does not record which event"
 

@@ -275,6 +275,7 @@ def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list
 
 _MEMCPY = GPU_CATEGORIES.index("gpu_memcpy")
 
+# Columns of operands; `input_strides` is one more that only an execution trace has.
 _OPERANDS = (
     "input_values",
     "input_shapes",
@@ -283,7 +284,6 @@ _OPERANDS = (
     "output_shapes",
     "output_types",
 )
-"""Columns of operands; `input_strides` is one more that only an execution trace has."""
 
 _TYPES = ("input_types", "output_types")
 

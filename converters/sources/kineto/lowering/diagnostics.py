@@ -23,8 +23,8 @@ from onerank.ir.errors import TraceError
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 
+# Number of overlapping pairs of GPU operations that a note names.
 _NAMED_PAIRS = 3
-"""Number of overlapping pairs of GPU operations that a note names."""
 
 
 def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:

@@ -39,11 +39,11 @@ LATE_NS = 20_000
 LAST_BLOCKS = 0.1
 """Share of an operation's time, at its end, in which it leaves free SMs; measured: 2 to 6%."""
 
+# Number of operations that a note names.
 _NAMED_GAPS = 3
-"""Number of operations that a note names."""
 
+# Characters of a kernel's name in a note.
 _NAME_LENGTH = 60
-"""Characters of a kernel's name in a note."""
 
 NEVER_LATE = np.iinfo(np.int64).max // 2
 
@@ -222,8 +222,8 @@ def find_unexplained_gaps(sequences: Iterable[NodeSequence], ready_ns: I64) -> U
     return gaps
 
 
+# Streams from which device-wide waits are followed stream by stream only where they changed.
 _MANY_STREAMS = 64
-"""Streams from which device-wide waits are followed stream by stream only where they changed."""
 
 
 class _DeviceWideWaits:

@@ -27,11 +27,11 @@ _LIKE_FIRST = """
     contiguous cumprod flip roll alias detach nan_to_num dropout alpha_dropout
     masked_scatter index_add index_copy index_fill index_put _unsafe_index_put scatter
     scatter_add scatter_reduce renorm conj_physical logit"""
+# Operators whose result is floating point also for integers.
 _FLOATING = frozenset(
     """exp exp2 expm1 log log2 log10 log1p sin cos tan tanh asin acos atan sinh cosh sigmoid sqrt
     rsqrt reciprocal erf erfc lgamma digamma div true_divide atan2 logit""".split()
 )
-"""Operators whose result is floating point also for integers."""
 
 _BROADCAST = {
     2: """add sub rsub mul div true_divide floor_divide remainder fmod pow maximum minimum fmax fmin

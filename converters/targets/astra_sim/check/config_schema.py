@@ -196,6 +196,7 @@ _FILE = {"filename": str}
 _ROTATING = {"base_filename": str, "max_size": str, "max_files": int}
 _DAILY = {"base_filename": str, "rotation_hour": int, "rotation_minute": int}
 
+# Types of sinks of the logging TOML, and the fields that each needs.
 _SINKS: dict[str, dict[str, type]] = {
     f"{name}_{threads}": needs
     for threads in ("st", "mt")
@@ -211,7 +212,6 @@ _SINKS: dict[str, dict[str, type]] = {
         "daily_file_sink": _DAILY,
     }.items()
 }
-"""Types of sinks of the logging TOML, and the fields that each needs."""
 
 
 def check_settings(
@@ -384,12 +384,12 @@ def _any_value(_: Any) -> bool:
 # spdlog_setup accepts a lower-case suffix in its pattern and then throws on it.
 _MAX_SIZE = re.compile(r"\s*\d+\s*[TGMK]?:?[bB]?\s*")
 
+# Accepted values of the fields of sinks.
 _SINK_VALUES: dict[str, Callable[[Any], bool]] = {
     "max_size": lambda text: _MAX_SIZE.fullmatch(text) is not None,
     "rotation_hour": lambda hour: 0 <= hour < 24,
     "rotation_minute": lambda minute: 0 <= minute < 60,
 }
-"""Accepted values of the fields of sinks."""
 
 
 def _type_faults(name: str, logger: Mapping[str, Any]) -> list[str]:

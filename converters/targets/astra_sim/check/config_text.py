@@ -14,8 +14,8 @@ import yaml
 
 from onerank.converters.targets.astra_sim.check.findings import Report
 
+# Characters of a value that a message shows.
 _SHOWN = 60
-"""Characters of a value that a message shows."""
 
 _SPACES = " \t\r\n"
 

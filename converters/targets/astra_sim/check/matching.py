@@ -153,11 +153,11 @@ def _report(file: str, pair: _Pair, first_group: str, second_group: str, report:
     )
 
 
+# Passes over all ranks after which every rank runs.
 _MAX_REFINEMENTS = 64
-"""Passes over all ranks after which every rank runs."""
 
+# Mean ranks per class from which running representatives is cheaper than running all ranks.
 _MIN_RANKS_PER_CLASS = 4
-"""Mean ranks per class from which running representatives is cheaper than running all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ def integer(node: Record, name: str) -> int | None:
     return attribute.value if attribute and type(attribute.value) is int else None
 
 
+# Types of attributes that the feeder converts into each other.
 _INTEGERS = frozenset(
     f"{kind}_val"
     for kind in (
@@ -61,7 +62,6 @@ _INTEGERS = frozenset(
         *("fixed32", "fixed64", "sfixed32", "sfixed64"),
     )
 )
-"""Types of attributes that the feeder converts into each other."""
 
 
 class _NodeChecker:
@@ -306,21 +306,21 @@ def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
+# Longest plausible duration of a node: one day.
 _LONGEST_NS = 86_400 * 10**9
-"""Longest plausible duration of a node: one day."""
 
+# Most bytes that one communication may move: 16 TiB, more than any GPU holds.
 _MOST_BYTES = 1 << 44
-"""Most bytes that one communication may move: 16 TiB, more than any GPU holds."""
 
+# Bytes up to which a collective may be charged for more than it moves.
 _PADDED_BYTES = 1 << 16
-"""Bytes up to which a collective may be charged for more than it moves."""
 
 READY_BOUND = 64
 """Number of simultaneously ready nodes up to which ASTRA-sim's rescans stay cheap: 20,000 nodes in
 one lane took 5 s, in 256 lanes 121 s."""
 
+# Largest relative difference between simulated and measured compute time.
 _DRIFT = 0.001
-"""Largest relative difference between simulated and measured compute time."""
 
 
 def check_graph(structure: Structure, setting: Setting, report: Report) -> None:

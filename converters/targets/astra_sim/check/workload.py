@@ -46,19 +46,19 @@ from onerank.ir.chakra import PEERS, RankDiff, Record
 from onerank.ir.chakra.other_tools import RANK_FILE
 from onerank.ir.errors import FormatError
 
+# Number of earlier files that the next one is compared with; a pipeline has few stages.
 _KEPT = 16
-"""Number of earlier files that the next one is compared with; a pipeline has few stages."""
 
+# Parsed nodes of compared files that are kept.
 _MAX_CACHED_NODES = 1 << 12
-"""Parsed nodes of compared files that are kept."""
 
+# Peer of a slot whose calls are all faulty.
 _NO_PEER: End = (-1, -1)
-"""Peer of a slot whose calls are all faulty."""
 
 _COMMUNICATES = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
 
+# The rules that a node violates, and its peer or group.
 _Verdict = tuple[frozenset[str], End]
-"""The rules that a node violates, and its peer or group."""
 
 
 class RankReader:
@@ -326,12 +326,12 @@ def check_workload(
     return report.findings
 
 
+# Option of ASTRA-sim -> file that an export passes.
 _OPTIONS = {
     "network-configuration": NETWORK_FILE,
     "remote-memory-configuration": MEMORY_FILE,
     "logging-configuration": LOGGING_FILE,
 }
-"""Option of ASTRA-sim -> file that an export passes."""
 
 _REQUIRED_OPTIONS = (
     "workload-configuration",

@@ -299,8 +299,8 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
             lines([("checked", "nothing wrong"), *notes], str(options.check))
 
 
+# Names of unknown kernels that are listed.
 _MOST_NAMES = 12
-"""Names of unknown kernels that are listed."""
 
 
 def render_recosting(

@@ -228,8 +228,8 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
         render_described(description, base, limits, str(options.output))
 
 
+# Seconds between writes of the database: what an aborted run loses at most.
 _WRITTEN_EACH_S = 30
-"""Seconds between writes of the database: what an aborted run loses at most."""
 
 
 class _MeasuresByDefault(SectionedGroup):

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from onerank.ir import Graph
 
 
+# Ranges of ranks in a table cell; --json has all.
 _RANK_RANGES = 6
-"""Ranges of ranks in a table cell; --json has all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

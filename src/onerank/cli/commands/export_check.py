@@ -360,8 +360,8 @@ def check(path: Path, as_json: bool) -> None:
     sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
 
 
+# Process groups that a line lists; --json has all.
 _GROUPS = 16
-"""Process groups that a line lists; --json has all."""
 
 
 def render_export(done: "AstraSimExport") -> None:

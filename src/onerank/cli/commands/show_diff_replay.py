@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from onerank.analysis.trace_diff import Change, Difference
     from onerank.ir import Graph
 
+# Kernels that a table lists; --json has all.
 _KERNEL_ROWS = 40
-"""Kernels that a table lists; --json has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +189,8 @@ def render_parts(parts: "Sequence[Part]", granularity: Granularity, title: str) 
         lines([("", f"and {len(left_out)} more, {time(further_ns)} (--json has all)")])
 
 
+# Column heading -> cells.
 _Columns = dict[str, list[str]]
-"""Column heading -> cells."""
 
 
 def _table(
