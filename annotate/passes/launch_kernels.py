@@ -13,7 +13,7 @@ from onerank.annotate.models.prediction_terms import TermRecord, quantity, total
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
-from onerank.annotate.passes.kernel_launches import (
+from onerank.annotate.passes.launch_rules import (
     Launch,
     base_name,
     launches_need_values,

@@ -11,7 +11,7 @@ from onerank.annotate import load_gpu, recost
 from onerank.annotate.models.prediction_terms import TermRecord
 from onerank.annotate.op_costs.op_classes import base_name
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.kernel_launches import launches_need_values, launches_of
+from onerank.annotate.passes.launch_rules import launches_need_values, launches_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reason
 
