@@ -27,7 +27,7 @@ from onerank.annotate.passes.change_dtype import (
     run_in_float16,
     with_operands,
 )
-from onerank.annotate.passes.launch_kernels import add_launches
+from onerank.annotate.passes.operators_to_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
@@ -176,7 +176,7 @@ def recost_cpu_capture(
 ) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
-    Every operator becomes one KERNEL of stream 0, which `LaunchKernels` divides later. STREAM_ORDER
+    Every operator becomes one KERNEL of stream 0, which `OperatorsToKernels` divides later. STREAM_ORDER
     edges in program order replace the PROGRAM_ORDER edges among operators. Its duration is the
     model's prediction for unmeasured kernels (evidence DATASHEET), with the time of its further
     launches. The order between operators and communication stays.

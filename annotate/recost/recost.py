@@ -19,8 +19,8 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
-from onerank.annotate.passes.launch_kernels import LaunchKernels
 from onerank.annotate.passes.nvlink_active import NvlinkActive
+from onerank.annotate.passes.operators_to_kernels import OperatorsToKernels
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
@@ -316,7 +316,7 @@ class LaunchOperators:
 
     def apply(self, graph: Graph, request: RecostRequest) -> Graph:
         """Return the graph with one node per launch."""
-        return LaunchKernels(request.passes.attention).apply(graph, request.target)
+        return OperatorsToKernels(request.passes.attention).apply(graph, request.target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class _Templates(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchKernels:
+class OperatorsToKernels:
     """Replace each predicted operator by its launches, in order on its stream.
 
     The launches share the operator's FLOPs, bytes and time. Helpers, such as a memset or a sum of
