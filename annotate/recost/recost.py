@@ -19,7 +19,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
-from onerank.annotate.passes.nvlink_active import NvlinkActive
+from onerank.annotate.passes.nvlink_power import NvlinkActive
 from onerank.annotate.passes.operators_to_kernels import OperatorsToKernels
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions

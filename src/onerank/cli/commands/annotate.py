@@ -168,7 +168,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     import onerank
     from onerank.analysis.step_time import step_change
     from onerank.annotate import explain, load_gpu, summarise, with_figures
-    from onerank.annotate.passes.nvlink_active import nvlink_idle_note
+    from onerank.annotate.passes.nvlink_power import nvlink_idle_note
     from onerank.annotate.passes.pass_options import parse_kernels
 
     override = figures_of(options.override)

@@ -21,7 +21,7 @@ from onerank.annotate import (
     summarise,
     with_figures,
 )
-from onerank.annotate.passes.nvlink_active import NvlinkActive
+from onerank.annotate.passes.nvlink_power import NvlinkActive
 from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
