@@ -21,7 +21,7 @@ from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.fake_operators import FakeOperators
-from onerank.capture.no_device.values import Known, UnknownValues
+from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages

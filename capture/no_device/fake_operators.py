@@ -33,7 +33,7 @@ from onerank.capture.no_device.functional_collectives import FunctionalCollectiv
 from onerank.capture.no_device.gpu_operators import WrappedNumber, inner_of
 from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
-from onerank.capture.no_device.values import KNOWN_ELEMENTS, Known, UnknownValues
+from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
 
 _torch: Any = torch  # the dispatcher and autograd's nodes have no public names and no types
 
