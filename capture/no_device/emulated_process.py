@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs
-from onerank.capture.no_device.attention import choose_attention
+from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
