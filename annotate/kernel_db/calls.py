@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import F64, kernels_of
@@ -24,7 +25,6 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, UnknownDtypeError, without_tensors
-from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph
 from onerank.ir.dtypes import ITEM_BYTES
 
@@ -229,7 +229,7 @@ def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
         AnnotateError: the text of an operand column cannot be read.
     """
     nodes, strings = graph.nodes, graph.strings
-    first, form = combine([c[index] for c in (nodes.op, nodes.input_shapes, nodes.input_types)])
+    first, form = deduplicate([c[index] for c in (nodes.op, nodes.input_shapes, nodes.input_types)])
     rows = index[first]
     ops = [strings[int(op)] for op in nodes.op[rows]]
     wanted = [op.split(".", 1)[0] in operators for op in ops]
@@ -239,7 +239,7 @@ def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
     texts = [""]
     if len(where):
         values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
-    first, call = combine([form, values])
+    first, call = deduplicate([form, values])
     positions = dict[CallKey, int]()
     key_of_call = np.full(len(first), -1, dtype=np.int64)
     for position, row in enumerate(first.tolist()):

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.calls import (
     CallKey,
@@ -45,7 +46,6 @@ from onerank.annotate.models.prediction_terms import (
 )
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
-from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph
 
 F64 = npt.NDArray[np.float64]
@@ -479,7 +479,7 @@ def _exact(
 ) -> Lookups:
     """Return durations from rows of the calls themselves."""
     library = basis.library
-    first, pair = combine([keyed.key, nodes.name, nodes.strides])
+    first, pair = deduplicate([keyed.key, nodes.name, nodes.strides])
     key_of_pair = [int(key) for key in keyed.key[first]]
     names = graph.strings.decode(nodes.name[first])
     ran: list[set[str]] = [set() for _ in keyed.keys]

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
 from onerank.annotate.models.coefficients import Coefficients
@@ -24,7 +25,6 @@ from onerank.annotate.models.prediction_terms import (
     Rule,
     TermRecord,
 )
-from onerank.annotate.unique_rows import combine
 from onerank.ir.arrays import membership_mask
 
 # Additional distance of an architecture without a fitted `Pipeline`, which gets a mean of the two.
@@ -524,7 +524,7 @@ def step_interval(
         if not (kinds.any() or np.any(more)):  # all are "kept"
             continue
         # A call that repeats errs by the same factor each time, so its times add up first.
-        _, distinct = combine([call, kinds])
+        _, distinct = deduplicate([call, kinds])
         of_each = (
             np.hypot(part * independent[kinds], more) if np.any(more) else part * independent[kinds]
         )

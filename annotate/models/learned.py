@@ -6,6 +6,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import gemm_tiles, scale_measured
 from onerank.annotate.models.attention_kernels import attention_ns
@@ -41,7 +42,6 @@ from onerank.annotate.models.prediction_terms import (
 from onerank.annotate.models.roofline import PartTimes
 from onerank.annotate.models.roofline import predict as from_datasheet
 from onerank.annotate.models.scale_measured import clamp_to_lower_bound
-from onerank.annotate.unique_rows import combine
 
 
 def predict_by_ratio(
@@ -535,7 +535,7 @@ def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
         Their rows, int64[p]; the first of each group, int64[d]; the group of each, int64[p].
     """
     where = np.flatnonzero(kernels.matmul & calls[kernels.call])
-    return where, *combine([kernels.call[where], kernels.dtype[where]])
+    return where, *deduplicate([kernels.call[where], kernels.dtype[where]])
 
 
 def part_times(

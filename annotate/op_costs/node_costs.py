@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.op_costs import attention, gemm, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
 from onerank.annotate.op_costs.registered_costs import is_registered, registered_work
-from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
@@ -244,7 +244,7 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     columns: list[npt.NDArray[Any]] = [nodes.op[index], values, _of_sparse(graph, index), strides]
     for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
         columns.append(getattr(nodes, name)[index])
-    first, call = combine(columns)
+    first, call = deduplicate(columns)
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
     fills = graph.job.device.runs_operators
@@ -320,7 +320,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     launcher = np.arange(len(graph), dtype=np.int64)
     launches = edges.reason == Reason.LAUNCH
     launcher[edges.target[launches]] = edges.source[launches]
-    _, instance = combine([launcher[index], call])
+    _, instance = deduplicate([launcher[index], call])
     kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.unique_rows import combine
+from onerank.annotate.deduplicate import deduplicate
 from onerank.ir import Graph, Kind
 
 
@@ -280,7 +280,7 @@ def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return the class of each node at `index`, as positions in `CLASSES`."""
     nodes, strings = graph.nodes, graph.strings
     columns = [column[index] for column in (nodes.op, nodes.name, nodes.kind)]
-    first, inverse = combine(columns)
+    first, inverse = deduplicate(columns)
     codes = [
         CLASSES.index(op_class(strings[int(op)], strings[int(name)], Kind(int(kind))))
         for op, name, kind in zip(*(column[first] for column in columns), strict=True)

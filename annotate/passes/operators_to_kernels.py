@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import floor_share_of
 from onerank.annotate.models.prediction_terms import TermRecord, quantity, total
@@ -19,7 +20,6 @@ from onerank.annotate.passes.launch_rules import (
     launches_need_values,
     launches_of,
 )
-from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
 
 I64 = npt.NDArray[np.int64]
@@ -181,7 +181,7 @@ def _distinct_calls(graph: Graph, index: I64, target: Gpu, attention: str) -> tu
     names = ("input_shapes", "input_types", "output_shapes", "output_types")
     columns: list[npt.NDArray[Any]] = [nodes.op[index], values]
     columns += [getattr(nodes, name)[index] for name in names]
-    first, call = combine(columns)
+    first, call = deduplicate(columns)
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     calls: _Calls = []
     for row in rows:

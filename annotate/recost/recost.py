@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
@@ -27,7 +28,6 @@ from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
 from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict import database_look_up
-from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.other_tools import is_counted
@@ -568,7 +568,7 @@ def _unknown(
         after.nodes.flops[index] == UNKNOWN
     )
     op, name = after.nodes.op[index][without_model], after.nodes.name[index][without_model]
-    first, group = combine([op, name])
+    first, group = deduplicate([op, name])
     count = np.bincount(group, minlength=len(first))
     sums = [
         np.bincount(group, weights=times[without_model], minlength=len(first)).tolist()

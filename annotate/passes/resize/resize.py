@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
 from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.models.features import KernelFeatures
@@ -28,7 +29,6 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
 )
 from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth, step_growth
-from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph, Measurement, MemoryClass, MemoryLog, Phase, StringTable
 from onerank.ir.errors import AnnotateError
 
@@ -133,7 +133,7 @@ def _shapes(
     columns: Columns = {}
     for side_index, side in enumerate(("input", "output")):
         shapes, types = getattr(nodes, f"{side}_shapes"), getattr(nodes, f"{side}_types")
-        first, inverse = combine([shapes[rows], types[rows], growth.of[rows]])
+        first, inverse = deduplicate([shapes[rows], types[rows], growth.of[rows]])
         texts: list[str] = []
         for row in rows[first].tolist():
             new = new_shapes(growth.operands[int(growth.of[row])][side_index], sizing)
@@ -197,7 +197,7 @@ def _values(
     codes = np.unique(nodes.op[changed])
     attention = [code for code in codes if op_class(strings[int(code)]) is OpClass.ATTENTION]
     rows = np.flatnonzero(changed & np.isin(nodes.op, attention) & (nodes.input_values > 0))
-    first, inverse = combine(
+    first, inverse = deduplicate(
         [column[rows] for column in (nodes.input_values, nodes.input_types, growth.of)]
     )
     texts: list[str] = []

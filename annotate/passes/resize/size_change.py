@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.passes.resize.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
-from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph, Job, Phase
 from onerank.ir.errors import AnnotateError
 
@@ -204,7 +204,7 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
     }
     products = [code for code, factor_index in factor_indices.items() if factor_index is not None]
     rows = np.flatnonzero(changed & np.isin(nodes.op, products))
-    first, _ = combine([nodes.op[rows], nodes.input_shapes[rows]])
+    first, _ = deduplicate([nodes.op[rows], nodes.input_shapes[rows]])
     for row in rows[first].tolist():
         factor_index = factor_indices[int(nodes.op[row])] or 0
         left, right = _LIST.decode(strings[int(nodes.input_shapes[row])])[
@@ -231,7 +231,7 @@ def mismatch_notes(after: Graph, changed: Mask) -> tuple[str, ...]:
     nodes, strings = after.nodes, after.strings
     codes = [code for code in np.unique(nodes.op[changed]).tolist() if strings[code] in _BINARY]
     rows = np.flatnonzero(changed & np.isin(nodes.op, codes))
-    first, which = combine([nodes.op[rows], nodes.input_shapes[rows]])
+    first, which = deduplicate([nodes.op[rows], nodes.input_shapes[rows]])
     mismatched = [
         not _can_broadcast(strings[int(nodes.input_shapes[row])]) for row in rows[first].tolist()
     ]

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flatten
@@ -39,7 +40,6 @@ from onerank.annotate.passes.resize.tensor_locations import (
     parse_locations,
     tensor_accesses,
 )
-from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph, Kind, Phase
 
 I64 = npt.NDArray[np.int64]
@@ -321,7 +321,7 @@ def _distance_to_last_use(ids: I64, begin: I64) -> I64:
 
 
 def _row_codes(*columns: I64) -> npt.NDArray[np.int32]:
-    return combine(columns)[1].astype(np.int32)
+    return deduplicate(columns)[1].astype(np.int32)
 
 
 def _first_uses(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[int], list[Any]]:
@@ -391,7 +391,7 @@ def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     launched = (by[rows] >= 0) & has_operands[by[rows]] & have_same_operands(graph, rows, by[rows])
     calls = rows[~launched]
     columns = [getattr(nodes, name)[calls] for name in _SIGNATURE_COLUMNS]
-    first, number = combine([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
+    first, number = deduplicate([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
     call_of = calls_of(graph)
     signature_rows = cast("list[int]", calls[first].tolist())
     signatures = [
@@ -418,7 +418,7 @@ def _calls(
     """Return the calls with their tensors and, for `NEED_VALUES`, their argument values."""
     nodes = graph.nodes
     codes = [nodes.input_values[rows], nodes.output_values[rows]]
-    first, which = combine([np.concatenate(codes)])
+    first, which = deduplicate([np.concatenate(codes)])
     texts = graph.strings.decode(np.concatenate(codes)[first])
     value_texts = ValueTexts(texts, which[: len(rows)], which[len(rows) :])
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.annotate.unique_rows import combine
+from onerank.annotate.deduplicate import deduplicate
 
 
 @pytest.mark.parametrize("ends", [(0, 3), (-2, 40_000), (0, 2**62)])
@@ -11,7 +11,7 @@ def test_rows_are_numbered_as_sorting_numbers_them(ends: tuple[int, int]):
     rng = np.random.default_rng(0)
     values = rng.integers(*ends, size=60)
     columns = [values[rng.integers(0, 60, 5000)] for _ in range(6)]
-    first, inverse = combine(columns)
+    first, inverse = deduplicate(columns)
     rows = np.stack(columns, axis=1)
     _, firsts, numbers = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     assert first.tolist() == firsts.tolist()
@@ -19,5 +19,5 @@ def test_rows_are_numbered_as_sorting_numbers_them(ends: tuple[int, int]):
 
 
 def test_no_rows():
-    first, inverse = combine([np.zeros(0, dtype=np.int32), np.zeros(0)])
+    first, inverse = deduplicate([np.zeros(0, dtype=np.int32), np.zeros(0)])
     assert len(first) == len(inverse) == 0

@@ -1,4 +1,4 @@
-"""Unique combinations of integer columns, so that each is computed once."""
+"""Deduplicate rows of integer columns, so that each combination is computed once."""
 
 from collections.abc import Sequence
 from typing import Any
