@@ -31,7 +31,7 @@ from onerank.annotate.passes.operators_to_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
-from onerank.annotate.recost.predict import (
+from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
     details_of,
     job_for,

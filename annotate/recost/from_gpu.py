@@ -26,7 +26,7 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
-from onerank.annotate.recost.predict import (
+from onerank.annotate.recost.predict_nodes import (
     Step,
     apply_overrides,
     details_of,

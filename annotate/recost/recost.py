@@ -27,7 +27,7 @@ from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
 from onerank.annotate.recost.from_gpu import recost_measured
-from onerank.annotate.recost.predict import database_look_up
+from onerank.annotate.recost.predict_nodes import database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.other_tools import is_counted
