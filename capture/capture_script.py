@@ -27,7 +27,7 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
 from onerank.capture.parallelize.shard_model import classes_along
-from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.profiling.window_plan import Progress

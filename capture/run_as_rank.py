@@ -31,8 +31,8 @@ from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.parallelize.tensor.plan_file import without_plan
-from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.windows import Windows

@@ -27,9 +27,9 @@ from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
 from onerank.capture.parallelize.model_structure import is_encoder_decoder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import stage_encoder_decoder
 from onerank.capture.parallelize.pipeline.stage import PipelineStage, stage_model
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced, slice_model
 from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
-from onerank.capture.parallelize.tensor.slicer import Sliced, slice_model
 from onerank.capture.patches import after_import, live, patched
 from onerank.ir import RankClass, World
 from onerank.ir.errors import SliceError

@@ -25,7 +25,7 @@ from onerank.capture.parallelize.data.data_groups import DENSE, group_kind_of
 from onerank.capture.parallelize.data.fsdp import by_mesh, current, norm_on_mesh
 from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
-from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.patches import patched
 from onerank.ir import World
 

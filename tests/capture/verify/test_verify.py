@@ -253,7 +253,9 @@ def test_slicing_that_changes_values_is_refused(monkeypatch):
         linear.weight.data = linear.weight.data / 4
         cut(linear, *args, **kwargs)
 
-    monkeypatch.setattr("onerank.capture.parallelize.tensor.slicer.row_linear", halve)
+    monkeypatch.setattr(
+        "onerank.capture.parallelize.tensor.apply_tensor_parallel.row_linear", halve
+    )
     with pytest.raises(SliceError, match=r"o_proj.weight: slicing changed values"):
         compare_tensor_parallel()
 

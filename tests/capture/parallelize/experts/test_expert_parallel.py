@@ -25,8 +25,8 @@ from onerank.capture.parallelize.experts.expert_parallel import (
 )
 from onerank.capture.parallelize.experts.routing import Routing, parse_routing
 from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.moe import cut_experts
-from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 

@@ -14,8 +14,8 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
 
 from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan
-from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 WORDS, WIDTH, TOKENS, SIZE = 64, 16, 24, 2

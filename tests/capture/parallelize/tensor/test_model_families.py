@@ -13,9 +13,9 @@ from raised import raises_code
 from onerank.capture import Options
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.experts.expert_parallel import shard_experts
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
-from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 from onerank.ir.errors import SliceError

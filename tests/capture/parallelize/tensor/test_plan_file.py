@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.shard_model import ModelSlicing
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.plan_file import (
     ModuleRule,
     ShardingPlan,
@@ -26,7 +27,6 @@ from onerank.capture.parallelize.tensor.plan_file import (
     skeleton,
 )
 from onerank.capture.parallelize.tensor.shard_parameters import slice_head_bias
-from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 NANOGPT = Path(__file__).parents[4] / "examples" / "plans" / "nanogpt.toml"

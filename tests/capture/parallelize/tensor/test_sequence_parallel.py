@@ -16,7 +16,7 @@ from onerank.capture import Options
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.parallelize.shard_model import slice_to_rank
-from onerank.capture.parallelize.tensor.slicer import slice_model
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 from onerank.ir.errors import SliceError

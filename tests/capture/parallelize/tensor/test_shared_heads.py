@@ -15,8 +15,8 @@ from torch import nn
 
 from onerank.capture import Options
 from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, shipped_plan
-from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 

@@ -10,7 +10,7 @@ import transformers
 from raised import raises_code
 from real_ranks import run_ranks
 
-from onerank.capture.parallelize.tensor.slicer import slice_model
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.ir.errors import SliceError
 
 SHAPE = {
