@@ -26,7 +26,7 @@ from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
     report_node_gpus,
 )
-from onerank.capture.fake_world.messages import RunAsRank
+from onerank.capture.fake_world.message_payloads import RunAsRank
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
 from onerank.capture.no_device.emulated_process import emulated

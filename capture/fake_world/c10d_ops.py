@@ -2,7 +2,7 @@
 
 Every peer is assumed to have the same tensors as this rank. Exceptions are receives, whose content
 is unknown and therefore random, and small integers that the script itself sends
-(`onerank.capture.fake_world.messages`). If sizes are equal, an emulated operator launches
+(`onerank.capture.fake_world.message_payloads`). If sizes are equal, an emulated operator launches
 at most one kernel, so that the profile stays close to the real job's.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from onerank.capture.fake_tensors import is_fake
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
-from onerank.capture.fake_world.messages import IntegerPayloads
+from onerank.capture.fake_world.message_payloads import IntegerPayloads
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:

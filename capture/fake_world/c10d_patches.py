@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from onerank.capture.fake_world.messages import ObjectCollectives
+from onerank.capture.fake_world.message_payloads import ObjectCollectives
 from onerank.capture.patches import rebound, untraced
 from onerank.ir.errors import CaptureError
 

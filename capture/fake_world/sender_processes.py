@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
-from onerank.capture.fake_world.messages import LEARNED_STEPS, MessageRequest, RunAsRank
+from onerank.capture.fake_world.message_payloads import LEARNED_STEPS, MessageRequest, RunAsRank
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may replace os._exit
