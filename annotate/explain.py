@@ -17,7 +17,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.annotate.recost.recost import check_measured, recost, source_gpu
 from onerank.ir import Graph
-from onerank.ir.chakra.other_tools import is_counted
+from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import AnnotateError
 
 Lines = list[tuple[str, str]]

@@ -41,7 +41,7 @@ from onerank.annotate.recost.predict_nodes import (
 )
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import membership_mask
-from onerank.ir.chakra.other_tools import MOST, counts_elements
+from onerank.ir.chakra.third_party_traces import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 

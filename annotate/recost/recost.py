@@ -30,7 +30,7 @@ from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict_nodes import database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
-from onerank.ir.chakra.other_tools import is_counted
+from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import AnnotateError
 
 _PREDICTED = (

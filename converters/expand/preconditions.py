@@ -3,7 +3,7 @@
 import numpy as np
 
 from onerank.ir import Graph, Kind
-from onerank.ir.chakra.other_tools import is_counted
+from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask
 

@@ -136,7 +136,7 @@ def _read(trace: Path, source: Path, *, repair: bool) -> Graph:
     """Read a Chakra trace; the groups of its job may stand next to `source`."""
     from onerank.ir.chakra import read as read_chakra
     from onerank.ir.chakra import read_repaired
-    from onerank.ir.chakra.other_tools import with_counted_work, with_groups
+    from onerank.ir.chakra.third_party_traces import with_counted_work, with_groups
 
     graph = read_repaired(trace)[0] if repair else read_chakra(trace)
     return with_counted_work(with_groups(graph, source))

@@ -10,7 +10,7 @@ from raised import raises_code
 from onerank.annotate.cost import load_prices
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.ir import input_files
-from onerank.ir.chakra.other_tools import read_groups
+from onerank.ir.chakra.third_party_traces import read_groups
 from onerank.ir.errors import CaptureError, FormatError, TargetError
 from onerank.ir.input_files import load_csv, load_json, load_toml
 

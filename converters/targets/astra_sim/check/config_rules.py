@@ -29,7 +29,7 @@ from onerank.converters.targets.astra_sim.check.config_text import (
     yaml_real,
 )
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.ir.chakra.other_tools import GROUP_FILES, group_files
+from onerank.ir.chakra.third_party_traces import GROUP_FILES, group_files
 from onerank.ir.enums import Collective
 
 NETWORK_FILE = "network.yml"

@@ -14,7 +14,7 @@ from onerank.converters.targets.astra_sim.check.config_text import stoi
 from onerank.converters.targets.astra_sim.check.file_rules import Dag, Structure
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.chakra import Record
-from onerank.ir.chakra.other_tools import shown_ranks
+from onerank.ir.chakra.third_party_traces import shown_ranks
 from onerank.ir.enums import Collective
 
 

@@ -43,7 +43,7 @@ from onerank.converters.targets.astra_sim.check.findings import Finding, Report
 from onerank.converters.targets.astra_sim.check.matching import check_matching, check_order
 from onerank.converters.targets.astra_sim.check.node_rules import Setting, check_graph, check_nodes
 from onerank.ir.chakra import PEERS, RankDiff, Record
-from onerank.ir.chakra.other_tools import RANK_FILE
+from onerank.ir.chakra.third_party_traces import RANK_FILE
 from onerank.ir.errors import FormatError
 
 # Number of earlier files that the next one is compared with; a pipeline has few stages.

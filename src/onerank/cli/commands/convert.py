@@ -248,7 +248,7 @@ def _convert_et(trace: Path, source: Path, options: ConvertOptions, *, as_json: 
         as_json: whether to print JSON.
     """
     from onerank.ir.chakra import Repairs, read, read_repaired
-    from onerank.ir.chakra.other_tools import with_counted_work, with_groups
+    from onerank.ir.chakra.third_party_traces import with_counted_work, with_groups
 
     output = options.output
     _check_output(output, source)
