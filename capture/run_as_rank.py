@@ -33,9 +33,9 @@ from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.parallelize.tensor.plan_file import without_plan
+from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.profiling.windows import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import validate

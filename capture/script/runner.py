@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from onerank.capture.patches import patched
-from onerank.capture.profiling.windows import Windows
+from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.error_hints import explained, library_line, script_line
 from onerank.capture.script.optimizer_steps import after_step

@@ -36,10 +36,10 @@ from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import patched
+from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules, profiler_on
 from onerank.capture.profiling.window_observations import Window
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.capture.profiling.windows import Windows
 from onerank.capture.run_as_rank import run_as_rank, slicing
 from onerank.capture.script.runner import CaptureComplete, run_script
 from onerank.capture.validate_options import uses_torch_distributed
