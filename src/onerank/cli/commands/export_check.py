@@ -289,7 +289,7 @@ def perfetto(trace: Path, options: FileOptions) -> None:
 @reports_errors
 def parquet(trace: Path, options: ParquetOptions) -> None:
     """Write nodes and edges as tables for polars, pandas, DuckDB."""
-    from onerank.converters.targets.parquet_dot import write_parquet
+    from onerank.converters.targets.parquet_graphviz import write_parquet
 
     graph = read_trace(trace)
     nodes, edges = write_parquet(graph, options.output)
@@ -302,7 +302,7 @@ def parquet(trace: Path, options: ParquetOptions) -> None:
 @reports_errors
 def dot(trace: Path, options: FileOptions) -> None:
     """Write a drawing of the graph for Graphviz."""
-    from onerank.converters.targets.parquet_dot import to_dot
+    from onerank.converters.targets.parquet_graphviz import to_dot
     from onerank.ir.output_files import replace_file
 
     keep_inputs(options.output, trace)

@@ -13,7 +13,7 @@ from raised import raises_code
 import onerank
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.parquet_dot import to_dot
+from onerank.converters.targets.parquet_graphviz import to_dot
 from onerank.converters.targets.perfetto import timeline
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
