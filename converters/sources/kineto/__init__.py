@@ -1,6 +1,6 @@
 """Convert PyTorch's Kineto trace and execution trace to a graph."""
 
-from onerank.converters.sources.kineto.convert import (
+from onerank.converters.sources.kineto.convert_rank import (
     EXECUTION_TRACE,
     JOB,
     MODEL,

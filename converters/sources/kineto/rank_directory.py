@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from onerank.converters.sources.kineto.convert import (
+from onerank.converters.sources.kineto.convert_rank import (
     JOB,
     Sources,
     convert,
