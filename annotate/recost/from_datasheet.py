@@ -178,8 +178,8 @@ def recost_cpu_capture(
 
     Every operator becomes one KERNEL of stream 0, which `OperatorsToKernels` divides later.
     STREAM_ORDER edges in program order replace the PROGRAM_ORDER edges among operators. A kernel's
-    duration is the model's prediction for unmeasured kernels (evidence DATASHEET), with the time of its further
-    launches. The order between operators and communication stays.
+    duration is the model's prediction for unmeasured kernels (evidence DATASHEET), with the time of
+    its further launches. The order between operators and communication stays.
     Start times are laid out end to end, communication included. Operators that launch nothing on a
     GPU (views, allocation, waits for batches, calls that issue communication) are removed and
     counted.
