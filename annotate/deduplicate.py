@@ -12,7 +12,7 @@ I64 = npt.NDArray[np.int64]
 _WIDE = 1 << 20
 
 
-def combine(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
+def deduplicate(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
     """Return (first, inverse) over the rows of equally long columns.
 
     Returns:

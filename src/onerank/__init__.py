@@ -113,7 +113,7 @@ def convert(
     if path.suffix == ".et":
         return _read(path, path, repair=repair)
     from onerank.converters.sources.kineto import Sources
-    from onerank.converters.sources.kineto import convert_rank as convert_traces
+    from onerank.converters.sources.kineto import convert as convert_traces
     from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
     # Traces of the profiler and Chakra's JSON share a suffix; the first bytes differ.

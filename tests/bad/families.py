@@ -25,7 +25,7 @@ from onerank.capture.collective_kernels.network import load_network
 from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.parallelize.tensor.plan_file import read_plan
 from onerank.cli import onerank as command
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.onnx import convert_onnx
 from onerank.ir.chakra import from_json, to_json
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node

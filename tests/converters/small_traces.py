@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onerank.converters.sources.kineto import Conversion, Sources, convert_rank
+from onerank.converters.sources.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Reason
 
 SCHEMA = "1.1.1-chakra.0.0.4"

@@ -154,7 +154,7 @@ def _strides(
     nodes = graph.nodes
     rows = np.flatnonzero(changed & (nodes.input_strides > 0))
     columns = (nodes.input_strides, nodes.input_shapes, new_shapes)
-    first, inverse = combine([column[rows] for column in columns])
+    first, inverse = deduplicate([column[rows] for column in columns])
     texts: list[str] = []
     for row in rows[first].tolist():
         strides, before, after = (_LIST.decode(strings[int(column[row])]) for column in columns)

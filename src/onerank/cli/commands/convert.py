@@ -192,7 +192,7 @@ def _recording_hint(source: Path) -> str:
 
 def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
     """Convert a Kineto trace, with its execution trace and profiles."""
-    from onerank.converters.sources.kineto import Sources, convert_rank
+    from onerank.converters.sources.kineto import Sources, convert
 
     if options.kineto is None or (options.profile and options.et is None):
         raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")

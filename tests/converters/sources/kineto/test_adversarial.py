@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, host_timeline
 from onerank.converters.sources.kineto.lowering import sync_edges
 from onerank.converters.sources.kineto.memory_events import Action, History, join_history

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from raised import raises_code
 
-from onerank.converters.sources.kineto import Sources, convert_directory, convert_rank
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir.errors import TraceError
 
 TRACES = Path(__file__).parents[4] / "traces"

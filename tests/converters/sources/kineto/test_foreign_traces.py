@@ -9,7 +9,7 @@ from small_traces import Trace, edges
 
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.astra_sim.exporter import export_ranks

@@ -19,7 +19,7 @@ from onerank.analysis.step_time import replay
 from onerank.analysis.summary import summarise
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank
-from onerank.converters.sources.kineto import Conversion, Sources, convert_directory, convert_rank
+from onerank.converters.sources.kineto import Conversion, Sources, convert, convert_directory
 from onerank.ir import Collective, Graph, Kind, Reason
 
 DATA = Path(__file__).parent / "data/gloo-ddp"

@@ -17,7 +17,7 @@ from onerank import read
 from onerank.analysis.step_time import replay
 from onerank.annotate.op_costs.node_costs import characterise
 from onerank.cli import onerank
-from onerank.converters.sources.kineto import Sources, convert_directory, convert_rank
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Collective, Kind, Reason

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onerank.analysis.step_time import replay
-from onerank.converters.sources.kineto import Conversion, Sources, convert_rank
+from onerank.converters.sources.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Kind, Reason
 
 FOLDER = Path(__file__).parents[4] / "traces" / "h200-p2p-2-ranks"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Job, Kind, Measurement
 
 H200 = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4"

@@ -7,7 +7,7 @@ import pytest
 from small_traces import Trace
 
 from onerank.analysis.step_time import replay
-from onerank.converters.sources.kineto import Sources, convert_directory, convert_rank
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir import Evidence, Graph, Reason
 
 OPERATOR, LAUNCH_AT, LAUNCH, GAP, RELEASE = 10.0, 3.0, 4.0, 2.0, 6.0  # microseconds

@@ -6,7 +6,7 @@ from small_traces import Trace, edges
 
 from onerank import read
 from onerank.analysis.step_time import replay
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
 from onerank.ir.replay import schedule
 

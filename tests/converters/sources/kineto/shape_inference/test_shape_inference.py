@@ -12,7 +12,7 @@ from torch.nn import functional
 from onerank.annotate.op_costs.node_costs import characterise
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
-from onerank.converters.sources.kineto import Sources, convert_rank
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.errors import AnnotateError
 
