@@ -265,7 +265,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn.functional",
         ("scaled_dot_product_attention",),
         "torch chooses the attention kernel in C++ that only a CUDA build has.",
-        ("no_device.attention",),
+        ("no_device.attention_backends",),
         everywhere=True,
     ),
     Patch(
