@@ -106,6 +106,7 @@ def _missing(gpu: Gpu) -> list[str]:
 
 def mean_over_families(gpus: Sequence[Gpu], figure: Callable[[Gpu], float]) -> float:
     """Return the mean of a figure over architectures, of the mean over each one's GPUs."""
+    # H100 and H200 are one die and would otherwise count twice.
     families = sorted({gpu.architecture for gpu in gpus})
     return fmean(fmean(figure(g) for g in gpus if g.architecture == f) for f in families)
 

@@ -83,6 +83,8 @@ def is_called(gpu: Gpu, device_name: str) -> bool:
 
 
 def _key(name: str) -> str:
+    # Drivers write "NVIDIA H100 80GB HBM3" and users
+    # "h100-sxm": separators and case distinguish no two GPUs.
     return re.sub(r"[-_\s]", "", name).casefold()
 
 
@@ -92,6 +94,7 @@ def _by_key() -> dict[str, Gpu]:
     for path in sorted(_SHIPPED.glob("*.toml")):
         gpu = _read(path)
         for name in (gpu.name, *gpu.aliases):
+            # Two files with one alias would make the answer depend on the order of file names.
             assert by_key.setdefault(_key(name), gpu) is gpu, f"{name} names two shipped GPUs"
     return by_key
 
@@ -175,6 +178,8 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         TargetError: there is no such figure, or its value is out of range.
     """
     refuse_unknown(dict(values), RANGES, "figure")
+    # An override without effect must leave the GPU equal to its description, so that times measured
+    # on it stay as measured.
     if not any(_differs(gpu, name, value) for name, value in values.items()):
         return gpu
     changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
@@ -194,6 +199,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         aliases=(),
         sources={**gpu.sources, "set": "set by the user: what if"},
         figures={**kept, **changed},
+        # The original description, so that overrides of overrides compare with the board as sold.
         before=gpu.as_described,
     )
     check_gpu(overridden)

@@ -8,6 +8,8 @@ import msgspec
 
 from onerank.ir.errors import TargetError
 
+# The tile model has one set of coefficients for each of the two. Blackwell's RTX boards (sm_120)
+# multiply with `mma.sync`, as Ada does, so they belong to the first.
 SYNCHRONOUS = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
 ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
 """Architectures whose warps load operands of the matrix units, and those with a copy engine (TMA).
@@ -118,6 +120,7 @@ RANGES: Mapping[str, Range] = {
     "measured_copy_gb_per_s": Range(
         10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GB_PER_S}"
     ),
+    # Ranges catch a wrong unit, such as us in place of ns, not an unlikely board.
     "launch_floor_ns": Range(100, 1e6, "the time of the shortest kernels in ns"),
     "tdp_w": Range(5, 10_000, "the power limit in watts"),
     "idle_w": Range(0.1, 5_000, "the power of an idle GPU in watts"),

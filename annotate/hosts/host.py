@@ -77,6 +77,7 @@ def load_host(name_or_path: str | Path) -> Host | None:
     if name_or_path == NONE:
         return None
     shipped = _SHIPPED / f"{name_or_path}.toml"
+    # Shipped names first, so that a file of that name in the working directory does not hide one.
     if str(name_or_path) in host_names():
         return _read(shipped)
     path = Path(name_or_path)
@@ -109,6 +110,7 @@ def _read(path: Path) -> Host:
             code="host-file-malformed",
         )
     for sort, time in host.figures.items():
+        # The upper bound of a second per operator catches figures in the wrong unit.
         if not 0 <= time.p10_ns <= time.p50_ns <= time.p90_ns <= 1e9:
             raise TargetError(
                 f"{path}: {sort} is {time.p10_ns:g}, {time.p50_ns:g}, {time.p90_ns:g} ns; expected "

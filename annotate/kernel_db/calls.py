@@ -142,6 +142,7 @@ def _used_strides(
         if len(given) != len(sizes):
             continue
         used = tuple(given[axis] for axis in axes)
+        # Dimensions of one element may have any stride, which no kernel reads.
         if used != tuple(prod(sizes[axis + 1 :]) for axis in axes):
             layout[operand] = used
     return layout
@@ -196,6 +197,8 @@ def _picking(op: str, call: Call) -> dict[str, Any]:
         str(position): value
         for position, value in enumerate(call.values)
         if not (position < len(call.inputs) and call.inputs[position])
+        # Floats scale results and select nothing, except a dropout
+        # probability, which precedes `is_causal` in every schema of attention.
         and (_whole(value) or (isinstance(value, float) and value and position < causal))
     }
 
@@ -346,6 +349,7 @@ def call_of(key: CallKey) -> Call | None:
     operands = zip(key.shapes, key.dtypes, strict=True)
     inputs = tuple((Tensor(shape, dtype, ITEM_BYTES[dtype]),) for shape, dtype in operands)
     attributes: dict[str, Any] = msgspec.json.decode(key.attributes)
+    # `work_of_call` reads values by position, so those that the key leaves out are None.
     last = max((int(position) for position in attributes), default=-1)
     values = tuple(attributes.get(str(position)) for position in range(last + 1))
     return Call(base_name(key.operator), inputs, (), values)

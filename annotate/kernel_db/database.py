@@ -180,6 +180,7 @@ def read_database(path: Path) -> pl.DataFrame:
 
 def merge(tables: Sequence[pl.DataFrame]) -> Merged:
     """Merge databases, with the latest row of each identity."""
+    # `pl.concat` refuses an empty list; the empty table gives it the schema.
     joined = pl.concat([*tables, pl.DataFrame(schema=SCHEMA)])
     table = _latest(joined)
     return Merged(table, len(joined) - len(table))
@@ -207,6 +208,7 @@ def contents(table: pl.DataFrame) -> pl.DataFrame:
 
 def _latest(table: pl.DataFrame) -> pl.DataFrame:
     """Return the latest row of each identity, sorted so that the columns compress well."""
+    # Reversed before `unique`, so that of rows with equal dates the one read last stays.
     first = table.sort("date", maintain_order=True).reverse()
     kept = first.unique(subset=IDENTITY, keep="first", maintain_order=True)
     ordered = kept.with_columns(size=pl.col("shapes").list.eval(pl.element().list.len()).list.sum())
@@ -387,6 +389,8 @@ class Library:
             whole_ns=_middle([sum(row.kernel_ns) for row in chosen]),
             source_ns=_middle([_each_ns(row, kernel) for row in source_rows]),
             spread=float(
+                # Half the range from the 10th to the 90th
+                # percentile is `HALF_WIDTH` standard deviations.
                 np.hypot(samples, np.log(max(layout_ns) / min(layout_ns))) / 2 / HALF_WIDTH
             ),
             rows=chosen,
@@ -509,6 +513,7 @@ def _shipped(target: Gpu) -> list[Path]:
 
 def _has(path: Path, gpus: Sequence[Gpu]) -> bool:
     """Return whether a database has rows of one of the GPUs; reads one column."""
+    # One column tells whether the other 22 have to be read.
     names = pl.read_parquet(path, columns=["gpu"])["gpu"].unique()
     return any(is_called(gpu, name) for gpu in gpus for name in names)
 

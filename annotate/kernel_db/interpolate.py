@@ -186,6 +186,8 @@ def bound_beyond(sizes: F64, off: F64, radius: float) -> float:
         others = distance >= radius
         others[row] = False
         rest, distances = np.flatnonzero(others), distance[others]
+        # The left-out point counts as one of `FEWEST`. Points whose
+        # neighbours are all far off say nothing about interpolation.
         if len(rest) < FEWEST - 1 or distances.min() > 2 * max(radius, 1):
             continue
         nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
@@ -222,6 +224,7 @@ def _nearest(sizes: F64, at: F64) -> tuple[F64, I64]:
         squares = np.zeros((len(at[part]), len(sizes)))
         for requested, measured in pairs:
             squares += (requested[:, None] - measured) ** 2
+        # Only the eight nearest points need an order, so all distances are partitioned, not sorted.
         chosen = np.argpartition(squares, count - 1, axis=1)[:, :count]
         chosen_squares = np.take_along_axis(squares, chosen, axis=1)
         order = np.argsort(chosen_squares, axis=1, kind="stable")
@@ -311,6 +314,8 @@ def _interpolate_group(
 ) -> list[Between | None]:
     """Return predictions for unmeasured points of one group, from its measured rows."""
     matches = [library.match(key) for key, _ in rows]
+    # Without a kernel's name all kernels but copies and
+    # fills count, which are separate nodes in a trace.
     times_ns = np.array([match.rest_ns if match else np.nan for match in matches])
     off = np.log(times_ns / modelled_ns([point.work for _, point in rows], gpu, from_description))
     predicted_ns = modelled_ns([point.work for point in unmeasured], gpu, from_description)
@@ -491,6 +496,7 @@ def _exact(
     ]
     figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
     kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))
+    # A call without rows has no versions to doubt; its time is nan anyway.
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
     doubt = Uncertainty.none(len(pair))._replace(spread=spread, otherwise=~same)
@@ -580,6 +586,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
             time[position], bound[position] = prediction.time_ns, prediction.bound
             rows = [row for near in prediction.neighbours for row in library.target[near.key]]
             otherwise[position] = not all(library.ran_with(row) for row in rows)
+    # An interpolated time is of the whole operator; its kernels share it as they were measured.
     part = np.ones(len(keyed.key)) if nodes.whole else nodes.duration_ns / nodes.operator_ns
     if record is not None:
         by_key = dict(zip(missing, predictions, strict=True))

@@ -197,7 +197,10 @@ def best_resized(
     """
     target, errors = basis.target, basis.errors
     library = basis.library
+    # Only a ratio of two rows needs one clock; a looked-up time is that of the profiler's run.
     rows = at_one_clock(library.target) if basis.source == target else library.target
+    # Without rows of the source: on the GPU that measured
+    # the step its deviation is in the measured time already.
     library = Library(rows, {}, library.versions)
     basis = basis._replace(library=library)
     records = [None if record is None else TermRecord(record.rows) for _ in sizes]
@@ -237,6 +240,7 @@ def at_one_clock(rows: Mapping[CallKey, Sequence[KernelRow]]) -> dict[CallKey, l
     clocks = (
         row.sm_clock_mhz for call_rows in rows.values() for row in call_rows if row.sm_clock_mhz
     )
+    # Any common clock gives the same ratios of sizes.
     highest = max(clocks, default=0)
     return {key: [_at_clock(row, highest) for row in call_rows] for key, call_rows in rows.items()}
 
@@ -246,6 +250,7 @@ def _at_clock(row: KernelRow, highest_mhz: int) -> KernelRow:
         return row
     clock_bound = op_class(row.operator) in _BY_CLOCK
     factor = row.sm_clock_mhz / highest_mhz if clock_bound else 1.0
+    # Replays take the place of the profiler's times, but each kernel keeps its share of the call.
     factor *= row.median_ns / sum(row.kernel_ns)
     times = tuple(max(1, round(time * factor)) for time in row.kernel_ns)
     return msgspec.structs.replace(row, kernel_ns=times)

@@ -63,6 +63,8 @@ FUSED = frozenset(CHOICES) - {"usual", "same", "eager"}
 # (family, pattern of kernel names); the first match wins. Helpers that only move data match the
 # first pattern and belong to no family.
 _NAMES = (
+    # First, because helpers of FlashAttention-2 also
+    # match its pattern: `flash_bwd_dot_do_o_kernel`.
     ("", r"dot_?do_?o|convert_?[dq]|clear_d|combine|preprocess|postprocess|reduce_head|shuffle"),
     ("flash3", r"flashattn(fwd|bwd)sm90"),
     ("cudnn", r"cudnn.*(sdpa|flash_[fb]prop|fmha)"),
@@ -73,6 +75,8 @@ _NAMES = (
 )
 
 # architecture -> families that libraries run on it; the first replaces any other family.
+# A captured kernel of a listed family stays: users of
+# Hopper choose between FlashAttention-3 and cuDNN.
 _USUAL = {
     "ampere": ("flash2",),
     "ada": ("flash2",),
@@ -357,16 +361,24 @@ def attention_terms(
     cycle, backward = 1e9 / gpu.clock_hz, back > 0
     tiles = attention_tiles(shapes)
     blocks = np.maximum(keys, _TILE / 2) / _TILE
+    # Query tile i of n sees i blocks of keys under a causal mask, (n + 1) /
+    # 2 on average. Queries of the last keys also see all keys before them.
     seen = np.where(causal == 2, blocks - rows / _TILE / 2 + 1 / 2, (blocks + 1) / 2)
     mean: F64 = np.where((causal > 0) & (rows > _TILE), seen, blocks)
     softmax = _softmax(gpu, rates)
+    # The fitted efficiency includes the exponentials of heads of 128, so only other
+    # head sizes change the time. An overridden peak must not change what was fitted.
     fitted_to = _FITTED_TO / (_FITTED_TO + _softmax(*(described or (gpu, rates))))
+    # The backward pass has five products per score: it repeats QK' (d), then computes
+    # the gradients of V and of the weights (dv each), of Q and of K (d each).
     products: F64 = np.where(backward, _BACKWARD * (3 * d + 2 * dv + softmax), d + dv + softmax)
     rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
     block: F64 = 2e9 * _TILE * _TILE * products * fitted_to / (rate / gpu.sm_count)
     prologue = c.prologue_cycles * cycle
     compute = np.maximum(
-        tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
+        # Under a causal mask the last query tile still sees all keys, so it bounds the time.
+        tiles * (mean * block + prologue) / gpu.sm_count,
+        blocks * block + prologue,
     )
     tensors = np.where(backward, 2.0, 1.0) * 2  # the backward also reads and writes gradients
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
@@ -374,6 +386,8 @@ def attention_terms(
     sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)
     # The backward's helper kernels: sums of gradient products, zero fill and rounding of the query
     # gradient, and sums of the gradients of shared keys and values.
+    # In elements of 2 bytes: the float32 query gradient is filled and read (2d each)
+    # and written rounded (d); the output and its gradient are read once (dv each).
     helper_bytes = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
     helper_ns = helper_bytes * cache_misses(gpu, helper_bytes) * 1e9 / gpu.bandwidth_bytes_per_s
     helper_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
@@ -399,5 +413,7 @@ def attention_tiles(shapes: F64) -> F64:
     """Return the number of query tiles of fused attention, float64[d]."""
     batch, heads, key_heads, rows, *_ = shapes.T
     group = heads / np.maximum(key_heads, 1)
+    # FlashAttention-3 packs the queries of the heads that share a key head into one
+    # tile (`pack_gqa`), which pays off in decoding, where a head has one query.
     grouped_tiles = key_heads * np.ceil(rows * group / _TILE)
     return batch * np.minimum(grouped_tiles, heads * np.ceil(rows / _TILE))

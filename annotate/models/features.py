@@ -47,6 +47,7 @@ class Parts(NamedTuple):
 
     def of_calls(self, calls: npt.NDArray[np.int64]) -> tuple[Self, npt.NDArray[np.int64]]:
         """Return the component GEMMs of `calls`, and each one's index into `calls`."""
+        # `call` ascends, so the GEMMs of a call are consecutive.
         first, last = (np.searchsorted(self.call, calls, side) for side in ("left", "right"))
         counts = last - first
         owner = np.repeat(np.arange(len(calls)), counts)
@@ -203,6 +204,8 @@ class KernelFeatures:
 
     def floor_share_on(self, gpu: Gpu) -> F64:
         """Return the shortest kernel of each one's class as a share of `gpu`'s launch floor."""
+        # Shares below 1 were measured on NVIDIA GPUs only; on an
+        # MI300X no class is shorter than a GEMM (see `launch_floor`).
         return self.floor_share if gpu.is_nvidia else np.maximum(self.floor_share, 1)
 
     def floor_ratio(self, source: Gpu, target: Gpu) -> F64:

@@ -293,6 +293,7 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
 
     sustained, peak = rates.sustained[:, None], rates.peak[:, None]
+    # The factor 1e9 makes FLOPs over FLOP/s a time in ns.
     work = 2e9 * batch * m * n * k
     short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
     capped = sustained * (peak / sustained) ** (c.burst * short)
@@ -305,10 +306,12 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     waves = filled * (np.ceil(filled) / filled) ** pipe.tail
     compute = waves * 2e9 * rows * columns * inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
+    # Once, not per wave: other tiles on the SM hide this latency for all but the last tile.
     compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
     compute = p_norm(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
 
     left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
+    # Partial sums of split-K are float32, whatever the dtype of the result.
     partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
     staged = tiles * (rows + columns) * inner * item + out * split
     cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
@@ -317,6 +320,8 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     occupancy = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
     written = (out + partial) * _miss((left + right + out + partial) / size)
+    # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares
+    # its operands. The first read of each operand already counts in `missed`.
     reread_bytes = (
         item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
     )
@@ -341,6 +346,7 @@ def cache_misses(gpu: Gpu, used: F64) -> F64:
 
 def _miss(share: F64) -> F64:
     """Return the share of accesses that miss a cache of which the data fill `share`."""
+    # The least share keeps 0 ** -8 from dividing by zero; it already gives a miss rate of 1e-24.
     return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
 
 

@@ -61,6 +61,8 @@ def outside(gpu: Gpu, c: Coefficients) -> float:
     distance = 0.0
     for name, value in properties(gpu).items():
         least, most = c.hull[name]
+        # An unknown figure counts as one unit, so that a
+        # sparse description does not look like a fitted GPU.
         distance += max(0.0, np.log(least / value), np.log(value / most)) if value else 1.0
     known = gpu.architecture in (*SYNCHRONOUS, *ASYNCHRONOUS)
     return float(distance) + (0.0 if known else _UNKNOWN_ARCHITECTURE)
@@ -221,6 +223,7 @@ def kinds_of(
     product = np.where(eight_bit, _AT["gemm_8bit"], product)
     if die:
         product = np.where(eight_bit, product, _AT["gemm_same_die"])
+    # Between cuts of a die the same attention kernel runs, whose deviation carries over whole.
     attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
         attention_kind = _AT["attention_unmeasured"]
@@ -280,6 +283,8 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     if kind in _UNFITTED:
         return max(1.0, distance)
     distance += 0.0 if target.is_nvidia else _FARTHER
+    # A quarter per unit is measured as far as 1.3 outside; both branches meet at
+    # 4/3. Faster growth beyond is an assumption, since nothing was measured there.
     return max(1 + distance / 4, distance)
 
 
@@ -327,6 +332,7 @@ class Interval(NamedTuple):
         if not spread or not self.p10_ns:
             return self
         low, high = math.log(total_ns / self.p10_ns), math.log(self.p90_ns / total_ns)
+        # Independent errors: their squares add up, in ln.
         low, high = (math.hypot(end, HALF_WIDTH * spread) for end in (low, high))
         return type(self)(round(total_ns * math.exp(-low)), round(total_ns * math.exp(high)))
 
@@ -378,6 +384,8 @@ def intervals(
             text = _interval_text(row, ends, errors, Rule(int(rules[row])), less_known, c, doubt)
             if text:
                 record.facts[row].append(("80% interval", text))
+    # The step's interval is narrower than the sum of
+    # ends, because errors of distinct calls average.
     step = step_interval(predicted_ns, errors, kernels.call, less_known, c, doubt=doubt)
     # The error of the sum is at most the sum of the errors.
     least, most = (round(float(end.sum())) for end in ends)
@@ -467,6 +475,8 @@ class ErrorKinds(NamedTuple):
             return self
         kinds = kinds_of(kernels, (predicted_ns, overrides.rules), target.as_described, target)
         matters = overrides.known & (overrides.factor != 1)
+        # A factor of exactly 1 means that no overridden figure
+        # acts on the kernel, so its time stays certain.
         kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
         half_width = _widened("high", target, c)[kinds]
         change = np.abs(np.log(overrides.factor))

@@ -62,7 +62,7 @@ def predict_by_ratio(
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     peak, new_peak = rates.peak, new_rates.peak
     ridge = peak / source.peak_bandwidth_bytes_per_s
-    compute = kernels.flops > kernels.bytes * ridge  # false where either is not known
+    compute = kernels.flops > kernels.bytes * ridge  # nan compares false: memory-bound
     rated = np.isfinite(peak / new_peak)
     factors = np.where(compute & rated, peak / new_peak, by_memory)
     rule = np.where(compute, Rule.COMPUTE, Rule.MEMORY)
@@ -143,6 +143,7 @@ def predict_learned(
         parts = part_terms(kernels, source, target, predicted_ns, c, record)
         predicted_ns[parts.rows] = parts.predicted_ns
         rules[parts.rows] = Rule.PARTS
+    # The residual model already clamped its predictions, but tiles and parts replaced some of them.
     for rows, block in kernels.blocks():
         recorded = None if record is None else (record, rows)
         predicted_ns[rows] = clamp_to_lower_bound(
@@ -382,6 +383,8 @@ def carried(
     # The same GPU with overridden figures: the kernels stay, so all of the deviation does.
     if source.board == target.board:
         return deviation
+    # Backward attention has no fitted coefficient, so all of its deviation is the
+    # model's and carries over. The share for 8-bit GEMMs is high for the same reason.
     forward = attention_share(source, target, c)
     if same_die(source, target):
         product = eight_bit = c.same_die * deviation
@@ -479,6 +482,7 @@ def tile_times(
     """
     operator_ns = np.full(len(kernels.call), np.nan)
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
+    # The last two columns are flags (causal, backward), which are 0 for valid calls too.
     has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
     is_attention: Mask = has_attention[kernels.call]
     where, first, inverse = _distinct(kernels, has_attention | has_gemm)
@@ -617,4 +621,5 @@ def _products_ns(  # noqa: PLR0917
 def _run(at: Calibration, rates: KernelRates, rows: I64) -> Run:
     """Return the run of the GEMMs at `rows` on a calibrated GPU."""
     sustained, peak = rates.sustained[rows], rates.peak[rows]
+    # No calibration may lift the sustained rate above the datasheet's peak.
     return Run(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak))

@@ -85,6 +85,8 @@ def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) ->
         vector: vector operations.
         gpu: the GPU.
     """
+    # Operands in the last-level cache make the rate of bytes exceed the
+    # bandwidth; memory itself draws no more than at full bandwidth.
     memory = np.minimum(1, moved / seconds / gpu.bandwidth_bytes_per_s)
     rate = gpu.vector_flops_per_s
     return np.stack(
@@ -122,6 +124,7 @@ def power_share(use: F64, c: Coefficients) -> F64:
 def _scores_per_flop(kernels: KernelFeatures) -> F64:
     """Return the vector operations of attention per FLOP of its GEMMs, float64[n]."""
     d, value, backward = (kernels.attention[kernels.call][:, column] for column in (5, 6, 8))
+    # FLOPs of the products per score: two products forward, five backward (see `attention_terms`).
     forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + value))
     both = _PER_SCORE[1] / np.maximum(1, 2 * (3 * d + 2 * value))
     return np.where(d > 0, np.where(backward > 0, both, forward), 0.0)

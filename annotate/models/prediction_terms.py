@@ -162,6 +162,8 @@ class Term:
 
     def named(self) -> "Iterator[Term]":
         """Yield each named term once, after its operands."""
+        # By identity: equal terms of different kernels are
+        # distinct, and one object may occur in several formulas.
         seen: set[int] = set()
         yield from self._named(seen)
 
@@ -199,6 +201,7 @@ class Term:
 
 def _norm(values: list[float]) -> float:
     exponent, *times = values
+    # Relative to the longest, as in `gemm_tiles.p_norm`: powers of nanoseconds overflow.
     longest_ns = max(times)
     powers = ((time / longest_ns) ** exponent for time in times)
     return longest_ns * math.fsum(powers) ** (1 / exponent)

@@ -72,6 +72,7 @@ def predict_by_roofline(
     kernel has a separate floor.
     """
     count = len(kernels.passes)
+    # The roofline of the literature streams each byte once and has no cost per element.
     plain = replace(kernels, passes=np.ones(count), cycles=np.zeros(count))
     predicted_ns, rules = predict(plain, target, record=record)
     if record is not None:
@@ -169,6 +170,8 @@ def terms_of(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
     memory = np.nan_to_num(kernels.bytes * kernels.passes) / target.bandwidth_bytes_per_s
+    # `cycles` is of the whole operator, unlike FLOPs and
+    # bytes, which `node_costs` divides among its kernels.
     issue = kernels.cycles * kernels.share_of_operator / issue_rate(target)
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)

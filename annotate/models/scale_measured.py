@@ -226,6 +226,8 @@ def issue_overlaps_memory(kernels: KernelFeatures, source: Gpu, target: Gpu) -> 
 
 def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: bool = False) -> Terms:
     """Return the terms of each kernel's prediction; `recorded`: they become a `TermRecord`'s."""
+    # A kernel shorter than its class's floor has nothing
+    # above it, so it scales with the floor as a whole.
     floor = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
     above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
@@ -233,6 +235,7 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     by_issue = issue_rate(source) / issue_rate(target)
 
     rated = np.isfinite(rates.sustained / new_rates.sustained)
+    # Without a rate on both GPUs there is no ratio of FLOPs, so only the bytes scale.
     flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)
     streamed_bytes = np.nan_to_num(kernels.bytes * kernels.rereads)
     memory = streamed_bytes / source.bandwidth_bytes_per_s
@@ -244,6 +247,8 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     by_roof = np.divide(
         np.maximum(new_compute, new_memory) * 1e9, roof, out=np.ones_like(roof), where=roof > 0
     )
+    # The rest of a compute-bound kernel is in tiles, waves and pipelines
+    # below the power cap, so it scales with the uncapped peak.
     by_peak = np.where(rated, rates.peak / new_rates.peak, 1.0)
 
     share = np.divide(roof, above, out=np.ones_like(roof), where=above > 0)
@@ -254,6 +259,8 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     part = np.where(cached, inverse, explained)
     # by_roof^part * by_issue^(1 - part), by logarithms
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
+    # GEMMs, and kernels from or to another vendor's instructions: the more
+    # of the time the roofline explains, the more the rest scales like it.
     separate = explained * by_roof + (1 - explained) * mixed
     overlapped = _overlapped(explained, by_roof, by_issue)
     overlaps = issue_overlaps_memory(kernels, source, target)
@@ -264,6 +271,7 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 
     # The order matters: each of these rules overrides those above it.
+    # Copy engines issue no instructions, so neither SMs nor clock count.
     factors = np.where(kernels.transfer, by_memory, factors)
     work_unknown = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
     factors = np.where(work_unknown, by_memory, factors)
@@ -307,6 +315,8 @@ def lower_bound_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """
     compute = np.where(kernels.matmul, kernels.flops / kernels.rates(gpu).peak, 0.0)
     cache_bytes = np.inf if gpu.l2_bytes is None else gpu.l2_bytes
+    # The producer may have left as much as the whole cache holds, so that
+    # many bytes may cost no traffic. An unknown cache bounds nothing.
     uncached_bytes = np.maximum(0.0, kernels.bytes - cache_bytes)
     memory = uncached_bytes / gpu.peak_bandwidth_bytes_per_s
     return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))

@@ -79,6 +79,7 @@ def _sizes(
     packed = call.tensor(layout.lengths) if layout.lengths is not None else None
     if packed is not None and packed.numel > 1:
         longest_q, longest_k = call.value(layout.longest), call.value(layout.longest + 1)
+        # `cu_seqlens` has one boundary more than sequences.
         sequences = packed.numel - 1
         heads = query.shape[-2] if len(query.shape) in (3, 4) else 0
         key_heads = key.shape[-2] if len(key.shape) in (3, 4) else heads
@@ -100,6 +101,8 @@ def _sizes(
 
 # Positions as in the schemas of torch 2.13; those that torch 2.11 shares are the same.
 _LAYOUTS = {
+    # On a GPU FlashAttention aligns a causal mask with the last key (since its version
+    # 2.1); its CPU counterpart, cuDNN's and the math kernel align it with the first.
     "_scaled_dot_product_flash_attention": _Layout(0, 4, lower_right=True),
     "_scaled_dot_product_flash_attention_for_cpu": _Layout(0, 4),
     "_scaled_dot_product_efficient_attention": _Layout(0, 6),

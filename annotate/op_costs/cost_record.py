@@ -98,6 +98,7 @@ def product(
     """
     read = call.input_bytes if bytes_read is None else bytes_read
     if real := _PARTS.get(operand.dtype):
+        # No `gemm`: the tile model is fitted to real dtypes only.
         return Work(4 * flops, read, call.output_bytes, matmul=True, dtype=real)
     if gemm:
         result = call.output()

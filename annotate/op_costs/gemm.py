@@ -74,6 +74,7 @@ def _linear(call: Call) -> Work | None:
     if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
         return None
     columns = prod(weight.shape[:-1])
+    # Leading dimensions of x become rows of one GEMM, which is how `linear` runs it.
     sizes = (1, prod(x.shape[:-1]), columns, x.shape[-1])
     return product(call, x, 2 * x.numel * columns, call.list_bytes(0, 1, 2), gemm=sizes)
 
@@ -92,6 +93,7 @@ def _grouped_mm(call: Call) -> Work | None:
     if left is None or right is None or left.shape[-1:] != right.shape[-2:-1]:
         return None
     batch = left.shape[0] if len(left.shape) == len(right.shape) == 3 else 1
+    # No `gemm`: the offsets, and so each expert's rows, are on the device and not recorded.
     return product(call, left, 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
@@ -153,6 +155,7 @@ class _Sizes(NamedTuple):
 
     def _part(self, kind: str) -> Part:
         item = self.large.item_bytes
+        # Of an RGB image, three channels in 16 bits become eight.
         lanes = max(1, _CHANNEL_BYTES // item)
         padded_large = -(-self.large_channels // lanes) * lanes
         padded_small = -(-self.small_channels // lanes) * lanes
@@ -162,6 +165,8 @@ class _Sizes(NamedTuple):
         if kind == "down":
             sizes, image = (points, self.small_channels, padded_large * self.kernel), self.large
         elif kind == "up":
+            # With a stride each point of the larger image meets only some of the
+            # filter's points, so the inner size follows from the total FLOPs.
             inner = max(1, points * padded_small * self.kernel // max(1, large_points))
             sizes, image = (large_points, self.large_channels, inner), self.small
         else:
@@ -190,6 +195,7 @@ def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Size
 def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str) -> Work:
     flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
+        # Depthwise: one input channel per group leaves no inner size for matrix units.
         return vector(call, flops)
     return product(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
@@ -277,6 +283,7 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
         x = call.tensor(0)
         given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
         matrices = [weight for weight in given if len(weight.shape) == 2]
+        # Biases have one dimension; only matrices have products.
         met = sum(matrix.numel for matrix in matrices)
         if x is None or not met:
             return None
@@ -297,6 +304,8 @@ def _parts(
     if state is None or odd or state.numel % (len(pairs) * size):
         return ()  # a layer with projections, or shapes that are not recorded
     batch = state.numel // (len(pairs) * size)
+    # Packed sequences have fewer rows in their last steps; the steps here are those of full
+    # batches.
     steps = -(-tokens // max(1, batch))
     parts: list[Part] = []
     for of_input, _ in pairs:

@@ -123,6 +123,7 @@ def _read(call: Call) -> int:
     """Return the bytes read: those of all operands but one that is only overwritten."""
     unread = {0} if call.op in _WRITE_ONLY else set[int]()
     if call.op in NEED_VALUES and call.value(1) is not None and call.value(1) == call.value(2):
+        # Adam's v + w*g*g passes the gradient twice, and the kernel loads it once.
         unread.add(2)
     tensors = [p for p, operand in enumerate(call.inputs) if operand and p not in unread]
     return call.list_bytes(*tensors[: _ARITY.get(call.op, len(tensors))])
@@ -148,6 +149,7 @@ def _moving(call: Call) -> Work:
 
 
 def _reduction(call: Call) -> Work:
+    # A square and an addition for each element; for a variance, a difference and its square.
     each = 2 if call.op in ("linalg_vector_norm", "norm", "var", "std", "var_mean") else 1
     return vector(call, each * call.numel(0), _read(call), _written(call))
 
@@ -195,6 +197,7 @@ def _embedding(call: Call) -> Work:
         return _rows_of_bags(call)
     if "backward" in call.op:
         grad = call.list_bytes(0)
+        # Rows that occur several times are written once, and never more rows than the table has.
         return vector(call, call.numel(0), call.input_bytes, min(grad, call.output_bytes))
     return vector(call, 0, call.output_bytes + call.list_bytes(1))
 
@@ -229,12 +232,14 @@ def _index(call: Call) -> Work:
     operands = call.input_bytes - table.nbytes
     if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
         if name.startswith("gather"):
+            # An expanded index is stored once per row.
             operands = call.list_bytes(2) // _row_elements(call, table)
         return vector(call, 0, call.output_bytes + operands)
     source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
     index = call.tensor(2)
     elements = source.numel if source else index.numel if index else 0
     changed = elements * table.item_bytes
+    # An addition reads what it changes.
     added = changed if "add" in name or "reduce" in name else 0
     copied = 0 if call.op.endswith("_") else table.nbytes  # out of place: a copy is changed
     return vector(call, elements if added else 0, operands + added + copied, changed + copied)
@@ -361,6 +366,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         operands = (
             operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
         )
+        # An operand of one element is a scalar of the kernel, which needs no address.
         spread = any(1 < operand[0].numel < elements for operand in operands)
         if spread or _strides_differ(call) or (call.op == "copy_" and _widens(call)):
             return elements / _PLACED_IN_A_CYCLE

@@ -76,6 +76,7 @@ def work_of(
             f"bytes; expected less than {_MOST:.3g}\n  check the sizes in the trace",
             code="cost-too-large",
         )
+    # After the limit was checked with `output_bytes`, so this sum cannot overflow.
     if fills and call.op in memory_bound.WRITES_INTO_ZEROS:
         return replace(work, bytes_written=work.bytes_written + call.output_bytes)
     return work
@@ -85,11 +86,13 @@ def work_of_call(op: str, call: Call) -> Work:
     """Return FLOPs and bytes of a parsed call."""
     if not call.has_tensors:
         return Work()
+    # First: a user's formula overrides any formula of ours for the same name.
     if is_registered(op):
         return registered_work(op, call, memory_bound.bytes_only(call))
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))
+    # Most calls end here, which spares them a copy of the record.
     if passes == 1 and not cycles:
         return work
     return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles)
@@ -205,6 +208,8 @@ def op_costs_of(graph: Graph) -> OpCosts:
     works, call = _distinct_works(graph, index)
     kind = graph.nodes.kind[index]
     share = _shares(graph, index, call)
+    # Both must have a code: "" for kernels without products,
+    # "tfloat32" for those that turn out to use it below.
     dtypes = tuple(dict.fromkeys(["", "tfloat32", *(work.dtype for work in works)]))
     code = np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64)[call]
     figures: dict[str, I64] = {}
@@ -213,6 +218,7 @@ def op_costs_of(graph: Graph) -> OpCosts:
         known: I64 = getattr(graph.nodes, name)[index]
         figures[name] = np.where(known == UNKNOWN, share.of(total), known)
     transfers = (kind == Kind.MEMCPY) | (kind == Kind.MEMSET)
+    # A copy or fill of an operator with FLOPs does none of them.
     figures["flops"] = np.where(transfers, 0, figures["flops"])
     matmul = np.array([work.matmul for work in works], dtype=bool)[call] & ~transfers
     float32 = matmul & (code == (dtypes.index("float32") if "float32" in dtypes else -1))
@@ -319,6 +325,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     edges, nodes = graph.edges, graph.nodes
     launcher = np.arange(len(graph), dtype=np.int64)
     launches = edges.reason == Reason.LAUNCH
+    # A node without a launch edge is its own instance, as in a CPU capture.
     launcher[edges.target[launches]] = edges.source[launches]
     _, instance = deduplicate([launcher[index], call])
     kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
@@ -327,6 +334,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work
     weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
     total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
+    # An instance without durations is divided evenly.
     weight = np.where(total[instance] > 0, weight, takes.astype(np.float64))
     several = np.flatnonzero((np.bincount(instance, minlength=count) > 1)[instance])
     # Nodes with a share come last in each instance, so that the last one ends at exactly 1.

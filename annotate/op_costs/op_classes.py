@@ -251,6 +251,8 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
     if kind == Kind.MEMSET:
         return OpClass.MEMSET
     known = _of_operator(op)
+    # A view launches nothing, so a kernel under one was launched by
+    # something that the trace does not name; its own name tells more.
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:
@@ -267,6 +269,8 @@ def _of_operator(op: str) -> OpClass:
     name = base_name(op)
     if name.startswith("_foreach_"):  # only optimizers and gradient clipping call these
         return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
+    # The exact name first: `fill_` and `copy_` have entries, and
+    # only others fall back to the form that is not in place.
     return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN
 
 
