@@ -1,0 +1,131 @@
+"""What a plan is for: a model's training script, a cluster, a batch, and what may vary."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from onerank.converters.nccl import Topology, choose, interconnect_of, wire_bytes
+from onerank.plan.layouts import Choices
+
+CAPTURED_MICRO_BATCHES = 3
+"""Micro-batches of a captured step: the first writes gradients, the last synchronises them, and
+those between do neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A training script and its arguments.
+
+    Attributes:
+        script: the script.
+        arguments: its arguments. `{seq}`, `{micro_batch}`, `{micro_batches}` and `{recompute}`
+            stand for the values of a layout; others are as written.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins GPUs of a cluster.
+
+    Attributes:
+        busbw_gb_per_s: bus bandwidth of a large collective, GB/s, as nccl-tests prints it.
+        latency_us: time of an empty collective; None: by NCCL's model.
+    """
+
+    busbw_gb_per_s: float
+    latency_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """GPUs, and what joins them.
+
+    Attributes:
+        gpu: a name of `onerank gpus`, or a description's path.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of a node.
+        intra_node: link of GPUs of one node.
+        inter_node: link of two GPUs of different nodes: one network interface of one GPU.
+        price_per_gpu_hour: price of a GPU for an hour; None: not known.
+        memory_bytes: memory of a GPU; None: as its description says.
+    """
+
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    intra_node: Link
+    inter_node: Link
+    price_per_gpu_hour: float | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """The input of a plan.
+
+    Attributes:
+        model: what is trained.
+        cluster: where.
+        global_batch: sequences of a step.
+        choices: what may vary.
+    """
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Times of communication among ranks of a cluster, which fill its nodes in order.
+
+    A group within a node has the rate of the node's link. A group across nodes is as fast as NCCL's
+    hierarchical rings: each of its GPUs of a node uses its own network interface, up to the rate
+    within the node.
+
+    Attributes:
+        gpus_per_node: ranks of a node.
+        intra_node: link within a node.
+        inter_node: link of a GPU to other nodes.
+        capability: compute capability of the GPUs, for NCCL's latency.
+        gpu: their name.
+    """
+
+    gpus_per_node: int
+    intra_node: Link
+    inter_node: Link
+    capability: int = 90
+    gpu: str = ""
+
+    def time_ns(self, collective: str, size_bytes: int, ranks: tuple[int, ...]) -> float:
+        """Return the time of a call.
+
+        Args:
+            collective: name in lower case; "send" and "recv" for messages.
+            size_bytes: input of one rank.
+            ranks: global ranks of the group; of a message, both ends.
+        """
+        if len(ranks) < 2:
+            return 0.0
+        nodes = len({rank // self.gpus_per_node for rank in ranks})
+        link, rate = self.intra_node, self.intra_node.busbw_gb_per_s
+        if nodes > 1:
+            link = self.inter_node
+            interfaces = max(1, len(ranks) // nodes)
+            rate = min(rate, interfaces * link.busbw_gb_per_s)
+        latency_us = link.latency_us
+        if latency_us is None:
+            joined = interconnect_of(self.capability, self.gpu)
+            latency_us = choose(
+                collective, size_bytes, Topology(len(ranks), nodes, joined)
+            ).latency_us
+        # Bytes over GB/s are nanoseconds.
+        return latency_us * 1e3 + wire_bytes(collective, size_bytes, len(ranks)) / rate
