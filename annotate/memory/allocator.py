@@ -60,6 +60,7 @@ class Block:
     def merge(self) -> None:
         """Merge with free neighbours that are mapped like this block."""
         for other in (self.before, self.after):
+            # A mapped and an unmapped block stay apart: only the first has memory to hand out.
             if other is None or not other.free or other.mapped != self.mapped:
                 continue
             self.pool.remove(other)
@@ -165,6 +166,8 @@ def grow(pool: Pool, size: int, reserve: TryReserve, address: Callable[[], int])
         pool.add(block)
     if not block.mapped and not _map(block, size, reserve):
         return None
+    # A run of free blocks may be mapped and unmapped in turn; each gap is
+    # mapped from the lowest address upwards (`try_allocate_expandable_block`).
     while block.size < size:
         lacking = block.after
         if lacking is None or not _map(lacking, size - block.size, reserve):
@@ -182,6 +185,7 @@ def give_back(pool: Pool) -> int:
 def _unmap(block: Block) -> int:
     """Unmap the whole pages in a free block; return their bytes."""
     pool, page = block.pool, page_bytes(block.pool)
+    # The driver unmaps whole pages only, so the ends of the block stay mapped.
     begin = -(-block.address // page) * page
     end = (block.address + block.size) // page * page
     if begin >= end:
@@ -209,6 +213,7 @@ def _lowest(pool: Pool, size: int) -> Block | None:
     """Return the first block of the lowest run of free blocks with room for `size`."""
     for candidate in pool.unmapped:
         before = candidate.before
+        # Free memory just below the unmapped addresses is used first, so less has to be mapped.
         first = before if before is not None and before.free else candidate
         room, block = 0, first
         while block is not None and block.free and room < size:
@@ -260,6 +265,7 @@ def round_size(size: int, divisions: tuple[int, ...] = ()) -> int:
     if divisions and size >= MIN_BLOCK_BYTES:
         power = size.bit_length() - 1
         parts = divisions[min(max(power - _FIRST_DIVIDED, 0), len(divisions) - 1)]
+        # Below this, a part would be smaller than the least block.
         if parts > 1 and size > MIN_BLOCK_BYTES * parts:
             part = (1 << power) >> (parts.bit_length() - 1)
             return -(-size // part) * part
@@ -348,12 +354,16 @@ class CachingAllocator:
 
     def _free_block(self, pool: Pool, size: int) -> Block | None:
         """Remove a free block from its pool and return it (`get_free_block`)."""
+        # Without expandable segments the first block that
+        # fits is the smallest one: pools are ordered by size.
         block = best_fit(pool, size) if self.settings.expandable_segments else pool.best_fit(size)
         if block is None:
             return None
         most = self.settings.max_split_bytes
+        # A block that must not be split serves no smaller request, which would waste its rest.
         if most and size < most <= block.size:
             return None
+        # A larger request may take such a block if it wastes less than one large buffer.
         if most and size >= most and block.size >= size + LARGE_BUFFER_BYTES:
             return None
         pool.remove(block)
@@ -364,6 +374,8 @@ class CachingAllocator:
         if pool.small or self.settings.expandable_segments:
             return rest >= MIN_BLOCK_BYTES
         most = self.settings.max_split_bytes
+        # A remainder of up to 1 MiB would be a block of
+        # the large pool that no large request fits into.
         return rest > SMALL_BYTES and not (most and size >= most)
 
     def _new_block(self, pool: Pool, size: int) -> Block:
@@ -408,6 +420,7 @@ class CachingAllocator:
         if not most:
             return
         wanted = max(size, most)
+        # One block that is large enough is released alone; only without one are several.
         larger = pool.fitting(wanted)
         if larger:
             self._release(larger[0])
@@ -485,6 +498,8 @@ def simulate_reserved(
         OutOfMemoryError: the step exceeds the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
+    # The order is that of a script: the model, then what `cuBLAS` and NCCL
+    # take at first use. It decides which segments fragments end up in.
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
     for memory_class in (*first, MemoryClass.COMMUNICATION):
         for piece in resident.get(memory_class, ()):
@@ -493,6 +508,8 @@ def simulate_reserved(
     pieces = [Piece(*row) for row in zip(_asked(blocks), _pools(blocks), strict=True)]
     lingers = blocks.lingers or (0,) * len(blocks)
     kept: dict[Piece, list[Block]] = {}
+    # Resident gradients that no block stands for are allocated in the
+    # first backward; blocks that stand for them come with the events.
     gradients = MemoryClass.GRADIENTS in resident and not any(
         kind == MemoryClass.GRADIENTS and at < 0
         for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)

@@ -92,6 +92,7 @@ def _communicators(graph: Graph) -> list[NonAllocatorMemory]:
             _MEASURED if size == 2 else f"{_MEASURED}, and NVIDIA/nccl issue 964",
         )
         for name, size in sizes.items()
+        # A group of one rank needs no communicator; one of unknown size counts as a large one.
         if size != 1
     ]
     if communicators or graph.mask(Kind.SEND).any() or graph.mask(Kind.RECV).any():
@@ -286,6 +287,8 @@ def _with_blocks(
     peak = peak_of(levels)
     pieces = resident_pieces(graph, log, resident)
     cold = simulate_reserved(log, pieces)
+    # A simulated step stands in for allocators that report no
+    # reserved memory, such as that of a trace without snapshots.
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
     changes, notes = tuple[Mitigation, ...](), tuple[str, ...]()
@@ -293,6 +296,7 @@ def _with_blocks(
         notes = (f"memory outside the allocator by itself exceeds the capacity of {device.name}",)
     elif fits is False:
         recomputed, layers = recomputable(graph, log, peak.at)
+        # Fragmentation of the changed step is unknown and assumed to be that of the capture.
         ratio = max(1.0, reserved / peak.bytes)
         sequences = micro_batch_of(graph)
         changes = mitigations(Need(levels, room, ratio, recomputed, layers, sequences))

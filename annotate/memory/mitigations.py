@@ -102,6 +102,8 @@ def _recomputed(need: Need) -> I64:
     """Return the levels with activations limited to those that full recomputation keeps."""
     levels = need.levels.copy()
     row = levels[MemoryClass.ACTIVATIONS]
+    # A cap, not a difference: at other moments of the step fewer
+    # activations are alive, and recomputing frees none of those.
     np.minimum(row, row.max() - need.recomputed_bytes, out=row)
     return levels
 
@@ -113,6 +115,7 @@ def _micro_batch(need: Need) -> list[Mitigation]:
         return []
     fixed = need.levels.sum(axis=0) - row
     whole = need.micro_batch if need.micro_batch and need.micro_batch > 1 else None
+    # The least change comes first, since the first that fits is proposed.
     candidates = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
     part, of = next(
         (

@@ -32,6 +32,8 @@ def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
         named = {memory_class.name.lower(): memory_class for memory_class in MemoryClass}
         on_gpu = graph.job.device.type == "cuda"
         resident = {
+            # Recorded sizes are those of tensors; the CUDA allocator
+            # hands out multiples of 512 bytes, a CPU's none.
             named[name]: tuple(round_size(size) if on_gpu else size for size in sizes)
             for name, sizes in measured.resident_bytes.items()
             if name in named and sizes
@@ -50,6 +52,8 @@ def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
     rest = start - sum(gradients) - sum(held_gradients)
     if not gradients or rest < 0:
         return {MemoryClass.OTHER: (start,)} if start else {}, "not known"
+    # AdamW keeps two moments of the parameters' dtype, SGD with
+    # momentum one; a whole number leaves the rest as other memory.
     copies = rest // sum(gradients)
     resident = {
         MemoryClass.PARAMETERS: gradients,
@@ -196,6 +200,8 @@ def recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
             continue
         layer = layer_match.group()
         activations[layer] = activations.get(layer, 0) + blocks.bytes[row]
+        # Rows are in order of allocation, so the last one of
+        # a layer stays: its output, the next layer's input.
         if blocks.phase[row] == Phase.FORWARD:
             last[layer] = blocks.bytes[row]
     most = max(activations.values(), default=0)

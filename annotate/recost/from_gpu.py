@@ -92,6 +92,7 @@ def recost_measured(
     if passes.sizes is not None:
         resized, shaped, resize_notes = passes.sizes.apply(graph)
         resized_costs, *_ = run_in_float16(op_costs_of(resized), passes.dtype, gpus)
+        # A node without a measured time has nothing that a ratio of sizes could scale.
         reshaped = shaped[costs.index] & (graph.nodes.duration_ns[costs.index] > 0)
         step = Step(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes
@@ -208,6 +209,7 @@ def _replace_weaker_predictions(
 def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
     """Return the nodes that keep their captured dtype and attention kernel, bool[n]."""
     kernels = prediction.kernels
+    # Rows are of the kernel that ran; another dtype or attention kernel is none of theirs.
     swapped_attention = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
     return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
 
@@ -218,6 +220,7 @@ def _drop_missing_durations(
     """Return the predictions without those for nodes that another tool's graph leaves untimed."""
     kernels, predicted_ns, rules = prediction.kernels, prediction.predicted_ns, prediction.rules
     without_duration = graph.nodes.evidence[prediction.costs.index] == Evidence.NONE
+    # A measured 0 on the same GPU is a time and stays.
     without_duration &= (kernels.duration_ns == 0) & (rules != Rule.SAME_GPU)
     if record is not None:
         untimed = quantity("measured", 0, note="the trace has no duration")
@@ -305,6 +308,7 @@ def _columns(
         prediction.predicted_ns, measured, where=measured > 0, out=np.ones(len(measured))
     )
     columns["duration_ns"][index] = np.rint(prediction.predicted_ns).astype(np.int64)
+    # The spread over steps is taken as a share of the duration, so it scales with it.
     columns["spread_ns"][index] = np.rint(nodes.spread_ns[index] * factor)
     columns["uncontended_ns"][stale] = UNKNOWN
     for name in ("flops", "bytes_read", "bytes_written"):
