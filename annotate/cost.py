@@ -207,6 +207,7 @@ def report_cost(
     Raises:
         AnnotateError: the list has no price for the GPU, or its power is not known.
     """
+    # Overrides and measurements append to the name in parentheses; the price is that of the board.
     name = gpu.name.partition(" (")[0]
     list_text = f"{path.name}, {prices.date.isoformat()}"
     bills: list[Bill] = []
@@ -244,6 +245,7 @@ def report_cost(
 
 
 def _bill(way: str, hourly: float, job: Job, lines: tuple[CostLine, ...]) -> Bill:
+    # An hour has 3.6e12 ns.
     step = hourly * job.gpus * job.step_ns / 3.6e12
     tokens = job.tokens
     return Bill(way, hourly, step, None if not tokens else step / tokens * 1e6, lines)
@@ -252,6 +254,7 @@ def _bill(way: str, hourly: float, job: Job, lines: tuple[CostLine, ...]) -> Bil
 def _own_lines(own: Own, currency: str, list_text: str, energy: EnergyReport) -> list[CostLine]:
     """Return the figures of an owned GPU; those in currency per hour add up to its price."""
     source = f"{list_text}: {own.source}"
+    # Idle hours earn nothing, so busy hours pay for them; power is only that of the step.
     hours = own.years * HOURS_PER_YEAR * own.busy_fraction
     written_off = own.per_gpu * (1 - own.residual_fraction)
     upkeep = own.per_gpu * own.upkeep_fraction_per_year

@@ -27,6 +27,8 @@ def deduplicate(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
     for column in columns:
         codes, distinct = _in_range(column, table)
         if count * distinct > table:
+            # Ranks number only combinations that occur, so the next product stays near the table's
+            # size.
             key, count = _rank(key, count)
         key, count = key * distinct + codes, count * distinct
         if count > table:

@@ -64,6 +64,7 @@ def fit(measured: list[Powers]) -> F64:
     x: F64 = np.array(_START)
     error = np.minimum(1, use @ x) / share - 1
     for _ in range(_STEPS):
+        # At the limit the share is 1 whatever the coefficients, so these calls have no slope.
         slope = use * ((use @ x) < 1)[:, None] / share[:, None]
         normal = slope.T @ slope
         ridge = damping * np.diag(np.diag(normal) + 1e-9)
@@ -123,6 +124,8 @@ def _fractions(like: Gpu, calls: Sequence[SustainedCall]) -> dict[str, float]:
         large = [
             call.flops / call.median_ns * 1e9
             for call in calls
+            # Smaller GEMMs do not fill the GPU and never reach the power limit; `LARGE_SHAPES`
+            # starts here too.
             if call.unit == unit and min(call.sizes) >= 4096
         ]
         if peak is not None and large:

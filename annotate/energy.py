@@ -86,6 +86,7 @@ def time_ends(graph: Graph) -> tuple[float, float]:
     """Return the interval of the compute time as factors on the prediction; 1 and 1 if measured."""
     last = graph.job.annotations[-1].details if graph.job.annotations else {}
     low, high = last.get("interval", (1, 1))
+    # Intervals are symmetric in ln, so the geometric mean of the ends is the prediction.
     middle = float(np.sqrt(float(low) * float(high)))
     return (low / middle, high / middle) if middle else (1.0, 1.0)
 
@@ -209,6 +210,7 @@ def report_energy(
             code="energy-no-durations",
         )
     c = coefficients_of(gpu, model)
+    # Active links draw power in every busy moment, like the base; gaps below add it to idle power.
     base = c.base + links / tdp
     above = (power_share(utilization_of(kernels, gpu), c) - c.base) * (
         tdp * kernels.duration_ns * 1e-3
@@ -284,6 +286,7 @@ def _held_back(
     least, limit = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
     wanted = used = least + above_uj.sum()
     if wanted > limit > 0:
+        # Only the part above the base slows down with the clock.
         used = limit
         above_uj = above_uj * ((limit - least) / above_uj.sum())
     base_uj = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ

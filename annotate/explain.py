@@ -109,6 +109,7 @@ def explain_nodes(
         view = graph.node(int(costs.index[row]))
         operator = view.text("op") or "-"
         lines: Lines = [("operator", f"{operator} ({CLASSES[int(costs.op_class[row])].value})")]
+        # Re-costing a CPU capture removes operators that launch nothing.
         if node not in durations:
             lines.append(("rule", Rule.DROPPED.label))
             explanations.append(Explanation(node, view.name, 0, tuple(lines), None))

@@ -136,6 +136,7 @@ def change_dtype(
     item_bytes = np.array([_item_bytes(costs.dtypes[int(c)]) for c in costs.dtype[can_change]])
     read, written = costs.bytes_read.copy(), costs.bytes_written.copy()
     for column, after in ((read, change.operand_bytes), (written, change.result_bytes)):
+        # A change never widens: an operand that is narrower already keeps its bytes.
         ratio = np.minimum(after, item_bytes) / item_bytes
         scaled = np.rint(column[can_change] * ratio).astype(np.int64)
         column[can_change] = np.where(column[can_change] == UNKNOWN, UNKNOWN, scaled)
@@ -182,6 +183,7 @@ def with_operands(graph: Graph, index: I64, dtype: str) -> tuple[Graph, bool]:
     change = _CHANGES[dtype]
     if change.dtype not in TENSOR_TYPES:
         return graph, False
+    # A copy, since interning adds texts and the table is shared with the captured graph.
     strings, types = graph.strings.copy(), graph.nodes.input_types.copy()
     codes, code_index = np.unique(types[index], return_inverse=True)
     texts: list[str] = [strings[code] for code in codes.tolist()]
@@ -243,6 +245,7 @@ def _does_product(work: Work, name: str) -> bool:
 
 def _has_multiple_sizes(work: Work, dtype: str) -> bool:
     """Return whether the kernels of `dtype` support the sizes of a call; True for unknown sizes."""
+    # Grouped products have no `gemm` and pass: their rows are not recorded.
     return dtype != "fp8" or not any(size % _MULTIPLE for size in work.gemm[2:4])
 
 

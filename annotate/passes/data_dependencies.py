@@ -68,6 +68,8 @@ class Lanes(NamedTuple):
                 is_call[device_nodes],
                 nodes.stream[device_nodes],
                 np.where(on_thread, nodes.thread[device_nodes], UNKNOWN),
+                # Without streams (a CPU capture) calls of one thread still run side by side if
+                # their groups differ.
                 np.where(on_thread & is_call[device_nodes], nodes.group[device_nodes], UNKNOWN),
             ],
             axis=1,
@@ -75,6 +77,7 @@ class Lanes(NamedTuple):
         lane_keys, lane = np.unique(keys, axis=0, return_inverse=True)
         of = np.full(len(graph), NO_LANE, dtype=np.int64)
         of[device_nodes] = lane.reshape(-1)
+        # Topological, not by start time: only then does every predecessor have a lower rank.
         order, rank = graph.topological_order(), np.empty(len(graph), dtype=np.int64)
         rank[order] = np.arange(len(graph))
         return cls(of, rank, order, lane_keys[:, 0] == 0)
@@ -94,6 +97,8 @@ class Lanes(NamedTuple):
         for node in order.tolist():
             first, end = offsets[node], offsets[node + 1]
             if first < end:
+                # One row per node suffices, because what a predecessor waited for is in its row
+                # already.
                 highest[node] = highest[edges.source[first:end]].max(axis=0)
             if lane[node] != NO_LANE:
                 highest[node, lane[node]] = self.rank[node]
@@ -193,6 +198,7 @@ def memory_accesses(graph: Graph) -> Callable[[int], MemoryAccess | None]:
     def access_of(node: int) -> MemoryAccess | None:
         op = strings[int(nodes.op[node])]
         on_host = nodes.kind[node] == Kind.HOST_OP
+        # A view or an allocation touches no memory, although it names tensors.
         if on_host and op_class(op) in (OpClass.NOTHING, OpClass.COMMUNICATION):
             return NOTHING
         call = call_of(node)
@@ -235,6 +241,7 @@ def _operator_access(
     an `aten` operator has new memory.
     """
     is_aten = op.startswith("aten::")
+    # `copy_` and `fill_` take their result as the first operand and do not read it.
     if is_aten and call.op in OVERWRITES and reads[:1] == writes:
         return _overwriting(reads[1:], writes)
     operand_storages = {span.storage for span in reads}
@@ -261,6 +268,8 @@ def _communication_access(
         return _overwriting((), tensors)
     if collective in _SEPARATE_OUTPUT:
         size, count = 0, 0
+        # `record_param_comms` lists inputs before outputs without a border; the recorded size of
+        # the message shows where the inputs end.
         while count < len(tensors) and size < nbytes:
             size += tensors[count].end - tensors[count].begin
             count += 1
@@ -336,6 +345,7 @@ def find_dependencies(graph: Graph, lanes: Lanes, before: I64, after: I64) -> De
     """
     dependencies = _DependencyWalk(graph, lanes, before).run()
     for call in sorted(dependencies.unread):
+        # As captured: only the first node per lane that waited has to, since later ones follow it.
         ranks = after[call, lanes.compute]
         dependencies.waits += [(call, node) for node in lanes.order[ranks[ranks != NEVER]].tolist()]
     dependencies.waits.sort(key=lambda wait: int(lanes.rank[wait[1]]))
@@ -372,6 +382,7 @@ class _DependencyWalk:
 
     def _add_call(self, call: int, access: MemoryAccess) -> None:
         dependencies = self._dependencies.of[call] = CallDependencies()
+        # Before conflicts are looked up: a use of memory that was reused since is none.
         self._drop_old_uses(call, access)
         for use, writes in self._conflicts(call, access):
             (dependencies.calls if self._communicates[use.node] else dependencies.compute).add(
@@ -383,6 +394,7 @@ class _DependencyWalk:
             opaque for opaque in self._opaque.values() if self._waited_for(opaque, call)
         )
         self._record_uses(call, access)
+        # Unread until a later node reads it.
         if access.writes:
             self._dependencies.unread.add(call)
         for lane in np.flatnonzero(self._lanes.compute).tolist():
@@ -462,6 +474,8 @@ class _DependencyWalk:
 
     def _drop_old_uses(self, node: int, access: MemoryAccess) -> None:
         """Drop the uses of memory that the node's results reuse, or that it fills as new memory."""
+        # A created result is new in any case; an overwritten one only if its memory was allocated
+        # since.
         for storage in (*access.created, *access.overwritten):
             if storage in access.created or self._is_new(storage, node):
                 self._uses.pop(storage, None)

@@ -173,6 +173,7 @@ class Flow(NamedTuple):
         current = dict[int, int]()
         for nodes, launcher, access in _operator_instances(graph):
             if _is_identity(graph, nodes[0], access):
+                # A call that returns its operand writes nothing, so the content keeps its version.
                 content = current.get(access.writes[0][1].storage, BEFORE_STEP)
                 flow.identities.extend((node, launcher, content) for node in nodes)
                 continue
@@ -198,6 +199,7 @@ class Flow(NamedTuple):
             reads.append(Operand(tensor, place, dtype, content))
         writes = list[Operand]()
         for tensor, place, dtype in access.writes:
+            # Only an operator in place can write a part of a storage and leave the rest valid.
             underlying = current.get(place.storage) if op.endswith("_") else None
             if underlying is not None and tensor.numel >= self.contents[underlying].tensor.numel:
                 underlying = None
@@ -210,6 +212,7 @@ class Flow(NamedTuple):
 
     def _note_reader(self, content: int, reader: int, tensor: Tensor) -> None:
         """Record a reader of a content, and of the earlier content below a partial write."""
+        # Readers come in order, so a repeated one is the last.
         if reader not in self.readers[content][-1:]:
             self.readers[content].append(reader)
         version = self.contents[content]

@@ -96,6 +96,7 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     groups = _runs(graph, device, access, fusible)
     later = _LaterReads(device, access)
     chains = [_chain(graph, group, access, later) for group in groups]
+    # A compiler gains by the bytes it saves; a chain that saves none stays as it is.
     return [chain for chain in chains if chain.bytes_after < chain.bytes_before]
 
 
@@ -109,6 +110,7 @@ def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np
     launcher = launchers(graph)
     device = graph.gpu_compute & (launcher >= 0)
     count = np.bincount(launcher[device], minlength=len(graph))
+    # A node without a launcher is a whole operator, as in a re-costed CPU capture.
     only_kernel = np.where(device, count[launcher] == 1, graph.gpu_compute)
     return np.isin(graph.nodes.op, ops_of_classes) & only_kernel
 
@@ -166,6 +168,7 @@ def _can_join(graph: Graph, group: list[int], node: int, access: dict[int, Acces
     """
     nodes = graph.nodes
     first = group[0]
+    # Kernels of the forward and of the backward never fuse: autograd runs them in separate graphs.
     for name in ("phase", "micro_batch"):
         if getattr(nodes, name)[first] != getattr(nodes, name)[node]:
             return False
@@ -238,6 +241,8 @@ def _chain(graph: Graph, group: list[int], access: dict[int, Access], later: _La
     writes = [
         outer
         for storage, outer in produced.items()
+        # A tensor that nothing reads was saved for later or is a result, so the fused kernel still
+        # writes it.
         if later.is_read(storage, group[-1]) or storage not in read_inside
     ]
     bytes_moved = graph.nodes.bytes_read[group] + graph.nodes.bytes_written[group]
@@ -341,6 +346,8 @@ def _write_fused(graph: Graph, chains: list[Chain], op: str) -> Graph:
         columns["flops"][head] = UNKNOWN if (flops == UNKNOWN).any() else flops.sum()
         columns["bytes_read"][head] = chain.bytes_read
         columns["bytes_written"][head] = chain.bytes_written
+        # Neither the spread nor the time without contention of a fused kernel follows from its
+        # parts.
         columns["spread_ns"][head], columns["uncontended_ns"][head] = 0, UNKNOWN
         columns["kind"][head] = Kind.KERNEL
         weakest = int(nodes.evidence[members].min())

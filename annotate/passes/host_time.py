@@ -77,6 +77,7 @@ def calls_of(graph: Graph, node: I64, first: npt.NDArray[np.bool_]) -> Calls:
     sort = by_phase[graph.nodes.phase[node[first]]]
     codes = classify(graph, node)
     codes[graph.communication[node]] = CLASSES.index(OpClass.COMMUNICATION)
+    # The strongest class is written last and wins.
     for op_class in reversed(_PRIORITY):
         sort[call[codes == CLASSES.index(op_class)]] = list(SORTS).index(_SORT_OF[op_class])
     times = np.where(
@@ -105,6 +106,7 @@ def launched_calls(graph: Graph, called_ns: I64) -> Calls:
     """
     launch = np.flatnonzero(launches(graph))
     source, node = graph.edges.source[launch], graph.edges.target[launch]
+    # An operator's launches stay together: its source sorts before the start of its kernels.
     order = np.lexsort((graph.nodes.start_ns[node], source, called_ns[source]))
     # A node that an operator and its caller launch counts for the later of the two.
     order = order[np.sort(len(order) - 1 - np.unique(node[order][::-1], return_index=True)[1])]

@@ -64,6 +64,7 @@ def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> S
         attention: requested kernel for attention that was captured on a CPU.
     """
     rule = _RULES.get(call.op)
+    # A CPU capture names the CPU's attention, which runs on no GPU.
     if "_for_cpu" in call.op:
         rule = _attention_of_cpu(call, target, attention)
     if rule is None and call.op.startswith("_foreach_"):
@@ -119,6 +120,7 @@ def _product(call: Call, target: Gpu) -> Sequence[Launch]:
     tiles = batch * min(
         ceil(m / rows) * ceil(n / columns) for rows, columns in (_TILE, _TILE[::-1])
     )
+    # A persistent kernel has one block per SM.
     blocks = (2, target.sm_count // 2, 1)
     if tiles > _TILES_FROM_COUNTER * target.sm_count:
         return (_MEMSET, _WHOLE._replace(grid=blocks, block=(384, 1, 1)))
@@ -192,6 +194,7 @@ def _flash_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
 def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of memory-efficient attention's backward: it zeroes a workspace."""
     query = call.tensor(1)
+    # The workspace is float32: twice the bytes of a 16-bit query.
     workspace_bytes = 2 * query.nbytes if query else 0
     return (
         Launch("vectorized_elementwise_kernel", op=_FILL, internal_bytes=workspace_bytes),
@@ -358,6 +361,7 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     gradient, indices = call.tensor(0), call.tensor(1)
     if gradient is None or indices is None:
         return ()
+    # Segments are summed in float32.
     partial_bytes = 4 * gradient.numel
     zero = Launch("vectorized_elementwise_kernel", op=_FILL, written_bytes=call.output_bytes)
     if indices.numel <= _FEW_INDICES:
@@ -587,6 +591,8 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
         first, second, along_input = inputs, outputs, True
         # Adjacent reduced axes coalesce into one.
         runs = sum(is_reduced for is_reduced, _ in groupby(sizes, key=lambda size: size[1]))
+        # `reduce_kernel` loads four values per thread along a contiguous axis of 128 elements or
+        # more.
         first //= 4 if inputs >= 128 and runs == 1 else 1
     else:
         inner = 1
@@ -616,6 +622,7 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
         rows = min(ceil(wanted / columns), ceil(values / _LEAST_VALUES))
         rows = max(rows, ceil(values / _MOST_VALUES))
     kernel = Launch("reduce_kernel", 1.0, grid=(columns, rows, 1), block=(width, height, 1))
+    # Blocks that share an output count their arrivals in semaphores, which a memset clears first.
     return (_MEMSET, kernel) if rows > 1 else (kernel,)
 
 

@@ -126,6 +126,7 @@ def _check(graph: Graph, target: Gpu) -> None:
             "the graph has no communication, so no link is active\n  leave out `--nvlink-active`",
             code="nvlink-no-communication",
         )
+    # Measured durations of a real rank include the power of active links already.
     if any(name.startswith(_REAL_KERNELS) for name in names):
         raise AnnotateError(
             "the communication of the graph ran during the capture, with active links\n"

@@ -72,6 +72,7 @@ def add_launches(  # noqa: PLR0917
         return predicted_ns
     calls, call = _distinct_calls(graph, costs.index, target, attention)
     least, more = np.array([_launch_times(*item, target) for item in calls]).reshape(-1, 2).T
+    # Their floors are in the fitted time, so only a time below the sum of floors grows.
     whole = costs.is_class(*_TIMED_WHOLE)
     added = np.where(whole, np.maximum(least[call] - predicted_ns, 0), more[call])
     several = np.array([len(launches) > 1 for _, launches in calls], dtype=bool)
@@ -329,6 +330,7 @@ def _divide_work(
         fixed = np.maximum(fixed, 0)
         taken = np.bincount(group, weights=fixed, minlength=int(group.max()) + 1)
         divided = np.maximum(total - taken[group].astype(np.int64), 0)
+        # Differences of rounded running sums, so that the parts add up to the total.
         until = _running(group, share)
         parts = np.rint(divided * until) - np.rint(divided * (until - share))
         parts = _exact(group, share, parts, divided)

@@ -68,9 +68,12 @@ def issue_slots(graph: Graph, lanes: Lanes, dependencies: Dependencies) -> dict[
             else int(lanes.rank[call])
         )
         if stream[call] in ordered and stream[call] in last_on_stream:
+            # Ranks of other stages have other graphs; were the order to change here, they would
+            # issue these calls in another order and deadlock.
             after_rank[call] = max(after_rank[call], after_rank[last_on_stream[stream[call]]])
         launcher[call] = int(issuing[after_rank[call]] if has_writer else launcher_of[call])
         last_on_stream[stream[call]] = call
+    # Ties keep the captured order, so that all ranks with the same graph agree.
     order = sorted(calls, key=lambda call: (after_rank[call], int(lanes.rank[call])))
     last_on_stream.clear()
     slots = dict[int, IssueSlot]()
@@ -202,6 +205,7 @@ def _bypass_edges(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
     """
     edges = graph.edges
     offsets, sources = edges.offsets.tolist(), edges.source.tolist()
+    # A launch orders the host, and ROOM kernels that compete for SMs; neither orders data.
     skipped = (launches(graph) | (edges.reason == Reason.ROOM)).tolist()
     dependencies_of = dict[int, dict[int, int]]()
     rank, key = lanes.rank.tolist(), _lane_keys(graph)
@@ -297,6 +301,8 @@ def _move_calls(
     moved = list(dependencies)
     from_moved = np.isin(captured.source, moved)
     follows = captured.target[from_moved & (captured.reason == Reason.STREAM_ORDER)]
+    # Negative is a start before the predecessor's end, which was seen with a call that is no longer
+    # there.
     blocked[follows] = np.maximum(blocked[follows], 0)
     stream[moved] = [slots[call].stream for call in moved]
     thread[moved], blocked[moved] = UNKNOWN, 0
@@ -457,6 +463,7 @@ class SerializeOverlap:
         )
         duration, evidence = graph.nodes.duration_ns.copy(), graph.nodes.evidence
         uncontended = graph.nodes.uncontended_ns
+        # Only measured durations include contention; a predicted one has none to remove.
         known = compute_mask(graph) & (uncontended != UNKNOWN) & (evidence == Evidence.MEASURED)
         duration[known] = uncontended[known]
         serialized = replace(graph, edges=new_edges).with_columns(duration_ns=duration)

@@ -38,7 +38,9 @@ def contract(edges: Edges, dropped: npt.NDArray[np.bool_]) -> tuple[I64, I64, U8
 
 def one_per_pair(source: I64, target: I64, reason: U8) -> tuple[I64, I64, U8]:
     """Return the edges with only the first of every (source, target) pair."""
+    # One integer per pair, since `np.unique` sorts integers faster than rows of two columns.
     size = int(max(source.max(initial=0), target.max(initial=0))) + 1
     _, first = np.unique(target * size + source, return_index=True)
+    # In the order of the edges, so that of several reasons for one pair the first stays.
     first = np.sort(first)
     return source[first], target[first], reason[first]

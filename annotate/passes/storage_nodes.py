@@ -161,6 +161,7 @@ def _tied_nodes(graph: Graph, *, loads: bool, prefetch: bool) -> I64:
     count = len(graph)
     if loads:
         has_dependency = np.diff(graph.edges.offsets) > 0
+        # A prefetched batch belongs to the next step, so nothing of this one waits for it.
         return np.zeros(0, dtype=np.int64) if prefetch else np.flatnonzero(~has_dependency)
     has_dependents = np.zeros(count, dtype=bool)
     has_dependents[graph.edges.source] = True

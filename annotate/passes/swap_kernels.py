@@ -88,6 +88,7 @@ def swap_kernels(
         predicted_ns, changed, notes = _swap_attention(
             graph, costs, predicted_ns, gpus, passes.attention, record
         )
+        # A measured time of another kernel is no longer as measured.
         is_measured = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
         rules = np.where(changed & is_measured, np.uint8(Rule.ATTENTION_TILES), rules)
     elif passes.attention not in ("usual", "eager"):
@@ -164,6 +165,8 @@ def scale_to_size(
     GEMMs and attention scale by the ratio of the predictions of `from_description`. All other
     kernels scale by their bytes (see `_scale_by_bytes`). No kernel is faster than its lower bound.
     """
+    # By description on both sides: the measured time carries over, and only the model's ratio is
+    # used.
     times = [from_description(kernels, target)[0] for kernels in (before, after)]
     by_model = measured_ns * np.divide(times[1], times[0])
     by_bytes = _scale_by_bytes(measured_ns, before, after, target)
@@ -293,6 +296,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         check_resolves(model, requested)
     kernel = resolve_unmeasured(target, requested)
     is_modelled_kernel = kernel.forward == kernel.backward == 1
+    # The tile model predicts the kernel written for the architecture, which is the usual one there.
     if usual and (is_modelled_kernel or not model.resolves_kernels):
         return unswapped_ns, ()
     fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))

@@ -541,6 +541,7 @@ def summarise(before: Graph, after: Graph) -> Recosting:
 def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
     """Return the earlier durations of the nodes with these ids; 0 for nodes that did not exist."""
     order = np.argsort(before.nodes.id)
+    # An id above all others would be past the end; the comparison below rejects its neighbour.
     position = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
     existed = before.nodes.id[order[position]] == ids
     return np.where(existed, before.nodes.duration_ns[order[position]], 0)
