@@ -1,0 +1,124 @@
+"""The configuration of a plan: each field is checked, and an error names the place."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onerank.ir.errors import OneRankError
+from onerank.plan.config import PlanConfig, read_config
+from onerank.plan.layouts import Layout
+
+CONFIG = """\
+[model]
+script = "train.py"
+arguments = ["--seq", "{seq}", "--json", '{"a": 1}', "--recompute={recompute}"]
+
+[cluster]
+gpu = "H100"
+nodes = 2
+gpus_per_node = 8
+price_per_gpu_hour = 2.5
+intra_node = { busbw_gb_per_s = 370, latency_us = 10 }
+inter_node = { busbw_gb_per_s = 45, latency_us = 25 }
+
+[job]
+global_batch = 64
+seq = 4096
+
+[vary]
+tp = [1, 2]
+pp = 2
+schedule = ["1f1b", "interleaved:2"]
+recompute = ["none", "full"]
+"""
+
+Read = Callable[[str], PlanConfig]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Return a function that reads the text of a configuration next to a script."""
+    (tmp_path / "train.py").write_text("import local\n")
+
+    def read_text(text: str) -> PlanConfig:
+        path = tmp_path / "plan.toml"
+        path.write_text(text)
+        return read_config(path)
+
+    return read_text
+
+
+def layout(**values: object) -> Layout:
+    sizes = {"tp": 1, "sp": False, "cp": 1, "pp": 1, "schedule": "1f1b", "dp": 1, "sharding": "ddp"}
+    batch = {"ep": 1, "micro_batch": 1, "micro_batches": 1, "recompute": "none", "seq": 4096}
+    return Layout(**{**sizes, **batch, **values})  # type: ignore[arg-type]
+
+
+def test_a_single_value_is_a_list_of_one(read: Read):
+    config = read(CONFIG)
+    assert config.choices.tp == (1, 2)
+    assert config.choices.pp == (2,)
+    assert config.choices.seq == (4096,)
+    assert config.choices.dp == "rest"
+    assert config.cluster.gpus == 16
+    assert config.load_gpu().name == "H100-SXM"
+
+
+def test_arguments_take_the_values_of_a_layout(read: Read):
+    model = read(CONFIG).model
+    assert model.arguments_for(layout(seq=8192, recompute="full")) == (
+        *("--seq", "8192", "--json", '{"a": 1}', "--recompute=full"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "place"),
+    [
+        ("nodes = 2", "", "plan-missing-field", "[cluster] lacks nodes"),
+        ("[job]\nglobal_batch = 64\nseq = 4096", "", "plan-missing-field", "[job]"),
+        (", latency_us = 25", "", "plan-missing-field", "[cluster] inter_node lacks latency_us"),
+        ("inter_node", "#", "plan-missing-field", "[cluster]"),
+        ("latency_us = 25", "latency_ns = 2", "plan-unknown-field", "[cluster] inter_node"),
+        ("nodes = 2", "nodes = 2\nnode = 2", "plan-unknown-field", '"node"; did you mean nodes?'),
+        ("tp = [1, 2]", "tq = [1, 2]", "plan-unknown-field", '[vary] has an unknown field "tq"'),
+        ("[vary]", "[cary]", "plan-unknown-field", '"cary"; did you mean vary?'),
+        ("nodes = 2", 'nodes = "two"', "plan-wrong-type", "[cluster] nodes"),
+        ("tp = [1, 2]", 'tp = [1, "2"]', "plan-wrong-type", "[vary] tp[1]"),
+        ("nodes = 2", "nodes = 0", "plan-out-of-range", "[cluster] nodes is 0"),
+        ("= 45", "= nan", "plan-out-of-range", "[cluster] inter_node busbw_gb_per_s is nan"),
+        ("= 45", "= -45", "plan-out-of-range", "[cluster] inter_node busbw_gb_per_s is -45"),
+        ("= 2.5", "= -1", "plan-out-of-range", "[cluster] price_per_gpu_hour is -1"),
+        ("seq = 4096", "seq = 0", "plan-out-of-range", "[job] seq is 0"),
+        ("tp = [1, 2]", "tp = [1, 0]", "plan-out-of-range", "[vary] tp is 0"),
+        ("tp = [1, 2]", "tp = []", "plan-out-of-range", "[vary] tp lists no value"),
+        ("pp = 2", 'sharding = "zero9"', "plan-unknown-sharding", "[vary] sharding"),
+        ('"1f1b"', '"2f2b"', "schedule-unknown", "[vary] schedule"),
+        ('"H100"', '"H101"', "gpu-unknown", "H101"),
+        ('"train.py"', '"trian.py"', "plan-no-file", "[model] trian.py"),
+        ('script = "train.py"', "", "plan-model-source", "neither"),
+        ("arguments", 'config = "train.py"\narguments', "plan-model-source", "both"),
+        ("--recompute={recompute}", "--x", "plan-no-placeholder", "recompute varies (none, full)"),
+        ("{seq}", "{sequence}", "plan-unknown-placeholder", "{sequence}"),
+        ("[vary]", "[vary", "toml-malformed", "line"),
+    ],
+)
+def test_a_bad_field_is_named(read: Read, before: str, after: str, code: str, place: str):
+    assert before in CONFIG
+    with pytest.raises(OneRankError, match=re.escape(place)) as caught:
+        read(CONFIG.replace(before, after))
+    assert caught.value.code == code
+
+
+def test_the_digest_follows_what_the_script_may_import(read: Read, tmp_path: Path):
+    digests = [read(CONFIG).model_digest()]
+    for name in ("local.py", "package/module.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("VALUE = 1\n")
+        digests.append(read(CONFIG).model_digest())
+    assert len(set(digests)) == 3
+    (tmp_path / "notes.txt").write_text("not imported\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "library.py").write_text("VALUE = 2\n")
+    assert read(CONFIG.replace("2.5", "3.5")).model_digest() == digests[-1]
