@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from onerank.capture.checkpoints import skip_checkpoints
 from onerank.capture.fake_world.call_log import Messages
-from onerank.capture.fake_world.checkpoints import skip_checkpoints
 from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
     report_node_gpus,

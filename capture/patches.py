@@ -330,25 +330,25 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed._shard.sharded_tensor.api",
         ("build_global_metadata",),
         "Complete the metadata of a ShardedTensor with the shards of absent ranks.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.distributed_checkpoint",),
     ),
     Patch(
         "torch.distributed.checkpoint.state_dict_saver",
         ("_save_state_dict", "_ProcessBasedAsyncCheckpointExecutor"),
         "Skip saving shards of absent ranks; a saving process would look for its peers.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.distributed_checkpoint",),
     ),
     Patch(
         "torch.distributed.checkpoint.state_dict_loader",
         ("_load_state_dict", "_DistWrapper"),
         "Load without the plans of absent ranks.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.distributed_checkpoint",),
     ),
     Patch(
         "torch.distributed.fsdp._state_dict_utils",
         ("_sharded_pre_load_state_dict_hook",),
         "FSDP1 gathers the shards that a checkpoint was loaded in.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.fsdp1_states",),
     ),
     Patch(
         "torch.distributed.fsdp._optim_utils",
@@ -357,7 +357,7 @@ PATCHES: tuple[Patch, ...] = (
             *("_allgather_state_info", "_gather_all_orig_param_state"),
         ),
         "FSDP1 gathers optimizer states; absent ranks have states of their own parts.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.fsdp1_states",),
     ),
     # Steps, backward passes and optimizers of the script.
     Patch(
@@ -508,7 +508,7 @@ INSTALLED_ELSEWHERE: tuple[Patch, ...] = (
         ("_SHARDED_OPS",),
         "The device of a ShardedTensor without a local shard. torch looks it up in this table by "
         "function, so the entry is replaced and no attribute.",
-        ("fake_world.checkpoints",),
+        ("checkpoints.distributed_checkpoint",),
     ),
 )
 """Replacements that `patched` cannot install; `why` gives the reason."""

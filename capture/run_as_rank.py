@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onerank.capture.checkpoints import SkippedCheckpoints, skip_checkpoints
 from onerank.capture.emulate_torchrun import (
     block_launchers,
     decide_torchrun,
@@ -17,7 +18,6 @@ from onerank.capture.emulate_torchrun import (
     sender_runner,
 )
 from onerank.capture.fake_world.c10d_patches import hidden_group
-from onerank.capture.fake_world.checkpoints import SkippedCheckpoints, skip_checkpoints
 from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
 from onerank.capture.fake_world.sender_processes import SenderProcesses
 from onerank.capture.no_device.emulated_process import EmulatedProcess
