@@ -8,7 +8,7 @@ from onerank.capture.no_device.event_log import EventLog, write
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations
-from onerank.capture.profiling.window_plan import Progress, WindowPlan
+from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
 from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
 
 UNRECORDED = 2
@@ -78,6 +78,16 @@ class RecordedStep:
     def least_steps(self) -> int:
         """Steps of the optimizer that the script must take."""
         return (UNRECORDED + 1) * self.optimizer_steps
+
+    def steps_needed(self) -> str:
+        """Return how many steps the capture needs and how a script can provide them.
+
+        Windows of a measured capture, such as warm-up, do not exist without a device.
+        """
+        return (
+            f"a capture without a device needs at least {self.least_steps} (the last is recorded)\n"
+            f"  {more_steps(self._plan, 'optimizer_steps')}"
+        )
 
     def boundary(self, *, skipped: bool = False) -> None:
         """End a step of the script and begin the next."""

@@ -48,7 +48,7 @@ from onerank.capture.profiling.window_observations import (
     Window,
     WindowContext,
 )
-from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan
+from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan, more_steps
 from onerank.ir.errors import ScriptError
 
 # Consecutive skipped steps after which a script is refused, because it would run forever. A scale
@@ -137,6 +137,15 @@ class Windows:
             paced = self._others is not None and self._others.paced
             steps += HOST + (2 if paced else 0)
         return steps * self.optimizer_steps
+
+    def steps_needed(self) -> str:
+        """Return how many steps the capture needs and how a script can provide them."""
+        uneven = ", more on a GPU whose steps are still uneven" if self.observed.on_gpu else ""
+        return (
+            f"a capture needs at least {self.least_steps} (warm-up, pure, timed, profiled, "
+            f"structure){uneven}\n"
+            f"  {more_steps(self._plan, 'warm_up', 'pure', 'repeat', 'optimizer_steps')}"
+        )
 
     def close(self) -> None:
         """Close the current window; if a structure step is on disk, the capture is complete."""

@@ -4,7 +4,7 @@ This module does not import torch: the command line reads the options from it to
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 TIMED = HOST = 3
 """Steps of the module and host windows: three is the least whose median is not an extreme."""
@@ -59,3 +59,20 @@ class WindowPlan:
     def least_steps(self) -> int:
         """Steps that all windows take together, with one that warms up the profiler."""
         return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
+
+
+def more_steps(plan: WindowPlan, *counts: str) -> str:
+    """Return the advice for a script that ended before its capture was complete.
+
+    Args:
+        plan: steps of each window.
+        counts: fields that the number of needed steps grows with. Those at their minimum of one
+            step are not named.
+    """
+    options = [
+        spec.metadata.get("names", (f"--{spec.name.replace('_', '-')}",))[0]
+        for spec in fields(plan)
+        if spec.name in counts and getattr(plan, spec.name) > 1
+    ]
+    lower = f", or lower {', '.join(options)}" if options else ""
+    return f"let the script take more steps{lower}"

@@ -159,7 +159,7 @@ def run_script(
             code="script-no-step",
         )
     raise ScriptError(
-        f"{script} ended after {_steps(boundary.taken)}; " + _need(windows),
+        f"{script} ended after {_counted(windows, boundary.taken)}; {windows.steps_needed()}",
         code="script-too-few-steps",
     )
 
@@ -278,29 +278,24 @@ def play_script(script: Path, args: Sequence[str], module: str | None = None) ->
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _need(windows: Windows) -> str:
-    skipped = f", and {windows.skipped} of those were skipped by a loss scaler"
-    uneven = ", more on a GPU whose steps are still uneven" if windows.observed.on_gpu else ""
-    return (
-        f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "
-        f"structure){uneven}{skipped if windows.skipped else ''}: "
-        "let it run longer, or lower --warm-up, --timed-steps and --repeat"
-    )
-
-
 def _exited(
     exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
 ) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
     where = script_line(exit_, script) + library_line(exit_, script)
-    text = f"{where} called {call}({exit_.code!r}) after {_steps(taken)}; "
+    text = f"{where} called {call}({exit_.code!r}) after {_counted(windows, taken)}; "
     if taken:
-        return text + _need(windows)
+        return text + windows.steps_needed()
     text += f"let it train: its arguments, after --, were {shlex.join(args) or 'none'}"
     # Scripts that count GPUs and see none often exit with 0.
     if not exit_.code and not torch.accelerator.is_available():
         text += ". This machine has no GPU; if the script needs one, capture where there is one"
     return text
+
+
+def _counted(windows: Windows, taken: int) -> str:
+    skipped = f" ({windows.skipped} skipped by a loss scaler)" if windows.skipped else ""
+    return _steps(taken) + skipped
 
 
 def _steps(count: int) -> str:

@@ -8,7 +8,6 @@ from raised import raises_code
 from onerank.annotate import load_gpu
 from onerank.annotate.cost import Job, load_prices, report_cost
 from onerank.annotate.energy import PowerTimeline, report_energy
-from onerank.ir.errors import AnnotateError, FormatError
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,28 +58,33 @@ def test_owning_is_capital_and_power_each_with_its_source(tmp_path, trace, mm):
 
 
 def test_a_gpu_without_a_price_is_an_error_that_names_those_with_one(tmp_path, trace, mm):
-    with pytest.raises(AnnotateError, match="no price for B200; it has prices for H200"):
+    with raises_code("prices-no-gpu", naming=("prices.toml", "B200", "H200")):
         reckon(tmp_path, trace(mm(8, 8, 8)), name="B200")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "code", "names"),
     [
-        ("date = 2026-01-02\n", "", "missing required field `date`"),
-        ("3.6", "-1", r"rent.H200.per_gpu_hour is -1.0, outside 0 to 10000: it is the price"),
-        ("years = 4", "years = 0", r"own.H200.years is 0.0, outside 0.1 to 30"),
-        ("busy_fraction = 0.5", "busy_fraction = 50", "outside 0.01 to 1"),
-        ("per_kwh = 0.2", "per_kwh = nan", "per_kwh is nan"),
-        ('"contract 7"', '" "', "rent.H200.source is empty; say where the price is from"),
-        ("per_gpu_hour", "per_hour", "unknown field `per_hour`|missing required field"),
-        ("2026-01-02", '"soon"', "Invalid"),
-        ("=", "", "not valid TOML"),
+        ("date = 2026-01-02\n", "", "prices-malformed", ("`date`",)),
+        ("3.6", "-1", "prices-out-of-range", ("rent.H200.per_gpu_hour is -1.0", "0 to 10000")),
+        ("years = 4", "years = 0", "prices-out-of-range", ("own.H200.years is 0.0", "0.1 to 30")),
+        (
+            *("busy_fraction = 0.5", "busy_fraction = 50", "prices-out-of-range"),
+            ("own.H200.busy_fraction is 50.0", "0.01 to 1"),
+        ),
+        ("per_kwh = 0.2", "per_kwh = nan", "prices-out-of-range", ("own.H200.per_kwh is nan",)),
+        ('"contract 7"', '" "', "prices-no-source", ("rent.H200.source",)),
+        ("per_gpu_hour", "per_hour", "prices-malformed", ("`per_hour`", "$.rent")),
+        ("2026-01-02", '"soon"', "prices-malformed", ("$.date",)),
+        ("=", "", "toml-malformed", ("line 2",)),
     ],
 )
-def test_a_wrong_price_list_is_an_error(tmp_path: Path, old: str, new: str, message: str):
+def test_a_wrong_price_list_is_an_error(
+    tmp_path: Path, old: str, new: str, code: str, names: tuple[str, ...]
+):
     path = tmp_path / "prices.toml"
     path.write_text(LIST.replace(old, new))
-    with pytest.raises(FormatError, match=message):
+    with raises_code(code, naming=("prices.toml", *names)):
         load_prices(path)
 
 

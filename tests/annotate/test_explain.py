@@ -14,7 +14,6 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.chakra import read
-from onerank.ir.errors import AnnotateError
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -152,7 +151,7 @@ def test_an_operator_of_a_cpu_capture_is_explained_by_the_datasheet(captured, ta
 
 def test_nodes_that_are_not_recosted(trace, mm):
     graph = trace(mm(8, 8, 8))
-    with pytest.raises(AnnotateError, match="no compute node has the id 999"):
+    with raises_code("explain-unknown-node", naming=("999",)):
         explain(graph, "A100", 999)
 
 

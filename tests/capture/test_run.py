@@ -199,7 +199,7 @@ FAILURES = {
     "too few steps": (
         LOOP.replace("50", "4"),
         [],
-        ["ended after 4 optimizer steps", "at least 14"],
+        ["error[script-too-few-steps]", "4 optimizer steps", "at least 14", "--warm-up"],
     ),
     "syntax": ("def (:", [], ["SyntaxError"]),
     "rank out of range": (

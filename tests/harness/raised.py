@@ -1,6 +1,6 @@
 """Assert an error by its class and its stable code, never by the wording of its message."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,19 @@ from onerank.ir.errors import OneRankError
 
 
 @contextmanager
-def raises_code(code: str, error: type[OneRankError] = OneRankError) -> Generator[Any]:
-    """Expect an error with this code; yield pytest's record of it, for numbers in its message."""
+def raises_code(
+    code: str, error: type[OneRankError] = OneRankError, *, naming: str | Sequence[str] = ()
+) -> Generator[Any]:
+    """Expect an error with this code; yield pytest's record of it.
+
+    Args:
+        code: the code.
+        error: the class.
+        naming: what the message must name: files, lines, fields, options, numbers. Not its words.
+    """
     with pytest.raises(error) as info:
         yield info
     assert info.value.code == code, f"{info.value.code}: {info.value}"
+    names = (naming,) if isinstance(naming, str) else naming
+    missing = [name for name in names if name not in str(info.value)]
+    assert not missing, f"{missing} not in: {info.value}"

@@ -16,7 +16,6 @@ from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, power_model, power_share
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
-from onerank.ir.errors import AnnotateError, FormatError
 from tools.fit.fit_power import (
     Powers,
     errors_of,
@@ -175,7 +174,7 @@ def test_a_step_is_held_against_its_sensor_if_it_was_read_for_long_enough():
     step = step_of("it", replace(graph, job=job), power_model())
     assert step.read_w == 600
     assert step.error == pytest.approx(step.modelled_w / 600 - 1)
-    with pytest.raises(AnnotateError, match=r"read for 0.3 s; expected 1.5 s or more: capture it"):
+    with raises_code("fit-step-too-short", naming=("it: ", "0.3 s", "1.5 s")):
         step_of("it", graph, power_model())
 
 
@@ -195,7 +194,7 @@ def test_rows_of_a_database_become_uses(tmp_path: Path):
 def test_a_table_without_power_is_an_error(tmp_path: Path):
     path = tmp_path / "x.parquet"
     pl.DataFrame({"gpu": ["H200"], "m": [1]}).write_parquet(path)
-    with pytest.raises(FormatError, match="lacks n, k, time_us, power_w"):
+    with raises_code("fit-missing-columns", naming=("x.parquet", "n, k, time_us, power_w")):
         read_products(path)
     with raises_code("fit-unreadable-table"):
         read_products(tmp_path / "none.parquet")

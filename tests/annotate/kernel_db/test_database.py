@@ -21,7 +21,6 @@ from onerank.annotate.kernel_db.database import (
     table_of,
     write_database,
 )
-from onerank.ir.errors import DatabaseError
 
 SHIPPED = Path(__file__).parents[3] / "annotate" / "databases"
 
@@ -123,7 +122,7 @@ def test_a_lacking_column_and_a_repeated_row_are_refused(tmp_path: Path) -> None
     with raises_code("database-malformed"):
         read_database(path)
     pl.concat([table_of([ROW]), table_of([ROW])]).write_parquet(path)
-    with pytest.raises(DatabaseError, match="1 rows repeat another's gpu, operator"):
+    with raises_code("database-malformed", naming=("bad.parquet", "1 rows", "gpu, operator")):
         read_database(path)
 
 

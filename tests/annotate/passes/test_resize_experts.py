@@ -13,7 +13,6 @@ from onerank.annotate import characterise
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
-from onerank.ir.errors import AnnotateError
 
 # tokens of all experts, 2 x 64 x 2, are as many as the intermediate size is wide
 TRAIN = """
@@ -82,7 +81,7 @@ def test_experts_get_their_share_of_the_tokens(capture):
 
 def test_an_unbalanced_router_is_refused(capture):
     uneven = capture(64, 2, "--ep", 4, "--moe-routing", "zipf:1")
-    with pytest.raises(AnnotateError, match=r"got \d+ rows of tokens, no multiple of the 128"):
+    with raises_code("resize-expert-rows", naming=("the 128 tokens",)):
         LONGER.apply(uneven)
 
 

@@ -8,7 +8,6 @@ from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, summarise
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Reason
-from onerank.ir.errors import AnnotateError
 
 
 @pytest.fixture
@@ -174,21 +173,22 @@ def test_attention_on_other_vendors_gpus_is_by_the_kernel_that_they_usually_run(
 
 
 @pytest.mark.parametrize(
-    ("asked", "target", "why"),
+    ("kernel", "target", "code", "names"),
     [
-        ("same", "H100", "has no attention kernel to keep"),
+        ("same", "H100", "attention-kernel-cpu", ("--kernel",)),
         (
-            "flash3",
-            "A100",
-            r"flash3 does not run on A100-SXM-80GB \(ampere\); choose flash2, cudnn",
+            *("flash3", "A100", "attention-kernel-unsupported"),
+            ("flash3", "A100-SXM-80GB", "ampere", "flash2, cudnn"),
         ),
-        ("flash2", "V100", "flash2 does not run on V100"),
-        ("cudnn", "A100", "cudnn has no measured slowdown on ampere"),
+        ("flash2", "V100", "attention-kernel-unsupported", ("flash2", "V100")),
+        ("cudnn", "A100", "attention-kernel-unmeasured", ("cudnn", "ampere")),
     ],
 )
-def test_attention_kernels_that_nothing_is_known_of_are_refused(capture, asked, target, why):
-    with pytest.raises(AnnotateError, match=why):
-        recost(capture(attention(False)), target, passes=PassOptions(attention=asked))
+def test_attention_kernels_that_nothing_is_known_of_are_refused(
+    capture, kernel, target, code, names
+):
+    with raises_code(code, naming=names):
+        recost(capture(attention(False)), target, passes=PassOptions(attention=kernel))
 
 
 def test_summary(capture, mm, add, gpu_file):

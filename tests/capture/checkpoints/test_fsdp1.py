@@ -5,10 +5,10 @@ import textwrap
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from raised import raises_code
 from user_script import run
 
 from onerank.ir import World
-from onerank.ir.errors import CaptureError
 
 _SCRIPT = """
 import math, torch, torch.distributed as dist
@@ -91,8 +91,7 @@ def test_states_that_only_other_ranks_have_are_refused(tmp_path):
     text = _SCRIPT.format(
         mesh=False, then="FullyShardedDataParallel.optim_state_dict(model, optimizer)"
     )
-    said = "rank 19 holds no element of the 3 parameters whose states FSDP gathers"
-    with pytest.raises(CaptureError, match=said):
+    with raises_code("fsdp-states-unknown", naming=("rank 19", "3 parameters", "--rank")):
         run(tmp_path, text, World.of(dp=20), rank=19)
 
 
@@ -125,8 +124,7 @@ def test_a_planner_that_reads_no_tensor_by_itself_is_refused(tmp_path):
     then = _PLANNED.format(directory=tmp_path / "given").replace(
         "        super()", "        assert len(state_dict['model']) == 3, 'all'\n        super()"
     )
-    said = "'model.0.weight', which was loaded in shards.* Renaming must read it by itself"
-    with pytest.raises(CaptureError, match=said):
+    with raises_code("fsdp-load-unknown", naming=("'model.0.weight'", "Renaming")):
         run(tmp_path, _SCRIPT.format(mesh=False, then=then), World.of(dp=4), rank=2)
 
 

@@ -44,7 +44,7 @@ def test_split_group(recorder: Recorder):
     dist.all_reduce(torch.ones(1), group=half)
     assert (recorder.calls[0].group, recorder.calls[0].group_ranks) == ("half", (1, 3))
     assert dist.split_group(half, split_ranks=[[1]]) is None
-    with pytest.raises(ValueError, match="split_ranks cannot be None or empty"):
+    with pytest.raises(ValueError, match="split_ranks"):
         dist.split_group(half)
 
 
@@ -74,20 +74,20 @@ def test_the_world_has_the_priority_it_was_initialised_with(recorder: Recorder):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "name"),
     [
-        (lambda: dist.send_object_list([1]), "got global rank None and rank None of group"),
-        (lambda: dist.recv_object_list([1]), "got global rank None and rank None of group"),
-        (lambda: dist.send_object_list([1], 2, group_dst=2), "global rank 2 and rank 2 of group"),
-        (lambda: dist.send_object_list([1], dst=1), "rank 1 cannot send to itself"),
-        (lambda: dist.gather_object(1, None, dst=1), "must be specified on destination rank"),
-        (lambda: dist.scatter_object_list([1], None, src=1), "must provide non-None"),
+        (lambda: dist.send_object_list([1]), "rank None"),
+        (lambda: dist.recv_object_list([1]), "rank None"),
+        (lambda: dist.send_object_list([1], 2, group_dst=2), "rank 2"),
+        (lambda: dist.send_object_list([1], dst=1), "rank 1"),
+        (lambda: dist.gather_object(1, None, dst=1), "gather_list"),
+        (lambda: dist.scatter_object_list([1], None, src=1), "scatter_object_input_list"),
     ],
 )
 def test_invalid_object_collectives_raise_as_in_torch(
-    recorder: Recorder, call: Callable[[], object], message: str
+    recorder: Recorder, call: Callable[[], object], name: str
 ):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name):
         call()
     assert recorder.calls == []
 

@@ -311,6 +311,19 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
         assert "train.py:7" in done.stderr
 
 
+def test_too_few_steps_are_counted_without_windows(tmp_path):
+    """There is no warm-up without a device; its option would not help."""
+    path = script(tmp_path, COMPILED.replace("range(20)", "range(5)"))
+    options = ("--device", "none", "--optimizer-steps", 2, "--warm-up", 3)
+    done = run_command("capture", "run", path, *options, "-o", tmp_path / "t.et")
+    assert done.returncode == 2
+    assert "error[script-too-few-steps]" in done.stderr
+    assert "5 optimizer steps" in done.stderr
+    assert "at least 6" in done.stderr
+    assert "--optimizer-steps" in done.stderr
+    assert "--warm-up" not in done.stderr
+
+
 def test_launches_by_class_and_their_time_are_those_of_the_device(llama_8b, on_h200):
     """Within 2%; a class also by four, of kernels that the versions of the software add or drop."""
     predicted = onerank.recost(llama_8b, "H200")

@@ -337,7 +337,7 @@ def test_experts_that_cannot_be_sliced_are_refused():
     with raises_code("tp-experts-norm", SliceError):
         cut_experts(normed, "experts", FirstOfGroup(2))
     odd = model("qwen3", moe_intermediate_size=15)
-    with pytest.raises(SliceError, match=r"15 features per expert \(15 = 2 x 7 \+ 1\)"):
+    with raises_code("tp-indivisible-features", naming="(15 = 2 x 7 + 1)"):
         slice_model(odd, FirstOfGroup(2), "megatron")
 
 

@@ -190,7 +190,7 @@ def test_stages_exchange_a_shard_of_the_sequence():
         ("recv", shard, 4),
         ("send", shard, 0),
     ]
-    with pytest.raises(SliceError, match=r"sequence of 15 tokens \(15 = 2 x 7 \+ 1\)"):
+    with raises_code("sp-sequence-indivisible", naming="(15 = 2 x 7 + 1)"):
         stage(input_ids=batch[:, :15], labels=batch[:, :15])
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from encoder_decoder_job import encoder_decoder
+from raised import raises_code
 from real_ranks import run_ranks
 from torch import nn
 from torch.nn import CrossEntropyLoss
@@ -16,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan
-from onerank.ir.errors import SliceError
 
 WORDS, WIDTH, TOKENS, SIZE = 64, 16, 24, 2
 
@@ -175,7 +175,7 @@ def test_a_compiled_loss_unsupported_on_sharded_logits_is_refused():
     try:
         slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=plan)
         model.compile(backend="aot_eager")
-        with pytest.raises(SliceError, match="cross_entropy with label_smoothing"):
+        with raises_code("tp-cross-entropy-arguments", naming="label_smoothing"):
             model(**batch)
     finally:
         recorder.stop()
