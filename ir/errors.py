@@ -16,6 +16,8 @@
     ├── AnnotateError            a graph that cannot be re-costed as requested
     └── ExportError              a graph that the target simulator does not support
 
+A `CaptureWarning` tells a script that is captured what differs from the real job, and goes on.
+
 `assert` is reserved for bugs in onerank.
 """
 
@@ -73,6 +75,18 @@ class JobError(OneRankError):
 
 class CaptureError(OneRankError):
     """A script cannot be captured as requested."""
+
+
+class CaptureWarning(UserWarning):
+    """What a captured script computes differs here from the real job.
+
+    Attributes:
+        code: stable name, as of an error; the message may change.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ScriptError(CaptureError):

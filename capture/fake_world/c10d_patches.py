@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.message_payloads import ObjectCollectives
 from onerank.capture.patches import rebound, untraced
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, CaptureWarning
 
 if TYPE_CHECKING:
     from onerank.capture.fake_world.call_log import CallLog
@@ -250,8 +250,11 @@ class C10dPatches:
         rank, size = self._recorder.rank, self._recorder.world_size
         if args.rank not in (-1, rank) or args.world_size not in (-1, size):
             warnings.warn(
-                f"init_process_group(rank={args.rank}, world_size={args.world_size}): ignored; "
-                f"this process is captured as rank {rank} of {size}",
+                CaptureWarning(
+                    f"init_process_group(rank={args.rank}, world_size={args.world_size}): ignored; "
+                    f"this process is captured as rank {rank} of {size}",
+                    code="rank-ignored",
+                ),
                 stacklevel=3,
             )
         if not dist.is_initialized():

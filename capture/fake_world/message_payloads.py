@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from onerank.capture.collective_record import Group, Payload
 from onerank.capture.fake_world.call_log import Address, CallLog, Messages
 from onerank.capture.fake_world.collective_launch import CallRange, raw
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, CaptureWarning
 
 LEARNED_STEPS = 2
 """Steps whose messages are learned from runs of their senders; later steps repeat the last one."""
@@ -233,8 +233,11 @@ def _group_rank(group: Group, rank: int | None, group_rank: int | None) -> int:
 def _warn_unknown(function: str, group: Group, root: int, reason: str = "") -> None:
     if group.rank != root:
         warnings.warn(
-            f"{function}: the objects of rank {group.ranks[root]}, an absent rank, are unknown; "
-            f"rank {group.ranks[group.rank]} keeps its own objects{reason}",
+            CaptureWarning(
+                f"{function}: the objects of rank {group.ranks[root]}, an absent rank, are "
+                f"unknown; rank {group.ranks[group.rank]} keeps its own objects{reason}",
+                code="objects-unknown",
+            ),
             # The frames between this call and the script's: the warning names the script's line.
             stacklevel=4 if function.startswith("recv") else 5,
         )
@@ -333,8 +336,11 @@ class IntegerPayloads:
         except CaptureError as error:
             consequence = "keeps its own values" if function == "broadcast" else "receives zeros"
             warnings.warn(
-                f"{function}: the tensors of rank {source}, an absent rank, are unknown; rank "
-                f"{self._recorder.rank} {consequence} ({error})",
+                CaptureWarning(
+                    f"{function}: the tensors of rank {source}, an absent rank, are unknown; rank "
+                    f"{self._recorder.rank} {consequence} ({error})",
+                    code="tensors-unknown",
+                ),
                 stacklevel=depth,
             )
             return False

@@ -5,6 +5,7 @@ import re
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -43,10 +44,22 @@ META_ADVICE = (
 _ADAMW_FACTOR = 4
 
 
+class Explanation(NamedTuple):
+    """Why a script failed.
+
+    Attributes:
+        message: the error's message, with advice if the cause is known.
+        code: code of the cause; "script-raised" if it is unknown.
+    """
+
+    message: str
+    code: str
+
+
 def explained(
     error: BaseException, script: Path, *, fsdp_shards: bool = False, partial_sequence: bool = False
-) -> str:
-    """Return an error's message with advice, or the plain message if no advice is known.
+) -> Explanation:
+    """Return an error's message with advice and the code of its cause.
 
     Args:
         error: error that the script raised.
@@ -57,74 +70,86 @@ def explained(
     text = str(error)
     if type(error).__name__ == "CheckpointException":
         why = "; ".join(first_line(failed) for failed, _ in getattr(error, "failures", {}).values())
-        return (
+        return Explanation(
             f"{script_line(error, script)}: torch.distributed.checkpoint failed ({why})\n"
             "  a capture skips saving and reads what the script loads: load a checkpoint that the "
-            "real job has written, or none"
+            "real job has written, or none",
+            "script-checkpoint",
         )
     if (match := _NO_MEMORY.search(text)) is not None:
         plain, amount, unit = match.groups()
         requested = int(plain) if plain else round(float(amount) * _UNITS[unit])
-        return _without_memory(requested, on_gpu=isinstance(error, torch.OutOfMemoryError))
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        return Explanation(_without_memory(requested, on_gpu=on_gpu), "script-out-of-memory")
     if _ON_META.search(text):
-        return f"{script_line(error, script)}: {first_line(error).rstrip('.')}\n  {META_ADVICE}"
+        why = first_line(error).rstrip(".")
+        return Explanation(
+            f"{script_line(error, script)}: {why}\n  {META_ADVICE}", "script-meta-model"
+        )
     if _NO_GPU.search(text) and not torch.cuda.is_available():
         why = first_line(error).rstrip(".")
-        return (
+        return Explanation(
             f"{script_line(error, script)} needs a GPU, and this machine has none: {why}\n"
-            '  capture on a machine with a GPU, or let the script use the device "cpu"'
+            '  capture on a machine with a GPU, or let the script use the device "cpu"',
+            "script-needs-gpu",
         )
     if _GPU_ONLY.search(text):
         why = first_line(error).rstrip(".")
-        return (
+        return Explanation(
             f"{script_line(error, script)} runs only on a GPU: {why}\n"
-            "  a real job on CPUs fails too: capture on a machine with a GPU"
+            "  a real job on CPUs fails too: capture on a machine with a GPU",
+            "script-gpu-only",
         )
     hint = (fsdp_shards and _fsdp_hint(error, script)) or (
         partial_sequence and _sequence_hint(error, script)
     )
-    return hint or text
+    return hint or Explanation(text, "script-raised")
 
 
-def _fsdp_hint(error: BaseException, script: Path) -> str | None:
-    """Return the message for an operation that FSDP2's shards do not support; None for others."""
+def _fsdp_hint(error: BaseException, script: Path) -> Explanation | None:
+    """Explain an operation that FSDP2's shards do not support; return None for others."""
     text, where = str(error), script_line(error, script)
     # An optimizer fails inside its step: then the optimizer is the cause, not the script's line.
     if _MIXED.search(text) and (kind := _failed_optimizer(error)) is not None:
-        return (
+        return Explanation(
             f"{where}: {kind} creates its states as plain tensors, and FSDP2's "
-            f"parameters are shards ({first_line(error)})\n  use another optimizer, or --ddp"
+            f"parameters are shards ({first_line(error)})\n  use another optimizer, or --ddp",
+            "fsdp-plain-states",
         )
     if _UNSUPPORTED_ON_SHARDS.search(text) and (kind := _failed_optimizer(error)) is not None:
-        return (
+        return Explanation(
             f"{where}: {kind} cannot step on FSDP2's shards, in a real job neither "
-            f"({first_line(error)})\n  use another optimizer, or --ddp"
+            f"({first_line(error)})\n  use another optimizer, or --ddp",
+            "fsdp-optimizer-unsupported",
         )
     if _NO_STORAGE in text:
-        return (
+        return Explanation(
             f"{where}: under --fsdp parameters are shards, which have no storage "
             f"({first_line(error)})\n  save them with save_pretrained, torch.save or safetensors' "
-            "save_file, which write this rank's shards"
+            "save_file, which write this rank's shards",
+            "fsdp-no-storage",
         )
     if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
-        return (
+        return Explanation(
             f"{where}: under --fsdp parameters are shards from the first forward "
             f"on; they do not mix with whole tensors and cannot be copied ({first_line(error)})\n"
             "  copy the model (copy.deepcopy, AveragedModel) before its first forward, create "
-            "other tensors from its parameters after it, or use --zero 1"
+            "other tensors from its parameters after it, or use --zero 1",
+            "fsdp-mixed-tensors",
         )
     return None
 
 
-def _sequence_hint(error: BaseException, script: Path) -> str | None:
-    """Return the message for a part of a sequence where the script expects all; None for others."""
+def _sequence_hint(error: BaseException, script: Path) -> Explanation | None:
+    """Explain a part of a sequence where the script expects all; return None for others."""
     if _SIZES_DIFFER.search(str(error)) is None:
         return None
-    return (
+    return Explanation(
         f"{script_line(error, script)}: {first_line(error)}\n"
         "  Under --cp a model sees this rank's part of the sequence. Its logits are gathered when "
         "they are read; other outputs per token (hidden states, log-probabilities of TRL's "
-        "DPOTrainer) are not. Let the model compute the loss, or leave --cp out"
+        "DPOTrainer) are not. Let the model compute the loss, or leave --cp out",
+        "cp-partial-sequence",
     )
 
 

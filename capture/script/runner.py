@@ -134,9 +134,9 @@ def run_script(
             return
         why = explained(error, script, fsdp_shards=fsdp_shards, partial_sequence=partial_sequence)
         raise ScriptError(
-            f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
+            f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why.message}",
             _own_traceback(error, script),
-            code="script-raised",
+            code=why.code,
         ) from error
     finally:
         windows.close()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from raised import raises_code
 
 from onerank.capture import Capture, Options, WindowPlan, capture
 from onerank.ir import Kind, Phase
-from onerank.ir.errors import ScriptError
 
 MODEL = """
     import torch
@@ -163,7 +163,7 @@ def test_steps_that_are_skipped_at_first_are_no_warm_up(tmp_path):
 
 
 def test_a_script_whose_every_step_is_skipped_does_not_run_on(tmp_path):
-    with pytest.raises(ScriptError, match="a loss scaler skipped 101 steps in a row"):
+    with raises_code("script-scaler-skips", naming="101 steps"):
         run(
             tmp_path,
             """

@@ -1,4 +1,4 @@
-"""Assert an error by its class and its stable code, never by the wording of its message."""
+"""Assert an error or a warning by its stable code, never by the wording of its message."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onerank.ir.errors import OneRankError
+from onerank.ir.errors import CaptureWarning, OneRankError
 
 
 @contextmanager
@@ -26,3 +26,17 @@ def raises_code(
     names = (naming,) if isinstance(naming, str) else naming
     missing = [name for name in names if name not in str(info.value)]
     assert not missing, f"{missing} not in: {info.value}"
+
+
+@contextmanager
+def warns_code(code: str, *, naming: str | Sequence[str] = ()) -> Generator[Any]:
+    """Expect a warning with this code whose message names `naming`; yield the recorded warnings."""
+    with pytest.warns(CaptureWarning) as record:
+        yield record
+    messages = [
+        str(warning.message)
+        for warning in record
+        if isinstance(warning.message, CaptureWarning) and warning.message.code == code
+    ]
+    names = (naming,) if isinstance(naming, str) else naming
+    assert any(all(name in message for name in names) for message in messages), messages

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from chakra_files import write_messages
+from raised import raises_code
 
 from onerank.ir import (
     chakra,
@@ -161,5 +162,5 @@ def test_cycle_is_read_and_left_to_the_graph(tmp_path: Path):
         tmp_path / "in.et", GlobalMetadata(), Node(id=1, data_deps=[2]), Node(id=2, data_deps=[1])
     )
     graph = chakra.read(path)
-    with pytest.raises(GraphError, match="node 1 waits for node 2 waits for node 1"):
+    with raises_code("graph-cycle", naming="node 1 waits for node 2 waits for node 1"):
         graph.topological_order()

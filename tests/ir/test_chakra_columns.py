@@ -92,7 +92,7 @@ def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
         try:
             Node.FromString(damaged)
         except (DecodeError, UnicodeDecodeError):
-            with raises_code("chakra-malformed", naming="node[0]"):
+            with raises_code("chakra-bad-node", naming="node[0]"):
                 decode(Packed([damaged], "node"), StringTable())
         else:
             readable.append(damaged)
@@ -178,7 +178,7 @@ def test_attributes_that_we_do_not_write(attributes):
 
 def test_texts_that_are_not_utf_8():
     for message in (b"\x12\x01\xff", b"\x42\x03\x0a\x01\xff", b"\x42\x03\x12\x01\xff"):
-        with raises_code("chakra-malformed", naming="node[1]"):
+        with raises_code("chakra-bad-node", naming="node[1]"):
             decode(Packed([b"\x08\x01", message], "node"), StringTable())
 
 

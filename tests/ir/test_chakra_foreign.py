@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pytest
 from chakra_files import FOREIGN, attr, nodes_of, write_messages, written
+from raised import raises_code
 
 from onerank.ir import (
     Collective,
@@ -22,7 +22,6 @@ from onerank.ir.chakra.et_def_pb2 import (
     Node,
 )
 from onerank.ir.chakra.framing import frame, make_raw_node
-from onerank.ir.errors import ChakraError
 
 
 def foreign_graph(folder: Path) -> Graph:
@@ -80,7 +79,7 @@ def test_change_beside_a_negative_start_that_the_file_had(tmp_path: Path):
     assert graph.nodes.start_ns.tolist() == [-9]
     (node,) = written(graph.with_columns(name=["n"]), tmp_path)
     assert node == Node(id=1, name="n", start_time_micros=4, attr=[attr("start_ns", int64_val=-9)])
-    with pytest.raises(ChakraError, match="node 1: start_ns is -8"):
+    with raises_code("chakra-negative-time", naming="node 1: start_ns is -8"):
         graph.with_columns(start_ns=np.array([-8])).write(tmp_path / "out.et")
 
 

@@ -141,7 +141,7 @@ def test_changed_job_is_written_into_another_tools_metadata(tmp_path: Path):
 def test_file_of_a_later_schema(tmp_path: Path):
     metadata = GlobalMetadata(attr=[attr("schema", string_val="onerank 2")])
     path = write_messages(tmp_path / "in.et", metadata)
-    with pytest.raises(ChakraError, match="schema 'onerank 2', this onerank reads 'onerank 1'"):
+    with raises_code("chakra-newer-schema", naming=("in.et", "'onerank 2'", "'onerank 1'")):
         chakra.read(path)
 
 

@@ -152,7 +152,7 @@ def test_two_files_of_groups(tmp_path: Path) -> None:
 
 def test_a_node_whose_groups_are_no_json(tmp_path: Path) -> None:
     (tmp_path / "w.0.et").write_bytes(trace("1", recorded_groups="none"))
-    with pytest.raises(FormatError, match=r"w\.0\.et: node 99 .*JSON is malformed"):
+    with raises_code("groups-malformed-node", naming=("w.0.et: node 99", "byte 4")):
         onerank.read(tmp_path / "w.0.et")
 
 

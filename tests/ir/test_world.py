@@ -1,9 +1,9 @@
 """Where the ranks of a job are on the grid of its parallel axes."""
 
 import pytest
+from raised import raises_code
 
 from onerank.ir import RankClass, World, axis_of
-from onerank.ir.errors import JobError
 
 WORLD = World.of(tp=2, cp=2, dp=4, pp=3, ep=4)
 
@@ -60,9 +60,9 @@ def test_an_axis_of_size_one_is_left_out_and_its_line_is_the_rank():
 
 
 def test_sizes_that_make_no_world():
-    with pytest.raises(JobError, match=r"--ep 3 must divide cp \* dp.*\(2 \* 4 = 3 x 2 \+ 2\)"):
+    with raises_code("world-ep-indivisible", naming=("--ep 3", "(2 * 4 = 3 x 2 + 2)")):
         World.of(cp=2, dp=4, ep=3)
-    with pytest.raises(JobError, match="--pp 0: expected 1 or more"):
+    with raises_code("world-size-below-one", naming="--pp 0"):
         World.of(pp=0)
 
 

@@ -66,11 +66,12 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
 
 
 _DIVIDED = {
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key-value heads",
-    "intermediate_size": "intermediate features",
-    "vocab_size": "vocabulary entries",
+    "num_attention_heads": ("attention heads", "tp-indivisible-heads"),
+    "num_key_value_heads": ("key-value heads", "tp-indivisible-heads"),
+    "intermediate_size": ("intermediate features", "tp-indivisible-features"),
+    "vocab_size": ("vocabulary entries", "tp-indivisible-vocabulary"),
 }
+"""What a size of the configuration counts, and the code of its refusal."""
 
 
 def check_sizes(model: PreTrainedModel, size: int) -> None:
@@ -101,10 +102,11 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
             ]
             remedy = f"sizes that fit the model: --tp {', '.join(map(str, sizes))}"
         or_multiple = " or be a multiple of" if attribute == "num_key_value_heads" else ""
+        counted, code = _DIVIDED[attribute]
         raise SliceError(
-            f"--tp {size} must divide{or_multiple} the model's {value} {_DIVIDED[attribute]} "
+            f"--tp {size} must divide{or_multiple} the model's {value} {counted} "
             f"({remainder})\n  {remedy}",
-            code="tp-indivisible-heads",
+            code=code,
         )
 
 

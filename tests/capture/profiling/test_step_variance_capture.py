@@ -3,9 +3,9 @@
 import textwrap
 
 import pytest
+from raised import raises_code
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.ir.errors import ScriptError
 
 CRITIC_AND_GENERATOR = """
     import torch
@@ -94,5 +94,5 @@ def test_a_script_that_ends_within_the_first_of_several_steps(tmp_path):
     text = CRITIC_AND_GENERATOR.replace("while True:", "for _ in range(4):")
     path.write_text(textwrap.dedent(text))
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=25)
-    with pytest.raises(ScriptError, match=r"ended after 12 optimizer steps; .* at least 200 "):
+    with raises_code("script-too-few-steps", naming=("12 optimizer steps", "200")):
         capture(path, [], Options(windows=plan))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raised import raises_code
 from torch.profiler import ProfilerActivity, profile
 
 from onerank.capture import Options, WindowPlan, capture
@@ -12,7 +13,6 @@ from onerank.converters.sources.kineto.link.host_timeline import host_timeline
 from onerank.converters.sources.kineto.lowering.select_nodes import leaves
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.ir import Graph, Kind, Phase
-from onerank.ir.errors import ScriptError, SliceError
 
 PLAN = WindowPlan(warm_up=1, pure=1)
 
@@ -111,12 +111,12 @@ def test_a_refusal_that_the_script_catches_is_told(tmp_path):
             except Exception:
                 continue
     """
-    with pytest.raises(SliceError, match="65 vocabulary entries"):
+    with raises_code("tp-indivisible-vocabulary", naming="(65 = 2 x 32 + 1)"):
         run(tmp_path, caught)
 
 
 def test_os_exit_is_told(tmp_path):
-    with pytest.raises(ScriptError, match=r"called os\._exit\(0\) after 1 optimizer step"):
+    with raises_code("script-exited", naming=("os._exit(0)", "1 optimizer step")):
         run(tmp_path, "step()\nimport os\nos._exit(0)")
 
 
