@@ -21,6 +21,8 @@ A `CaptureWarning` tells a script that is captured what differs from the real jo
 `assert` is reserved for bugs in onerank.
 """
 
+from typing import Self
+
 _LINE = 160
 
 
@@ -43,6 +45,10 @@ class OneRankError(Exception):
         super().__init__(message)
         if code:
             self.code = code  # in __dict__, so that it survives pickling between processes
+
+    def at(self, place: object) -> Self:
+        """Return the error, with the same code, whose message begins with the place."""
+        return type(self)(f"{place}: {self}", code=self.code)
 
 
 class FormatError(OneRankError):

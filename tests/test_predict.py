@@ -121,21 +121,22 @@ def test_a_table_of_operators(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        ({"op": "gem"}, "predict-row"),
-        ({"op": "gemm", "m": 8, "n": 8}, "predict-row"),
-        ({"op": "gemm", "m": 8, "n": 8, "k": 8, "dtype": "int4"}, "predict-row"),
-        ({"op": "attention", "heads": 6, "kv_heads": 4, "seq": 8, "head_dim": 8}, "predict-row"),
+        ({"op": "gem"}, "predict-name"),
+        ({"op": "gemm", "m": 8, "n": 8}, "predict-size"),
+        ({"op": "gemm", "m": 8, "n": 8, "k": 8, "dtype": "int4"}, "predict-name"),
+        ({"op": "attention", "heads": 6, "kv_heads": 4, "seq": 8, "head_dim": 8}, "predict-size"),
+        ({}, "predict-row"),
         ({"op": "norm", "rows": 8}, "predict-column"),
     ],
 )
 def test_what_is_no_call(call, code):
-    with raises_code(code):
+    with raises_code(code, naming="" if code == "predict-column" else "row 1"):
         onerank.predict([call], "H100")
 
 
 def test_what_the_command_refuses(tmp_path):
     assert "error[predict-what]" in run("gemn", "--target", "H100", code=2)
-    assert "error[predict-row]" in run("gemm", "--m", 8, "--target", "H100", code=2)
+    assert "error[predict-size]" in run("gemm", "--m", 8, "--target", "H100", code=2)
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"no parquet")
     assert "error[predict-file]" in run(path, "--target", "H100", code=2)

@@ -106,8 +106,10 @@ def _read(path: Path) -> Gpu:
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
         gpu = with_estimates(gpu, _references)
-    except (msgspec.ValidationError, TargetError) as error:
+    except msgspec.ValidationError as error:
         raise TargetError(f"{path}: {error}", code="gpu-file-malformed") from None
+    except TargetError as error:
+        raise error.at(path) from None
     return gpu
 
 

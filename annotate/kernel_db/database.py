@@ -175,7 +175,7 @@ def read_database(path: Path) -> pl.DataFrame:
     try:
         return _checked(table)
     except DatabaseError as error:
-        raise DatabaseError(f"{path}: {error}", code="database-malformed") from None
+        raise error.at(path) from None
 
 
 def merge(tables: Sequence[pl.DataFrame]) -> Merged:
@@ -241,19 +241,23 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
                 f"column {name} holds {table.schema[name]}, expected {kind}",
                 code="database-column-type",
             )
-    _refuse(table, pl.any_horizontal(pl.col(*_required()).is_null()), "a required value is missing")
-    _refuse(table, _holes("shapes", "dtypes", "kernels", "kernel_ns"), "a list has a null element")
+    null = pl.any_horizontal(pl.col(*_required()).is_null())
+    _refuse(table, null, "a required value is missing", "database-null-value")
+    holes = _holes("shapes", "dtypes", "kernels", "kernel_ns")
+    _refuse(table, holes, "a list has a null element", "database-null-element")
     _refuse(table, ~pl.col("l2").is_in([COLD, WARM]), f'l2 is neither "{COLD}" nor "{WARM}"')
     _refuse(
         table,
         pl.col("shapes").list.len() != pl.col("dtypes").list.len(),
         "shapes and dtypes differ in length",
+        "database-list-lengths",
     )
     _refuse(
         table,
         (pl.col("kernels").list.len() != pl.col("kernel_ns").list.len())
         | (pl.col("kernels").list.len() == 0),
         "kernels and kernel_ns differ in length, or are empty",
+        "database-list-lengths",
     )
     ordered = (pl.col("p10_ns") <= pl.col("median_ns")) & (pl.col("median_ns") <= pl.col("p90_ns"))
     _refuse(
@@ -287,12 +291,14 @@ def _holes(*lists: str) -> pl.Expr:
     )
 
 
-def _refuse(table: pl.DataFrame, invalid: pl.Expr, reason: str) -> None:
+def _refuse(
+    table: pl.DataFrame, invalid: pl.Expr, reason: str, code: str = "database-bad-value"
+) -> None:
     rows: Any = table.select(invalid.fill_null(value=False).arg_true()).to_series()
     if len(rows):
         operator = table["operator"][int(rows[0])]
         raise DatabaseError(
-            f"row {rows[0]} ({operator}): {reason}; {len(rows)} such rows", code="database-bad-row"
+            f"row {rows[0]} ({operator}): {reason}; {len(rows)} such rows", code=code
         )
 
 

@@ -17,7 +17,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     Node,
 )
 from onerank.ir.chakra.framing import frame
-from onerank.ir.errors import ChakraError, GraphError
+from onerank.ir.errors import ChakraError
 
 METADATA = frame([GlobalMetadata(version="1.0.0").SerializeToString()])  # 8 bytes
 BAD_NAME = b"\x12\x02\xff\xfe"
@@ -38,7 +38,7 @@ BAD_FILES: dict[str, tuple[bytes, type[ChakraError], str, str]] = {
         METADATA + b"\x05\x08\x01",
         TruncatedError,
         "chakra-truncated",
-        "declares 5 bytes, but the file has 2",
+        "5 bytes",
     ),
     "long_length": (
         METADATA + b"\xff\xff\xff\xff\xff\x01",
@@ -139,10 +139,8 @@ def test_metadata_of_123_bytes_is_not_taken_for_json(tmp_path: Path):
 
 def test_two_nodes_of_one_id(tmp_path: Path):
     path = write_messages(tmp_path / "in.et", GlobalMetadata(), Node(id=5), Node(), Node(id=5))
-    with pytest.raises(GraphError) as caught:
+    with raises_code("graph-repeated-id", naming=(f"{path}: ", "nodes 0 and 2", "id 5")):
         chakra.read(path)
-    assert caught.value.code == "graph-repeated-id"
-    assert str(caught.value).startswith(f"{path}: nodes 0 and 2 of the file both have id 5")
     assert [record.id for record in chakra.read_records(path).nodes] == [5, 0, 5]
 
 
@@ -151,10 +149,8 @@ def test_edge_to_no_node(field: str, tmp_path: Path):
     waiting = Node(id=6)
     getattr(waiting, field).extend([4, 2**64 - 1])
     path = write_messages(tmp_path / "in.et", GlobalMetadata(), Node(id=4), waiting, Node(id=9))
-    with pytest.raises(GraphError) as caught:
+    with raises_code("graph-dangling-edge", naming=(f"{path}: node 6", f"node {2**64 - 1}")):
         chakra.read(path)
-    assert caught.value.code == "graph-dangling-edge"
-    assert str(caught.value).startswith(f"{path}: node 6 waits for node {2**64 - 1}")
 
 
 def test_cycle_is_read_and_left_to_the_graph(tmp_path: Path):

@@ -229,8 +229,10 @@ def calls_of(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
         values = {name: value for name, value in row.items() if value not in (None, "")}
         try:
             calls.append(OpCall(**values))
-        except (TypeError, AnnotateError) as error:
+        except TypeError as error:
             raise AnnotateError(f"row {number}: {error}", code="predict-row") from None
+        except AnnotateError as error:
+            raise error.at(f"row {number}") from None
     return calls
 
 

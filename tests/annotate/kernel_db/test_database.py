@@ -91,38 +91,40 @@ def test_contents_tell_operators_and_their_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "code", "name"),
     [
-        (pl.lit("hot").alias("l2"), 'l2 is neither "cold" nor "warm"'),
-        (pl.lit(0, pl.Int64).alias("p10_ns"), "0 < p10_ns"),
-        (pl.lit(50000, pl.Int64).alias("median_ns"), "p10_ns <= median_ns <= p90_ns"),
-        (pl.lit(0, pl.Int32).alias("samples"), "samples > 0"),
-        (pl.lit(-1.0).alias("power_w"), "above 0"),
-        (pl.lit(None, pl.String).alias("gpu"), "a required value is missing"),
-        (pl.lit([1], pl.List(pl.Int64)).alias("kernel_ns").list.head(0), "differ in length"),
-        (pl.lit([None], pl.List(pl.String)).alias("kernels"), "a null element"),
-        (pl.col("dtypes").list.head(1), "shapes and dtypes differ in length"),
-        (pl.col("median_ns").cast(pl.Float64), "median_ns holds Float64, expected Int64"),
-        (pl.lit(1).alias("speed"), "unknown column speed"),
+        (pl.lit("hot").alias("l2"), "database-bad-value", "l2"),
+        (pl.lit(0, pl.Int64).alias("p10_ns"), "database-bad-value", "0 < p10_ns"),
+        (pl.lit(50000, pl.Int64).alias("median_ns"), "database-bad-value", "p10_ns <= median_ns"),
+        (pl.lit(0, pl.Int32).alias("samples"), "database-bad-value", "samples > 0"),
+        (pl.lit(-1.0).alias("power_w"), "database-bad-value", "power_w"),
+        (pl.lit(None, pl.String).alias("gpu"), "database-null-value", "row 0"),
+        (
+            pl.lit([1], pl.List(pl.Int64)).alias("kernel_ns").list.head(0),
+            *("database-list-lengths", "kernel_ns"),
+        ),
+        (pl.lit([None], pl.List(pl.String)).alias("kernels"), "database-null-element", "row 0"),
+        (pl.col("dtypes").list.head(1), "database-list-lengths", "shapes and dtypes"),
+        (pl.col("median_ns").cast(pl.Float64), "database-column-type", "median_ns holds Float64"),
+        (pl.lit(1).alias("speed"), "database-unknown-column", "speed"),
     ],
 )
 def test_a_database_that_cannot_be_is_refused(
-    tmp_path: Path, expression: pl.Expr, told: str
+    tmp_path: Path, expression: pl.Expr, code: str, name: str
 ) -> None:
     path = tmp_path / "bad.parquet"
     table_of([ROW]).with_columns(expression).write_parquet(path)
-    with raises_code("database-malformed") as raised:
+    with raises_code(code, naming=(str(path), name)):
         read_database(path)
-    assert told in str(raised.value)
 
 
 def test_a_lacking_column_and_a_repeated_row_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     table_of([ROW]).drop("kernels", "date").write_parquet(path)
-    with raises_code("database-malformed"):
+    with raises_code("database-missing-column", naming=("kernels", "date")):
         read_database(path)
     pl.concat([table_of([ROW]), table_of([ROW])]).write_parquet(path)
-    with raises_code("database-malformed", naming=("bad.parquet", "1 rows", "gpu, operator")):
+    with raises_code("database-repeated-rows", naming=("bad.parquet", "1 rows", "gpu, operator")):
         read_database(path)
 
 

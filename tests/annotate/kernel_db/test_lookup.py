@@ -429,23 +429,28 @@ class TestRefused:
             recost(trace(mm(512, 512, 512)), "A100", model="ratio", databases=[path])
 
     @pytest.mark.parametrize(
-        ("change", "name"),
+        ("change", "code", "name"),
         [
-            (lambda table: table.drop("kernel_ns"), "the column kernel_ns"),
-            (lambda table: table.with_columns(p10_ns=-table["p10_ns"]), "0 < p10_ns"),
+            (lambda table: table.drop("kernel_ns"), "database-missing-column", "kernel_ns"),
+            (
+                lambda table: table.with_columns(p10_ns=-table["p10_ns"]),
+                *("database-bad-value", "0 < p10_ns"),
+            ),
             (
                 lambda table: table.with_columns(
                     kernel_ns=pl.col("kernel_ns").list.eval(-pl.element())
                 ),
-                "row 0 (aten::mm): kernel_ns",
+                *("database-bad-value", "row 0 (aten::mm): kernel_ns"),
             ),
         ],
     )
-    def test_a_file_that_is_no_database(self, trace, mm, tmp_path, change, name):
+    def test_a_file_that_is_no_database(  # noqa: PLR0917
+        self, trace, mm, tmp_path, change, code, name
+    ):
         trace(mm(512, 512, 512)).write(tmp_path / "t.et")
         path = tmp_path / "bad.parquet"
         change(table_of([ROW])).write_parquet(path)
-        with raises_code("database-malformed", naming=("bad.parquet", name)):
+        with raises_code(code, naming=("bad.parquet", name)):
             recost(trace(mm(512, 512, 512)), "A100", databases=[path])
         args = ["--target", "A100", "--database", str(path), str(tmp_path / "t.et")]
         result = CliRunner().invoke(annotate, args)

@@ -15,11 +15,9 @@ CPU = TRACES / "cpu-llama-2l-tp4"
 H200 = TRACES / "h200-llama-8b-4l-tp4"
 
 
-def refused(kineto: Path, et: Path, *parts: str) -> None:
-    with pytest.raises(TraceError) as error:
+def refused(code: str, kineto: Path, et: Path, *names: str) -> None:
+    with raises_code(code, TraceError, naming=names):
         convert(Sources(kineto, et))
-    for part in parts:
-        assert part in str(error.value)
 
 
 @pytest.fixture
@@ -34,36 +32,41 @@ def written(tmp_path: Path, content: dict) -> Path:
 
 
 def test_no_such_file(tmp_path):
-    refused(tmp_path / "k.json", CPU / "et.json.gz", "k.json: no such file")
+    refused("trace-missing", tmp_path / "k.json", CPU / "et.json.gz", "k.json")
 
 
 def test_truncated_gzip(tmp_path):
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes((CPU / "structure.json.gz").read_bytes()[:5000])
-    refused(cut, CPU / "et.json.gz", "cut.json.gz", "gzip stream is cut")
+    refused("trace-damaged-gzip", cut, CPU / "et.json.gz", "cut.json.gz")
 
 
 def test_json_cut_in_the_middle(tmp_path):
     cut = tmp_path / "cut.json"
     cut.write_bytes(gzip.decompress((CPU / "structure.json.gz").read_bytes())[:20000])
-    refused(cut, CPU / "et.json.gz", "cut.json: expected a Kineto trace")
+    refused("trace-malformed", cut, CPU / "et.json.gz", "cut.json", "byte 661")
 
 
 def test_not_a_trace(tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"weather": "fine"}')
-    refused(other, CPU / "et.json.gz", "traceEvents")
-    refused(CPU / "structure.json.gz", other, "no schema")
+    refused("trace-malformed", other, CPU / "et.json.gz", "`traceEvents`", "byte 0")
+    refused("et-unknown-schema", CPU / "structure.json.gz", other, "other.json")
 
 
 def test_files_swapped():
-    refused(CPU / "et.json.gz", CPU / "structure.json.gz", "et.json.gz", "traceEvents")
+    refused("trace-malformed", CPU / "et.json.gz", CPU / "structure.json.gz", "et.json.gz")
 
 
 def test_schema_unknown(tmp_path):
     et = json.loads(gzip.decompress((CPU / "et.json.gz").read_bytes()))
     et["schema"] = "9.0.0-chakra"
-    refused(CPU / "structure.json.gz", written(tmp_path, et), "9.0.0-chakra", "1.1.1-")
+    refused(
+        "et-unknown-schema",
+        CPU / "structure.json.gz",
+        written(tmp_path, et),
+        *("9.0.0-chakra", "1.1.1-"),
+    )
 
 
 def test_the_first_schemas_keep_operands_side_by_side(tmp_path):
@@ -97,11 +100,10 @@ def without_record_ids(kineto: dict) -> dict:
 
 def test_no_record_ids_and_another_model(kineto, tmp_path):
     refused(
+        "trace-et-mismatch",
         written(tmp_path, without_record_ids(kineto)),
         H200 / "et.json.gz",
-        "cannot be linked",
-        "of 2513",
-        "Record both in one window",
+        *("825 of 2513", "32.8%", "95%"),
     )
 
 
@@ -139,18 +141,20 @@ def test_operators_that_one_file_lacks_are_passed_over(kineto, tmp_path):
 
 
 def test_files_of_different_runs():
-    refused(H200 / "structure.json.gz", CPU / "et.json.gz", "different runs")
+    numbers = ("546 of 3185", "99%")
+    refused("trace-et-mismatch", H200 / "structure.json.gz", CPU / "et.json.gz", *numbers)
 
 
 def test_negative_duration(kineto, tmp_path):
     event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
     event["dur"] = -1
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", event["name"], "-1")
+    path = written(tmp_path, kineto)
+    refused("trace-negative-duration", path, CPU / "et.json.gz", event["name"], "-1.0 us")
 
 
 def test_nan_duration(tmp_path, kineto):
     next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")["dur"] = float("nan")
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", "changed.json")
+    refused("trace-malformed", written(tmp_path, kineto), CPU / "et.json.gz", "changed.json")
 
 
 @pytest.mark.parametrize("field", ["External id", "correlation", "Ev Idx"])
@@ -160,26 +164,27 @@ def test_an_id_beyond_64_bits(kineto, tmp_path, field):
     event["args"][field] = 2**63
     if field == "correlation":
         event |= {"cat": "cuda_runtime"}
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", event["name"], field, "2^63")
+    path = written(tmp_path, kineto)
+    names = (event["name"], field, "2^63")
+    refused("trace-number-too-large", path, CPU / "et.json.gz", *names)
 
 
 def test_a_time_of_no_clock(kineto, tmp_path):
     event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
     event["ts"] = 1e30
-    refused(
-        written(tmp_path, kineto), CPU / "et.json.gz", event["name"], "expected less than 2^62 ns"
-    )
+    path = written(tmp_path, kineto)
+    refused("trace-bad-time", path, CPU / "et.json.gz", event["name"], "1e+30 us", "2^62 ns")
 
 
 def test_a_stream_that_is_no_number(kineto, tmp_path):
     event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
     event |= {"cat": "kernel", "args": {"stream": "left"}}
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", "left")
+    refused("trace-bad-stream", written(tmp_path, kineto), CPU / "et.json.gz", "'left'")
 
 
 def test_no_operators(kineto, tmp_path):
     kineto["traceEvents"] = [e for e in kineto["traceEvents"] if e.get("cat") != "cpu_op"]
-    refused(written(tmp_path, kineto), CPU / "et.json.gz", "has no operators")
+    refused("trace-no-operators", written(tmp_path, kineto), CPU / "et.json.gz", "changed.json")
 
 
 def test_a_directory_without_a_capture(tmp_path):
