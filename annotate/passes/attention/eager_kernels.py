@@ -126,6 +126,8 @@ def memory(s: Sizes, dtype: str, item: int) -> Bytes:
     rounded_bytes = item if kind != _FLOAT else 0
     cast_bytes = _FLOAT_BYTES if kind == _BFLOAT else 0
     return Bytes(
+        # The softmax saves its float32 result for its backward, and the product with V saves the
+        # rounded one.
         kept=s.scores * (_FLOAT_BYTES + rounded_bytes) + repeated_heads,
         forward=s.scores * (item + cast_bytes),
         backward=s.scores * (2 * _FLOAT_BYTES + (cast_bytes or item)),

@@ -80,10 +80,13 @@ def find_removal(graph: Graph, flow: Flow, calls: list[EagerCall]) -> Removal:
     for pass_ in (pass_ for call in calls for pass_ in call.passes):
         product = flow.calls[pass_.product]
         nodes = np.array(product.nodes)
+        # Of a split product the longest kernel stays, not the sum of its parts.
         heads.append(int(nodes[np.argmax(graph.nodes.duration_ns[nodes])]))
         launchers.append(product.launcher)
     dropped[heads] = False
     written = {operand.content for index in members for operand in flow.calls[index].writes}
+    # Dropout with p = 0 returns the probabilities themselves; without them it has nothing to
+    # return.
     identities = [identity for identity in flow.identities if identity[2] in written]
     dropped[[node for node, _, _ in identities]] = True
     # In a CPU capture the operators are the compute, and `members` already has them.
@@ -146,6 +149,8 @@ def _removable_host_operators(graph: Graph, removed: set[int], kept: set[int]) -
         for node in on_thread.tolist():
             if node in removed:
                 result += [*pending, node]
+            # Views between a removed launcher and the kept one prepared operands of the removed
+            # product.
             elif node in kept and after_removed:
                 result += pending
             elif not launches[node] and int(nodes.op[node]) not in communication_ops:
@@ -192,6 +197,8 @@ def _shifted_starts(graph: Graph, dropped: Mask) -> I64:
         if dropped[node]:
             saved[rank] = nodes.duration_ns[node]
             if following is not None and dropped[following]:
+                # Up to the next dropped operator, so that the host time between the two goes as
+                # well.
                 saved[rank] = nodes.start_ns[following] - nodes.start_ns[node]
         next_of_thread[int(nodes.thread[node])] = node
     saved_total = np.concatenate([[0], np.cumsum(saved)])
@@ -321,6 +328,7 @@ class FusedAttention:
             durations = self.look_up(graph, costs, kernels, (predicted_ns, rules), is_fused)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]
         factor = np.where(backward, kernel.backward, kernel.forward)
+        # A looked-up time is of the kernel itself and already includes its slowdown.
         factor = np.where(durations.evidence == Evidence.DATASHEET, factor, 1.0)
         # The launch floor does not depend on the kernel: only the time above it changes.
         above = np.maximum(durations.moved_ns - target.launch_floor_ns, 0)

@@ -56,6 +56,8 @@ def _compares(call: Call) -> bool:
     """Return whether a call compares positions of rows and keys, or cuts off a triangle."""
     if call.op in _TRIANGLES:
         return True
+    # A comparison with a number makes a padding mask; a causal one compares two tensors of
+    # positions.
     tensors = [operand for operand in call.reads if operand.tensor.numel > 1]
     return call.op in _COMPARES and len(tensors) > 1
 
@@ -207,6 +209,7 @@ def _path_from_product(flow: Flow, operand: Operand) -> _Scores | None:
     if writer == BEFORE_STEP:
         return None
     call, elements = flow.calls[writer], operand.tensor.numel
+    # Equal elements: a product of other size in the path makes a mask or a bias, not the scores.
     if call.op in _PRODUCTS and call.writes[0].tensor.numel == elements:
         return _Scores(writer, (writer,), ())
     if call.op not in _EACH_SCORE or call.writes[0].tensor.numel != elements:
@@ -241,6 +244,7 @@ def _match_call(flow: Flow, softmax: int) -> EagerCall | None:
     backward = (
         None if softmax_backward is None else _match_backward(flow, scores, path, softmax_backward)
     )
+    # Fusing the forward alone would leave a backward that reads scores which no longer exist.
     if softmax_backward is not None and backward is None:
         return None
     path_reads = [operand for index in path[:-1] for operand in flow.calls[index].reads]
@@ -329,6 +333,7 @@ def _match_backward(
             continue
         if any(_is_same_view(factor, out_gradient) for factor in _factors(call)):
             products_by_name.setdefault("value", index)
+    # A gradient that is missing or shared shows another computation, such as a frozen projection.
     if len(products_by_name) != 3 or len(products) != 2:
         return None
     members = frozenset(
@@ -409,6 +414,7 @@ def _complete(  # noqa: PLR0917
             operand_gradients.append(gradient)
         gradients = Gradients(out_gradient, *operand_gradients)
     group = max(shared_k, shared_v)
+    # Keys and values of grouped heads are repeated equally often, or it is another attention.
     if shared_k != shared_v or sizes.heads % group:
         return None
     causal, padded = classify_masks(flow, masks, sizes)

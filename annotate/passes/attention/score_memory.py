@@ -70,6 +70,7 @@ def without_scores(
     peak_drop = most_in_use(log) - most_in_use(new_log)
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
     activations = measurement.activation_bytes
+    # The log covers one micro-batch if the others reuse its blocks.
     if len(added_bytes) != len(activations):
         added_bytes = added_bytes[:1] * len(activations)
     changed = msgspec.structs.replace(
@@ -230,6 +231,8 @@ def _apply_change(log: MemoryLog, change: _BlockChange) -> MemoryLog:
         + [row[4] for row in new],
     }
     events = np.array([*events_of["allocated_at"], *events_of["freed_at"]])
+    # At equal events an allocation comes first: an operator frees its workspace after it has its
+    # result.
     is_free = np.repeat([0, 1], len(kept) + len(new))
     order = np.lexsort((is_free, events))
     order = order[events[order] >= 0]

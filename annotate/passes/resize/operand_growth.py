@@ -57,6 +57,7 @@ def _cat(call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
     """Rule for `cat`: the largest power of any part per dimension."""
     parts = [powers for powers in by_argument[0] if len(powers) == len(shape)]
     return (
+        # A constant part, such as a class token, joins one that grows.
         tuple(max(powers[axis] for powers in parts) for axis in range(len(shape)))
         if parts
         else None
@@ -161,6 +162,7 @@ def _attention(
     query = by_argument[0][0]
     if result_index == 0:
         return query
+    # The other results are seeds and offsets of dropout, whose sizes are constant.
     return query[: len(shape)] if len(shape) in (3, 4) and shape[-1] != 1 else None
 
 
@@ -498,6 +500,7 @@ def _inputs_powers(
             cheapest_reading(tensor.shape, sizing, growth)
             for tensor, growth in zip(tensors, growths, strict=True)
         ]
+    # An operand whose growth is known leads, since the others have to agree with it.
     known = [index for index, growth in enumerate(growths) if growth is not None]
     main = max(
         known or range(len(tensors)),

@@ -246,6 +246,7 @@ def _input_growth_of(
         if storage.growth is None or numel(tensor.shape) == storage.elements:
             return storage.growth
         return _view_growth(tensor, storage, storage.growth, sizing)
+    # The buffer of a collective is filled by other ranks; its other tensors show how it grows.
     if communicates and location is not None:
         return None
     powers = cheapest_reading(tensor.shape, sizing, None)
@@ -267,6 +268,7 @@ def _view_growth(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing)
         return growth
     if whole == CONSTANT:
         return _growth_of_unwritten(powers)
+    # A part never grows faster than the whole.
     return min(growth[0], whole[0]), min(growth[1], whole[1])
 
 
@@ -443,6 +445,8 @@ class Propagator:
 
     def _key(self, instance: CallInstance) -> tuple[Any, ...]:
         """Return a key of everything that determines the growth of a call's tensors."""
+        # Numbers in the order of first use in place of ids, so that calls on other tensors are
+        # equal.
         parts: list[Any] = [instance.signature.number, instance.values]
         location_numbers, storage_numbers = dict[TensorLocation, int](), dict[int, int]()
         storage_of = self.storages.get

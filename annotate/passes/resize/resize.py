@@ -475,6 +475,8 @@ def _operand_bytes(operands: Operands | None, sizing: Sizing, *, rounded: bool) 
         after = numel(sizing.shape(tensor.shape, powers)) * tensor.item_bytes
         if rounded:
             before, after = round_size(before), round_size(after)
+        # Results are listed first and win: a node more often allocates a result than a copy of an
+        # input.
         known.setdefault(before, after)
     return known
 
@@ -512,6 +514,7 @@ def _freeing_nodes(graph: Graph, sizes: I64) -> I64:
     nodes = graph.nodes
     order = np.argsort(nodes.start_ns, kind="stable")
     freed_until = np.cumsum(nodes.bytes_freed[order])
+    # The middle of a block tolerates rounding at both of its ends.
     middle = np.cumsum(sizes) - (sizes + 1) // 2
     position = np.searchsorted(freed_until, middle, side="right")
     return np.where(position < len(order), order[np.minimum(position, len(order) - 1)], -1)

@@ -137,6 +137,7 @@ class Sizing:
         per = self.batch.before**batch
         if seq == 1 and size % per == 0 and self._keeps_shift(size // per):
             return (size // per + self.seq.after - self.seq.before) * self.batch.after**batch
+        # Multiplied before divided: integers stay exact.
         product = size * self.seq.after**seq * self.batch.after**batch
         divisor = self.seq.before**seq * per
         if product % divisor:
@@ -385,6 +386,7 @@ def infer_sizing(graph: Graph, seq: Change | None, batch: Change | None) -> Sizi
             for b, s in candidates
             if (not length or s == length) and (not count or b == count)
         }
+        # A guess between two readings would scale other dimensions without notice.
         if len(fits) != 1:
             raise AnnotateError(
                 _message_unknown(candidates, length, count), code="resize-sizes-unknown"
