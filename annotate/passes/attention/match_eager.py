@@ -333,7 +333,7 @@ def _match_backward(
             continue
         if any(_is_same_view(factor, out_gradient) for factor in _factors(call)):
             products_by_name.setdefault("value", index)
-    # A gradient that is missing or shared shows another computation, such as a frozen projection.
+    # All three gradients, or the fused backward would compute some that the step does not.
     if len(products_by_name) != 3 or len(products) != 2:
         return None
     members = frozenset(

@@ -70,7 +70,6 @@ def without_scores(
     peak_drop = most_in_use(log) - most_in_use(new_log)
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
     activations = measurement.activation_bytes
-    # The log covers one micro-batch if the others reuse its blocks.
     if len(added_bytes) != len(activations):
         added_bytes = added_bytes[:1] * len(activations)
     changed = msgspec.structs.replace(
