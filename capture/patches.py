@@ -33,6 +33,7 @@ class Patch:
         by: modules below `onerank.capture` that install it, in the order of installation.
         everywhere: whether copies are replaced too, as `from torch.distributed import barrier`
             makes them.
+        in_cuda_builds: whether a CPU build of torch lacks the names.
     """
 
     owner: str
@@ -40,6 +41,7 @@ class Patch:
     why: str
     by: tuple[str, ...]
     everywhere: bool = False
+    in_cuda_builds: bool = False
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -180,6 +182,13 @@ PATCHES: tuple[Patch, ...] = (
         "Scripts and communication hooks look for NCCL, which a CPU build of torch lacks.",
         ("no_device.emulated_process",),
         everywhere=True,
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        ("ProcessGroupNCCL",),
+        "Where NCCL is available, torch compares each backend with its class.",
+        ("no_device.emulated_process",),
+        in_cuda_builds=True,
     ),
     Patch(
         "torch._C",
@@ -684,13 +693,14 @@ def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
     # restoring that would turn it into a plain function.
     original = owner.__dict__[name] if isinstance(owner, type) and name in owner.__dict__ else None
     inherited = isinstance(owner, type) and name not in owner.__dict__
-    if original is None and not inherited:
+    absent = not hasattr(owner, name)
+    if original is None and not inherited and not absent:
         original = getattr(owner, name)
     setattr(owner, name, by)
     try:
         yield
     finally:
-        if inherited:
+        if inherited or absent:
             delattr(owner, name)
         else:
             setattr(owner, name, original)

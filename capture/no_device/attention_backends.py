@@ -5,13 +5,15 @@ torch chooses in C++, by a function that only a CUDA build has.
 
 import contextlib
 import functools
-from collections.abc import Generator
+import os
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.patches import rebound
@@ -20,6 +22,11 @@ _torch: Any = torch
 # GPUs for which torch prefers cuDNN's attention: measured on an H100 and an H200 with torch 2.11,
 # and `priority_order` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 _CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+# The order in `ATen/Context.h`, before a script sets another one.
+_DEFAULT_ORDER = [
+    *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    *(SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION),
+]
 _MOST_CUDNN_HEAD = 128
 # Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash`).
 _MOST_FLASH_HEAD = 256
@@ -88,6 +95,21 @@ class _Attention:
         tensors = (self.query, self.key, self.value)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
+    @property
+    def _is_fused(self) -> bool:
+        """Whether kernels for 16 bits without a mask take it."""
+        return self.query.dtype in (torch.float16, torch.bfloat16) and self.mask is None
+
+    def fits_cudnn(self, gpu: EmulatedGpu) -> bool:
+        """Return whether cuDNN's kernel takes it on `gpu`."""
+        fits = self.head <= _MOST_CUDNN_HEAD and self.head % 8 == 0
+        return self._is_fused and fits and gpu.capability >= (8, 0)
+
+    def fits_flash(self, gpu: EmulatedGpu) -> bool:
+        """Return whether FlashAttention 2 takes it on `gpu`."""
+        fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
+        return self._is_fused and fits and gpu.capability >= (8, 0)
+
     def with_all_heads(self) -> "_Attention":
         """Return it with a key and a value for each head of the queries."""
         copies = self.query.shape[1] // self.key.shape[1]
@@ -98,15 +120,39 @@ class _Attention:
 
 
 def _run(attention: _Attention, gpu: EmulatedGpu) -> Tensor:
-    """Run attention by the first of cuDNN, FlashAttention and memory-efficient that supports it."""
-    fused = attention.query.dtype in (torch.float16, torch.bfloat16) and attention.mask is None
-    prefers_cudnn = gpu.capability in _CUDNN_CAPABILITIES
-    if fused and prefers_cudnn and attention.head <= _MOST_CUDNN_HEAD and attention.head % 8 == 0:
-        return _cudnn(attention)
-    equal_heads = attention.head == attention.value.shape[-1]
-    if fused and gpu.capability >= (8, 0) and attention.head <= _MOST_FLASH_HEAD and equal_heads:
-        return _flash(attention)
-    return _efficient(attention.with_all_heads())
+    """Run attention by the first enabled backend that supports it.
+
+    Raises:
+        RuntimeError: none does, as torch raises it.
+    """
+    supported = {
+        SDPBackend.CUDNN_ATTENTION: attention.fits_cudnn(gpu),
+        SDPBackend.FLASH_ATTENTION: attention.fits_flash(gpu),
+        SDPBackend.EFFICIENT_ATTENTION: True,
+        SDPBackend.MATH: True,
+    }
+    for backend in _priority_order(gpu):
+        enabled, run = _BACKENDS[backend]
+        if enabled() and supported[backend]:
+            return run(attention)
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _priority_order(gpu: EmulatedGpu) -> list[SDPBackend]:
+    """Return the backends in the order in which torch tries them on `gpu`."""
+    numbers: list[int] = _torch._C._get_sdp_priority_order()
+    order = [backend for backend in map(SDPBackend, numbers) if backend in _BACKENDS]
+    cudnn = SDPBackend.CUDNN_ATTENTION
+    # A script that sets an order gets it; torch itself moves cuDNN to the front of its own.
+    preferred = gpu.capability in _CUDNN_CAPABILITIES and not _cudnn_is_deprioritized()
+    if order == _DEFAULT_ORDER and preferred:
+        order = [cudnn, *(backend for backend in order if backend != cudnn)]
+    return order
+
+
+def _cudnn_is_deprioritized() -> bool:
+    # `check_prefer_cudnn_attention` in sdp_utils.cpp; c10 takes "1" alone for true.
+    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
 
 
 def _cudnn(attention: _Attention) -> Tensor:
@@ -141,3 +187,21 @@ def _efficient(attention: _Attention) -> Tensor:
         *(attention.dropout, attention.is_causal),
         scale=attention.scale,
     )[0]
+
+
+def _math(attention: _Attention) -> Tensor:
+    attention = attention.with_all_heads()
+    return _torch.ops.aten._scaled_dot_product_attention_math(
+        *(attention.query, attention.key, attention.value, attention.mask),
+        *(attention.dropout, attention.is_causal),
+        scale=attention.scale,
+    )[0]
+
+
+_BACKENDS: dict[SDPBackend, tuple[Callable[[], bool], Callable[[_Attention], Tensor]]] = {
+    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
+    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _flash),
+    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, _math),
+}
+"""backend -> whether the script enables it, and how to run it."""

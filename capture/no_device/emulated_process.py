@@ -107,6 +107,7 @@ class EmulatedProcess:
                     {"data": _data, "numpy": self._numpy_function(), "__format__": _format},
                 ),
                 rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
+                *_nccl_class(),
                 patched("torch", {"save": self._save_function()}),
                 patched("torch._C", {"_get_accelerator": _accelerator}),
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
@@ -286,6 +287,18 @@ def _yes(_: object) -> bool:
 
 def _nccl() -> bool:
     return True
+
+
+class _ProcessGroupNCCL:
+    """The class of no backend: emulated groups have none of NCCL's."""
+
+
+def _nccl_class() -> list[contextlib.AbstractContextManager[None]]:
+    """Return the patch that gives a CPU build the class; none for a CUDA build."""
+    owner = "torch.distributed.distributed_c10d"
+    if hasattr(resolve(owner), "ProcessGroupNCCL"):
+        return []
+    return [patched(owner, {"ProcessGroupNCCL": _ProcessGroupNCCL})]
 
 
 def _format(tensor: Any, specification: str) -> str:

@@ -22,7 +22,8 @@ def test_every_symbol_exists_in_this_version(patch: Patch):
     if find_spec(patch.owner.partition(".")[0]) is None:
         pytest.skip(f"{patch.owner}: not installed")
     owner = resolve(patch.owner)
-    assert [name for name in patch.names if not hasattr(owner, name)] == []
+    if not patch.in_cuda_builds or torch.backends.cuda.is_built():
+        assert [name for name in patch.names if not hasattr(owner, name)] == []
     assert patch.why.endswith(".")
 
 

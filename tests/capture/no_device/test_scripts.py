@@ -188,3 +188,44 @@ def test_fsdp_of_both_kinds_moves_its_parameters(tmp_path):
     # a root of FSDP keeps what it gathered in forward.
     gathered = [int(size) for size in nodes.comm_bytes[nodes.comm_bytes > 0]]
     assert {64 * 65 * 2, 64 * 65 * 4} <= set(gathered)
+
+
+ATTENTION = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from datetime import timedelta
+    from torch import nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+    dist.init_process_group("nccl")
+    _set_pg_timeout(timedelta(seconds=100), dist.group.WORLD)
+    flash, math, cudnn = (
+        SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
+    )
+    model = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(4):
+        x = model(torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16))
+        scaled_dot_product_attention(x, x, x)
+        for backends, in_order in (([flash], False), ([math], False), ([flash, cudnn], True)):
+            with sdpa_kernel(backends, set_priority=in_order):
+                scaled_dot_product_attention(x, x, x)
+        x.sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+"""
+
+
+def attention_operators(directory: Path) -> list[str]:
+    graph = captured(directory, ATTENTION, "--torchrun", "--dp", 2, "--like", "H100")
+    ops = [graph.strings[int(op)] for op in graph.nodes.op]
+    names = ("aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::softmax")
+    return [op.removeprefix("aten::").removeprefix("_") for op in ops if op in names]
+
+
+def test_attention_runs_by_the_backends_that_a_script_enables(tmp_path, monkeypatch):
+    cudnn, flash = "cudnn_attention_forward", "flash_attention_forward"
+    assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash]
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert attention_operators(tmp_path) == [flash, flash, "softmax", flash]
