@@ -141,6 +141,97 @@ _SLOWNESS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeFactors:
+    """Time of a kernel that torch runs over that of the model, by the shape of the call.
+
+    Kernels that do not start the longest tiles of a causal mask first wait for the last ones: their
+    time grows by `forward_tail` or `backward_tail` of the longest tile, which with w tiles for each
+    SM is 2 / w of the time of all.
+
+    Attributes:
+        heads: head sizes, ascending.
+        forward: time over the model's for each head size, forward.
+        backward: the same of the backward pass.
+        forward_tail: share of the longest tile.
+        backward_tail: the same of the backward pass.
+        source: where the figures are from.
+    """
+
+    heads: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    forward_tail: float
+    backward_tail: float
+    source: str
+
+    def of(self, gpu: Gpu, shapes: F64) -> F64:
+        """Return the factor of each call, float64[d].
+
+        Args:
+            gpu: the GPU.
+            shapes: as for `attention_terms`, float64[d, 9].
+        """
+        batch, heads, _, rows, _, d, _, causal, back = shapes.T
+        backward = back > 0
+        by_head = np.where(
+            backward,
+            np.interp(d, self.heads, self.backward),
+            np.interp(d, self.heads, self.forward),
+        )
+        per_sm = batch * heads * np.ceil(rows / _TILE) / gpu.sm_count
+        tail = np.where(backward, self.backward_tail, self.forward_tail)
+        # With few tiles the model's time is that of the longest tile already.
+        return by_head * np.where(causal > 0, 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES), 1.0)
+
+
+_FEW_TILES = 4
+_H100 = "measured on an H100 SXM, torch 2.11 and CUDA 13, heads of 64 to 256"
+# (family, architecture) -> factors of the operators that torch runs there: geometric means over
+# 4096 tokens and more without a mask; the tails fit the causal calls.
+_BY_SHAPE = {
+    ("flash2", "hopper"): ShapeFactors(
+        (64, 96, 128, 192, 256),
+        (1.45, 1.53, 1.69, 2.12, 2.25),
+        (1.72, 1.82, 1.85, 2.37, 2.43),
+        *(0.75, 0.35, _H100),
+    ),
+    ("cudnn", "hopper"): ShapeFactors(
+        (64, 96, 128, 192, 256),
+        (1.0, 1.07, 0.98, 0.98, 1.02),
+        (1.08, 1.22, 1.055, 1.72, 1.64),
+        *(0.4, 0.3, _H100),
+    ),
+    # Causal calls alone were measured, so their figures hold the wait for the last tiles.
+    ("efficient", "hopper"): ShapeFactors(
+        (64, 96, 128, 192, 256),
+        (3.4, 4.5, 3.55, 5.5, 5.75),
+        (4.2, 5.8, 4.4, 19.5, 25.0),
+        *(0.0, 0.0, _H100),
+    ),
+}
+
+_OPERATORS = (
+    ("flash2", "_flash_attention_"),
+    ("cudnn", "_cudnn_attention_"),
+    ("efficient", "_efficient_attention_"),
+)
+
+
+def family_of_operator(op: str) -> str:
+    """Return the family that an operator of a CUDA GPU runs; "" for any other operator.
+
+    A capture without a device has such operators: it chooses them as torch does on the GPU.
+    """
+    name = op.removeprefix("aten::")
+    return next((family for family, prefix in _OPERATORS if name.startswith(prefix)), "")
+
+
+def shape_factors(family: str, gpu: Gpu) -> ShapeFactors | None:
+    """Return the factors of a family on a GPU's architecture; None if unknown."""
+    return _BY_SHAPE.get((family, gpu.architecture))
+
+
+@dataclass(frozen=True, slots=True)
 class Resolution:
     """The replacement of one attention kernel family on the target.
 

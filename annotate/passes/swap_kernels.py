@@ -1,5 +1,6 @@
 """Predict times with other attention kernels, products in other dtypes, or other shapes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,8 +12,11 @@ from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
     Resolution,
     family_of,
+    family_of_operator,
     resolve,
     resolve_unmeasured,
+    shape_factors,
+    slowdown_of,
 )
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
@@ -274,9 +278,13 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     target: Gpu,
     model: CostModel,
     requested: str,
+    operators: Sequence[str],
     record: TermRecord | None = None,
 ) -> tuple[F64, tuple[str, ...]]:
-    """Return times with the requested kernel for unmeasured attention, and notes.
+    """Return times with the kernels that unmeasured attention runs, and notes.
+
+    Without a request, operators that name a kernel, such as `_flash_attention_forward` of a capture
+    without a device, run that one.
 
     Args:
         kernels: of a CPU capture.
@@ -284,6 +292,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         target: GPU they are predicted for.
         model: the cost model.
         requested: one of `attention_kernels.CHOICES`.
+        operators: operator of each node.
         record: terms of the predictions, updated in place; None to record none.
 
     Raises:
@@ -294,28 +303,57 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     usual = requested in ("usual", "eager")
     if not usual:
         check_resolves(model, requested)
-    kernel = resolve_unmeasured(target, requested)
-    is_modelled_kernel = kernel.forward == kernel.backward == 1
-    # The tile model predicts the kernel written for the architecture, which is the usual one there.
-    if usual and (is_modelled_kernel or not model.resolves_kernels):
+    elif not model.resolves_kernels:
         return unswapped_ns, ()
+    # The tile model predicts the kernel written for the architecture, which is the usual one there.
     fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
-    if usual and not fused.any():
-        return unswapped_ns, ()
-    backward = (kernels.attention[:, 8] > 0)[kernels.call]
-    by_kernel = np.where(backward, kernel.backward, kernel.forward)
+    requested_kernel = resolve_unmeasured(target, requested)
+    if not fused.any():
+        return unswapped_ns, () if usual else (_attention_note(0, target, requested_kernel),)
+    names = [family_of_operator(op) for op in operators] if usual else [""] * len(fused)
+    families, place = np.unique(np.array(names), return_inverse=True)
+    shapes = kernels.attention[kernels.call]
+    backward = shapes[:, 8] > 0
+    factors, notes = np.ones(len(fused)), list[str]()
+    by_place: list[Resolution] = []
+    for at, family in enumerate(families.tolist()):
+        rows = np.flatnonzero(fused & (place == at))
+        kernel, by_shape = requested_kernel, shape_factors(family, target)
+        if by_shape is not None:
+            factors[rows] = by_shape.of(target, shapes[rows])
+            means = [_mean(factors[rows[backward[rows] == back]]) for back in (False, True)]
+            kernel = Resolution("", family, means[0], means[1], by_shape.source)
+        else:
+            if slowdown := slowdown_of(family, target):
+                kernel = Resolution(
+                    "", family, slowdown.forward, slowdown.backward, slowdown.source
+                )
+            factors[rows] = np.where(backward[rows], kernel.backward, kernel.forward)
+        by_place.append(kernel)
+        if len(rows) and (not usual or (factors[rows] != 1).any()):
+            notes.append(_attention_note(len(rows), target, kernel))
     above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     if record is not None:
         record.update_where(
             fused,
-            lambda i, root: _attention_term(root, float(above[i]), float(by_kernel[i]), kernel),
+            lambda i, root: _attention_term(
+                root, float(above[i]), float(factors[i]), by_place[int(place[i])]
+            ),
         )
-    note = (
-        f"Attention: {int(fused.sum())} calls by {kernel.runs} on {target.name}, forward "
+    return np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns), tuple(notes)
+
+
+def _mean(values: F64) -> float:
+    """Return the mean of factors; 1 for none."""
+    return float(values.mean()) if len(values) else 1.0
+
+
+def _attention_note(count: int, target: Gpu, kernel: Resolution) -> str:
+    return (
+        f"Attention: {count} calls by {kernel.runs} on {target.name}, forward "
         f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
     )
-    return np.where(fused, unswapped_ns + above * (by_kernel - 1), unswapped_ns), (note,)
 
 
 def check_resolves(model: CostModel, requested: str) -> None:

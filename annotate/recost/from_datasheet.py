@@ -201,8 +201,9 @@ def recost_cpu_capture(
     work = _operator_work(graph, target, passes.dtype)
     predicted = _predict(graph, work, target, model, library, record)
     times = predicted.duration_ns, predicted.rules
+    operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
     swapped_ns, attention_notes = swap_unmeasured_attention(
-        predicted.kernels, times, target, model, passes.attention, record
+        predicted.kernels, times, target, model, passes.attention, operators, record
     )
     predicted = predicted._replace(
         duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)

@@ -163,9 +163,16 @@ def _efficient(args: Sequence[Any], _: Any) -> Inner:
 
 
 def _efficient_backward(args: Sequence[Any], _: Any) -> Inner:
-    gradient, query, key, value, bias, output, *rest = args
+    gradient, query, key, value, bias, output, log_sum, seed, offset, *rest = args
+    dropout, needed, is_causal, scale = rest
     turned = [_turned(tensor) for tensor in (gradient, query, key, value)]
-    return Inner("aten::_efficient_attention_backward", (*turned, bias, _turned(output), *rest))
+    lengths = None, None, query.shape[2], key.shape[2]
+    random = dropout, seed, offset
+    options = int(is_causal), bool(needed[3]), scale, None, None, False
+    return Inner(
+        "aten::_efficient_attention_backward",
+        (*turned, bias, _turned(output), *lengths, log_sum, *random, *options),
+    )
 
 
 _INNER: dict[str, _Call] = {

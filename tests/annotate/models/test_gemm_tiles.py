@@ -8,7 +8,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.attention_kernels import attention_ns
+from onerank.annotate.models.attention_kernels import attention_ns, shape_factors
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
@@ -162,6 +162,34 @@ class TestAttention:
         flops = 4 * 16384**2 * 2048 * (2.5 if back else 1)
         low, high = tflops
         assert 0.94 * low < flops / ns / 1e3 < 1.06 * high
+
+    @pytest.mark.parametrize(
+        ("family", "shape", "us"),
+        # torch 2.11 on an H100: heads of 128, bf16; (batch, heads, key heads, tokens, causal, back)
+        [
+            ("flash2", (2, 32, 8, 8192, 1, 0), 3180),
+            ("flash2", (2, 32, 8, 8192, 0, 0), 5996),
+            ("flash2", (1, 32, 8, 2048, 1, 0), 157),
+            ("flash2", (1, 8, 1, 8192, 1, 0), 569),
+            ("cudnn", (2, 32, 8, 8192, 1, 0), 1861),
+            ("efficient", (1, 32, 32, 8192, 1, 0), 3225),
+        ],
+    )
+    def test_measured_kernels_of_torch_on_an_h100(self, family, shape, us):
+        gpu = load_gpu("H100")
+        rates = Rates(
+            np.array([gpu.tensor_flops_per_s("bfloat16")]),
+            np.array([gpu.peak_tensor_flops_per_s("bfloat16")]),
+        )
+        batch, heads, key_heads, tokens, causal, back = shape
+        call = batch, heads, key_heads, tokens, tokens, 128, 128, causal, back
+        shapes = np.array([call], dtype=float)
+        factors = shape_factors(family, gpu)
+        assert factors is not None
+        predicted_ns = attention_ns(gpu, rates, shapes, shipped().attention) * factors.of(
+            gpu, shapes
+        )
+        assert predicted_ns[0] / 1e3 == pytest.approx(us, rel=0.1)
 
     @pytest.mark.parametrize("name", ["boost_clock_mhz", "bf16_tensor_tflops", "sm_count"])
     @pytest.mark.parametrize("back", [0, 1])

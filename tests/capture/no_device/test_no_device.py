@@ -362,3 +362,10 @@ def test_attention_of_32_bits_is_memory_efficient(tmp_path):
     # Rank 0 of two has the first and the last quarter of the tokens, and attends for each of them.
     assert operators["aten::_efficient_attention_forward"] == 2
     assert operators["aten::_efficient_attention_backward"] == 2
+    costs = op_costs_of(graph)
+    flops = Counter[str]()
+    for node, count in zip(costs.index.tolist(), costs.flops.tolist(), strict=True):
+        flops[graph.strings[int(graph.nodes.op[node])]] += count
+    # five products of the same sizes after two
+    forward = flops["aten::_efficient_attention_forward"]
+    assert flops["aten::_efficient_attention_backward"] == 2.5 * forward > 0
