@@ -171,17 +171,19 @@ class ShapeFactors:
             gpu: the GPU.
             shapes: as for `attention_terms`, float64[d, 9].
         """
-        batch, heads, _, rows, _, d, _, causal, back = shapes.T
+        columns: list[F64] = list(shapes.T)
+        batch, heads, _, rows, _, d, _, causal, back = columns
         backward = back > 0
-        by_head = np.where(
+        by_head: F64 = np.where(
             backward,
             np.interp(d, self.heads, self.backward),
             np.interp(d, self.heads, self.forward),
         )
-        per_sm = batch * heads * np.ceil(rows / _TILE) / gpu.sm_count
-        tail = np.where(backward, self.backward_tail, self.forward_tail)
+        per_sm: F64 = batch * heads * np.ceil(rows / _TILE) / gpu.sm_count
+        tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
         # With few tiles the model's time is that of the longest tile already.
-        return by_head * np.where(causal > 0, 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES), 1.0)
+        waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
+        return np.where(causal > 0, by_head * waiting, by_head)
 
 
 _FEW_TILES = 4
