@@ -1,0 +1,157 @@
+"""The step of a job: the blocks of its stages in the order of a pipeline schedule."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from onerank.converters.expand.pipeline import Action, Schedule, most_in_flight
+from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
+from onerank.converters.expand.pipeline.stages import AFTER, BEFORE, EVALUATION, Block
+from onerank.plan.stage_times import NO_FIGURES, Figures, StageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A rank's part of a step.
+
+    Attributes:
+        end_ns: end of its last block; the step begins at 0.
+        busy: sum of its blocks.
+        peak_bytes: memory within the allocator.
+        other_bytes: memory outside.
+    """
+
+    end_ns: float
+    busy: Figures
+    peak_bytes: float
+    other_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStep:
+    """A step of all ranks of a pipeline."""
+
+    ranks: tuple[RankStep, ...]
+
+    @property
+    def slowest(self) -> RankStep:
+        """The rank that ends the step."""
+        return max(self.ranks, key=lambda rank: rank.end_ns)
+
+    @property
+    def fullest(self) -> RankStep:
+        """The rank with the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes + rank.other_bytes)
+
+
+def pipeline_step(
+    stages: Sequence[StageTimes],
+    schedule: Schedule,
+    micro_batches: int,
+    message_ns: Callable[[int, int, int], float],
+) -> PipelineStep:
+    """Return the step of a pipeline.
+
+    A block begins when its rank has ended the block before and its message has arrived. A send
+    completes in the background.
+
+    Args:
+        stages: times of each stage.
+        schedule: order of forwards and backwards on each rank.
+        micro_batches: micro-batches of the step.
+        message_ns: returns the time of a message of some bytes between two ranks of the pipeline.
+
+    Raises:
+        ExportError: the schedule does not exist for this number of micro-batches.
+    """
+    count = len(stages) // schedule.chunks
+    actions = schedule.actions(count, micro_batches)
+    numbers = [[schedule.stage(count, r, c) for c in range(schedule.chunks)] for r in range(count)]
+    rank_of = {stage: rank for rank, held in enumerate(numbers) for stage in held}
+    clock = [_sum(stages[n].blocks.get(Block(BEFORE), NO_FIGURES) for n in held).elapsed_ns
+             for held in numbers]  # fmt: skip
+    messages = _messages(stages, rank_of, message_ns)
+    # When the activation or the gradient that a stage computes exists: (stage, micro-batch) -> ns.
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    place = [0] * count
+    elapsed: dict[tuple[int, str, int], float] = {}
+    pending = True
+    while pending:
+        pending = False
+        for rank in range(count):
+            while place[rank] < len(actions[rank]):
+                phase, micro_batch, chunk = actions[rank][place[rank]]
+                stage = numbers[rank][chunk]
+                arrival = 0.0
+                if phase == FORWARD and stage > 0:
+                    ready = forward.get((stage - 1, micro_batch))
+                    arrival = None if ready is None else ready + messages[stage - 1][0]
+                elif phase in (BACKWARD, INPUT) and stage < len(stages) - 1:
+                    ready = backward.get((stage + 1, micro_batch))
+                    arrival = None if ready is None else ready + messages[stage + 1][1]
+                if arrival is None:
+                    break
+                source = 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
+                key = stage, phase, source
+                if key not in elapsed:
+                    figures = stages[stage].block(phase, micro_batch, micro_batches)
+                    elapsed[key] = figures.elapsed_ns
+                clock[rank] = max(clock[rank], arrival) + elapsed[key]
+                if phase == FORWARD:
+                    forward[stage, micro_batch] = clock[rank]
+                elif phase != WEIGHT:
+                    backward[stage, micro_batch] = clock[rank]
+                place[rank] += 1
+                pending = True
+    assert all(at == len(of_rank) for at, of_rank in zip(place, actions, strict=True))
+    return PipelineStep(
+        tuple(
+            _rank_step(
+                [stages[n] for n in numbers[rank]], actions[rank], micro_batches, clock[rank]
+            )
+            for rank in range(count)
+        )
+    )
+
+
+def _messages(
+    stages: Sequence[StageTimes],
+    rank_of: dict[int, int],
+    message_ns: Callable[[int, int, int], float],
+) -> list[tuple[float, float]]:
+    """Return the time of the activation and of the gradient that each stage sends."""
+    times: list[tuple[float, float]] = []
+    for number, stage in enumerate(stages):
+        each: list[float] = []
+        for size, neighbour in zip(stage.sent_bytes, (number + 1, number - 1), strict=True):
+            peer, rank = rank_of.get(neighbour), rank_of[number]
+            absent = peer is None or peer == rank
+            each.append(0.0 if absent or peer is None else message_ns(size, rank, peer))
+        times.append((each[0], each[1]))
+    return times
+
+
+def _rank_step(
+    chunks: Sequence[StageTimes], actions: Sequence[Action], micro_batches: int, clock_ns: float
+) -> RankStep:
+    outside = (Block(BEFORE), Block(EVALUATION), Block(AFTER))
+    after = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside[1:])
+    calls = defaultdict[tuple[int, str, int], int](int)
+    for phase, micro_batch, chunk in actions:
+        first_last = 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
+        calls[chunk, phase, first_last] += 1
+    busy = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside)
+    for (chunk, phase, first_last), times in calls.items():
+        micro_batch = (0, 1, micro_batches - 1)[first_last]
+        busy += chunks[chunk].block(phase, micro_batch, micro_batches) * times
+    activations = {n: round(chunk.activation_bytes) for n, chunk in enumerate(chunks)}
+    peak = sum(chunk.start_bytes for chunk in chunks)
+    peak += max(chunk.temporary_bytes for chunk in chunks) + most_in_flight(actions, activations)
+    return RankStep(
+        clock_ns + after.elapsed_ns, busy, peak, max(chunk.other_bytes for chunk in chunks)
+    )
+
+
+def _sum(figures: Iterable[Figures]) -> Figures:
+    return sum(figures, start=NO_FIGURES)

@@ -1,0 +1,278 @@
+"""Times, memory and energy of a pipeline stage by block: the forward and backward of a micro-batch.
+
+A stage is replayed once, with its micro-batches one after another. A block takes from the end of
+the compute of the block before to the end of its own compute. Communication that overlaps the next
+block therefore counts where it delays something.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
+from onerank.converters.expand.pipeline.split_backward import split_backward
+from onerank.converters.expand.pipeline.stages import AFTER, AXIS, BEFORE, Block, split_into_blocks
+from onerank.ir import Graph, Kind, Phase, World
+from onerank.ir.arrays import I64, union_duration_ns
+from onerank.ir.replay import Schedule, schedule, steady_state_step
+from onerank.plan.cluster import Network
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a block, or a sum of them. All grow linearly with a stage's layers.
+
+    Attributes:
+        elapsed_ns: time from the end of the block before.
+        compute_ns: part of it in which the GPU computes.
+        exposed_ns: part in which it communicates and computes nothing.
+        energy_uj: energy of its kernels.
+        flops: FLOPs of its kernels.
+    """
+
+    elapsed_ns: float = 0.0
+    compute_ns: float = 0.0
+    exposed_ns: float = 0.0
+    energy_uj: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: "Figures") -> "Figures":
+        return Figures(
+            self.elapsed_ns + other.elapsed_ns,
+            self.compute_ns + other.compute_ns,
+            self.exposed_ns + other.exposed_ns,
+            self.energy_uj + other.energy_uj,
+            self.flops + other.flops,
+        )
+
+    def __mul__(self, factor: float) -> "Figures":
+        return Figures(
+            self.elapsed_ns * factor,
+            self.compute_ns * factor,
+            self.exposed_ns * factor,
+            self.energy_uj * factor,
+            self.flops * factor,
+        )
+
+
+NO_FIGURES = Figures()
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """A stage's step by block.
+
+    Attributes:
+        blocks: figures of each captured block.
+        micro_batches: captured micro-batches.
+        input_share: part of a backward's time that the gradient of the input needs.
+        sent_bytes: bytes of an activation and of a gradient that the stage sends.
+        start_bytes: memory in use when a step begins.
+        activation_bytes: memory that a micro-batch keeps until its backward.
+        temporary_bytes: rest of the peak.
+        other_bytes: memory outside the allocator.
+        compute_factors: interval of the compute time as factors.
+        host_factors: interval of the host's time as factors.
+        host_bound_share: part of the step in which the GPU waits for a launch.
+    """
+
+    blocks: Mapping[Block, Figures]
+    micro_batches: int
+    input_share: float
+    sent_bytes: tuple[int, int]
+    start_bytes: float
+    activation_bytes: float
+    temporary_bytes: float
+    other_bytes: int
+    compute_factors: tuple[float, float]
+    host_factors: tuple[float, float]
+    host_bound_share: float
+
+    def block(self, phase: str, micro_batch: int, count: int) -> Figures:
+        """Return the figures of a forward or backward of one of `count` micro-batches.
+
+        The phases "I" and "W" are the parts of a split backward.
+        """
+        last = self.micro_batches - 1
+        # As `Stage.source`: the first and the last captured micro-batch stand for themselves.
+        captured = 0
+        if micro_batch == count - 1:
+            captured = last
+        elif micro_batch and last:
+            captured = 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
+        figures = self.blocks[Block(FORWARD if phase == FORWARD else BACKWARD, captured)]
+        if phase == INPUT:
+            return figures * self.input_share
+        return figures * (1 - self.input_share) if phase == WEIGHT else figures
+
+
+def stage_times(
+    graph: Graph,
+    network: Network,
+    world: World,
+    *,
+    energy_uj: I64 | None = None,
+    splits_backward: bool = False,
+) -> StageTimes:
+    """Return the times of a re-costed stage on a network.
+
+    Args:
+        graph: a stage's step, or the step of a whole model.
+        network: times its communication.
+        world: the ranks that its groups lie in; it may have other sizes than the captured world.
+        energy_uj: energy of each node, int64[n]; None: not known.
+        splits_backward: whether the schedule splits backwards.
+
+    Raises:
+        ExportError: the graph is not one step, or its backward cannot be split.
+        GraphError: the graph has a cycle, or takes no time.
+    """
+    graph, sent_bytes = with_network(graph, network, world)
+    stage = split_into_blocks(graph)
+    times, begin_ns, host_bound_share = _replayed(graph)
+    nodes = graph.nodes
+    device = graph.compute | graph.communication
+    blocks: dict[Block, Figures] = {}
+    ends = {
+        block: int(times.end_ns[_members(indices, graph.compute, device)].max(initial=begin_ns))
+        for block, indices in stage.blocks.items()
+    }
+    after_ns = int(times.end_ns[device].max(initial=begin_ns))
+    ends[Block(AFTER)] = after_ns
+    previous_ns = begin_ns
+    for block in sorted(ends, key=lambda block: (block.phase == AFTER, ends[block])):
+        indices = np.array(stage.blocks.get(block, []), dtype=np.int64)
+        begin, end = previous_ns, max(previous_ns, ends[block])
+        compute_ns = _within(times, graph.compute, begin, end)
+        busy_ns = _within(times, device, begin, end)
+        flops = nodes.flops[indices]
+        blocks[block] = Figures(
+            elapsed_ns=end - begin,
+            compute_ns=compute_ns,
+            exposed_ns=busy_ns - compute_ns,
+            energy_uj=0.0 if energy_uj is None else float(energy_uj[indices].sum()),
+            flops=float(flops[(flops > 0) & graph.compute[indices]].sum()),
+        )
+        previous_ns = end
+    measured = graph.job.measurement
+    activation = max(measured.activation_bytes, default=0)
+    details = graph.job.annotations[-1].details if graph.job.annotations else {}
+    low, high = details.get("interval", (1, 1))
+    total = int(nodes.duration_ns[graph.compute].sum())
+    host = tuple(details.get("host_interval", (1.0, 1.0)))
+    input_share = 1.0
+    if splits_backward:
+        backward = stage.blocks[Block(BACKWARD, stage.micro_batches - 1)]
+        inputs, weights = split_backward(graph, backward)
+        spent = [int(nodes.duration_ns[part].sum()) for part in (inputs, weights)]
+        input_share = spent[0] / max(1, sum(spent))
+    return StageTimes(
+        blocks={Block(BEFORE): NO_FIGURES, **blocks},
+        micro_batches=stage.micro_batches,
+        input_share=input_share,
+        sent_bytes=sent_bytes,
+        start_bytes=measured.start_memory_bytes,
+        activation_bytes=activation,
+        temporary_bytes=measured.peak_memory_bytes - measured.start_memory_bytes - activation,
+        other_bytes=non_allocator_bytes(graph),
+        compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
+        host_factors=(host[0], host[1]),
+        host_bound_share=host_bound_share,
+    )
+
+
+def with_network(graph: Graph, network: Network, world: World) -> tuple[Graph, tuple[int, int]]:
+    """Return the graph with its communication timed, and the bytes that the stage sends.
+
+    Messages between stages take no time in the stage: the schedule adds it. Their bytes are those
+    of an activation and of a gradient, 0 where the stage sends none.
+    """
+    nodes, job = graph.nodes, graph.job
+    captured = job.world
+    duration = nodes.duration_ns.copy()
+    rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
+                     for axis, at in captured.point(job.rank).items()})  # fmt: skip
+    sent = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
+    groups: dict[str, tuple[int, ...]] = {}
+    for index in np.flatnonzero(graph.communication).tolist():
+        node = graph.node(index)
+        size = max(0, node.value("comm_bytes"))
+        if node.kind in (Kind.SEND, Kind.RECV):
+            peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+            step = captured.point(peer).get(AXIS, 0) - captured.point(job.rank).get(AXIS, 0)
+            if step:
+                duration[index] = 0
+                if node.kind is Kind.SEND:
+                    phase = Phase.FORWARD if step > 0 else Phase.BACKWARD
+                    sent[phase] = max(sent[phase], size)
+                continue
+            ranks = (rank, rank + peer - job.rank)
+        else:
+            name = node.text("group")
+            if name not in groups:
+                groups[name] = _ranks_of(graph, name, world, rank)
+            ranks = groups[name]
+        duration[index] = round(network.time_ns(node.collective.name.lower(), size, ranks))
+    timed = graph.with_columns(duration_ns=duration)
+    return timed, (sent[Phase.FORWARD], sent[Phase.BACKWARD])
+
+
+def _ranks_of(graph: Graph, name: str, world: World, rank: int) -> tuple[int, ...]:
+    """Return the ranks of a captured group in `world`."""
+    group = graph.job.group(name)
+    if group is None or group.axis == "world":
+        return tuple(range(world.size))
+    if not group.axis:
+        return group.ranks
+    axes = [axis for axis in group.axis.split("+") if axis in ("ep", "edp") or axis in world.sizes]
+    return world.line("+".join(axes), rank) if axes else (rank,)
+
+
+def _replayed(graph: Graph) -> tuple[Schedule, int, float]:
+    """Return the times of the step, its begin in ns, and the share of waiting for launches."""
+    step = steady_state_step(graph)
+    device = graph.compute | graph.communication
+    if step is None:
+        times = schedule(graph)
+        return times, int(times.start_ns.min()), 0.0
+    end_ns = int(step.times.end_ns[device].max(initial=0))
+    begin_ns = end_ns - step.step_ns
+    busy_ns = _within(step.times, device, begin_ns, end_ns)
+    return step.times, begin_ns, max(0.0, 1 - busy_ns / max(1, step.step_ns))
+
+
+def _members(indices: list[int], compute: np.ndarray, device: np.ndarray) -> I64:
+    """Return the compute nodes among `indices`; without any, those that communicate."""
+    members = np.array(indices, dtype=np.int64)
+    computing = members[compute[members]]
+    return computing if len(computing) else members[device[members]]
+
+
+def _within(times: Schedule, chosen: np.ndarray, begin: int, end: int) -> int:
+    """Return the time between two moments in which at least one of the chosen nodes runs."""
+    starts = np.clip(times.start_ns[chosen], begin, end)
+    return union_duration_ns(starts, np.clip(times.end_ns[chosen], begin, end))
+
+
+def at_depth(
+    shallow: StageTimes, deep: StageTimes, depths: tuple[int, int], layers: int
+) -> StageTimes:
+    """Return the stage with another number of layers, on the line through two captures."""
+    weight = (layers - depths[0]) / (depths[1] - depths[0])
+
+    def line(first: float, second: float) -> float:
+        return first + weight * (second - first)
+
+    blocks = {
+        block: shallow.blocks[block] * (1 - weight) + deep.blocks[block] * weight
+        for block in deep.blocks
+    }
+    return replace(
+        deep,
+        blocks=blocks,
+        start_bytes=line(shallow.start_bytes, deep.start_bytes),
+        activation_bytes=line(shallow.activation_bytes, deep.activation_bytes),
+        temporary_bytes=line(shallow.temporary_bytes, deep.temporary_bytes),
+    )
