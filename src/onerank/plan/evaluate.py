@@ -1,0 +1,338 @@
+"""The outcome of layouts: their captures re-costed, laid out by the schedule, and summed up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import onerank
+from onerank.annotate import load_gpu
+from onerank.annotate.energy import PowerTimeline, report_energy
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.converters.expand.pipeline.schedules import FORWARD
+from onerank.converters.expand.pipeline.stages import Block
+from onerank.ir import Graph
+from onerank.ir.arrays import I64
+from onerank.ir.errors import OneRankError
+from onerank.plan.captures import (
+    DEPTHS,
+    StageCapture,
+    StageSource,
+    capture_key,
+    schedule_of,
+    stage_sources,
+)
+from onerank.plan.cluster import Network, PlannedJob
+from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
+from onerank.plan.pipeline_step import PipelineStep, pipeline_step
+from onerank.plan.reproduction import commands_of
+from onerank.plan.stage_times import StageTimes, at_depth, stage_times
+from onerank.plan.tasks import Task
+
+_SIMULATED_PEAK_ERROR = 0.01
+"""Largest error of peak memory without a device against captures on an H100 (0.85%), rounded up."""
+
+
+def plan_evaluations(
+    job: PlannedJob,
+    layouts: Sequence[Layout],
+    layers: int,
+    captures: Mapping[str, Mapping[str, Any]],
+) -> list[Task]:
+    """Return the tasks that evaluate layouts; each has the layouts that share their captures.
+
+    Args:
+        job: the job.
+        layouts: the layouts.
+        layers: layers of the model.
+        captures: results of `plan_captures`, by key.
+    """
+    batches: dict[tuple[Any, ...], list[Layout]] = {}
+    for layout in layouts:
+        shared = (layout.tp, layout.sp, layout.cp, layout.ep, layout.micro_batch, layout.recompute,
+                  layout.seq, layout.sharding)  # fmt: skip
+        batches.setdefault(shared, []).append(layout)
+    tasks: list[Task] = []
+    for batch in batches.values():
+        keys: dict[str, None] = {}
+        for layout in batch:
+            if layout.stages <= layers:
+                for source in stage_sources(job, layout, layers):
+                    keys |= dict.fromkeys(capture_key(job, each) for each in source.captures)
+        needed = {key: captures[key] for key in keys}
+        content = msgspec.json.encode([job, batch, layers, [*keys]], enc_hook=str)
+        tasks.append(
+            Task(
+                _digest(content),
+                f"evaluate {len(batch)} layouts with tp {batch[0].tp}",
+                f"{__name__}:evaluate",
+                (job, tuple(batch), layers, needed),
+            )
+        )
+    return tasks
+
+
+def _digest(content: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()
+
+
+def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]]:
+    """Return the outcomes and the refused layouts of an evaluation's result."""
+    return (
+        msgspec.convert(result["outcomes"], list[Outcome]),
+        msgspec.convert(result["dropped"], list[Dropped]),
+    )
+
+
+def evaluate(
+    job: PlannedJob,
+    layouts: Sequence[Layout],
+    layers: int,
+    captures: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the outcomes of layouts, as builtin types; see `outcomes_of`.
+
+    Args:
+        job: the job.
+        layouts: layouts that share captures.
+        layers: layers of the model.
+        captures: results of their captures, by key.
+    """
+    evaluator = _Evaluator(job, layers, captures)
+    outcomes: list[Outcome] = []
+    dropped: list[Dropped] = []
+    for layout in layouts:
+        try:
+            outcomes.append(evaluator.outcome(layout))
+        except OneRankError as error:
+            dropped.append(Dropped(str(layout), error.code, str(error)))
+    return msgspec.to_builtins({"outcomes": outcomes, "dropped": dropped})
+
+
+@dataclass(frozen=True, slots=True)
+class _Costed:
+    """A re-costed capture.
+
+    Attributes:
+        graph: with durations and a host.
+        energy_uj: energy of each node, int64[n]; None if the GPU's power is not known.
+        energy_factors: interval of the energy as factors.
+        fragmentation: reserved over allocated memory at the peak.
+    """
+
+    graph: Graph
+    energy_uj: I64 | None
+    energy_factors: tuple[float, float]
+    fragmentation: float
+
+
+@dataclass(slots=True)
+class _Evaluator:
+    """Evaluates layouts, and keeps what several of them need."""
+
+    job: PlannedJob
+    layers: int
+    captures: Mapping[str, Mapping[str, Any]]
+    gpu: Gpu = field(init=False)
+    costed: dict[StageCapture, _Costed] = field(default_factory=dict[StageCapture, _Costed])
+    times: dict[Any, StageTimes] = field(default_factory=dict[Any, StageTimes])
+
+    def __post_init__(self) -> None:
+        self.gpu = load_gpu(self.job.cluster.gpu)
+
+    def outcome(self, layout: Layout) -> Outcome:
+        """Return the outcome of a layout.
+
+        Raises:
+            OneRankError: a capture was refused, or the layout does not fit the model.
+        """
+        sources = stage_sources(self.job, layout, self.layers)
+        network = network_of(self.job, self.gpu)
+        stages = [self._stage(source, layout, network) for source in sources]
+        distance = layout.tp * layout.cp * layout.dp
+
+        def message_ns(size: int, rank: int, peer: int) -> float:
+            return network.time_ns("send", size, (rank * distance, peer * distance))
+
+        step = pipeline_step(stages, schedule_of(layout), layout.micro_batches, message_ns)
+        return self._summary(layout, sources, stages, step)
+
+    def _stage(self, source: StageSource, layout: Layout, network: Network) -> StageTimes:
+        world = layout.world
+        splits = layout.schedule == "zbv" and layout.pp > 1
+        ranks = tuple(world.sizes.items()), world.ep
+        key = source, ranks, splits
+        if key not in self.times:
+            each: list[StageTimes] = []
+            for capture in source.captures:
+                of_capture = capture, ranks, splits
+                if of_capture not in self.times:
+                    costed = self._costed(capture)
+                    self.times[of_capture] = stage_times(
+                        costed.graph,
+                        network,
+                        world,
+                        energy_uj=costed.energy_uj,
+                        splits_backward=splits,
+                    )
+                each.append(self.times[of_capture])
+            self.times[key] = (
+                each[0] if len(each) == 1 else at_depth(each[0], each[1], DEPTHS, source.layers)
+            )
+        return self.times[key]
+
+    def _costed(self, capture: StageCapture) -> _Costed:
+        if capture not in self.costed:
+            result = self.captures[capture_key(self.job, capture)]
+            if result["code"]:
+                raise PlanError(result["message"], code=result["code"])
+            graph = _read(result["trace"])
+            memory = report_memory(graph)
+            graph = onerank.recost(graph, self.job.cluster.gpu, nvlink_active=True)
+            energy_uj, factors = _energy(graph, self.gpu)
+            reserved = memory.simulated_reserved_bytes or memory.peak_bytes
+            self.costed[capture] = _Costed(
+                graph, energy_uj, factors, max(1.0, reserved / max(1, memory.peak_bytes))
+            )
+        return self.costed[capture]
+
+    def _summary(
+        self,
+        layout: Layout,
+        sources: Sequence[StageSource],
+        stages: Sequence[StageTimes],
+        step: PipelineStep,
+    ) -> Outcome:
+        slowest, fullest = step.slowest, step.fullest
+        costed = [self.costed[source.captures[-1]] for source in sources]
+        step_ns = _step_range(slowest.end_ns, slowest.busy, stages)
+        peak = fullest.peak_bytes + fullest.other_bytes
+        fragmentation = max(each.fragmentation for each in costed)
+        peak_bytes = Range(
+            peak,
+            peak * (1 - _SIMULATED_PEAK_ERROR),
+            fullest.peak_bytes * fragmentation * (1 + _SIMULATED_PEAK_ERROR) + fullest.other_bytes,
+        )
+        capacity = self.job.cluster.memory_bytes or self.gpu.memory_bytes
+        tokens = layout.tokens_per_step
+        # A backward has twice the FLOPs of its forward; a recomputed forward is no work of the
+        # model.
+        forward = sum(stage.blocks[Block(FORWARD)].flops for stage in stages)
+        model_flops = 3 * forward * layout.micro_batches * layout.gpus / layout.pp
+        peak_flops = self.gpu.peak_tensor_flops_per_s("bfloat16") or float("nan")
+        price = self.job.cluster.price_per_gpu_hour
+        hours = step_ns * (1 / 3.6e12)
+        return Outcome(
+            layout=layout,
+            gpus=layout.gpus,
+            step_ns=step_ns,
+            tokens_per_s_per_gpu=step_ns.per(tokens / layout.gpus * 1e9),
+            mfu=step_ns.per(model_flops / layout.gpus / peak_flops * 1e9),
+            peak_bytes=peak_bytes,
+            fits=peak <= capacity,
+            over_bytes=max(0, round(peak - capacity)),
+            energy_j=self._energy_j(layout, step, costed),
+            money=None if price is None else hours * (price * layout.gpus),
+            compute_ns=slowest.busy.compute_ns,
+            exposed_communication_ns=slowest.busy.exposed_ns,
+            bubble_ns=max(0.0, slowest.end_ns - slowest.busy.elapsed_ns),
+            commands=commands_of(self.job, layout, self.layers),
+            notes=_notes(self.job, stages, step_ns),
+        )
+
+    def _energy_j(self, layout: Layout, step: PipelineStep, costed: Sequence[_Costed]) -> Range:
+        """Return the energy of all GPUs: kernels, communication at base power, the rest idle."""
+        if any(each.energy_uj is None for each in costed):
+            return Range(float("nan"), float("nan"), float("nan"))
+        tdp_w, idle_w = self.gpu.tdp_w or 0.0, self.gpu.idle_w or 0.0
+        base_w = report_base(self.gpu) * tdp_w
+        total_ns = step.slowest.end_ns
+        joules = 0.0
+        for rank in step.ranks:
+            busy_ns = rank.busy.compute_ns + rank.busy.exposed_ns
+            idle_ns = max(0.0, total_ns - busy_ns)
+            joules += rank.busy.energy_uj * 1e-6
+            joules += (rank.busy.exposed_ns * base_w + idle_ns * idle_w) * 1e-9
+        joules *= layout.gpus / layout.pp
+        low = min(each.energy_factors[0] for each in costed)
+        high = max(each.energy_factors[1] for each in costed)
+        return Range(joules, joules * low, joules * high)
+
+
+def network_of(job: PlannedJob, gpu: Gpu) -> Network:
+    """Return the network of the cluster."""
+    cluster = job.cluster
+    return Network(
+        cluster.gpus_per_node,
+        cluster.intra_node,
+        cluster.inter_node,
+        gpu.capability or 90,
+        gpu.name,
+    )
+
+
+def _read(trace: bytes) -> Graph:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        path = Path(directory) / "trace.et"
+        path.write_bytes(trace)
+        return onerank.read(path)
+
+
+def _energy(graph: Graph, gpu: Gpu) -> tuple[I64 | None, tuple[float, float]]:
+    """Return the energy of each node in uJ and the interval of their sum as factors."""
+    if gpu.tdp_w is None or gpu.idle_w is None:
+        return None, (1.0, 1.0)
+    busy_ns = int(graph.nodes.duration_ns[graph.compute].sum())
+    report = report_energy(graph, gpu, PowerTimeline(busy_ns, busy_ns, "sum of kernels"))
+    place = {int(node): index for index, node in enumerate(graph.nodes.id.tolist())}
+    energy_uj = np.zeros(len(graph), dtype=np.int64)
+    rows = np.array([place[node] for node in report.node_ids], dtype=np.int64)
+    energy_uj[rows] = report.node_uj
+    total = max(1, report.step_uj)
+    return energy_uj, (report.step_low_uj / total, report.step_high_uj / total)
+
+
+def report_base(gpu: Gpu) -> float:
+    """Return the base power of a GPU as a share of its limit."""
+    from onerank.annotate.models.power import coefficients_of, power_model
+
+    return coefficients_of(gpu, power_model()).base
+
+
+def _step_range(step_ns: float, busy: Any, stages: Sequence[StageTimes]) -> Range:
+    """Return the step with its interval.
+
+    Compute, and the time in which a rank waits for the compute of others, scale with the interval
+    of compute. Time in which the GPU waits for its host scales with the interval of the host.
+    """
+    host_ns = step_ns * max(stage.host_bound_share for stage in stages)
+    exposed = busy.exposed_ns / max(1.0, busy.elapsed_ns)
+    compute_ns = max(0.0, step_ns - host_ns) * (1 - exposed)
+    ends: list[float] = []
+    for side in (0, 1):
+        factor = (min, max)[side](stage.compute_factors[side] for stage in stages)
+        host = (min, max)[side](stage.host_factors[side] for stage in stages)
+        by_compute, by_host = (factor - 1) * compute_ns, (host - 1) * host_ns
+        ends.append(step_ns + (-1, 1)[side] * float(np.hypot(by_compute, by_host)))
+    return Range(step_ns, max(ends[0], 0.0), ends[1])
+
+
+def _notes(job: PlannedJob, stages: Sequence[StageTimes], step_ns: Range) -> tuple[str, ...]:
+    notes: list[str] = []
+    if stages[0].micro_batches == 1:
+        notes.append(
+            "the script captures one micro-batch per step: with several, each would synchronise "
+            "gradients; give it a {micro_batches} argument"
+        )
+    share = max(stage.host_bound_share for stage in stages)
+    if share > 0.05:
+        notes.append(f"the GPU waits for its host in {share:.0%} of the step")
+    return tuple(notes)

@@ -1,0 +1,61 @@
+"""Commands that reproduce the row of a layout and export its workload."""
+
+import shlex
+
+from onerank.plan.captures import DEPTHS, arguments_of, stage_layers
+from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, PlannedJob
+from onerank.plan.layouts import Layout
+
+
+def commands_of(job: PlannedJob, layout: Layout, layers: int) -> tuple[str, ...]:
+    """Return shell commands: capture each stage, re-cost them, replay the step, export it.
+
+    Args:
+        job: the job.
+        layout: the layout.
+        layers: layers of the model.
+    """
+    name = _directory(layout)
+    gpu = shlex.quote(job.cluster.gpu)
+    pipelined = layout.pp > 1
+    micro_batches = CAPTURED_MICRO_BATCHES if pipelined else layout.micro_batches
+    axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.stages, "ep": layout.ep,
+            "dp": layout.dp}  # fmt: skip
+    options = [f"--{axis} {size}" for axis, size in axes.items() if size > 1]
+    options += ["--sp"] if layout.sp else []
+    if layout.dp > 1:
+        options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
+        options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
+    if min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
+        options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
+    arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
+    script = shlex.quote(str(job.model.script))
+    schedule = f" --schedule {layout.schedule} --micro-batches {layout.micro_batches}"
+    cluster = job.cluster
+    return (
+        f"mkdir -p {name} {name}.target",
+        f"capture run {script} --device none --like {gpu} {' '.join(options)} --ranks distinct "
+        f"-o {name}/trace.et -- {arguments}",
+        f"for t in {name}/*.et; do annotate --target {gpu} --nvlink-active $t "
+        f"-o {name}.target/$(basename $t); done",
+        f"onerank replay {name}.target --cluster CONFIG{schedule}",
+        f"onerank export astra-sim {name}.target{schedule if pipelined else ''} "
+        f"--busbw-gb-s {_bandwidth(layout, cluster.gpus_per_node, cluster):g} -o {name}.astra-sim",
+    )
+
+
+def _directory(layout: Layout) -> str:
+    parts = [f"tp{layout.tp}", f"cp{layout.cp}", f"ep{layout.ep}", f"pp{layout.pp}",
+             layout.schedule.replace(":", ""), f"dp{layout.dp}", layout.sharding,
+             f"mb{layout.micro_batch}", layout.recompute, f"seq{layout.seq}"]  # fmt: skip
+    return "-".join(parts) + ("-sp" if layout.sp else "")
+
+
+def _bandwidth(layout: Layout, gpus_per_node: int, cluster: object) -> float:
+    """Return the bus bandwidth of the slowest group, which one switch stands for."""
+    from onerank.plan.cluster import Cluster
+
+    assert isinstance(cluster, Cluster)
+    if layout.gpus <= gpus_per_node:
+        return cluster.intra_node.busbw_gb_per_s
+    return min(cluster.intra_node.busbw_gb_per_s, cluster.inter_node.busbw_gb_per_s)
