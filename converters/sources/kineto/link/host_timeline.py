@@ -217,6 +217,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
     distinct, first = np.unique(rows.thread, return_index=True)
     appearance = np.empty(len(trace.threads), dtype=np.int64)
     appearance[distinct] = first  # threads in the order in which the file names them
+    # At equal starts the longer event is the caller; equal intervals keep the file's order.
     order = np.lexsort((rows.event_index, -rows.end_ns, rows.start_ns, appearance[rows.thread]))
     rows = rows.take(order)
     bounds = np.flatnonzero(np.diff(rows.thread, prepend=NONE)).tolist()
@@ -230,9 +231,12 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
         stack: list[int] = []
         for index in span:
             start = starts[index]
+            # An event that ends as another starts is no caller of it: Kineto rounds to its clock's
+            # unit.
             while stack and ends[stack[-1]] <= start:
                 stack.pop()
             parents.append(stack[-1] if stack else NONE)
+            # A run of Gloo may outlast the event around it, so nothing can be its callee.
             if index not in runs:
                 stack.append(index)
     is_mark = named(rows.name, trace.strings, COMM_MARK.__eq__)
@@ -316,6 +320,8 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
     """
     rows = np.full(len(timeline), NONE)
     et_threads = {
+        # The observer numbers nodes as they begin, so ids give the call order that the file's order
+        # need not.
         int(et.tid[members[0]]): members[np.argsort(et.id[members], kind="stable")]
         for members in groups(et.tid)
     }
@@ -332,6 +338,7 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
         span_counts: Counter[int] = Counter(names.tolist())
         shared = {tid: (span_counts & counts).total() for tid, counts in name_counts.items()}
         tid = max(shared, key=shared.__getitem__, default=None)
+        # Threads without a common name (data loaders, monitoring) stay without a partner.
         if tid is None or not shared[tid]:
             continue
         et_rows = et_threads.pop(tid)

@@ -182,6 +182,8 @@ class StreamTimelines:
             self._place[rows] = np.arange(len(rows))
             known = np.flatnonzero(launch[rows] >= 0)
             self.timelines[int(gpu.stream[rows[0]])] = StreamTimeline(
+                # Accumulated, since a stream starts in launch order: an operation was not queued
+                # before its predecessor, whatever its own launch says.
                 launched=np.maximum.accumulate(launched[rows]),
                 start=gpu.start_ns[rows],
                 ended=np.maximum.accumulate(ended[rows]),
@@ -277,6 +279,7 @@ class StreamTimelines:
         # What was queued before the trace began has no launch time; only the previous operation
         # bounds it.
         since = int(timeline.launched[at]) if at >= timeline.backlog else -1
+        # If its own stream was busy until just before the start, that explains the start.
         since = max(since, int(timeline.ended[at - 1]) if at else since, start - RELEASE_NS)
         cause = ends.last(since, start + ROUNDING_NS, launched_by_ns, other_than=stream)
         if cause is None:

@@ -185,6 +185,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     calls = (operator[unlinked] < 0) & (pick(timeline.rows.event_index, around, 0) == OWN_CALL)
     operator[unlinked[calls]] = around[calls]
     _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
+    # Several operations of one correlation come from one `cudaGraphLaunch`.
     rule[launched & (counts[places] > 1)] += _GRAPH
 
     in_mark = pick(timeline.in_mark, operator, NONE)
@@ -228,6 +229,7 @@ def launch_times(trace: KinetoTrace) -> I64:
     ends = np.flatnonzero(np.diff(rows.stream[order]) | np.diff(rows.device[order])) + 1
     for stream_rows in np.split(order, ends):
         next_launch = np.minimum.accumulate(times[stream_rows][::-1])[::-1]
+        # A stream runs in launch order, so the next recorded launch bounds those without a record.
         times[stream_rows] = np.where(known[stream_rows], times[stream_rows], next_launch)
         # argmax is 0 on a stream without any recorded launch, which then has no backlog.
         backlog = int(np.argmax(known[stream_rows]))

@@ -118,7 +118,10 @@ class _StreamLaunches:
         """Collect the calls that launched the GPU operations `rows`; `call` holds their rows."""
         calls, gpu = trace.launches, trace.gpu
         rows = rows[np.lexsort((gpu.start_ns[rows], calls.start_ns[call[rows]]))]
+        # The queue frees its places in order: an operation that ended early waits for its
+        # predecessors.
         ends = np.maximum.accumulate(gpu.start_ns[rows] + gpu.duration_ns[rows])
+        # One row per call: a graph launch has several operations and takes one place.
         first = np.flatnonzero(np.diff(call[rows], prepend=-1))
         launching = call[rows[first]]
         start, end = calls.start_ns[launching], calls.end_ns[launching]

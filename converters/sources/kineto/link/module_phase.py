@@ -46,6 +46,7 @@ def with_attention(job: Job, timeline: HostTimeline) -> Job:
     attends = timeline.named(
         lambda name: name.rsplit("::", 1)[-1].lstrip("_").startswith(_ATTENTION)
     )
+    # Only forward: a backward operator has the module of its forward and would add nothing.
     chosen = attends & timeline.rows.is_operator & (timeline.phase == Phase.FORWARD)
     callers = set(timeline.strings.decode(np.unique(timeline.module[chosen])))
     scopes = {
@@ -164,6 +165,7 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
             elif event_kind == _SCOPE:
                 event_module = scopes[names[index]]
                 recomputing[index] = event_phase == backward
+                # A scope in backward recomputes a checkpoint; its operators stay backward.
                 if event_phase != backward:
                     event_phase = forward
             elif event_kind in (_STEP, _FINISH):
@@ -222,6 +224,7 @@ def _classify_names(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
         elif name.startswith(_FINISHES):
             kinds.append(_FINISH)
         elif name.startswith(_BACKWARD):
+            # `AccumulateGrad` runs as a function of its own, without a forward operator.
             kinds.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
         elif _FUNCTION.match(name):
             kinds.append(_UNWRAPPED)

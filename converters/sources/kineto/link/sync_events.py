@@ -230,6 +230,7 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
         record: int = record_of[place]
         on_stream = name == "Stream Wait Event"
         waiting = sync_stream if on_stream else None
+        # A `Stream Sync` names its stream in `stream`; only event waits have `wait_on_stream`.
         stream = waited_for if waited_for >= 0 else sync_stream
         if record < 0 and (on_stream or name == "Event Sync"):
             records = records or EventRecords(trace)

@@ -129,6 +129,7 @@ def assemble(
     gloo_part |= placement.columns(thread_numbers, begin=len(recorded))
     columns, order = join_by_start([host, kernels, recorded_part, gloo_part], builder.start_ns)
     place = np.argsort(order)
+    # Last, once every kind of edge is there: only then do cycles between kinds show.
     edges, contradictions, example = builder.edges.build(place)
     job = with_groups(with_step_time(job, builder.span_ns), [*requests, *gloo_calls, *measured])
     job = with_blocks(job, memory, builder.memory_node, place)
@@ -200,6 +201,7 @@ def _fill_types(text: str, kinds: tuple[str, ...]) -> str:
         return text
     filled, number = list[str](), 0
     for kind in msgspec.json.decode(text, type=list[str]):
+        # Lists take the types in order; an optimizer's further lists repeat the last one.
         filled.append(kind.replace(UNKNOWN_TYPE, kinds[min(number, len(kinds) - 1)]))
         number += kind.startswith("GenericList[") and UNKNOWN_TYPE in kind
     return msgspec.json.encode(filled).decode()

@@ -108,6 +108,7 @@ class NodeSequence:
         times = self.times
         position = bisect_right(self.members, times.launch[number], key=times.launch.__getitem__)
         if position:
+            # It cannot start before the work queued ahead of it on the stream ends.
             times.start[number] = max(times.start[number], times.end[self.members[position - 1]])
             times.end[number] = max(times.end[number], times.start[number])
         neighbour = self.members[position - 1 if position else 0] if self.members else None
@@ -200,6 +201,8 @@ class EdgeList:
         circular[leftover] = True
         # Recorded times contradict each other only by the error of two clocks, so in a cycle the
         # edges that point back in time are the wrong ones.
+        # Outside cycles such edges stay: an overlap on a stream points back in time and still
+        # orders.
         out = backward & circular[source] & circular[target]
         if not out.any():
             return edges, Counter(), None

@@ -244,6 +244,7 @@ class CallPlacement:
         thread = int(self._timeline.rows.thread[call.op])
         self._placed[-1].thread = thread
         sequence = self._threads.get(thread)
+        # Not chained into the thread: a chain would make the thread wait for the call.
         before = sequence.last_launched(self._times.launch[number]) if sequence else None
         if before is not None:
             self._edges.add(before, number, Reason.PROGRAM_ORDER)

@@ -241,12 +241,14 @@ def select_nodes(
         gloo: the calls that Gloo ran; operators within them are not nodes.
         with_operators: whether operators are nodes.
     """
+    # Kernels within a mark emulate a collective, which is a node of its own.
     ran = np.flatnonzero(gpu.in_mark < 0)
     ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
     cpu_only = not len(ran)
     kept = _select_operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
     interrupted = kept[_find_interrupted(timeline, kept)] if cpu_only else kept[:0]
     inside = gloo.within(timeline)
+    # Callers of Gloo stay even if they are no leaves: they issue the calls.
     kept = np.union1d(np.setdiff1d(kept[~inside[kept]], interrupted), gloo.callers())
     dropped = _count_dropped(timeline, kept, interrupted, inside, with_operators=with_operators)
     return SelectedNodes(kept, ran, dropped)

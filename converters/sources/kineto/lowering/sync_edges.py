@@ -334,6 +334,8 @@ class SyncEdges:
     ) -> None:
         """Record how long a thread's call waited; of a call's several waits the longest counts."""
         known_ns = self.blocked.get((thread, start_ns), 0)
+        # Clocks of GPU and host differ, so an operation may seem to end after the call that awaited
+        # it.
         waited_ns = min(waited_ns, end_ns - start_ns)
         if waited_ns <= known_ns:
             return
