@@ -195,6 +195,8 @@ class _Coarsening:
         reasons: dict[int, Reason] = {}
         for source, reason in dependencies:
             for lane, group_index in self._frontiers[source].items():
+                # Groups of a lane are numbered in order, so waiting for the latest implies all
+                # earlier ones.
                 frontier[lane] = max(group_index, frontier.get(lane, -1))
             if self._group_of[source] >= 0:
                 reasons.setdefault(int(self._group_of[source]), reason)
@@ -204,6 +206,7 @@ class _Coarsening:
         lane = self._lane[node]
         for waiting_lane, group_index in frontier.items():
             if waiting_lane != lane:
+                # A later member would run before the waiting node and close a cycle.
                 self._groups[group_index].sealed = True
         group_index = self._group_for(node, lane)
         group = self._groups[group_index]

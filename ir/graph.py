@@ -81,9 +81,12 @@ def topological_order(edges: Edges) -> tuple[I64, I64]:
 
     count = len(edges.offsets) - 1
     waiting = np.diff(edges.offsets).tolist()
+    # Stored edges are by target; followers need them by source.
     by_source = np.argsort(edges.source, kind="stable")
     followers = edges.target[by_source].tolist()
     starts = np.searchsorted(edges.source[by_source], np.arange(count + 1)).tolist()
+    # A heap, not a queue: the order must not depend on the order of edges, so that equal graphs
+    # give equal files.
     ready = [node for node in range(count) if waiting[node] == 0]
     order: list[int] = []
     while ready:

@@ -44,6 +44,7 @@ def load_toml(path: Path, *, error: type[OneRankError] = FormatError) -> dict[st
             holds a number of more than 64 bits.
     """
     text = _read_text(path, error)
+    # Before parsing: tomllib would already have spent its quadratic time.
     if _LONG_KEY.search(text):
         raise _too_deep(path, error)
     try:
@@ -111,6 +112,8 @@ def _read_text(path: Path, error: type[OneRankError]) -> str:
     check_regular(path, error=error)
     try:
         with path.open("rb") as file:
+            # One byte more than allowed, so that a growing file is refused without reading all of
+            # it.
             octets = file.read(MOST_BYTES + 1)
     except OSError as caught:
         raise error(f"{path}: cannot be read: {caught.strerror}", code="file-unreadable") from None
@@ -120,6 +123,7 @@ def _read_text(path: Path, error: type[OneRankError]) -> str:
             code="file-too-large",
         )
     try:
+        # Editors on Windows begin UTF-8 files with a byte order mark.
         return octets.decode("utf-8-sig")
     except UnicodeDecodeError as caught:
         raise error(

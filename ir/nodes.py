@@ -51,6 +51,7 @@ class StringTable:
     def copy(self) -> Self:
         """Return an independent table with the same codes."""
         table = type(self)()
+        # Codes are not copied: they are built again on first use, and most copies only decode.
         table._values = self._values.copy()
         return table
 

@@ -79,6 +79,8 @@ def _locked_file(target: Path) -> tuple[Path, int]:
     while True:
         # A name has at most 255 bytes on Linux: the output's name, cut to 40 characters, fits.
         path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}{SUFFIX}")
+        # O_EXCL, so that two processes never share a name; mode 0666 leaves permissions to the
+        # umask, as for any file.
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         if _lock(path, descriptor):
             return path, descriptor
@@ -88,6 +90,7 @@ def _lock(path: Path, descriptor: int) -> bool:
     """Lock a new entry; close it and return False if another run's sweep has removed it."""
     with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # A sweep may have removed the entry between its creation and the lock.
     if path.exists():
         return True
     os.close(descriptor)
@@ -108,6 +111,8 @@ def remove_abandoned(directory: Path) -> None:
         *directory.glob(f".*{SUFFIX}"),
     ]:
         with contextlib.suppress(OSError):  # locked, already gone, or a file system without locks
+            # Other users' entries and links may lead anywhere; a shared temporary directory has
+            # both.
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue
             descriptor = os.open(path, os.O_RDONLY)

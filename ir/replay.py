@@ -59,6 +59,7 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     unrecorded = unrecorded_waits(graph)
     start_limit_ns = _start_limits(graph, launch, start, end)
     latency = _launch_latencies(graph, launch, start - unrecorded, start, end, start_limit_ns)
+    # What is beyond the operator is the driver's and the GPU's, which another host does not change.
     host_part = np.minimum(latency, duration[edges.source])
     latency = latency - host_part + np.rint(host_part * factor).astype(np.int64)
     delay = np.where(launch, latency, delay)
@@ -222,6 +223,7 @@ def _launch_latencies(  # noqa: PLR0917
     limit[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max
     observed = np.clip(ready[edges.target] - begun[edges.source], 0, limit)
     unblocked = is_launch & (ready[edges.target] > blocked_until[edges.target] + QUEUED_NS)
+    # The median, since a few launches wait for locks or page faults.
     median_latency = int(np.median(observed[unblocked])) if unblocked.any() else 0
     return np.where(unblocked, observed, np.minimum(observed, median_latency))
 
@@ -348,6 +350,7 @@ class ReplayedRank:
         current = self.schedule()
         period = UNKNOWN
         for _ in range(MAX_STEPS):
+            # Each has its own floor: only so can the host run ahead into the next step.
             host, gpu = int(current.end_ns[is_host].max(initial=0)), int(current.end_ns.max())
             next_step = self.schedule(np.where(is_host, host + inter_step_host_ns, gpu))
             previous_period = period
@@ -433,6 +436,7 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
         replayed = replayed.with_gpu_durations(gpu_ns)
     times, step_ns = replayed.steady_state(inter_step_host_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
+    # A negative residual must not make the step shorter than the GPU's work.
     busy_ns = union_duration_ns(times.start_ns[gpu], times.end_ns[gpu])
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
@@ -468,6 +472,7 @@ def with_host_factor(graph: Graph, factor: float) -> Graph:
     """
     host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
     duration, spread = graph.nodes.duration_ns.copy(), graph.nodes.spread_ns.copy()
+    # Starts stay: replay derives the time between operators from them, and would scale it twice.
     duration[host] = np.rint(duration[host] * factor).astype(np.int64)
     spread[host] = np.rint(spread[host] * factor).astype(np.int64)
     job = msgspec.structs.replace(graph.job, host_factor=graph.job.host_factor * factor)

@@ -204,6 +204,7 @@ def _column(graph: Graph, name: str, label: str) -> list[str]:
     """Return `label=value` per node, "" where it is not shown."""
     if name in TEXT_COLUMNS:
         return [f"{label}={_text(value)}" if value else "" for value in graph.text(name)]
+    # Start and duration show even at 0: a missing number would read as a forgotten column.
     hidden = None if name in _ALWAYS else _DEFAULTS[name]
     words = _ENUMS.get(name)
     return [

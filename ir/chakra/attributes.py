@@ -41,6 +41,8 @@ def whole_micros(nodes: Nodes) -> I64:
     sum_ns = np.cumsum(rest_ns[order])
     sum_before_ns = sum_ns - rest_ns[order]
     lane_base_ns = sum_before_ns[first][np.cumsum(first) - 1]
+    # Differences of rounded running sums: each node is off by less than a microsecond, and the
+    # lane's total by half of one at most.
     micros[order] += (sum_ns - lane_base_ns + 500) // 1000 - (
         sum_before_ns - lane_base_ns + 500
     ) // 1000
@@ -265,6 +267,8 @@ def _integer_reader(column: str) -> Reader:
         low, high = -largest, largest - 1
 
     def read(variant: str, value: Any) -> Any:
+        # Other tools write other widths of integers; a value beyond the column is kept as a foreign
+        # attribute.
         return value if variant in _INTEGERS and low <= value <= high else None
 
     return read

@@ -162,6 +162,7 @@ class Pieces:
         """Return the pieces of each row, object[count, parts]."""
         table = np.empty((self._count, len(parts)), dtype=object)
         for place, (rows, pieces) in enumerate(parts):
+            # `np.empty` of objects holds None, which cannot be joined.
             if len(pieces) < self._count:
                 table[:, place] = b""
             table[rows, place] = pieces
