@@ -83,6 +83,7 @@ class TextCodes:
                 codes[octets] = len(self._strings) - 1
             except UnicodeDecodeError:
                 codes[octets] = -1
+        # Code -1 marks such a text; protobuf then parses its node and reports the place.
         self._numbers.set(codes, len(self._strings))
 
 

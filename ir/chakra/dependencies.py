@@ -144,6 +144,8 @@ def _unpacked(buffer: Buffer, spans: Spans, fields: Scan) -> tuple[I64, U64]:
     begins = np.ones(len(row), dtype=bool)
     begins[1:] = ends[:-1]
     nonempty = np.flatnonzero(spans.last > spans.first)
+    # A list whose last byte still has a continuation bit would borrow its digits from the next
+    # field.
     cut_short = nonempty[buffer.bytes[spans.last[nonempty] - 1] >= 0x80]
     fields.plain[cut_short] = False
     row, position = row[begins], position[begins]
