@@ -172,13 +172,13 @@ def process_events(
     with sigterm_interrupts():
         sys.stdout.flush()
         sys.stderr.flush()
-        with _unseen_by_spawned_processes(variables):
+        with unseen_by_spawned_processes(variables):
             process.start()
         sender.close()
         try:
             yield _events(receiver, process, function.__name__)
         finally:
-            _end(process)
+            end_process(process)
             receiver.close()
 
 
@@ -283,7 +283,7 @@ def _draw_seeds() -> None:
 
 
 @contextlib.contextmanager
-def _unseen_by_spawned_processes(variables: dict[str, str]) -> Generator[None]:
+def unseen_by_spawned_processes(variables: dict[str, str]) -> Generator[None]:
     """Start a process that imports neither the caller's `__main__` nor files of its directory.
 
     multiprocessing imports `__main__` again in each child: a user's script without a
@@ -324,7 +324,7 @@ def sigterm_interrupts() -> Generator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _end(process: Any) -> None:
+def end_process(process: Any) -> None:
     """End a process that still runs: an interrupted one removes its temporary files."""
     if process.is_alive():
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,37 @@
-"""Units of work of a plan, which run in any order and on any machine."""
+"""Units of work of a plan: run in local processes or on Ray, with results that survive a kill.
 
-from dataclasses import dataclass
-from typing import Any
+A result is stored under a key of everything that decides it, and appears there only when complete.
+A run that is killed at any point therefore resumes with what is missing. A worker that dies is
+replaced once.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import multiprocessing
+import os
+import sys
+import traceback
+import typing
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from onerank.capture.isolation import end_process, sigterm_interrupts, unseen_by_spawned_processes
+from onerank.ir.errors import OneRankError, first_line
+from onerank.ir.output_files import remove_abandoned, replace_file
+from onerank.plan.layouts import PlanError
+
+ATTEMPTS = 2
+"""Processes that may die of a task before the plan fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,13 +39,360 @@ class Task:
     """A function call whose result is stored.
 
     Attributes:
-        key: content of the call: equal keys have equal results, also in later runs.
-        label: what it does, for the progress bar.
-        function: "module:callable", importable by name.
-        arguments: its arguments, which pickle.
+        key: content of the call, by `content_key`: equal keys have equal results, also in later
+            runs.
+        label: what it does, for errors.
+        function: "module:callable", importable by name. msgspec encodes its result, and decodes it
+            as the type of its return annotation.
+        arguments: its arguments, which pickle. Paths are relative to the plan's directory.
+        needs: keys of stored results. The function takes them before its arguments, in a dict by
+            key, as msgspec decodes them without a type.
+        amount: what it adds to the progress bar.
     """
 
     key: str
     label: str
     function: str
     arguments: tuple[Any, ...]
+    needs: tuple[str, ...] = ()
+    amount: int = 1
+
+
+@dataclass(frozen=True)
+class Store:
+    """Results on disk, by key. Several runs may use a store at the same time."""
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self.directory)
+
+    def __contains__(self, key: str) -> bool:
+        return self.read(key) is not None
+
+    def read(self, key: str) -> bytes | None:
+        """Return an encoded result; None if it is absent or its file is damaged."""
+        try:
+            return zlib.decompress(self._path(key).read_bytes())
+        except (FileNotFoundError, zlib.error):
+            return None
+
+    def write(self, key: str, result: bytes) -> None:
+        """Store an encoded result.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        # zlib's checksum shows damage, such as that of a machine that lost power.
+        replace_file(self._path(key), zlib.compress(result, level=1))
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.result"
+
+
+class Executor(Protocol):
+    """Runs tasks in any order, on this machine or on others."""
+
+    def run(self, tasks: Sequence[Task], store: Store) -> Iterator[Task]:
+        """Run tasks; yield each when its result is in the store."""
+        ...
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    store: Store,
+    executor: Executor,
+    progress: Callable[[int], None] = lambda amount: None,
+) -> dict[str, Any]:
+    """Return the result of each task by its key; run those whose results are not stored.
+
+    Args:
+        tasks: the tasks; those with equal keys run once.
+        store: results of this run and of earlier ones.
+        executor: runs what is missing.
+        progress: receives the `amount` of tasks that are complete.
+
+    Raises:
+        Exception: what a task raised. Results of the others are stored.
+        PlanError: a worker died `ATTEMPTS` times, or cannot run onerank.
+        OSError: a result cannot be stored.
+    """
+    by_key = {task.key: task for task in tasks}
+    missing = [task for task in by_key.values() if task.key not in store]
+    progress(sum(task.amount for task in tasks) - sum(task.amount for task in missing))
+    for task in executor.run(missing, store):
+        progress(task.amount)
+    return {key: _result(task.function, store.read(key)) for key, task in by_key.items()}
+
+
+def content_key(*content: object) -> str:
+    """Return a key of what decides a result: `content`, onerank's code, and torch's version."""
+    encoded = msgspec.json.encode((*content, _code()), enc_hook=str, order="sorted")
+    return hashlib.sha256(encoded).hexdigest()[:32]
+
+
+@functools.cache
+def _code() -> tuple[str, ...]:
+    """Return the versions of torch and transformers, and a digest of onerank's files.
+
+    A checkout changes without a new version, and a result of other code is not one of this code.
+    """
+    digest = hashlib.sha256()
+    # src/onerank links to the packages at the root, so links are followed.
+    for folder, folders, names in os.walk(Path(__file__).parents[1], followlinks=True):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".toml", ".parquet")):
+                digest.update(name.encode())
+                digest.update((Path(folder) / name).read_bytes())
+    versions: list[str] = []
+    for library in ("torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(version(library))
+    return (*versions, digest.hexdigest())
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _result(function: str, encoded: bytes | None) -> Any:
+    assert encoded is not None, "a task is yielded when its result is stored"
+    kind = typing.get_type_hints(_function(function))["return"]
+    return msgspec.msgpack.decode(encoded, type=kind)
+
+
+def _call(task: Task, needed: Sequence[bytes]) -> bytes:
+    """Return the encoded result of a task.
+
+    Args:
+        task: the task.
+        needed: encoded results of the keys in `task.needs`.
+    """
+    by_key = zip(task.needs, needed, strict=True)
+    results = {key: msgspec.msgpack.decode(result) for key, result in by_key}
+    arguments = (results, *task.arguments) if task.needs else task.arguments
+    return msgspec.msgpack.encode(_function(task.function)(*arguments))
+
+
+# This machine -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalPool:
+    """Processes of this machine, a new one for each task.
+
+    A capture must not inherit memory or caches of another one. The processes are forks of a server
+    that has imported what the tasks need, so that a process starts within 40 ms.
+
+    Attributes:
+        workers: processes at a time.
+        directory: working directory of the tasks.
+        preload: modules that the server imports.
+    """
+
+    workers: int
+    directory: Path = field(default_factory=Path.cwd)
+    preload: tuple[str, ...] = ()
+
+    def run(self, tasks: Sequence[Task], store: Store) -> Iterator[Task]:
+        """Run tasks; yield each when its result is in the store.
+
+        A worker writes its result itself, so that a kill of this process alone loses nothing: its
+        workers end with their tasks.
+        """
+        waiting = deque((task, 1) for task in tasks)
+        running: list[_Worker] = []
+        try:
+            with sigterm_interrupts():
+                while waiting or running:
+                    while waiting and len(running) < self.workers:
+                        running.append(self._start(*waiting.popleft(), store))
+                    for worker in [worker for worker in _wait(running) if worker.ended()]:
+                        running.remove(worker)
+                        if worker.task.key in store:
+                            yield worker.task
+                        elif worker.attempt < ATTEMPTS:
+                            waiting.appendleft((worker.task, worker.attempt + 1))
+                        else:
+                            raise _died(worker.task, worker.cause())
+        finally:
+            for worker in running:
+                end_process(worker.process)
+
+    def _start(self, task: Task, attempt: int, store: Store) -> "_Worker":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *self.preload])
+        receiver, sender = context.Pipe(duplex=False)
+        call = (task, store.directory.absolute(), self.directory, dict(os.environ), sender)
+        process = context.Process(target=_work, args=call, name=task.label)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with unseen_by_spawned_processes(dict(os.environ)):
+            process.start()
+        sender.close()
+        return _Worker(task, attempt, process, receiver)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A process that runs a task; `receiver` yields the error that the task raised."""
+
+    task: Task
+    attempt: int
+    process: Any
+    receiver: Connection
+
+    def ended(self) -> bool:
+        """Return whether the process ended.
+
+        Raises:
+            Exception: what the task raised.
+        """
+        if self.receiver.poll():
+            try:
+                raise self.receiver.recv()
+            except EOFError:  # it has closed the pipe, and is about to end
+                self.process.join()
+        return not self.process.is_alive()
+
+    def cause(self) -> str:
+        """Return how the process ended."""
+        code = self.process.exitcode
+        return f"signal {-code}" if code < 0 else f"status {code}"
+
+
+def _wait(workers: Sequence[_Worker]) -> Sequence[_Worker]:
+    """Return `workers` when one of them has ended or sent an error.
+
+    A process that a task started may outlive the worker and hold the pipe open, so the end of the
+    worker is awaited too.
+    """
+    wait([item for worker in workers for item in (worker.receiver, worker.process.sentinel)])
+    return workers
+
+
+def _work(
+    task: Task, store: Path, directory: Path, environment: dict[str, str], sender: Connection
+) -> None:
+    """Run a task in a new process and store its result, or send the error."""
+    os.environ.clear()
+    os.environ.update(environment)
+    results = Store(store)
+    try:
+        os.chdir(directory)
+        needed = [_stored(results, key) for key in task.needs]
+        results.write(task.key, _call(task, needed))
+    except KeyboardInterrupt:
+        pass  # the command reports the interruption
+    except Exception as error:  # noqa: BLE001  raised again by the command
+        if not isinstance(error, (OneRankError, OSError)):
+            error.add_note(traceback.format_exc())
+        sender.send(error)
+
+
+def _stored(store: Store, key: str) -> bytes:
+    result = store.read(key)
+    assert result is not None, f"{key} is needed, and no task ran for it"
+    return result
+
+
+def _died(task: Task, cause: str) -> PlanError:
+    return PlanError(
+        f"{task.label}: the worker died {ATTEMPTS} times, at last with {cause}\n"
+        "  results so far are stored: give it more memory, or use fewer --workers, and run again",
+        code="plan-worker-died",
+    )
+
+
+# Ray ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Workers of a Ray cluster, which need onerank and no shared file system.
+
+    Ray copies the plan's directory to the workers. Results return as bytes, and this process stores
+    them.
+
+    Attributes:
+        directory: the plan's directory, which tasks run in.
+        address: of the cluster; None starts one on this machine, or joins that of RAY_ADDRESS.
+        excluded: directories that workers do not need.
+    """
+
+    directory: Path
+    address: str | None = None
+    excluded: tuple[Path, ...] = ()
+
+    def run(self, tasks: Sequence[Task], store: Store) -> Iterator[Task]:
+        """Run tasks; yield each when its result is in the store.
+
+        Raises:
+            PlanError: Ray is not installed or not reachable, or a worker cannot run onerank.
+        """
+        if not tasks:
+            return
+        ray = self._connected()
+        call = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call_on_ray)
+        needs = {key: ray.put(_stored(store, key)) for task in tasks for key in task.needs}
+        waiting: dict[Any, Task] = {}
+        for task in tasks:
+            waiting[call.remote(task, _code(), *(needs[key] for key in task.needs))] = task
+        while waiting:
+            (done, *_), _ = ray.wait([*waiting], num_returns=1)
+            task = waiting.pop(done)
+            with _ray_errors(ray, task):
+                result = ray.get(done)
+            store.write(task.key, result)
+            yield task
+
+    def _connected(self) -> Any:
+        try:
+            ray: Any = importlib.import_module("ray")
+        except ImportError as error:
+            raise PlanError(
+                "--ray needs Ray: pip install 'onerank[ray]'", code="plan-ray-not-installed"
+            ) from error
+        if ray.is_initialized():
+            return ray
+        hidden = [".*", "__pycache__", *self._excluded()]
+        environment = {"working_dir": str(self.directory), "excludes": hidden}
+        try:
+            ray.init(address=self.address, runtime_env=environment, log_to_driver=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise PlanError(
+                f"Ray at {self.address or 'this machine'}: {first_line(error)}\n"
+                "  check the address; the directory of the configuration is sent to all workers, "
+                "so keep large files elsewhere",
+                code="plan-ray-unreachable",
+            ) from error
+        return ray
+
+    def _excluded(self) -> Iterator[str]:
+        for path in self.excluded:
+            with contextlib.suppress(ValueError):  # outside of the directory
+                yield f"/{path.absolute().relative_to(self.directory)}"
+
+
+def _call_on_ray(task: Task, code: tuple[str, ...], *needed: bytes) -> bytes:
+    if code != _code():
+        raise PlanError(
+            f"a worker has another onerank, torch or transformers than this machine "
+            f"({', '.join(_code()[:-1])} against {', '.join(code[:-1])}); install the same",
+            code="plan-ray-version",
+        )
+    return _call(task, needed)
+
+
+@contextlib.contextmanager
+def _ray_errors(ray: Any, task: Task) -> Generator[None]:
+    """Raise a task's own error as in a local process, and the loss of its worker as ours."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise _died(task, first_line(error)) from error

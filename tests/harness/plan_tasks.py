@@ -1,0 +1,68 @@
+"""Tasks of the tests of `onerank.plan.tasks`; workers import them by name."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from onerank.plan.layouts import PlanError, Range
+
+
+def square(number: int) -> Range:
+    """Return the square, as a record."""
+    return Range(number**2, 0.0, 1.0)
+
+
+def total(results: dict[str, dict[str, float]]) -> float:
+    """Return the sum of the needed squares."""
+    return sum(result["value"] for result in results.values())
+
+
+def log_call(log: str, number: int) -> int:
+    """Append a number to a file; return the number."""
+    with Path(log).open("a") as file:
+        file.write(f"{number}\n")
+    return number
+
+
+def log_then_wait(log: str, number: int, until: str) -> int:
+    """Append a number to a file; return it once another file exists."""
+    log_call(log, number)
+    while not Path(until).exists():
+        time.sleep(0.01)
+    return number
+
+
+def die_once(marker: str) -> int:
+    """Kill this process the first time; return its number of calls afterwards."""
+    path = Path(marker)
+    if not path.exists():
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2
+
+
+def die() -> int:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def refuse() -> int:
+    """Fail as for a user's error."""
+    raise PlanError("no such layout", code="plan-no-layout")
+
+
+def divide(number: int) -> float:
+    """Fail as a bug does, if the number is 0."""
+    return 1 / number
+
+
+def large(size: int) -> bytes:
+    """Return bytes that do not compress."""
+    return os.urandom(size)
+
+
+def read_local(name: str) -> str:
+    """Return the text of a file of the plan's directory."""
+    return Path(name).read_text()
