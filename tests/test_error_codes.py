@@ -22,14 +22,23 @@ CLASSES = {
 }
 
 
-def raised() -> Iterator[tuple[str, ast.Call]]:
-    """Yield the place and the call of every construction of an error in the package."""
+CLASSES |= {"CaptureWarning", "UsageError", "InvalidValue"}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the place and the node of every call in the package."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                if is_call and node.func.id in CLASSES:
+                if isinstance(node, ast.Call):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def raised() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the place and the call of every construction of an error in the package."""
+    for place, node in calls():
+        if isinstance(node.func, ast.Name) and node.func.id in CLASSES:
+            yield place, node
 
 
 def codes() -> Iterator[tuple[str, str]]:
@@ -43,6 +52,12 @@ def codes() -> Iterator[tuple[str, str]]:
 def test_every_error_has_a_code():
     without = [place for place, call in raised() if not any(k.arg == "code" for k in call.keywords)]
     assert without == []
+
+
+def test_errors_of_click_are_raised_with_a_code():
+    """`UsageError` and `InvalidValue` of the command line have one; click's own classes have not."""
+    refusals = ("click.UsageError", "click.BadParameter", "click.ClickException", "self.fail")
+    assert [place for place, node in calls() if ast.unparse(node.func) in refusals] == []
 
 
 def test_codes_are_words_joined_by_hyphens():

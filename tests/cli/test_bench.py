@@ -59,7 +59,8 @@ def test_what_is_no_database_is_refused(two: tuple[Path, Path], tmp_path: Path) 
     bad.write_bytes(b"no table")
     done = run("merge", two[0], bad, "-o", tmp_path / "all.parquet")
     assert done.exit_code == 2
-    assert "bad.parquet: cannot be read as parquet" in done.output
+    assert "error[database-unreadable]" in done.output
+    assert "bad.parquet" in done.output
     assert not (tmp_path / "all.parquet").exists()
 
 
@@ -67,7 +68,7 @@ def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> Non
     output = tmp_path / "out.parquet"
     done = run("-o", output)
     assert done.exit_code == 2
-    assert "give traces, or --grid training or power, or both" in done.output
+    assert "error[bench-nothing-to-measure]" in done.output
     from onerank.converters.sources.kineto import convert_directory
 
     trace = tmp_path / "cpu.et"
@@ -92,7 +93,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     ("stop", "code", "told"),
     [
         (KeyboardInterrupt(), 0, "untried   1 call: interrupted"),
-        (CaptureError("broken"), 2, "broken; the 1 rows measured until then are in"),
+        (CaptureError("broken", code="bench-broken"), 2, "error[bench-broken]: broken; the 1 rows"),
     ],
 )
 def test_what_was_measured_until_the_end_is_kept(
@@ -124,7 +125,8 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     done = run("--grid", "training", "--gpu", "2", "-o", tmp_path / "out")
     assert done.exit_code == 2
-    assert "no GPU 2: this machine has GPUs 0 to 1" in done.output
+    assert "error[bench-unknown-gpu]" in done.output
+    assert "GPU 2" in done.output
 
 
 def test_what_a_database_holds_is_not_measured_again() -> None:

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from invoke_cli import ROOT, invoke
+from invoke_cli import ROOT, invoke, refused
 
 from onerank.cli import onerank
 
@@ -31,8 +31,8 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
 
 
 def test_memory_of_an_unknown_gpu_is_an_error(traces):
-    result = invoke(onerank, "memory", traces / "gpu.et", "--target", "H999", code=2)
-    assert 'unknown GPU "H999"' in result.stderr
+    args = ("memory", traces / "gpu.et", "--target", "H999")
+    refused(onerank, *args, error="gpu-unknown", naming='"H999"')
 
 
 def test_energy_and_cost_of_a_captured_step(traces):
@@ -67,9 +67,10 @@ def test_cost_and_energy_of_the_smallest_steps_are_shown_with_digits(traces):
 
 
 def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
-    result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
-    assert "set them with --override tdp_w=WATTS --override idle_w=WATTS" in result.stderr
-    assert "which has no description" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
+    args = ("energy", traces / "gpu.et", "--target", "TPU-v6e")
+    names = ("--override tdp_w=WATTS", "--override idle_w=WATTS")
+    refused(onerank, *args, error="energy-gpu-incomplete", naming=names)
+    refused(onerank, "energy", traces / "cpu.et", error="device-no-description")
 
 
 def test_storage_is_added_as_nodes(traces, tmp_path):
@@ -84,12 +85,18 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
     ]
     assert told["notes"][1].startswith("a checkpoint of 2887999488 bytes every 500 steps at 2 GB/s")
     args = ("-o", out, "--storage-gb-s", 0, "--batch-bytes", 1)
-    result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
-    assert "0.0 is not in the range" in result.stderr
+    refused(
+        *(onerank, "storage", traces / "gpu.et", *args),
+        error="usage-invalid-value",
+        naming="'--storage-gb-s'",
+    )
 
 
 def test_a_checkpoint_every_no_steps_is_an_error_that_tells_the_range(traces, tmp_path):
     args = ("-o", tmp_path / "s.et", "--storage-gb-s", 2, "--checkpoint-every", 0)
-    result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
-    assert "Invalid value for '--checkpoint-every': 0 is not in the range 1<=x<=" in result.stderr
+    refused(
+        *(onerank, "storage", traces / "gpu.et", *args),
+        error="usage-invalid-value",
+        naming=("'--checkpoint-every'", "1<=x<="),
+    )
     assert not (tmp_path / "s.et").exists()

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
 
-from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, ReportingMain
+from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, InvalidValue, ReportingMain
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -48,7 +48,9 @@ class _Integers(click.ParamType[tuple[int, ...] | str]):
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             expected = " or ".join([*self._words, "integers such as 2,4"])
-            self.fail(f"'{value}': expected {expected}", param, ctx)
+            raise InvalidValue(
+                f"'{value}': expected {expected}", param, ctx, code="option-not-integers"
+            ) from None
 
 
 Sections = Mapping[str, Sequence[str]]

@@ -25,6 +25,48 @@ from onerank.cli.terminal import discard_stdout, flush_streams, reserve_standard
 if TYPE_CHECKING:
     from onerank.ir import Graph
 
+
+class UsageError(click.UsageError):
+    """A command was called in a way that makes no sense; `code` is stable, as of other errors."""
+
+    def __init__(self, message: str, ctx: click.Context | None = None, *, code: str) -> None:
+        super().__init__(message, ctx)
+        self.code = code
+
+
+class InvalidValue(click.BadParameter):
+    """The value of an option or argument is refused; `code` is stable, as of other errors."""
+
+    def __init__(
+        self,
+        message: str,
+        param: click.Parameter | None = None,
+        ctx: click.Context | None = None,
+        *,
+        code: str,
+        param_hint: str | None = None,
+    ) -> None:
+        super().__init__(message, ctx, param, param_hint)
+        self.code = code
+
+
+_CLICK_CODES: tuple[tuple[type[click.ClickException], str], ...] = (
+    (click.NoSuchOption, "usage-unknown-option"),
+    (click.MissingParameter, "usage-missing-value"),
+    (click.BadParameter, "usage-invalid-value"),
+    (click.UsageError, "usage-error"),
+    (click.ClickException, "command-error"),
+)
+"""Codes of errors that click itself raises; subclasses come first."""
+
+
+def usage_code(error: click.ClickException) -> str:
+    """Return the stable code of an error in the arguments of a command."""
+    if isinstance(error, UsageError | InvalidValue):
+        return error.code
+    return next(code for kind, code in _CLICK_CODES if isinstance(error, kind))
+
+
 P = ParamSpec("P")
 
 R = TypeVar("R")
@@ -39,7 +81,12 @@ class _Input(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.is_file() and not path.is_dir():
-            self.fail(f"'{path}' is a pipe or a device; expected a file.", param, ctx)
+            raise InvalidValue(
+                f"'{path}' is a pipe or a device; expected a file.",
+                param,
+                ctx,
+                code="input-no-file",
+            )
         return path
 
 
@@ -53,7 +100,12 @@ class _OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not self.dir_okay and str(value).endswith(os.sep):
-            self.fail(f"'{value}' names a directory; name the file to write.", param, ctx)
+            raise InvalidValue(
+                f"'{value}' names a directory; name the file to write.",
+                param,
+                ctx,
+                code="output-is-directory",
+            )
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         parent = path.parent
         if path.exists() and not path.is_file():
@@ -61,13 +113,23 @@ class _OutputFile(click.Path):
         if not self.dir_okay and not parent.exists() and parent.parent.is_dir():
             parent = parent.parent  # `output_files.replacing` creates one missing directory
         if not parent.is_dir():
-            self.fail(f"'{path}': there is no directory '{parent}'; create it first.", param, ctx)
+            raise InvalidValue(
+                f"'{path}': there is no directory '{parent}'; create it first.",
+                param,
+                ctx,
+                code="output-no-directory",
+            )
         try:  # for root, os.access reports /proc and read-only mounts as writable
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:
             why = error.strerror or error
-            self.fail(f"'{path}': '{parent}' is not writable: {why}.", param, ctx)
+            raise InvalidValue(
+                f"'{path}': '{parent}' is not writable: {why}.",
+                param,
+                ctx,
+                code="output-not-writable",
+            ) from None
         return path
 
 
@@ -78,10 +140,11 @@ class _TraceFile(_OutputFile):
         path = super().convert(value, param, ctx)
         if path.suffix != ".et" and (path.is_file() or not path.exists()):
             suggestion = path.with_suffix(".et")
-            self.fail(
+            raise InvalidValue(
                 f"'{path}': the name of a Chakra trace ends in .et, such as '{suggestion}'.",
                 param,
                 ctx,
+                code="output-not-et",
             )
         return path
 
@@ -92,7 +155,9 @@ class _Number(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"'{value}' is not a finite number.", param, ctx)
+            raise InvalidValue(
+                f"'{value}' is not a finite number.", param, ctx, code="number-not-finite"
+            )
         return number
 
 
@@ -164,7 +229,7 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
             say(f"error[{error.code}]: {error}", err=True)
         elif isinstance(error, MemoryError):
             inputs = ", ".join(str(value) for value in _inputs(arguments))
-            say(f"error: this machine has too little memory for {inputs}", err=True)
+            say(f"error[out-of-memory]: this machine has too little memory for {inputs}", err=True)
         else:
             raise
         if isinstance(error, OSError) and not error.filename:
@@ -204,7 +269,8 @@ class ReportingMain(click.Command):
             except click.ClickException as error:
                 text = io.StringIO()
                 error.show(file=text)
-                say(text.getvalue(), err=True, newline=False)
+                coded = text.getvalue().replace("Error: ", f"error[{usage_code(error)}]: ", 1)
+                say(coded, err=True, newline=False)
                 sys.exit(error.exit_code)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -217,7 +283,9 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
     """
     for path in inputs:
         if path is not None and output.exists() and output.samefile(path):
-            raise click.UsageError(f"--output {output} is the input {path}; name another file")
+            raise UsageError(
+                f"--output {output} is the input {path}; name another file", code="output-is-input"
+            )
 
 
 def read_trace(path: Path, *, seen: set[str] | None = None) -> "Graph":

@@ -19,6 +19,7 @@ import click
 
 from onerank.capture.options import SCRIPT, Options
 from onerank.cli.click_options import Command, SectionedCommand, option, with_options
+from onerank.cli.common import UsageError
 from onerank.cli.terminal import visible
 
 
@@ -40,9 +41,10 @@ def script_of(module: str) -> tuple[Path, str]:
             return place.with_suffix(".py"), module
         if (place / "__main__.py").is_file():
             return place / "__main__.py", f"{module}.__main__"
-    raise click.UsageError(
+    raise UsageError(
         f"-m {module}: no such module, or package with a __main__.py, in {directory} or installed; "
-        "expected a name with dots, as in python -m package.train"
+        "expected a name with dots, as in python -m package.train",
+        code="script-no-module",
     )
 
 
@@ -68,10 +70,11 @@ class ScriptCommand(SectionedCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            raise click.UsageError(
+            raise UsageError(
                 f"{error.format_message()}\nA script's own arguments come after --: "
                 f"{ctx.command_path} {script} ... -- {error.option_name} ...",
                 ctx,
+                code="script-arguments-unseparated",
             ) from None
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onerank.cli.click_options import SectionedCommand, headings, option, with_options
-from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, read_trace, reports_errors
+from onerank.cli.common import (
+    TRACE,
+    TRACE_OUTPUT,
+    UsageError,
+    as_json,
+    keep_inputs,
+    read_trace,
+    reports_errors,
+)
 from onerank.cli.terminal import (
     counted,
     counts_of_evidence,
@@ -224,12 +232,15 @@ def _check_explains(options: AnnotateOptions, what_if: dict[str, Any]) -> None:
     """Refuse options that have no effect with --explain."""
     if options.output is not None or options.host_scale != 1:
         refused = "--host-scale" if options.output is None else "--output"
-        raise click.UsageError(f"--explain writes nothing; leave out {refused}")
+        raise UsageError(
+            f"--explain writes nothing; leave out {refused}", code="explain-writes-nothing"
+        )
     as_captured = {None, False, "usual", "as-captured"}
     if not as_captured.issuperset(what_if.values()):
-        raise click.UsageError(
+        raise UsageError(
             "--explain shows the step as captured: leave out --dtype, --kernel, --seq, "
-            "--micro-batch, --fuse, --overlap and --nvlink-active"
+            "--micro-batch, --fuse, --overlap and --nvlink-active",
+            code="explain-with-passes",
         )
 
 
@@ -245,9 +256,10 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
         try:
             figures[name.strip()] = float(value)
         except ValueError:
-            raise click.UsageError(
+            raise UsageError(
                 f"--override {setting}: {value!r} is not a number; write --override "
-                "memory_bandwidth_gb_per_s=6000"
+                "memory_bandwidth_gb_per_s=6000",
+                code="override-not-a-number",
             ) from None
     return figures
 
@@ -280,7 +292,7 @@ class GpusOptions:
 def gpus(options: GpusOptions, as_json: bool) -> None:
     """List the GPU descriptions that ship with onerank."""
     if options.schema and options.check is not None:
-        raise click.UsageError("give --check or --schema, not both")
+        raise UsageError("give --check or --schema, not both", code="gpus-two-forms")
     from onerank.annotate import gpu_names, load_gpu
     from onerank.annotate.gpus.datasheet_estimates import estimate_notes
     from onerank.annotate.gpus.spec_schema import gpu_schema

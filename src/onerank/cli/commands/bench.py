@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onerank.cli.click_options import SectionedGroup, option, with_options
-from onerank.cli.common import INPUT, MINUTES, OUTPUT, TRACE, as_json, keep_inputs, reports_errors
+from onerank.cli.common import (
+    INPUT,
+    MINUTES,
+    OUTPUT,
+    TRACE,
+    UsageError,
+    as_json,
+    keep_inputs,
+    reports_errors,
+)
 from onerank.cli.terminal import advancing, counted, lines, print_json, table
 from onerank.display import time
 
@@ -262,7 +271,9 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     are written every half minute.
     """
     if not traces and options.grid is None:
-        raise click.UsageError("give traces, or --grid training or power, or both")
+        raise UsageError(
+            "give traces, or --grid training or power, or both", code="bench-nothing-to-measure"
+        )
     output, update = options.output, options.update
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database

@@ -14,6 +14,7 @@ from onerank.capture.profiling.window_plan import WindowPlan
 from onerank.cli.click_options import SectionedGroup, headings, option, with_options
 from onerank.cli.common import (
     TRACE_OUTPUT,
+    UsageError,
     as_json,
     ends_despite_threads,
     keep_inputs,
@@ -162,10 +163,11 @@ def _plan_file(job: Options) -> Path | None:
 def _launched_rank() -> int:
     text = os.environ.get("RANK", "")
     if not text.isdecimal():
-        raise click.UsageError(
+        raise UsageError(
             "--record-real-job communicates with the ranks that torchrun launched, and RANK is "
             f"{text!r}: "
-            "torchrun --nproc-per-node N -m onerank capture run --record-real-job ..."
+            "torchrun --nproc-per-node N -m onerank capture run --record-real-job ...",
+            code="real-job-no-rank",
         )
     return int(text)
 
@@ -321,6 +323,6 @@ def _render_verification(verification: "Verification", title: str) -> None:
             table(heading, columns, rows, texts=(0, 6))
     if verification.breaches:
         differing = counted(verification.breaches, "tensor")
-        say(f"error: {differing} differ by more than the tolerance", err=True)
+        say(f"error[verify-differs]: {differing} differ by more than the tolerance", err=True)
     else:
         lines([("verified", "no tensor differs by more than the tolerance")])

@@ -14,6 +14,8 @@ from onerank.cli.common import (
     OUTPUT_OR_DIRECTORY,
     TRACE,
     TRACE_OUTPUT,
+    InvalidValue,
+    UsageError,
     as_json,
     keep_inputs,
     repeat_notes,
@@ -147,15 +149,24 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
     """
     is_model = source is not None and source.suffix == ".onnx"
     if source is not None and options.recordings:
-        raise click.UsageError("give a SOURCE, or --kineto and --et, not both")
+        raise UsageError(
+            "give a SOURCE, or --kineto and --et, not both", code="convert-two-sources"
+        )
     if options.step != "all" and source is not None and not source.is_dir():
-        raise click.UsageError(f"--step is for traces with steps, and {source} has none marked")
+        raise UsageError(
+            f"--step is for traces with steps, and {source} has none marked",
+            code="convert-no-steps",
+        )
     if options.model_options and not is_model:
-        raise click.UsageError(
-            f"{options.model_options[0]} is for a model: SOURCE must be a .onnx file"
+        raise UsageError(
+            f"{options.model_options[0]} is for a model: SOURCE must be a .onnx file",
+            code="convert-model-option",
         )
     if options.repair and (source is None or source.suffix not in (".et", ".json")):
-        raise click.UsageError("--repair is for a Chakra trace: SOURCE must be a .et or .json file")
+        raise UsageError(
+            "--repair is for a Chakra trace: SOURCE must be a .et or .json file",
+            code="convert-repair-source",
+        )
     if source is None:
         _convert_traces(options, as_json=as_json)
     elif is_model:
@@ -164,14 +175,15 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
         _convert_directory(source, options, as_json=as_json)
     # A file of the profiler is no SOURCE; its first bytes decide which option it is for.
     elif hint := _recording_hint(source):
-        raise click.UsageError(hint)
+        raise UsageError(hint, code="convert-recording-option")
     elif source.suffix == ".json":
         _convert_json(source, options, as_json=as_json)
     elif source.suffix == ".et":
         _convert_et(source, source, options, as_json=as_json)
     else:
-        raise click.UsageError(
-            f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces"
+        raise UsageError(
+            f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces",
+            code="convert-unknown-source",
         )
 
 
@@ -195,11 +207,19 @@ def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
     from onerank.converters.sources.kineto import Sources, convert
 
     if options.kineto is None or (options.profile and options.et is None):
-        raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")
+        raise UsageError(
+            "give --kineto, with --et where there is one, or a SOURCE", code="convert-no-kineto"
+        )
     if options.profile and options.step != "all":
-        raise click.UsageError("--profile gives times of whole windows; leave out --step")
+        raise UsageError(
+            "--profile gives times of whole windows; leave out --step",
+            code="convert-profile-and-step",
+        )
     if options.et is not None and options.operators:
-        raise click.UsageError("--operators is for a trace without --et, which keeps them")
+        raise UsageError(
+            "--operators is for a trace without --et, which keeps them",
+            code="convert-operators-and-et",
+        )
     _check_output(options.output, *options.recordings)
     sources = Sources(options.kineto, options.et, options.profile, operators=options.operators)
     graph, report = convert(sources, step=options.step)
@@ -214,7 +234,9 @@ def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) 
         _convert_ranks(source, options, as_json=as_json)
         return
     if options.step != "all":
-        raise click.UsageError("--step is for traces with steps; a capture has one step")
+        raise UsageError(
+            "--step is for traces with steps; a capture has one step", code="convert-no-steps"
+        )
     _check_output(options.output, *source.iterdir())
     graph, report = convert_directory(source)
     _write(graph, report, options.output, as_json=as_json)
@@ -273,7 +295,9 @@ def _check_output(output: Path, *inputs: Path | None) -> None:
     """Refuse a directory, a name that does not end in .et, and the path of an input."""
     # The option's type accepts a directory, for several ranks, so a file is checked here.
     if output.is_dir():
-        raise click.UsageError(f"--output {output} is a directory; name the trace to write")
+        raise UsageError(
+            f"--output {output} is a directory; name the trace to write", code="output-is-directory"
+        )
     keep_inputs(output, *inputs)
     TRACE_OUTPUT.convert(output, None, click.get_current_context())
 
@@ -293,7 +317,10 @@ def _convert_ranks(source: Path, options: ConvertOptions, *, as_json: bool) -> N
 
     output = options.output
     if output.exists() and not output.is_dir():
-        raise click.UsageError(f"--output {output} is a file; {source} holds several ranks' traces")
+        raise UsageError(
+            f"--output {output} is a file; {source} holds several ranks' traces",
+            code="output-is-file",
+        )
     ranks = ranks_in(source, operators=options.operators)
     done = convert_ranks(ranks, output, step=options.step)
     if as_json:
@@ -335,7 +362,9 @@ def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.partition("=")
         if not name or not size.isdecimal():
-            raise click.BadParameter(f"{text!r}: expected NAME=N", param_hint="--size")
+            raise InvalidValue(
+                f"{text!r}: expected NAME=N", param_hint="--size", code="convert-size-malformed"
+            )
         sizes[name] = int(size)
     return sizes
 

@@ -23,6 +23,7 @@ from onerank.cli.common import (
     LATENCY_NS,
     OUTPUT,
     TRACE,
+    InvalidValue,
     as_json,
     keep_inputs,
     read_trace,
@@ -58,7 +59,12 @@ class _Capability(click.ParamType[int]):
         from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
 
         if not re.fullmatch(COMPUTE_CAPABILITY, str(value)):
-            self.fail(f"{value}: expected major.minor, such as 8.6 of an A10", param, ctx)
+            raise InvalidValue(
+                f"{value}: expected major.minor, such as 8.6 of an A10",
+                param,
+                ctx,
+                code="compute-capability-malformed",
+            )
         return int(str(value).replace(".", ""))
 
 

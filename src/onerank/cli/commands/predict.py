@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
-from onerank.cli.common import GB_PER_S, OUTPUT, as_json, keep_inputs, reports_errors
+from onerank.cli.common import GB_PER_S, OUTPUT, UsageError, as_json, keep_inputs, reports_errors
 from onerank.cli.terminal import evidence, print_json, table
 from onerank.display import time
 
@@ -120,7 +120,10 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     }
     path = None if what in OPS else Path(what)
     if path is not None and len(sizes) > 1:  # --no-causal has a value in any case
-        raise click.UsageError("FILE has the sizes: give only --target, --database and --output")
+        raise UsageError(
+            "FILE has the sizes: give only --target, --database and --output",
+            code="predict-file-and-sizes",
+        )
     rows: list[dict[str, Any]] = [{"op": what, **sizes}] if path is None else _read(path)
     if options.output is not None:
         keep_inputs(options.output, path, *options.database)

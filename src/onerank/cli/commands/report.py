@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onerank.cli.click_options import option, with_options
-from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
+from onerank.cli.common import OUTPUT, TRACE, UsageError, keep_inputs, reports_errors
 from onerank.cli.terminal import say, visible_line
 from onerank.display import size, time
 
@@ -65,7 +65,9 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     from onerank.ir.output_files import replace_file
 
     if len(traces) > 2:
-        raise click.UsageError(f"{len(traces)} traces given; a report shows one or two")
+        raise UsageError(
+            f"{len(traces)} traces given; a report shows one or two", code="report-trace-count"
+        )
     keep_inputs(options.output, *traces)
     library = plotly_js()  # first, so that a missing Plotly is reported at once
     figures: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from onerank.cli.common import (
     GB_PER_S,
     OUTPUT,
     TRACE,
+    UsageError,
     as_json,
     keep_inputs,
     read_trace,
@@ -52,7 +53,7 @@ def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     from onerank.cli.summary_tables import render_summary
 
     if options.text and options.granularity:
-        raise click.UsageError("give --text or --granularity, not both")
+        raise UsageError("give --text or --granularity, not both", code="show-two-forms")
 
     graph = _read_even_broken(trace)
     if options.text:
