@@ -55,7 +55,7 @@ def test_every_error_has_a_code():
 
 
 def test_errors_of_click_are_raised_with_a_code():
-    """`UsageError` and `InvalidValue` of the command line have one; click's own classes have not."""
+    """Ours, `UsageError` and `InvalidValue`, have a code; click's own classes have none."""
     refusals = ("click.UsageError", "click.BadParameter", "click.ClickException", "self.fail")
     assert [place for place, node in calls() if ast.unparse(node.func) in refusals] == []
 
