@@ -1,7 +1,7 @@
 """Options of a capture, each declared once: for Python, the command line and its reference page.
 
 A field made by `_option` is also an option of `capture run` and `capture verify`. Its metadata is
-plain data, which `onerank.cli.click_options` turns into click's terms. This module imports neither
+plain data, which `onerank.cli.dataclass_to_click` turns into click's terms. This module imports neither
 click nor torch, because the command line reads the declarations to print help.
 """
 
@@ -41,7 +41,7 @@ def _option(
     default: Any,
     **settings: Any,
 ) -> Any:
-    """Return a field that is an option; arguments as for `onerank.cli.click_options.option`."""
+    """Return a field that is an option; arguments as for `onerank.cli.dataclass_to_click.option`."""
     spec = {"help": help, "names": names, "heading": heading, **settings}
     return field(default=default, metadata=spec)
 

@@ -12,8 +12,8 @@ from raised import raises_code
 import onerank
 from onerank.analysis import predict_ops
 from onerank.annotate import recost
-from onerank.cli.click_options import choices
 from onerank.cli.commands.predict import PredictOptions
+from onerank.cli.dataclass_to_click import choices
 from onerank.cli.main import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph

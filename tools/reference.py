@@ -32,10 +32,10 @@ from onerank.annotate.memory.memory_report import MemoryReport
 from onerank.capture.bench.gpu_limits import Microbenchmarks
 from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
-from onerank.cli.click_options import SectionedCommand, SectionedGroup
 from onerank.cli.commands.bench import Benched, Described, Merged, StoredOperator
 from onerank.cli.commands.coarsen_storage import StorageAdded
 from onerank.cli.commands.convert import EtConverted, JsonConverted
+from onerank.cli.dataclass_to_click import SectionedCommand, SectionedGroup
 from onerank.converters.sources.kineto import Conversion
 from onerank.converters.sources.kineto.rank_directory import Converted
 from onerank.converters.sources.onnx import OnnxConversion

@@ -9,8 +9,8 @@ from invoke_cli import GPU_NS, TRACES, invoke, refused
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank
-from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions, default_output
+from onerank.cli.dataclass_to_click import choices
 
 
 def test_annotate_names_its_output_after_the_target(traces):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from reference import DIRECTORY, PAGES, PRINTED, leaf_commands  # noqa: E402
 
 from onerank.cli import onerank  # noqa: E402
-from onerank.cli.click_options import SectionedGroup  # noqa: E402
+from onerank.cli.dataclass_to_click import SectionedGroup  # noqa: E402
 from onerank.ir.chakra.attributes import FIELDS  # noqa: E402
 
 

@@ -3,7 +3,7 @@
 import click
 
 from onerank import __version__
-from onerank.cli.click_options import SectionedGroup
+from onerank.cli.dataclass_to_click import SectionedGroup
 
 SECTIONS = {
     "Make a trace": {

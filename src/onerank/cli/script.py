@@ -18,8 +18,8 @@ from typing import Any, TextIO
 import click
 
 from onerank.capture.options import SCRIPT, Options
-from onerank.cli.click_options import Command, SectionedCommand, option, with_options
 from onerank.cli.common import UsageError
+from onerank.cli.dataclass_to_click import Command, SectionedCommand, option, with_options
 from onerank.cli.terminal import visible
 
 

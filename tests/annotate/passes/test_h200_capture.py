@@ -21,8 +21,8 @@ from onerank.annotate.passes.overlap import SerializeOverlap
 from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, Sizing, parse_change
-from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions, annotate
+from onerank.cli.dataclass_to_click import choices
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Compilation,

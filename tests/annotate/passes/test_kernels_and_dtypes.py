@@ -11,8 +11,8 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.change_dtype import DTYPES
 from onerank.annotate.passes.pass_options import parse_kernels
-from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions, annotate
+from onerank.cli.dataclass_to_click import choices
 from onerank.ir import Evidence
 
 BF16 = "Tensor(c10::BFloat16)"

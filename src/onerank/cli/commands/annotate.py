@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.click_options import SectionedCommand, headings, option, with_options
 from onerank.cli.common import (
     TRACE,
     TRACE_OUTPUT,
@@ -18,6 +17,7 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import (
     counted,
     counts_of_evidence,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.click_options import SectionedGroup, option, with_options
 from onerank.cli.common import (
     INPUT,
     MINUTES,
@@ -21,6 +20,7 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import SectionedGroup, option, with_options
 from onerank.cli.terminal import advancing, counted, lines, print_json, table
 from onerank.display import time
 

@@ -11,7 +11,6 @@ import click
 
 from onerank.capture.options import OUTPUT, Options, SeveralCaptures
 from onerank.capture.profiling.window_plan import WindowPlan
-from onerank.cli.click_options import SectionedGroup, headings, option, with_options
 from onerank.cli.common import (
     TRACE_OUTPUT,
     UsageError,
@@ -20,6 +19,7 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import SectionedGroup, headings, option, with_options
 from onerank.cli.script import ScriptCommand, ScriptOptions, job_options, script_streams
 from onerank.cli.terminal import counted, lines, print_json, say, table
 from onerank.display import size, time

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from onerank.cli.click_options import option, with_options
 from onerank.cli.common import (
     BYTES,
     GB_PER_S,
@@ -18,6 +17,7 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import option, with_options
 from onerank.cli.terminal import lines, print_json
 from onerank.display import size, time
 

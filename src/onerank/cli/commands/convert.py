@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onerank.cli.click_options import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.common import (
     INPUT_OR_DIRECTORY,
     OUTPUT_OR_DIRECTORY,
@@ -21,6 +20,7 @@ from onerank.cli.common import (
     repeat_notes,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, option, with_options
 from onerank.cli.terminal import lines, print_json, say
 from onerank.display import size, time
 

@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onerank.cli.click_options import (
-    SIZE,
-    SectionedCommand,
-    SectionedGroup,
-    headings,
-    option,
-    with_options,
-)
 from onerank.cli.common import (
     GB_PER_S,
     INPUT_OR_DIRECTORY,
@@ -28,6 +20,14 @@ from onerank.cli.common import (
     keep_inputs,
     read_trace,
     reports_errors,
+)
+from onerank.cli.dataclass_to_click import (
+    SIZE,
+    SectionedCommand,
+    SectionedGroup,
+    headings,
+    option,
+    with_options,
 )
 from onerank.cli.terminal import counted, counting_files, lines, print_json, rank_list, say, table
 from onerank.display import size, time

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onerank.cli.click_options import option, with_options
 from onerank.cli.common import OUTPUT, TRACE, UsageError, keep_inputs, reports_errors
+from onerank.cli.dataclass_to_click import option, with_options
 from onerank.cli.terminal import say, visible_line
 from onerank.display import size, time
 

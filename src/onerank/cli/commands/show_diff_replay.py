@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onerank.cli.click_options import option, with_options
 from onerank.cli.common import (
     GB_PER_S,
     OUTPUT,
@@ -18,6 +17,7 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
+from onerank.cli.dataclass_to_click import option, with_options
 from onerank.cli.terminal import MODULE_ROWS, counted, lines, print_json, say, short_kernel, table
 from onerank.display import flops, size, time
 from onerank.export import Granularity

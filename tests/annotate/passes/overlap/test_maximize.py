@@ -12,8 +12,8 @@ from raised import raises_code
 from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
-from onerank.cli.click_options import choices
 from onerank.cli.commands.annotate import AnnotateOptions
+from onerank.cli.dataclass_to_click import choices
 from onerank.ir import (
     Collective,
     Device,
