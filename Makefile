@@ -24,7 +24,7 @@ tests: setup
 
 # The generated pages of docs/reference: commands, JSON output, trace attributes.
 reference: setup
-	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/generate_reference.py
 
 # The documentation site, in build/site. A broken link or anchor fails the build.
 docs: setup

@@ -1,8 +1,8 @@
 """Options of a capture, each declared once: for Python, the command line and its reference page.
 
 A field made by `_option` is also an option of `capture run` and `capture verify`. Its metadata is
-plain data, which `onerank.cli.dataclass_to_click` turns into click's terms. This module imports neither
-click nor torch, because the command line reads the declarations to print help.
+plain data, which `onerank.cli.dataclass_to_click` turns into click's terms. This module imports
+neither click nor torch, because the command line reads the declarations to print help.
 """
 
 import math
@@ -41,7 +41,7 @@ def _option(
     default: Any,
     **settings: Any,
 ) -> Any:
-    """Return a field that is an option; arguments as for `onerank.cli.dataclass_to_click.option`."""
+    """Return a field that is an option; arguments as for `option` in `dataclass_to_click`."""
     spec = {"help": help, "names": names, "heading": heading, **settings}
     return field(default=default, metadata=spec)
 

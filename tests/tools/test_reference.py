@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from reference import DIRECTORY, PAGES, PRINTED, leaf_commands  # noqa: E402
+from generate_reference import DIRECTORY, PAGES, PRINTED, leaf_commands  # noqa: E402
 
 from onerank.cli import onerank  # noqa: E402
 from onerank.cli.dataclass_to_click import SectionedGroup  # noqa: E402
@@ -25,7 +25,7 @@ def _options(command: click.Command) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_up_to_date(page: Path):
-    assert page.read_text() == PAGES[page](), "run: python tools/reference.py"
+    assert page.read_text() == PAGES[page](), "run: python tools/generate_reference.py"
 
 
 def test_every_field_of_the_json_is_described():

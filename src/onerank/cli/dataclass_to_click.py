@@ -4,7 +4,7 @@ The options of a command are the fields of a frozen dataclass. The field's name 
 (`tp_style` is `--tp-style`), its type is the type in Python, and a field without a default is a
 required option. Its metadata holds what the command line adds: help, heading, range. `with_options`
 adds the options to a command, which receives an instance of the dataclass. `headings` groups them
-for help, and `tools/reference.py` writes the reference page from them.
+for help, and `tools/generate_reference.py` writes the reference page from them.
 
 The dataclass stands where it is used. The options of a capture are declared in
 `onerank.capture.options`, which does not import click; their metadata is plain data with the names

@@ -1,8 +1,8 @@
 """Write the pages of docs/reference that are made from the code.
 
 `cli.md` has every command and option, `json.md` the fields of `--json`, `traces.md` the attributes
-of a trace. `python tools/reference.py` writes the pages. With `--check` it writes nothing, and
-exits with code 1 if a page is out of date.
+of a trace. `python tools/generate_reference.py` writes the pages. With `--check` it writes nothing,
+and exits with code 1 if a page is out of date.
 """
 
 import ast
@@ -55,7 +55,7 @@ DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 
 _COMMAND_HEADER = """# Command reference
 
-`tools/reference.py` writes this page from the declarations of the commands; do not edit it.
+`tools/generate_reference.py` writes this page from the commands' declarations; do not edit it.
 `capture` and `annotate` are also installed as separate commands.
 """
 
@@ -186,7 +186,7 @@ UNITS = {
 
 _JSON_HEADER = """# JSON output
 
-`tools/reference.py` writes this page from the record classes; do not edit it.
+`tools/generate_reference.py` writes this page from the record classes; do not edit it.
 
 A command with `--json` prints one record or a list of records. The functions of
 [the Python API](python.md) return the same records. Sizes are powers of ten; a field's name ends
@@ -306,7 +306,7 @@ def _container_type(origin: type, members: Sequence[Any], nested: dict[str, type
 
 _TRACE_HEADER = f"""# Trace attributes
 
-`tools/reference.py` writes this page from the code that writes traces; do not edit it.
+`tools/generate_reference.py` writes this page from the code that writes traces; do not edit it.
 
 A trace is a Chakra `.et` file: length-prefixed protobuf messages, first the metadata, then the
 nodes in the order of their ids. Chakra's times are whole microseconds; the attributes `start_ns`
@@ -401,7 +401,7 @@ def main() -> None:
         if "--check" not in sys.argv[1:]:
             page.write_text(reference())
         elif page.read_text() != reference():
-            sys.exit(f"{page} is out of date: run python tools/reference.py")
+            sys.exit(f"{page} is out of date: run python tools/generate_reference.py")
 
 
 if __name__ == "__main__":
