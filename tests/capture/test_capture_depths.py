@@ -462,6 +462,6 @@ def test_a_failure_at_one_depth_names_it_and_writes_nothing(tmp_path):
     out = tmp_path / "trace.et"
     done = run_command("capture", "run", script, "--capture-layers", "1,3", *more, "-o", out)
     assert done.returncode == 2
-    assert "raised AssertionError after 0 optimizer steps: one is too few" in done.stderr
-    assert "at 1 layer: " in done.stderr
+    assert "error[script-raised]: at 1 layer: " in done.stderr
+    assert "AssertionError after 0 optimizer steps: one is too few" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]

@@ -170,46 +170,53 @@ FAILURES = {
         LOOP,
         ["--tp", "4"],
         [
-            "no model was sliced",
-            "leave the sizes out",
-            "Linear has no tensor-parallel plan",
+            "error[nothing-parallel]",
+            "Linear",
             'model = "Linear"\n[modules]\n',
         ],
     ),
     "raises": (
         LOOP + "        if step == 2: raise ValueError('bad batch')\n",
         [],
-        ["train.py raised ValueError after 3 optimizer steps: bad batch", 'train.py", line 9'],
+        [
+            "error[script-raised]",
+            "ValueError after 3 optimizer steps: bad batch",
+            'train.py", line 9',
+        ],
     ),
     "exits": (
         LOOP + "        if step == 1: __import__('sys').exit(3)\n",
         [],
-        ["sys.exit(3) after 2 optimizer steps; a capture needs at least 14", "train.py line 9"],
+        ["error[script-exited]", "sys.exit(3) after 2 optimizer steps", "14", "train.py line 9"],
     ),
     "exits before it trains": (
         "import argparse\nargparse.ArgumentParser().parse_args()",
         ["--", "--lr", "4"],
         [
             "unrecognized arguments: --lr 4",
-            "train.py line 2 (argparse.ArgumentParser().parse_args()) called sys.exit(2) after 0",
-            "its arguments, after --, were --lr 4",
+            "error[script-exited]: train.py line 2 (argparse.ArgumentParser().parse_args())",
+            "sys.exit(2) after 0",
         ],
     ),
-    "never steps": ("print('hello')", [], ["ended without an optimizer step"]),
+    "never steps": ("print('hello')", [], ["error[script-no-step]"]),
     "too few steps": (
         LOOP.replace("50", "4"),
         [],
         ["error[script-too-few-steps]", "4 optimizer steps", "at least 14", "--warm-up"],
     ),
-    "syntax": ("def (:", [], ["SyntaxError"]),
+    "syntax": ("def (:", [], ["error[script-raised]", "SyntaxError"]),
     "rank out of range": (
         LOOP,
         ["--tp", "4", "--rank", "4"],
-        ["--rank 4: the world has tp 4 = 4 ranks; expected 0 to 3"],
+        ["error[rank-out-of-range]", "--rank 4", "tp 4 = 4", "0 to 3"],
     ),
-    "world that does not factor": (LOOP, ["--dp", "4", "--ep", "3"], ["4", "3", "must divide"]),
+    "world that does not factor": (
+        LOOP,
+        ["--dp", "4", "--ep", "3"],
+        ["error[world-ep-indivisible]", "--ep 3"],
+    ),
     "sequence of one rank": (LOOP, ["--sp"], ["error[sp-unused]", "1 rank"]),
-    "mistyped option": (LOOP, ["--tpp", "4"], ["No such option"]),
+    "mistyped option": (LOOP, ["--tpp", "4"], ["error[script-arguments-unseparated]", "--tpp"]),
 }
 
 
@@ -229,7 +236,8 @@ def test_failures_say_what_to_do_and_write_nothing(tmp_path, case):
 def test_sizes_that_do_not_divide(tmp_path):
     done = run_afresh(EXAMPLE, "--tp", "3", "-o", tmp_path / "t.et", "--", *TINY)
     assert done.returncode == 2
-    assert "--tp 3 must divide the model's 8 attention heads (8 = 3 x 2 + 2)" in done.stderr
+    assert "error[tp-indivisible-heads]" in done.stderr
+    assert "(8 = 3 x 2 + 2)" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -239,7 +247,7 @@ def test_a_filled_directory_for_the_raw_traces_is_refused_before_the_script_runs
     (tmp_path / "raw" / "mine.txt").write_text("kept")
     done = run(path, "-o", tmp_path / "t.et", "--raw-dir", tmp_path / "raw")
     assert done.returncode == 2
-    assert "the directory is not empty" in done.stderr
+    assert "error[raw-directory-not-empty]" in done.stderr
     assert "the script ran" not in done.stderr
     assert (tmp_path / "raw" / "mine.txt").read_text() == "kept"
 

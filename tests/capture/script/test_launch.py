@@ -40,7 +40,7 @@ def test_a_module_runs_by_its_name_with_imports_from_here(tmp_path, monkeypatch)
     assert [node.name for node in read("t.et") if node.kind.is_communication] == ["all_reduce"]
     missed = run_command("capture", "run", "-m", "jobs.llm.trian", *short)
     assert missed.returncode == 2
-    assert "-m jobs.llm.trian: no such module" in missed.stderr
+    assert "error[script-no-module]: -m jobs.llm.trian" in missed.stderr
 
 
 def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path):
@@ -142,8 +142,10 @@ def test_arguments_of_the_script_come_after_two_dashes(tmp_path):
     path.write_text("import sys\nassert sys.argv[1:] == ['--lr', '3']\nsys.exit(7)\n")
     refused = run_command("capture", "run", path, "-o", tmp_path / "t.et", "--lr", "3")
     assert refused.returncode == 2
+    assert "error[script-arguments-unseparated]" in refused.stderr
     assert f"capture run {path} ... -- --lr ..." in refused.stderr
     ran = run_command("capture", "run", path, "-o", tmp_path / "t.et", "--", "--lr", "3")
+    assert "error[script-exited]" in ran.stderr
     assert "sys.exit(7)" in ran.stderr
 
 
@@ -163,6 +165,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_script_runs(tmp_
     path.write_text("print('the script ran')\n")
     done = run_command("capture", "run", path, "-o", "/proc/a.et")  # root may write, says access(2)
     assert done.returncode == 2
+    assert "error[output-not-writable]" in done.stderr
     assert "/proc" in done.stderr
     assert "the script ran" not in done.stdout + done.stderr
 
