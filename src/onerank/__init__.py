@@ -187,8 +187,7 @@ def recost(
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate import recost as annotate_recost
     from onerank.annotate.hosts.host import load_host
-    from onerank.annotate.passes.host_scaling import scale_host
-    from onerank.annotate.passes.host_time import with_host
+    from onerank.annotate.passes.host_time import scale_host, with_host
     from onerank.annotate.passes.pass_options import parse_kernels, parse_sizes
 
     passes = PassOptions(

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from raised import raises_code
 
 from onerank.analysis.step_time import replay, with_communication
-from onerank.annotate.passes.host_scaling import scale_host
+from onerank.annotate.passes.host_time import scale_host
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from onerank import read
 from onerank.analysis.step_time import Replay, replay
-from onerank.annotate.passes.host_scaling import scale_host
+from onerank.annotate.passes.host_time import scale_host
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead

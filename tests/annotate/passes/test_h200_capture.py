@@ -16,7 +16,7 @@ from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
 from onerank.annotate.passes.fuse_kernels import CHOICES, FuseChains
-from onerank.annotate.passes.host_scaling import scale_host
+from onerank.annotate.passes.host_time import scale_host
 from onerank.annotate.passes.overlap import SerializeOverlap
 from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize

@@ -174,7 +174,9 @@ def test_a_rank_that_names_another_ranks_group_is_read_whole(
     findings = check(workload(files))
     assert read_whole == ["w.0.et", "w.9.et"]
     assert (findings[0].rule, findings[0].file) == ("group-member", "w.9.et")
-    assert findings[0].message.startswith("node 0 ('coll-0') of rank 9 runs on group 1")
+    assert findings[0].node == 0
+    assert "rank 9" in findings[0].message
+    assert "group 1" in findings[0].message
 
 
 class TestFaultsOfAllRanks:
@@ -190,9 +192,7 @@ class TestFaultsOfAllRanks:
         (finding,) = check(workload(replicated(lines)))
         assert read_whole == ["w.0.et"]
         assert (finding.rule, finding.file) == ("host-node", "w.0.et")
-        assert finding.message.endswith(
-            " and 94 more files, which differ only in groups and peers)"
-        )
+        assert "94 more files" in finding.message
 
     def test_of_their_groups(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [[(0, "coll comm_type=0 comm_size=64 pg_name=1", ())]] * RANKS
@@ -200,7 +200,7 @@ class TestFaultsOfAllRanks:
         (finding,) = check(workload(replicated(lines) | missing))
         assert read_whole == ["w.0.et"]
         assert finding.rule == "group-unknown"
-        assert finding.message.startswith("node 0 ('coll-0') has pg_name '1' and there is no")
+        assert "node 0 ('coll-0') has pg_name '1'" in finding.message
 
     def test_of_the_structure(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
         lines: list[list[Line]] = [

@@ -60,7 +60,7 @@ def test_one_cause_at_many_nodes_is_one_finding(workload: Callable[..., Path]) -
     chain = "".join(f"{n} load\n" for n in range(40))
     (finding,) = check(workload({"w.0.et": chain, "w.1.et": "0 comp"}))
     assert finding.node == 0
-    assert finding.message.endswith("leave memory nodes out (39 more in this file)")
+    assert "39 more" in finding.message
 
 
 def test_a_rank_waiting_behind_a_fault_is_not_reported(workload: Callable[..., Path]) -> None:

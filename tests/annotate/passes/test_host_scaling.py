@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.passes.host_scaling import scale_host
+from onerank.annotate.passes.host_time import scale_host
 from onerank.ir import Evidence, Kind
 
 
