@@ -1,0 +1,55 @@
+"""Options that exclude each other, and sources that a command does not read: refused by a code."""
+
+import os
+
+import pytest
+from invoke_cli import TRACES, refused
+
+from onerank.cli import onerank
+
+RAW = TRACES / "cpu-llama-2l-tp4"
+KINETO, ET = RAW / "profile.json.gz", RAW / "et.json.gz"
+H100 = ("--target", "H100")
+
+REFUSED = {
+    ("convert", RAW, "--kineto", KINETO, "-o", "t.et"): "convert-two-sources",
+    ("convert", "gpu.et", "--max-bytes", 9, "-o", "t.et"): "usage-unknown-option",
+    ("convert", "gpu.et", "--size", "batch=4", "-o", "t.et"): "convert-model-option",
+    ("convert", RAW, "--repair", "-o", "t.et"): "convert-repair-source",
+    ("convert", "notes.txt", "-o", "t.et"): "convert-unknown-source",
+    ("convert", "--et", ET, "-o", "t.et"): "convert-no-kineto",
+    (
+        *("convert", "--kineto", KINETO, "--et", ET, "--profile", KINETO),
+        *("--step", 1, "-o", "t.et"),
+    ): "convert-profile-and-step",
+    (
+        *("convert", "--kineto", KINETO, "--et", ET, "--operators"),
+        *("-o", "t.et"),
+    ): "convert-operators-and-et",
+    ("convert", "model.onnx", "--size", "batch", "-o", "t.et"): "convert-size-malformed",
+    ("annotate", *H100, "--explain", 139, "--fuse", "elementwise", "gpu.et"): "explain-with-passes",
+    ("show", "gpu.et", "--text", "--granularity", "layer"): "show-two-forms",
+    ("show", "pipe"): "input-no-file",
+    ("report", "gpu.et", "gpu.et", "gpu.et", "-o", "r.html"): "report-trace-count",
+    ("predict", "rows.csv", *H100, "--m", 8): "predict-file-and-sizes",
+    ("export", "goal", "gpu.et", "-o", "g", "--schedule", "1f1b"): "export-schedule-micro-batches",
+    ("export", "goal", "gpu.et", "-o", "g", "--micro-batches", 4): "export-micro-batches-schedule",
+    ("export", "astra-sim", "gpu.et", "-o", "."): "export-input-in-output",
+    (
+        *("capture", "run", "train.py", "--device", "none", "--like", "H100"),
+        *("--compile", "-o", "t.et"),
+    ): "no-device-compile",
+}
+
+
+@pytest.mark.parametrize(("args", "error"), REFUSED.items(), ids=REFUSED.values())
+def test_is_refused_and_nothing_is_written(args, error, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpu.et").write_bytes((traces / "gpu.et").read_bytes())
+    for name in ("notes.txt", "model.onnx", "rows.csv"):
+        (tmp_path / name).write_text("op\ngemm\n")
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    refused(onerank, *args, error=error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
