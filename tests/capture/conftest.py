@@ -1,21 +1,12 @@
 """A recorder for the tests of what runs on it."""
 
-import gc
 import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from onerank.capture.fake_world.recorder import Recorder
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _memory_of_tests_before() -> None:
-    """Free what modules before left on the GPU, which would be freed within a measured step."""
-    if torch.cuda.is_available():
-        gc.collect()
 
 
 @pytest.fixture
