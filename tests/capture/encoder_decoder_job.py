@@ -15,11 +15,11 @@ SHAPE = {
 QUIET = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
-def encoder_decoder(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def encoder_decoder(kind: str, layers: int = 2) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     ids = torch.randint(3, 64, (2, 16))
     labels = torch.cat([ids[:, 5:12], torch.full((2, 1), -100)], dim=1)
-    each = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    each = {"layers": layers, "attention_heads": 4, "ffn_dim": 64}
     shape = {f"{part}_{key}": each[key] for part in ("encoder", "decoder") for key in each}
     shape = {**SHAPE, **shape, **QUIET, "d_model": 32, "decoder_start_token_id": 1}
     if kind == "Whisper":
@@ -36,7 +36,7 @@ def encoder_decoder(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
         return one, batch
     gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, **(gated if kind == "MT5" else {}),
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4,
+        dropout_rate=0.0, decoder_start_token_id=0, **(gated if kind == "MT5" else {}),
     )  # fmt: skip
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config), batch

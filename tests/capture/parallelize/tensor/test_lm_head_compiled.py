@@ -49,7 +49,7 @@ PLAN = ShardingPlan("Model", {name: ModuleRule(style) for name, style in STYLES.
 
 def build_case(kind: str) -> tuple[Any, dict[str, Any], ShardingPlan | None]:
     if kind not in LOSSES:
-        return (*encoder_decoder(kind), None)
+        return (*encoder_decoder(kind, layers=1), None)
     torch.manual_seed(0)
     model, generator = Model(kind), torch.Generator().manual_seed(1)
     words, targets = (torch.randint(low, WORDS, (TOKENS,), generator=generator) for low in (0, -1))
@@ -140,7 +140,7 @@ def test_logits_read_in_addition_to_the_loss_are_gathered_on_use(kind):
     torch.compiler.reset()
     torch.manual_seed(0)
     if kind == "T5":
-        model, batch = encoder_decoder("T5")
+        model, batch = encoder_decoder("T5", layers=1)
     else:
         config = transformers.LlamaConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
