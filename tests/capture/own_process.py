@@ -1,4 +1,4 @@
-"""Commands of ours in a process of their own, on the CPU.
+"""Commands of ours and Python code in a separate process, on the CPU.
 
 The process is forked from one that has imported what a capture needs and done nothing else: a fresh
 interpreter takes seconds for that. What a user calls, a fresh one, is in `test_run`.
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
@@ -33,40 +33,70 @@ def run_command(
     With `forks`, the command forks where it would start a fresh interpreter (`run_isolated`), so
     each of its runs saves the seconds in which torch and transformers are imported.
     """
-    given = [str(arg) for arg in args]
+    return _run_forked(functools.partial(_command, forks), [str(arg) for arg in args], environment)
+
+
+def run_code(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGS` and return its exit code and what it printed."""
+    return _run_forked(functools.partial(_code, code), [str(arg) for arg in args], None)
+
+
+def _run_forked(
+    target: Callable[[list[str]], None], args: list[str], environment: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as directory:
         printed = [Path(directory, name) for name in ("out", "err")]
         variables = {**os.environ, **CPU_ONLY, **_QUIET, **(environment or {})}
-        call = (given, variables, os.getcwd(), printed, forks)
-        process = _server().Process(target=_act, args=call)
+        call = (target, args, variables, os.getcwd(), printed)
+        process = forkserver_context().Process(target=_act, args=call)
         process.start()
         process.join(_TIMEOUT_S)
         if process.exitcode is None:
             process.kill()
-            raise TimeoutError(f"{given} took more than {_TIMEOUT_S} s")
+            raise TimeoutError(f"{args} took more than {_TIMEOUT_S} s")
         texts = [path.read_text(errors="replace") for path in printed]
-        return subprocess.CompletedProcess(given, process.exitcode, *texts)
+        return subprocess.CompletedProcess(args, process.exitcode, *texts)
 
 
 @functools.cache
-def _server() -> Any:
+def forkserver_context() -> Any:
+    """Return the start method whose server has imported what commands and ranks of tests need.
+
+    A process has one such server, so all tests share the list of modules.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
             "torch._dynamo",
+            "torch._functorch.aot_autograd",
+            "torch.distributed.fsdp",
             "transformers.models.llama.modeling_llama",
             "transformers.models.mixtral.modeling_mixtral",
+            "onerank.annotate",
             "onerank.capture.capture_script",
+            "onerank.capture.isolated_capture",
+            "onerank.capture.verify.slice_check",
+            "onerank.cli.commands.annotate",
             "onerank.cli.commands.capture",
+            "onerank.cli.commands.convert",
+            "onerank.cli.commands.show_diff_replay",
+            "rich.console",
+            "indexed_bindings",
         ]
     )
-    with mock.patch.dict(os.environ, {**CPU_ONLY, **_QUIET}):
+    path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    with mock.patch.dict(os.environ, {**CPU_ONLY, **_QUIET, **variables}):
         forkserver.ensure_running()
     return context
 
 
 def _act(
-    args: list[str], environment: dict[str, str], place: str, printed: list[Path], forks: bool
+    target: Callable[[list[str]], None],
+    args: list[str],
+    environment: dict[str, str],
+    place: str,
+    printed: list[Path],
 ) -> None:
     gc.freeze()  # what was imported: a collection would copy the pages that it lies in
     os.environ.clear()
@@ -76,6 +106,15 @@ def _act(
     for number, path in enumerate(printed, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
+    target(args)
+
+
+def _code(code: str, args: list[str]) -> None:
+    sys.argv = ["-c", *args]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _command(forks: bool, args: list[str]) -> None:
     from onerank.capture import isolation
     from onerank.cli import onerank
 

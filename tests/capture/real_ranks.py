@@ -2,12 +2,12 @@
 
 import gc
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from own_process import forkserver_context
 from torch import multiprocessing
 
 
@@ -16,12 +16,7 @@ def run_ranks(act: Callable[[int, Any], None], size: int) -> dict[Any, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    heavy = [m for m in sys.modules if m.startswith("transformers.models.") and "modeling" in m]
-    context.set_forkserver_preload(
-        ["onerank.capture.parallelize.shard_model", *heavy]
-    )  # once, not on each rank
-    with context.Manager() as manager:
+    with forkserver_context().Manager() as manager:
         results = manager.dict()
         multiprocessing.start_processes(
             _one_rank, args=(act, size, port, results), nprocs=size, start_method="forkserver"

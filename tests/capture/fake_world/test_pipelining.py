@@ -1,15 +1,12 @@
 """torch.distributed.pipelining as any rank: the neighbours, run up to there, tell shapes."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from own_process import CPU_ONLY, run_command
+from own_process import run_code, run_command
 from torch.distributed.pipelining import stage
 
 import onerank
@@ -133,14 +130,7 @@ def write(directory: Path, steps: int) -> Path:
 def exchanged(tmp_path_factory):
     """What a step communicates, by schedule and rank."""
     script = write(tmp_path_factory.mktemp("pipelining"), steps=2)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ALL_RANKS), script, *SCHEDULES],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **CPU_ONLY},
-    )
+    done = run_code(textwrap.dedent(ALL_RANKS), script, *SCHEDULES)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
     return {(schedule, rank): counts for schedule, rank, counts in lines}

@@ -1,9 +1,9 @@
 """Torch's C++ code in a process whose GPU is emulated."""
 
-import subprocess
 import sys
 
 import pytest
+from own_process import run_code
 
 DDP_ON_A_CPU = """
 import os, sys, torch
@@ -31,7 +31,5 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has CUDA builds")
 @pytest.mark.parametrize(("timer", "printed"), [("with", "True"), ("without", "no timer")])
 def test_the_timer_of_ddp_is_removed(timer, printed):
-    done = subprocess.run(
-        [sys.executable, "-c", DDP_ON_A_CPU, timer], capture_output=True, text=True, check=False
-    )
+    done = run_code(DDP_ON_A_CPU, timer)
     assert done.stdout.strip() == printed, done.stderr
