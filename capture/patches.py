@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import sys
+import sysconfig
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -706,16 +707,65 @@ def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
             setattr(owner, name, original)
 
 
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+_originals: dict[int, object] = {}  # functions of libraries that `rebound` replaces, by identity
+_rebindable: set[int] = set()  # identities of these functions and of what replaces them now
+_bindings: dict[str, tuple[int, int, list[str]]] = {}
+"""Module of a library -> identity and size of its namespace, names bound to such functions."""
+
+
+def index_bindings() -> None:
+    """Find the names in imported modules that are bound to functions that `rebound` replaces.
+
+    A process that forks calls this first. The search changes the reference count of every object in
+    a module, so in each fork it would copy the memory of all modules: 0.1 s of CPU.
+    """
+    _bindings.clear()
+    for patch in PATCHES:
+        owner = sys.modules.get(patch.owner)
+        for name in patch.names if patch.everywhere and owner is not None else ():
+            function = getattr(owner, name, None)
+            if id(function) not in _rebindable:
+                _originals[id(function)] = function
+                _rebindable.add(id(function))
+    for name, module in list(sys.modules.items()):
+        _bound_names(name, module)
+
+
+def _bound_names(module_name: str, module: Any) -> list[str]:
+    """Return the names of a module that may be bound to functions that `rebound` replaces."""
+    namespace: dict[str, object] = getattr(module, "__dict__", {})
+    state = id(namespace), len(namespace)
+    known = _bindings.get(module_name)
+    if known is not None and known[:2] == state:
+        return known[2]
+    names = [name for name, value in list(namespace.items()) if id(value) in _rebindable]
+    # A library binds what it imports once: its namespace grows, or stays as it is. A module of the
+    # user may bind an existing name anew, so it is searched each time.
+    file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
+    is_library = isinstance(file, str) and file.startswith(_LIBRARIES)
+    if is_library and not getattr(spec, "_initializing", False):
+        _bindings[module_name] = (*state, names)
+    return names
+
+
 def _rebind(old: list[Any], new: list[Any]) -> None:
     """Swap values of module attributes everywhere: `from torch.distributed import ...` copies."""
     swaps = {id(before): after for before, after in zip(old, new, strict=True)}
-    for module in list(sys.modules.values()):
-        names: dict[str, object] = getattr(module, "__dict__", {})
-        if swaps.keys().isdisjoint(map(id, list(names.values()))):
-            continue
-        for name, value in list(names.items()):
+    unknown = swaps.keys() - _rebindable
+    if unknown:
+        _originals.update((id(before), before) for before in old if id(before) in unknown)
+        _rebindable.update(unknown)
+        index_bindings()
+    replacements = set(map(id, new)) - _rebindable
+    _rebindable.update(replacements)
+    for module_name, module in list(sys.modules.items()):
+        for name in _bound_names(module_name, module):
+            value = module.__dict__.get(name)
             if id(value) in swaps:
                 setattr(module, name, swaps[id(value)])
+    _rebindable.difference_update(swaps.keys() - _originals.keys())
 
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])

@@ -12,6 +12,7 @@ messages of the second step are reused in every later step.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
 from onerank.capture.fake_world.message_payloads import LEARNED_STEPS, MessageRequest, RunAsRank
+from onerank.capture.patches import index_bindings
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may replace os._exit
@@ -60,6 +62,10 @@ def _serve_at(server_end: Connection, client_end: Connection, run_as_rank: RunAs
 def serve(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
     """Answer the message requests of the captured rank until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Each sender is a fork of this process. A collection or a search for names in a sender would
+    # copy the pages of all objects that are imported here.
+    index_bindings()
+    gc.freeze()
     senders: list[Any] = []
 
     def leave(*_: object) -> NoReturn:

@@ -2,8 +2,11 @@
 
 import ast
 import re
+import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -100,3 +103,35 @@ def test_methods_of_classes_are_put_back_as_they_were():
     with replaced(Base, "step", lambda: 3):
         assert Base.step() == 3
     assert isinstance(vars(Base)["step"], staticmethod)
+
+
+def test_functions_are_rebound_wherever_modules_bound_them(monkeypatch):
+    """Also in modules of libraries, whose names are searched once for as long as none is added."""
+    library, user = ModuleType("some_library"), ModuleType("some_script")
+    library.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
+    user.__file__ = "/home/user/some_script.py"
+    for module in (library, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    first, second = (lambda: True), (lambda: True)
+    owner, original = "torch.distributed.distributed_c10d", torch.distributed.is_initialized
+    patch = Patch(owner, ("is_initialized",), "A test.", ("first", "second"), everywhere=True)
+    monkeypatch.setattr(patches, "PATCHES", (patch,))
+
+    def install(module: str, by: object):
+        return patches._rebound(owner, {"is_initialized": by}, f"onerank.capture.{module}")
+
+    library.renamed, user.renamed = original, None
+    for _ in range(2):
+        with install("first", first):
+            assert (library.renamed, torch.distributed.is_initialized) == (first, first)
+            with install("second", second):
+                assert library.renamed is second
+            assert library.renamed is first
+        assert library.renamed is torch.distributed.is_initialized is original
+    library.added, user.renamed = original, original
+    with install("first", first):
+        assert library.added is user.renamed is first
+        late = ModuleType("imported_late")
+        late.__file__, late.name = library.__file__, first
+        monkeypatch.setitem(sys.modules, late.__name__, late)
+    assert library.added is user.renamed is late.name is original
