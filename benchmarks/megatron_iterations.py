@@ -1,190 +1,431 @@
-"""Iterations of small Megatron-DeepSpeed models on A100s, predicted without a GPU.
+"""Predict the iterations that vTrain's authors published, without a GPU.
 
-    python benchmarks/megatron_iterations.py DATA CAPTURES
+    python benchmarks/megatron_iterations.py DATA [CAPTURES]
 
-DATA holds megatron_a100_iterations.csv: 720 iterations on 2 to 8 A100s, of vTrain's authors.
-CAPTURES holds HIDDEN-MICRO_BATCH-TP.et of benchmarks/jobs/megatron_layers.py, captured without a
-device; rows whose capture is absent are left out. Nothing is fitted to the measured iterations.
+DATA holds megatron_a100_iterations.csv: rows of data/ground_truth_single.csv of VIA-Research/vTrain
+(f8dda84), or in the same columns rows of ground_truth_multi.csv. CAPTURES keeps the captures of
+benchmarks/jobs/megatron_gpt.py for a second run.
 
-A micro-batch is the time of the layers of a stage plus that of embedding, head and loss, both from
-two captured layers: kernels by `annotate --target A100`, and the host by its calls, with those of
-collectives. Of each part the longer of kernels and host counts. To it come four all-reduces per
-layer with tensor parallelism, the 1F1B schedule's fill and drain with the slowest stage, the
-optimizer's memory traffic, and the all-reduce of fp16 gradients.
+Rows on one node are no measurements. vTrain calls them collected with Megatron-DeepSpeed, but they
+are what its simulator computes: the first table below shows that rows which differ in replicas
+differ by the same time to the nanosecond whatever the micro-batch, and by that of the all-reduce in
+its table (trace/a100). src/predictor.py reproduces them all, without recomputation. They hold one
+profile of a single layer for each of 32 shapes, so each row repeats the noise of a profile.
 
-Assumed, not measured: 44 bytes of optimizer traffic per parameter (mixed-precision Adam with a
-gradient norm), 230 GB/s of bus bandwidth and 25 us per collective within a node of NVLink A100s.
-The layers run eager attention with dropout, without Megatron's fused kernels. The data do not state
-recomputation, so lines show the step without it and with recomputed layers.
+For these rows the prediction follows that simulator (`vtrain_ns`): kernels and host calls of one
+captured layer, embedding, head and loss in the order of the profile; `annotate --target A100`;
+1F1B; vTrain's table of all-reduces. The profiled host recorded every CUDA call and kernel (CUPTI),
+so it is slower than a host without a profiler, and CUPTI_ACTIVITY_KIND_KERNEL runs kernels one by
+one. Nothing else is known of it. A last line therefore gives the host a factor and kernels a gap,
+chosen on the rows of one hidden size and used for the rows of the other.
+
+For rows on several nodes, which are measurements, the prediction is `megatron_step.step_ns`: layers
+recomputed, as vTrain's configurations say, the typical host, 200 GB/s within a node and 12.5 GB/s
+for each GPU between nodes (four HDR adapters for eight GPUs, as they say).
 """
 
 import csv
 import platform
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from harness import parser_of
+from megatron_step import GPU, NODE, VOCABULARY, Job, Network, Parts, captured, parts_of, step_ns
+from scipy.stats import kendalltau
 
 import onerank
-from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.hosts.host import load_host
-from onerank.ir import Graph, Kind, Phase
+from onerank.ir import Graph, Kind, Phase, Reason
 
-GPU = "A100"
-LAYERS = 2  # of a capture
-SEQUENCE = 1024
-VOCABULARY = 51200
-BUS_BYTES_PER_NS = 230.0
-CALL_NS = 25_000
-OPTIMIZER_BYTES = 44
-HOST = load_host("typical")
-assert HOST is not None
-COLLECTIVE_HOST_NS = HOST.figures["collective"].p50_ns
+SEVERAL_NODES = Network(node_gb_per_s=200, nic_gb_per_s=12.5)
+
+# Bus bandwidth in GB/s of an all-reduce of 2^0 to 2^10 MiB on 2, 4 and 8 A100s of a node, by
+# nccl-tests: trace/a100/AR_GPU*_1M_1024M_LUT of vTrain.
+BUSBW_GB_PER_S = {
+    2: (23.25, 41.01, 69.61, 96.03, 129.65, 146.52, 166.1, 175.28, 184.57, 189.48, 196.89),
+    4: (29.82, 56.23, 83.0, 110.79, 141.56, 178.69, 186.2, 201.19, 208.88, 216.45, 221.37),
+    8: (19.91, 39.47, 78.06, 113.07, 127.08, 165.1, 202.61, 201.44, 217.68, 224.36, 229.25),
+}
+MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Part:
-    """Time of one micro-batch, forward and backward, in ns, of a layer or of all the rest."""
+class Row:
+    """An iteration of the data, in ms."""
 
-    kernels_ns: float
-    forward_ns: float
-    host_ns: float
-    host_forward_ns: float
+    job: Job
+    gpus: int
+    measured_ms: float
+
+    @property
+    def model(self) -> tuple[int, int]:
+        return self.job.hidden, self.job.layers
+
+    @property
+    def layout(self) -> str:
+        return f"tp {self.job.tp} dp {self.job.dp} pp {self.job.pp}"
 
 
-def parts_of(graph: Graph) -> tuple[Part, Part]:
-    """Return the times of one layer, and of embedding, head and loss."""
+@dataclass(frozen=True)
+class Profile:
+    """Time in ns of each function of vTrain's profile: forward and backward, and optimizer."""
+
+    layer: tuple[float, float]
+    embedding: tuple[float, float]
+    head: tuple[float, float]
+    loss: float
+    layer_update: float
+    embedding_update: float
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Nodes on the device in their order: duration, call of the host, and function of vTrain's."""
+
+    duration_ns: np.ndarray
+    called_ns: np.ndarray
+    function: list[str]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Return the rows of the data."""
+    with path.open(encoding="utf-8-sig") as file:
+        texts = list(csv.DictReader(file))
+    rows: list[Row] = []
+    for text in texts:
+        number = {name: int(value) for name, value in text.items() if name != "iteration_ms"}
+        job = Job(
+            number["hidden"], number["heads"], number["layers"], number["seq"],
+            number["micro_batch"], number["global_batch"], number["tp"], number["dp"], number["pp"],
+            recompute="full" if number["gpus"] > NODE else "none",
+        )  # fmt: skip
+        rows.append(Row(job, number["gpus"], float(text["iteration_ms"])))
+    return rows
+
+
+def launches_of(graph: Graph) -> Launches:
+    """Return the launches of a re-costed capture of one layer."""
     nodes = graph.nodes
-    in_layer = np.array(
-        [graph.node(i).text("module").startswith("layers.") for i in range(len(graph))]
+    device = np.flatnonzero(graph.compute & ~graph.mask(Kind.HOST_OP))
+    device = device[np.argsort(nodes.start_ns[device], kind="stable")]
+    called = np.zeros(len(graph))
+    launch = graph.edges.reason == Reason.LAUNCH
+    first_ns = nodes.start_ns.min()
+    called[graph.edges.target[launch]] = nodes.start_ns[graph.edges.source[launch]] - first_ns
+    modules = [graph.node(int(i)).text("module") for i in device]
+    in_layer = [module.startswith("layers.") for module in modules]
+    function: list[str] = []
+    last_forward = max(
+        i for i, j in enumerate(device) if in_layer[i] and nodes.phase[j] == Phase.FORWARD
     )
-    forward, host = nodes.phase == Phase.FORWARD, graph.mask(Kind.HOST_OP)
-    used = nodes.phase != Phase.OPTIMIZER
+    for i, module in enumerate(modules):
+        phase = Phase(int(nodes.phase[device[i]]))
+        if phase == Phase.OPTIMIZER:
+            function.append("update")
+        elif in_layer[i]:
+            function.append(f"layer {phase}")
+        elif module == "norm":
+            function.append("unused")  # vTrain has no node for the last norm
+        elif module == "head":
+            function.append(f"head {phase}")
+        elif phase == Phase.FORWARD:
+            function.append("embedding" if i < last_forward else "loss")
+        else:
+            function.append("later")
+    # Of the backward, what follows the layer is the embedding's; the loss's has no node.
+    last = max(i for i, name in enumerate(function) if name == f"layer {Phase.BACKWARD}")
+    for i, name in enumerate(function):
+        if name == "later":
+            function[i] = "embedding backward" if i > last else "unused"
+    return Launches(nodes.duration_ns[device].astype(float), called[device], function)
 
-    def total(*masks: np.ndarray) -> float:
-        return float(nodes.duration_ns[np.logical_and.reduce([used, *masks])].sum())
 
-    layer, rest = (
-        Part(
-            total(chosen, ~host),
-            total(chosen, ~host, forward),
-            total(chosen, host),
-            total(chosen, host, forward),
-        )
-        for chosen in (in_layer, ~in_layer)
-    )
-    each = Part(*(value / LAYERS for value in vars(layer).values()))
-    return each, rest
-
-
-def iteration_ms(
-    row: Mapping[str, int], layer: Part, rest: Part, *, host: float, recompute: bool = False
-) -> float:
-    """Return the predicted iteration of a row of the data.
+def profile_of(launches: Launches, *, host: float, gap_ns: float) -> Profile:
+    """Return the functions of a step that starts on an idle GPU.
 
     Args:
-        row: sizes and axes.
-        layer: one layer.
-        rest: embedding, head and loss.
+        launches: the step.
         host: factor on the host; 0: kernels only.
-        recompute: whether the backward pass computes the layers' forward pass again.
+        gap_ns: least time between two kernels.
     """
-    tp, dp, pp, size = row["tp"], row["dp"], row["pp"], row["micro_batch"]
-    micro_batches = row["global_batch"] // (size * dp)
-    activation_bytes = size * SEQUENCE * row["hidden"] * 2
-    reduces = (4 + 2 * recompute) * all_reduce_ns(activation_bytes, tp)
-    again = layer.forward_ns if recompute else 0.0
-    host_again = layer.host_forward_ns if recompute else 0.0
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    free_ns = 0.0
+    updates: list[float] = []
+    for duration_ns, called_ns, name in zip(
+        launches.duration_ns, launches.called_ns, launches.function, strict=True
+    ):
+        start_ns = max(free_ns + gap_ns, called_ns * host)
+        free_ns = start_ns + duration_ns
+        first.setdefault(name, start_ns)
+        last[name] = free_ns
+        if name == "update":
+            updates.append(duration_ns)
+    took = defaultdict(float, {name: last[name] - first[name] for name in first})
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    return Profile(
+        (took[f"layer {forward}"], took[f"layer {backward}"]),
+        (took["embedding"], took["embedding backward"]),
+        (took[f"head {forward}"], took[f"head {backward}"]),
+        took["loss"], updates[0], updates[1],
+    )  # fmt: skip
 
-    def stage_ns(layers: float, ends: float) -> float:
-        kernels = layers * (layer.kernels_ns + again + reduces) + ends * rest.kernels_ns
-        calls = COLLECTIVE_HOST_NS * (4 + 2 * recompute) * (tp > 1)
-        on_host = layers * (layer.host_ns + host_again + calls) + ends * rest.host_ns
-        return max(kernels, on_host * host)
 
-    slowest = stage_ns(row["layers"] / pp, 1)
-    once = (pp - 1) * stage_ns(row["layers"] / pp, 0) + slowest
-    sends = 2 * (pp - 1) * (CALL_NS + activation_bytes / BUS_BYTES_PER_NS)
-    hidden = row["hidden"]
-    parameters = 12 * hidden**2 * row["layers"] / pp / tp + VOCABULARY * hidden / tp
-    optimizer = OPTIMIZER_BYTES * parameters / load_gpu(GPU).bandwidth_bytes_per_s * 1e9
-    total = (micro_batches - 1) * slowest + once + sends + optimizer
-    return (total + all_reduce_ns(2 * parameters, dp)) / 1e6
+def vtrain_ns(job: Job, profile: Profile) -> float:
+    """Return the iteration as src/predictor.py of vTrain composes it, without recomputation.
+
+    All-reduces overlap with nothing. A send takes twice the activation at a quarter of 800 Gb/s.
+    """
+    sent = 2 * job.micro_batch * job.sequence * job.hidden
+    reduces = 2 * all_reduce_ns(sent, job.tp)
+    layers = job.layers // job.pp
+    stages = range(job.pp)
+    passes = [
+        [
+            layers * (profile.layer[way] + reduces)
+            + (s == 0) * profile.embedding[way]
+            + (s == job.pp - 1) * (profile.head[way] + (way == 0) * profile.loss)
+            for s in stages
+        ]
+        for way in (0, 1)
+    ]
+    done = one_forward_one_backward(
+        job.micro_batches, *passes, send_ns=2 * sent / (800 * 2**30 / 8 / 4) * 1e9
+    )
+    last_of_first = done[0]
+    for s in stages:
+        size = 2 * (layers * job.layer_parameters + _ends(job, s))
+        done[s] = max(done[s], last_of_first) + all_reduce_ns(size, job.dp)
+    updates = [layers * profile.layer_update + (s == 0) * profile.embedding_update for s in stages]
+    return max(done) + max(updates)
+
+
+def _ends(job: Job, stage: int) -> float:
+    """Return the parameters of the embeddings and of the head on a stage, without padding."""
+    words = VOCABULARY // job.tp * job.hidden
+    first = words + job.sequence * job.hidden
+    return (stage == 0) * first + (stage == job.pp - 1) * words
+
+
+def one_forward_one_backward(
+    micro_batches: int, forward_ns: Sequence[float], backward_ns: Sequence[float], *, send_ns: float
+) -> list[float]:
+    """Return when each stage has done its last backward."""
+    stages = len(forward_ns)
+    order = []
+    for s in range(stages):
+        ahead = min(stages - 1 - s, micro_batches)
+        steady = [
+            step for i in range(micro_batches) for step in ((0, i + ahead), (1, i))
+            if step[1] < micro_batches
+        ]  # fmt: skip
+        order.append([(0, i) for i in range(ahead)] + steady)
+    done: dict[tuple[int, int, int], float] = {}
+    free, place = [0.0] * stages, [0] * stages
+    while any(place[s] < len(order[s]) for s in range(stages)):
+        for s in range(stages):
+            while place[s] < len(order[s]):
+                way, i = order[s][place[s]]
+                before = (way, i, s - 1 if way == 0 else s + 1)
+                if way == 1 and s == stages - 1:
+                    before = (0, i, s)
+                if before[2] >= 0 and before not in done:
+                    break
+                ready = done.get(before, 0.0)
+                took = forward_ns[s] if way == 0 else backward_ns[s]
+                sends = s < stages - 1 if way == 0 else s > 0
+                free[s] = max(free[s], ready) + took + sends * send_ns
+                done[way, i, s] = free[s]
+                place[s] += 1
+    return free
 
 
 def all_reduce_ns(size_bytes: float, ranks: int) -> float:
-    """Return the time of an all-reduce; 0 for one rank."""
+    """Return the time of an all-reduce on one node, by vTrain's table; 0 for one rank.
+
+    Beyond the table, at 1 GiB, vTrain divides bytes by bus bandwidth, without the ring's factor.
+    """
     if ranks == 1:
         return 0.0
-    return CALL_NS + 2 * (ranks - 1) / ranks * size_bytes / BUS_BYTES_PER_NS
+    table = BUSBW_GB_PER_S[ranks]
+    if size_bytes > 1024 * MIB:
+        return size_bytes / MIB / (table[-1] * 1024) * 1e9
+    times = [2 * (ranks - 1) / ranks * MIB * 2**i / rate for i, rate in enumerate(table)]
+    return float(np.interp(size_bytes / MIB, [2.0**i for i in range(len(times))], times))
+
+
+def print_that_rows_are_simulated(rows: Iterable[Row]) -> None:
+    """Print how equal the times are by which rows with other numbers of replicas differ."""
+    replicas: dict[object, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        job = row.job
+        key = (*row.model, job.tp, job.pp), (job.micro_batch, job.micro_batches)
+        replicas[key][job.dp] = row.measured_ms
+    differences: dict[object, list[float]] = defaultdict(list)
+    for (shape, _), times in replicas.items():
+        for fewer, more in pairwise(sorted(dp for dp in times if dp > 1)):
+            differences[shape, fewer, more].append(times[more] - times[fewer])
+    several = [ms for ms in differences.values() if len(ms) > 1]
+    if not several:
+        return
+    spread_ns = max(max(ms) - min(ms) for ms in several) * 1e6
+    shorter = sum(ms[0] < 0 for ms in several)
+    print(f"{sum(map(len, several))} pairs of rows that differ in replicas and the batch for them, "
+          f"in {len(several)} sets of a model and layout: within a set\nthe differences of "
+          f"iterations are equal to {spread_ns:.1f} ns; in {shorter} sets more replicas are "
+          "faster\n")  # fmt: skip
 
 
 def main() -> None:
-    """Print the errors with and without a host."""
+    """Print the errors by way of prediction, model and layout."""
     parser = parser_of(__doc__)
     parser.add_argument("data", type=Path)
-    parser.add_argument("captures", type=Path)
+    parser.add_argument("captures", type=Path, nargs="?")
     options = parser.parse_args()
     path = options.data / "megatron_a100_iterations.csv"
     if not path.is_file():
         sys.exit(f"{path}: no such file; give the directory that holds it")
     print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, Python {platform.python_version()}")
     print((__doc__ or "").split("\n\n", 2)[2])
-    with path.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    parts: dict[tuple[int, int, int], tuple[Part, Part]] = {}
-    intervals: dict[tuple[int, int, int], tuple[float, float]] = {}
-    for capture in sorted(options.captures.glob("*.et")):
-        hidden, size, tp = (int(word) for word in capture.stem.split("-"))
-        graph = onerank.recost(onerank.read(capture), GPU)
-        parts[hidden, size, tp] = parts_of(graph)
-        low, high = graph.job.annotations[-1].details["host_interval"]
-        intervals[hidden, size, tp] = low, high
-    if not parts:
-        sys.exit(f"{options.captures}: no .et file; give the directory of the captures")
-    cases = ("kernels only", "typical host", "kernels only, recomputed", "typical host, recomputed")
-    errors: dict[str, list[float]] = defaultdict(list)
-    bound: list[bool] = []
-    inside = [0, 0]
-    for text in rows:
-        row = {name: int(value) for name, value in text.items() if name != "iteration_ms"}
-        key = row["hidden"], row["micro_batch"], row["tp"]
-        if key not in parts:
-            continue
-        predicted = [
-            iteration_ms(row, *parts[key], host=host, recompute=recompute)
-            for recompute in (False, True)
-            for host in (0.0, 1.0)
-        ]
-        for case, value in zip(cases, predicted, strict=True):
-            errors[case].append(value / float(text["iteration_ms"]) - 1)
-        bound.append(predicted[1] > predicted[0])
-        for recompute in (False, True):
-            low, high = (
-                iteration_ms(row, *parts[key], host=host, recompute=recompute)
-                for host in intervals[key]
-            )
-            inside[recompute] += low <= float(text["iteration_ms"]) <= high
-    print(f"{len(bound)} of {len(rows)} iterations from {len(parts)} captures; "
-          f"{sum(bound)} predicted to wait for their host\n")  # fmt: skip
-    print(f"{'':28}{'mean abs':>10}{'median':>10}{'worst':>10}{'  waiting: mean abs':>20}")
-    for case in cases:
-        each = errors[case]
-        waiting = [abs(e) for e, b in zip(each, bound, strict=True) if b]
-        mean, median = statistics.mean(map(abs, each)), statistics.median(each)
-        worst = max(each, key=abs)
-        of_waiting = f"{statistics.mean(waiting):19.1%}" if waiting else ""
-        print(f"{case:28}{mean:10.1%}{median:+10.1%}{worst:+10.1%} {of_waiting}")
-    print(
-        f"\nmeasured within the hosts' 10th to 90th percentile: {inside[0]} of {len(bound)}, "
-        f"recomputed {inside[1]}"
+    rows = rows_of(path)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = options.captures or Path(directory)
+        folder.mkdir(exist_ok=True)
+        on_one = [row for row in rows if row.gpus <= NODE]
+        if on_one:
+            print_that_rows_are_simulated(on_one)
+            print_one_node(on_one, folder)
+        on_several = [row for row in rows if row.gpus > NODE]
+        if on_several:
+            print_several_nodes(on_several, folder)
+
+
+def print_one_node(rows: Sequence[Row], folder: Path) -> None:
+    """Print predictions of what vTrain simulates."""
+
+    @cache
+    def steps(shape: tuple[int, int, int, int, int]) -> tuple[Launches, float, float]:
+        hidden, heads, sequence, size, tp = shape
+        job = Job(hidden, heads, 0, sequence, size, 0, tp, recompute="none")
+        graph = captured(job, folder, layers=1, extra=("--vtrain",))
+        graph = onerank.recost(graph, GPU)
+        low, high = (
+            end / graph.nodes.duration_ns[graph.compute].sum()
+            for end in graph.job.annotations[-1].details["interval"]
+        )
+        return launches_of(graph), low, high
+
+    @cache
+    def profiles(shape: tuple[int, int, int, int, int], host: float, gap_ns: float) -> Profile:
+        return profile_of(steps(shape)[0], host=host, gap_ns=gap_ns)
+
+    def predicted(rows: Iterable[Row], host: float, gap_ns: float) -> list[float]:
+        return [vtrain_ns(r.job, profiles(shape_of(r.job), host, gap_ns)) / 1e6 for r in rows]
+
+    def chosen(rows: Sequence[Row]) -> tuple[float, float]:
+        grid = [(host, gap_ns) for host in np.arange(1.0, 2.51, 0.1).round(1).tolist()
+                for gap_ns in range(0, 20_001, 2_000)]  # fmt: skip
+        return min(grid, key=lambda pair: mean_error(predicted(rows, *pair), rows))
+
+    sizes = sorted({row.job.hidden for row in rows})
+    other = {size: chosen([row for row in rows if row.job.hidden != size]) for size in sizes}
+    cases = {
+        "kernels only": predicted(rows, 0.0, 0.0),
+        "typical host": predicted(rows, 1.0, 0.0),
+        "host of the other size": [
+            predicted([row], *other[row.job.hidden])[0] for row in rows
+        ],
+    }  # fmt: skip
+    for size, (host, gap_ns) in other.items():
+        print(f"hidden {size}: host times {host}, {gap_ns} ns between kernels, as chosen on others")
+    print_cases(cases, rows)
+
+
+def print_several_nodes(rows: Sequence[Row], folder: Path) -> None:
+    """Print predictions of measured iterations on several nodes."""
+    predicted: list[float] = []
+    held = 0
+    for row in rows:
+        job = row.job
+        shape = Job(job.hidden, job.heads, 0, job.sequence, job.micro_batch, 0, job.tp)
+        parts = _parts(shape, folder)
+        predicted.append(step_ns(job, parts, SEVERAL_NODES) / 1e6)
+        held += predicted[-1] * parts.low <= row.measured_ms <= predicted[-1] * parts.high
+    print_cases({"several nodes": predicted}, rows)
+    print(f"{held} of {len(rows)} in the 80% interval")
+
+
+@cache
+def _parts(shape: Job, folder: Path) -> Parts:
+    return parts_of(shape, folder, SEVERAL_NODES.node_gb_per_s)
+
+
+def shape_of(job: Job) -> tuple[int, int, int, int, int]:
+    return job.hidden, job.heads, job.sequence, job.micro_batch, job.tp
+
+
+def mean_error(predicted: Iterable[float], rows: Iterable[Row]) -> float:
+    return statistics.mean(
+        abs(ms / row.measured_ms - 1) for ms, row in zip(predicted, rows, strict=True)
     )
+
+
+def print_cases(cases: Mapping[str, Sequence[float]], rows: Sequence[Row]) -> None:
+    """Print errors and ranks of each case, and the errors of the last case by model and layout."""
+    print(f"\n{'':26}{'mean abs':>10}{'median':>9}{'worst':>9}{'tau, worst model':>18}"
+          f"{'best layout lost, worst':>25}")  # fmt: skip
+    for name, predicted in cases.items():
+        errors = [ms / row.measured_ms - 1 for ms, row in zip(predicted, rows, strict=True)]
+        lost = losses(predicted, rows)
+        print(f"{name:26}{mean_error(predicted, rows):10.1%}{statistics.median(errors):+9.1%}"
+              f"{max(errors, key=abs):+9.1%}{min(taus(predicted, rows)):18.3f}"
+              f"{statistics.mean(lost):14.1%}{max(lost):11.1%}")  # fmt: skip
+    last = list(cases)[-1]
+    print(f"\n{last}: mean absolute error and median of the rows")
+    keys: tuple[Callable[[Row], object], ...] = (
+        lambda row: f"hidden {row.job.hidden}, {row.job.layers} layers",
+        lambda row: row.layout,
+        lambda row: f"micro-batch {row.job.micro_batch}",
+    )
+    for key in keys:
+        groups: dict[str, list[float]] = defaultdict(list)
+        for ms, row in zip(cases[last], rows, strict=True):
+            groups[str(key(row))].append(ms / row.measured_ms - 1)
+        for name, errors in sorted(groups.items()):
+            print(f"  {name:26}{len(errors):5}{statistics.mean(map(abs, errors)):8.1%}"
+                  f"{statistics.median(errors):+8.1%}")  # fmt: skip
+
+
+def taus(predicted: Iterable[float], rows: Iterable[Row]) -> list[float]:
+    """Return Kendall's tau of predicted against measured iterations, of each model."""
+    groups: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for ms, row in zip(predicted, rows, strict=True):
+        groups[row.model].append((ms, row.measured_ms))
+    return [
+        float(kendalltau(*zip(*pairs, strict=True)).statistic)
+        for pairs in groups.values()
+        if len(pairs) > 2
+    ]
+
+
+def losses(predicted: Iterable[float], rows: Iterable[Row]) -> list[float]:
+    """Return by how much the best predicted row of a model, GPUs and batch misses the best."""
+    groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for ms, row in zip(predicted, rows, strict=True):
+        groups[row.model, row.gpus, row.job.global_batch].append((ms, row.measured_ms))
+    return [
+        min(pairs)[1] / min(measured for _, measured in pairs) - 1
+        for pairs in groups.values()
+        if len(pairs) > 1
+    ]
 
 
 if __name__ == "__main__":

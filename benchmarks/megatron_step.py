@@ -8,6 +8,7 @@ captures, and on the last stage that of final norm, head and loss. The schedule 
     sends    = (micro-batches * chunks + stages - 1) * 2 sends, each exposed
     step     = 1F1B + sends + gradients between replicas, and of the shared embedding + optimizer
 
+A product during a collective of the backward loses a part of the collective's time (`SLOWED`).
 Megatron waits for each send and receive (`torch.cuda.synchronize` in p2p_communication.py), so none
 overlaps. Chunks are those of its interleaved schedule.
 """
@@ -28,6 +29,12 @@ GPU = "A100"
 SCRIPT = Path(__file__).parent / "jobs" / "megatron_gpt.py"
 VOCABULARY = 50257
 NODE = 8  # GPUs
+
+# What a collective costs that overlaps with products, as a share of its own time alone. On H200s, a
+# product of 4096 x 14336 x 4096 takes 690 us alone and 850 to 920 us during collectives of 512 MiB,
+# which take 1.55 to 1.8 times as long during products (collectives_under_load.py, 2026-11-22): the
+# products lose 0.32 to 0.44 of the collective's time, in six lines of two hosts.
+SLOWED = 0.38
 
 
 @dataclass(frozen=True)
@@ -113,16 +120,21 @@ def captured(job: Job, folder: Path, *, layers: int, extra: Sequence[str] = ()) 
 
 def parts_of(job: Job, folder: Path, busbw_gb_s: float, host: str = "typical") -> Parts:
     """Return the parts of a job's micro-batch from captures of one and of two layers."""
-    graphs = [
-        onerank.recost(captured(job, folder, layers=layers), GPU, host=host) for layers in (1, 2)
-    ]
-    steps = [onerank.replay(graph, busbw_gb_s=busbw_gb_s) for graph in graphs]
+    captures = [captured(job, folder, layers=layers) for layers in (1, 2)]
+    graphs = [onerank.recost(capture, GPU, host=host) for capture in captures]
     optimizer = [_optimizer_ns(graph) for graph in graphs]
     without = [
-        (step.steady_state.step_ns if step.steady_state else step.step_time_ns) - optimizer_ns
-        for step, optimizer_ns in zip(steps, optimizer, strict=True)
+        _replayed_ns(graph, busbw_gb_s) - optimizer_ns
+        for graph, optimizer_ns in zip(graphs, optimizer, strict=True)
     ]
     layer_ns = without[1] - without[0]
+    if job.tp > 1:
+        serial_ns = [
+            _replayed_ns(onerank.recost(capture, GPU, host=host, overlap="off"), busbw_gb_s)
+            - optimizer_ns
+            for capture, optimizer_ns in zip(captures, optimizer, strict=True)
+        ]
+        layer_ns += SLOWED * max(0.0, serial_ns[1] - serial_ns[0] - layer_ns)
     head_ns = _head_ns(graphs[0])
     details = graphs[1].job.annotations[-1].details
     compute = float(graphs[1].nodes.duration_ns[graphs[1].compute].sum())
@@ -131,6 +143,11 @@ def parts_of(job: Job, folder: Path, busbw_gb_s: float, host: str = "typical") -
         layer_ns, head_ns, max(0.0, without[0] - layer_ns - head_ns),
         (optimizer[1] - optimizer[0]) / job.layer_parameters, low, high,
     )  # fmt: skip
+
+
+def _replayed_ns(graph: Graph, busbw_gb_s: float) -> float:
+    step = onerank.replay(graph, busbw_gb_s=busbw_gb_s)
+    return step.steady_state.step_ns if step.steady_state else step.step_time_ns
 
 
 def _optimizer_ns(graph: Graph) -> float:
