@@ -10,7 +10,8 @@ Rows on one node are no measurements. vTrain calls them collected with Megatron-
 are what its simulator computes: the first table below shows that rows which differ in replicas
 differ by the same time to the nanosecond whatever the micro-batch, and by that of the all-reduce in
 its table (trace/a100). src/predictor.py reproduces them all, without recomputation. They hold one
-profile of a single layer for each of 32 shapes, so each row repeats the noise of a profile.
+profile of a single layer for each of 32 shapes, and each row repeats the noise of its profile: the
+second table has layers that take less time for twice the tokens.
 
 For these rows the prediction follows that simulator (`vtrain_ns`): kernels and host calls of one
 captured layer, embedding, head and loss in the order of the profile; `annotate --target A100`;
@@ -290,6 +291,35 @@ def print_that_rows_are_simulated(rows: Iterable[Row]) -> None:
           "faster\n")  # fmt: skip
 
 
+def print_layers(rows: Iterable[Row]) -> None:
+    """Print the time of a layer in each profile, which rows with other numbers of layers tell."""
+    steps: dict[object, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        job = row.job
+        if job.pp == job.dp == 1:
+            steps[job.hidden, job.tp, job.micro_batch, job.micro_batches][job.layers] = (
+                row.measured_ms
+            )
+    layers: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+    most: dict[object, int] = {}
+    for (hidden, tp, size, count), times in steps.items():
+        # The update of a layer counts once in a step, so the most micro-batches hide it best.
+        if len(times) < 2 or count < most.get((hidden, tp, size), 0):
+            continue
+        most[hidden, tp, size] = count
+        fewer, more = min(times), max(times)
+        reduces = 4 * all_reduce_ns(2 * size * 1024 * hidden, tp) / 1e6
+        ms = (times[more] - times[fewer]) / (more - fewer) / count - reduces
+        layers[hidden, tp][size] = ms
+    print("ms of a layer and micro-batch in these rows, without all-reduces, by micro-batch")
+    sizes = (1, 2, 4, 8)
+    print(f"{'':18}" + "".join(f"{size:8}" for size in sizes))
+    for (hidden, tp), times in sorted(layers.items()):
+        cells = (f"{times[size]:8.2f}" if size in times else f"{'-':>8}" for size in sizes)
+        print(f"hidden {hidden} tp {tp}  {''.join(cells)}")
+    print()
+
+
 def main() -> None:
     """Print the errors by way of prediction, model and layout."""
     parser = parser_of(__doc__)
@@ -308,6 +338,7 @@ def main() -> None:
         on_one = [row for row in rows if row.gpus <= NODE]
         if on_one:
             print_that_rows_are_simulated(on_one)
+            print_layers(on_one)
             print_one_node(on_one, folder)
         on_several = [row for row in rows if row.gpus > NODE]
         if on_several:
@@ -380,7 +411,7 @@ def print_several_nodes(rows: Sequence[Row], folder: Path) -> None:
 
 @cache
 def _parts(shape: Job, folder: Path) -> Parts:
-    return parts_of(shape, folder, SEVERAL_NODES.node_gb_per_s)
+    return parts_of(shape, folder, SEVERAL_NODES)
 
 
 def shape_of(job: Job) -> tuple[int, int, int, int, int]:
@@ -396,13 +427,13 @@ def mean_error(predicted: Iterable[float], rows: Iterable[Row]) -> float:
 def print_cases(cases: Mapping[str, Sequence[float]], rows: Sequence[Row]) -> None:
     """Print errors and ranks of each case, and the errors of the last case by model and layout."""
     print(f"\n{'':26}{'mean abs':>10}{'median':>9}{'worst':>9}{'tau, worst model':>18}"
-          f"{'best layout lost, worst':>25}")  # fmt: skip
+          f"{'best one loses: mean, worst':>28}")  # fmt: skip
     for name, predicted in cases.items():
         errors = [ms / row.measured_ms - 1 for ms, row in zip(predicted, rows, strict=True)]
         lost = losses(predicted, rows)
         print(f"{name:26}{mean_error(predicted, rows):10.1%}{statistics.median(errors):+9.1%}"
               f"{max(errors, key=abs):+9.1%}{min(taus(predicted, rows)):18.3f}"
-              f"{statistics.mean(lost):14.1%}{max(lost):11.1%}")  # fmt: skip
+              f"{statistics.mean(lost):18.1%}{max(lost):10.1%}")  # fmt: skip
     last = list(cases)[-1]
     print(f"\n{last}: mean absolute error and median of the rows")
     keys: tuple[Callable[[Row], object], ...] = (

@@ -58,7 +58,7 @@ def main() -> None:
             for name, model in MODELS.items():
                 selective = mode == "selective"
                 job = Job(**{**vars(model), "recompute": mode, "sequence_parallel": selective})
-                parts = parts_of(job, captures, SELENE.node_gb_per_s)
+                parts = parts_of(job, captures, SELENE)
                 step = step_ns(job, parts, SELENE) / 1e9
                 errors.append(step / published[name] - 1)
                 low, high = step * parts.low, step * parts.high

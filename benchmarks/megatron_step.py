@@ -73,6 +73,8 @@ class Job:
 class Network:
     """Bandwidth and latency of a cluster's links.
 
+    Ranks are placed as Megatron places them: tensor parallelism within a node, then replicas.
+
     Attributes:
         node_gb_per_s: bus bandwidth of a collective within a node.
         nic_gb_per_s: bandwidth between nodes for each GPU.
@@ -82,6 +84,16 @@ class Network:
     node_gb_per_s: float
     nic_gb_per_s: float
     send_ns: float = 20_000
+
+    def busbw_gb_per_s(self, ranks: int, groups: int = 1) -> float:
+        """Return the bus bandwidth of a collective of adjacent ranks.
+
+        A ring between nodes enters each node once, through the adapters of all its GPUs, which as
+        many groups share as each node has.
+        """
+        if ranks * groups <= NODE:
+            return self.node_gb_per_s
+        return min(self.node_gb_per_s, self.nic_gb_per_s * max(1, NODE // groups))
 
 
 @dataclass(frozen=True)
@@ -118,8 +130,9 @@ def captured(job: Job, folder: Path, *, layers: int, extra: Sequence[str] = ()) 
     return onerank.read(path)
 
 
-def parts_of(job: Job, folder: Path, busbw_gb_s: float, host: str = "typical") -> Parts:
+def parts_of(job: Job, folder: Path, network: Network, host: str = "typical") -> Parts:
     """Return the parts of a job's micro-batch from captures of one and of two layers."""
+    busbw_gb_s = network.busbw_gb_per_s(job.tp)
     captures = [captured(job, folder, layers=layers) for layers in (1, 2)]
     graphs = [onerank.recost(capture, GPU, host=host) for capture in captures]
     optimizer = [_optimizer_ns(graph) for graph in graphs]
@@ -196,7 +209,4 @@ def _replicas_ns(job: Job, parameters: float, network: Network) -> float:
     if job.dp == 1:
         return 0.0
     wire = 2 * (job.dp - 1) / job.dp * 2 * parameters
-    within = job.tp * job.dp <= NODE
-    # A ring between nodes enters each node once, for all tensor-parallel ranks of the node at once.
-    ring = network.nic_gb_per_s * max(1, NODE // job.tp)
-    return wire / (network.node_gb_per_s if within else min(ring, network.node_gb_per_s))
+    return wire / network.busbw_gb_per_s(job.dp, groups=job.tp)
