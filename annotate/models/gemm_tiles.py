@@ -58,11 +58,11 @@ _BOUNDARY_BYTES = 16
 # Only 16-bit GEMMs were measured with misaligned rows.
 _ITEM_BYTES = 2
 
-# FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result. bf16 GEMMs on
-# H100 and H200. Single: GPT-2's vocabulary takes 362 forward, 535 and 565 for the two gradients
-# (2026-11-23); BERT's of 30522, in public traces (AMD-AGI/TraceLens, H100), 408. In a batch, eager
-# attention of those traces over 3137 and 5185 patches: 195 and 244 for the scores, 255 and 273 for
-# the weighted sums. Means are geometric. Aligned GEMMs there run at 2050 and more.
+# FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result, in bf16 on
+# H100 and H200. Single GEMMs: GPT-2's vocabulary takes 362 forward, 535 and 565 for the two
+# gradients (2026-11-23); BERT's of 30522, in public traces (AMD-AGI/TraceLens, H100), 408. In a
+# batch, eager attention of those traces over 3137 and 5185 patches: 195 and 244 for the scores, 255
+# and 273 for the weighted sums. Means are geometric. Aligned GEMMs there run at 2050 and more.
 _OF_OPERANDS, _OF_RESULTS = 498.0, 362.0
 _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 
