@@ -42,7 +42,7 @@ from onerank.annotate.models.learned import (
 )
 from onerank.annotate.passes.swap_kernels import roofline_ratio
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
-from tools.fit.evaluate import Case, as_by_datasheet, as_calibrated, looked_up_cases
+from tools.fit.evaluate_fit import Case, as_by_datasheet, as_calibrated, looked_up_cases
 from tools.fit.leave_one_out import (
     Factor,
     attention_cases,

@@ -35,7 +35,7 @@ from onerank.annotate.models.features import kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
-from tools.fit.evaluate import Case
+from tools.fit.evaluate_fit import Case
 from tools.fit.leave_one_out import errors_of
 
 F64 = npt.NDArray[np.float64]

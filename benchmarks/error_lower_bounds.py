@@ -29,7 +29,7 @@ from harness import given_folder
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.learned import predict_learned, tile_times
-from tools.fit.evaluate import as_by_datasheet, as_calibrated
+from tools.fit.evaluate_fit import as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import fits_without, fitted
 from tools.fit.measured_kernels import Products, family, of_products, read_products
 

@@ -28,7 +28,7 @@ from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
-from tools.fit.evaluate import as_calibrated
+from tools.fit.evaluate_fit import as_calibrated
 from tools.fit.fit_tiles import fit_robustly, from_vector, rates_of, to_vector
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import Products, family, read_products

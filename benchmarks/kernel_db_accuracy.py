@@ -48,7 +48,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from tools.fit.evaluate import POWER_FILE, VIDUR_FILE, campaigns
+from tools.fit.evaluate_fit import POWER_FILE, VIDUR_FILE, campaigns
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import (
     Products,

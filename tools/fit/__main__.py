@@ -16,7 +16,13 @@ from onerank.annotate.models.intervals import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
-from tools.fit.evaluate import STEP_KINDS, Case, captured_cases, looked_up_cases, unmeasured_cases
+from tools.fit.evaluate_fit import (
+    STEP_KINDS,
+    Case,
+    captured_cases,
+    looked_up_cases,
+    unmeasured_cases,
+)
 from tools.fit.leave_one_out import (
     datasheet_cases,
     errors_of,

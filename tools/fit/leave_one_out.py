@@ -17,7 +17,7 @@ from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.passes.swap_kernels import roofline_ratio
-from tools.fit.evaluate import (
+from tools.fit.evaluate_fit import (
     VIDUR_FILE,
     Case,
     Described,
@@ -28,8 +28,8 @@ from tools.fit.evaluate import (
     resized_product_cases,
     unmeasured_cases,
 )
-from tools.fit.evaluate import attention_cases as attention_unmeasured
-from tools.fit.evaluate import database_cases as database_attention
+from tools.fit.evaluate_fit import attention_cases as attention_unmeasured
+from tools.fit.evaluate_fit import database_cases as database_attention
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
     Attention,

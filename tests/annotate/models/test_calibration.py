@@ -17,7 +17,7 @@ from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit import Products
-from tools.fit.evaluate import as_calibrated
+from tools.fit.evaluate_fit import as_calibrated
 from tools.fit.fit_tiles import rates_of
 from tools.fit.measured_kernels import of_products
 

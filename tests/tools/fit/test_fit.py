@@ -14,7 +14,7 @@ from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
-from tools.fit.evaluate import VIDUR_FILE, Case, as_by_datasheet, unmeasured_cases
+from tools.fit.evaluate_fit import VIDUR_FILE, Case, as_by_datasheet, unmeasured_cases
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 
