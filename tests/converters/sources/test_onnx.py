@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
+from raised import raises_code
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel
@@ -524,3 +525,30 @@ def test_a_recurrent_network_over_too_many_steps_is_one_node(tmp_path):
         converted, report = convert_onnx(saved(tmp_path, model))
         assert len(converted) == nodes
         assert report.not_expanded == ({} if steps == 10 else {"LSTM": 1})
+
+
+def without_opset(model: onnx.ModelProto) -> None:
+    del model.opset_import[:]
+
+
+def unknown_type(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = 99
+
+
+def negative_size(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -3
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "name"),
+    [
+        (without_opset, "onnx-no-opset", "model.onnx"),
+        (unknown_type, "onnx-unknown-type", "99"),
+        (negative_size, "onnx-negative-size", "-3"),
+    ],
+)
+def test_a_model_that_onnx_does_not_define_is_refused(change, code, name, tmp_path):
+    model = perceptron(batch=4)
+    change(model)
+    with raises_code(code, OnnxError, naming=("model.onnx", name)):
+        convert_onnx(saved(tmp_path, model))
