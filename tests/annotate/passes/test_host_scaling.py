@@ -1,9 +1,13 @@
 """Other hosts: a factor on host operators and nothing else."""
 
+from pathlib import Path
+
 import pytest
+from raised import raises_code
 
 from onerank.annotate import recost
 from onerank.annotate.passes.host_time import scale_host
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Kind
 
 
@@ -25,6 +29,13 @@ def test_host_operators_are_scaled_and_kernels_are_not(trace, mm, factor, each):
     assert made.job.measurement.notes[-1].startswith("another host: 2 host operators take")
     assert made.job.annotations[-1].target == "H200"
     assert made.job.annotations[-1].details["host_factor"] == factor
+
+
+def test_the_host_of_a_cpu_capture_is_its_compute():
+    traces = Path(__file__).parents[3] / "traces"
+    graph, _ = convert_directory(traces / "cpu-llama-2l-tp4")
+    with raises_code("host-scale-cpu-capture"):
+        scale_host(graph, 2)
 
 
 def test_a_factor_of_one_changes_nothing(trace, mm):
