@@ -319,9 +319,9 @@ def test_the_command(h200, tmp_path):
         assert phrase in text
     for options, phrase in (
         (["--overlap", "off"], "error[serialize-already-serial]"),
-        (["--seq", "8k"], "--seq 8k: expected a size"),
-        (["--seq", "4096"], "nothing changes"),
-        (["--explain", "57", "--fuse", "norm"], "leave out --dtype, --kernel, --seq"),
+        (["--seq", "8k"], "error[resize-option-malformed]: --seq 8k"),
+        (["--seq", "4096"], "error[resize-nothing-changes]"),
+        (["--explain", "57", "--fuse", "norm"], "error[explain-with-passes]"),
     ):
         refused = CliRunner().invoke(annotate, ["--target", "H200", *options, str(path)])
         assert refused.exit_code == 2

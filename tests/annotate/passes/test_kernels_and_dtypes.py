@@ -221,5 +221,5 @@ def test_the_command_says_what_it_changed(trace, mm, tmp_path):
     assert "1 cudnn kernels on H200 -> cudnn on H100-SXM" in text
     refused = CliRunner().invoke(annotate, ["--target", "A100", "--dtype", "fp8", str(path)])
     assert refused.exit_code == 2
-    assert "no matrix units for fp8" in refused.output
+    assert "error[dtype-unsupported-by-gpu]" in refused.output
     assert [parse_kernels((f"attention={kernel}",)) for kernel in CHOICES] == [*CHOICES]

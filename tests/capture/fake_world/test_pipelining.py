@@ -186,6 +186,7 @@ def test_a_neighbour_that_fails_is_quoted(tmp_path):
     arguments = ("capture", "run", script, "--pp", "2", "--rank", "1", "-o", tmp_path / "t.et")
     done = run_command(*arguments)
     assert done.returncode == 2
+    assert "error[sender-failed]" in done.stderr
     assert "rank 1 waits for objects from rank 0" in done.stderr
     assert "RuntimeError: no data for the first rank" in done.stderr
     assert not (tmp_path / "t.et").exists()

@@ -346,7 +346,11 @@ BAD = {
         ["--size", "seq=4"],
         r"error\[onnx-unknown-size\].* size seq; .* are: batch",
     ),
-    "not a size": (perceptron(), ["--size", "batch=many"], "expected NAME=N"),
+    "not a size": (
+        perceptron(),
+        ["--size", "batch=many"],
+        r"error\[convert-size-malformed\].*batch=many",
+    ),
     "zero": (perceptron(), ["--size", "batch=0"], r"error\[onnx-size-too-small\].* batch = 0;"),
     "out of order": (
         scrambled(),

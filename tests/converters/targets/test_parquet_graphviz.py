@@ -131,14 +131,14 @@ def test_json_there_and_back_is_the_same_graph(trace, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file is empty"),
-        ('{"version": "1.0.0"}\n{"id": "1",', "line 2: not JSON"),
+        ("", "error[chakra-json-empty]: {path}"),
+        ('{"version": "1.0.0"}\n{"id": "1",', "error[chakra-json-malformed]: {path}: line 2"),
         (
             '{"version": "1.0.0"}\n\n{"id": "1", "colour": 3}',
             "error[chakra-json-schema]: {path}: line 3:",
         ),
         ('{"version": "1.0.0"}\n[1]', "error[chakra-json-schema]: {path}: line 2:"),
-        ('{"version": "1.0.0"}' + "[" * 100_000, "line 1: not JSON"),
+        ('{"version": "1.0.0"}' + "[" * 100_000, "error[chakra-json-malformed]: {path}: line 1"),
     ],
 )
 def test_bad_json_names_the_line_and_writes_nothing(tmp_path, text, message):
@@ -155,4 +155,4 @@ def test_json_that_is_not_utf8(tmp_path):
     path.write_bytes(b'{"version": "\xff"}')
     result = CliRunner().invoke(command, ["convert", str(path), "-o", str(tmp_path / "out.et")])
     assert result.exit_code == 2
-    assert "byte 13 is not UTF-8" in " ".join(result.output.split())
+    assert f"error[chakra-json-not-utf8]: {path}: byte 13" in " ".join(result.output.split())
