@@ -21,21 +21,25 @@ TRACES = Path(__file__).parents[2] / "traces"
 H200, CPU = TRACES / "h200-llama-8b-4l-tp4", TRACES / "cpu-llama-2l-tp4"
 
 
-def refused(arguments: list[str], directory: Path, *told: str) -> None:
-    """Check that a command ends with code 2, says what it should, and leaves no file."""
+def refused(arguments: list[str], directory: Path, error: str, *names: str) -> None:
+    """Check that a command exits with code 2 and the error `error`, and leaves no file.
+
+    The message must name the files, places and numbers in `names`.
+    """
     before = sorted(directory.rglob("*"))
     done = CliRunner().invoke(onerank, arguments)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
     assert done.exit_code == 2, done.output
-    for part in told:
-        assert part in done.stderr
+    assert f"error[{error}]: " in done.stderr
+    for name in names:
+        assert name in done.stderr
     assert sorted(directory.rglob("*")) == before
 
 
-def convert(directory: Path, kineto: Json | bytes, et: Json | bytes, *told: str) -> None:
+def convert(directory: Path, kineto: Json | bytes, et: Json | bytes, *refusal: str) -> None:
     paths = write(directory, kineto, et)
     names = ["--kineto", str(paths[0]), "--et", str(paths[1])]
-    refused(["convert", *names, "-o", str(directory / "out.et")], directory, *told)
+    refused(["convert", *names, "-o", str(directory / "out.et")], directory, *refusal)
 
 
 def test_the_pair_itself_converts(tmp_path: Path) -> None:
@@ -49,105 +53,118 @@ def test_the_pair_itself_converts(tmp_path: Path) -> None:
 
 # Kineto and execution traces ---------------------------------------------------------------------
 
-BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "truncated gzip": (lambda text: gzip.compress(text)[:150], "the gzip stream is cut or damaged"),
+BYTES: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
+    "truncated gzip": (lambda text: gzip.compress(text)[:150], "trace-damaged-gzip", ""),
     "damaged gzip": (
         lambda text: gzip.compress(text)[:-6] + b"\0" * 6,
-        "the gzip stream is cut or damaged (CRC check failed",
+        *("trace-damaged-gzip", "CRC"),
     ),
-    "cut in an event": (lambda text: text[:700], "Input data was truncated"),
-    "garbage": (lambda _: bytes(range(256)) * 40, "the piece that begins at byte 0"),
-    "empty": (lambda _: b"", "Input data was truncated"),
-    "ten million arrays deep": (lambda _: b"[" * 10_000_000, "no array"),
+    "cut in an event": (lambda text: text[:700], "trace-malformed", "at byte"),
+    "garbage": (lambda _: bytes(range(256)) * 40, "trace-malformed", "at byte 0"),
+    "empty": (lambda _: b"", "trace-malformed", "at byte 0"),
+    "ten million arrays deep": (lambda _: b"[" * 10_000_000, "trace-malformed", ""),
     "a field too deep": (
         lambda text: b'{"x": ' + b"[" * 10**6 + b"]" * 10**6 + b"," + text[1:],
-        "maximum recursion depth exceeded",
+        *("trace-malformed", "recursion"),
     ),
-    "a name that is not UTF-8": (lambda text: text.replace(b"aten::mm", b"\xff\xfe"), "'utf-8'"),
-    "half a surrogate": (lambda text: text.replace(b"aten::mm", b"a\\udfff"), "utf-16 surrogate"),
+    "a name that is not UTF-8": (
+        lambda text: text.replace(b"aten::mm", b"\xff\xfe"),
+        *("trace-malformed", "'utf-8'"),
+    ),
+    "half a surrogate": (
+        lambda text: text.replace(b"aten::mm", b"a\\udfff"),
+        *("trace-malformed", "utf-16"),
+    ),
 }
 
 
 @pytest.mark.parametrize("which", ["k.json", "et.json"])
 @pytest.mark.parametrize("damage", BYTES)
 def test_bytes(which: str, damage: str, tmp_path: Path) -> None:
-    change, told = BYTES[damage]
-    texts = {name: json.dumps(one).encode() for name, one in zip(NAMES, pair(), strict=True)}
+    change, error, name = BYTES[damage]
+    texts = {file: json.dumps(one).encode() for file, one in zip(NAMES, pair(), strict=True)}
     texts[which] = change(texts[which])
-    convert(tmp_path, texts["k.json"], texts["et.json"], str(tmp_path / which), told)
+    convert(tmp_path, texts["k.json"], texts["et.json"], error, str(tmp_path / which), name)
 
 
 NAMES = ("k.json", "et.json")
 Change = Callable[[list[Json]], Any]
-EVENTS: dict[str, tuple[Change, str]] = {
+EVENTS: dict[str, tuple[Change, str, str]] = {
     "negative duration": (
         lambda events: events[3].update(dur=-1.0),
-        "event 3 ('gemm') lasts -1.0 us; a duration cannot be negative",
+        *("trace-negative-duration", "event 3 ('gemm') lasts -1.0 us"),
     ),
     "operators that overlap": (
         lambda events: events[4].update(ts=20.0),
-        "1 of 2 operators outlast their caller, by 10000 ns at most ('aten::add' in 'aten::mm')",
+        *("trace-events-overlap", "by 10000 ns at most ('aten::add' in 'aten::mm')"),
     ),
-    "no time of day": (lambda events: events[3].update(ts=1e300), "event 'gemm' starts at 1e+300"),
+    "no time of day": (
+        lambda events: events[3].update(ts=1e300),
+        *("trace-bad-time", "event 'gemm' starts at 1e+300"),
+    ),
     "correlation above 2^63": (
         lambda events: events[3]["args"].update(correlation=2**63),
-        f"event 'gemm' has correlation {2**63}, expected a number below 2^63",
+        *("trace-number-too-large", f"event 'gemm' has correlation {2**63}"),
     ),
     "stream above 2^64": (
         lambda events: events[3]["args"].update(stream=2**64),
-        f"event 'gemm' has stream {2**64}",
+        *("trace-number-too-large", f"event 'gemm' has stream {2**64}"),
     ),
     "record id above 2^63": (
         lambda events: events[1]["args"].update({"Record function id": 2**63 + 1}),
-        f"event 'aten::mm' has Record function id {2**63 + 1}",
+        *("trace-number-too-large", f"event 'aten::mm' has Record function id {2**63 + 1}"),
     ),
-    "text for a number": (lambda events: events[3].update(dur="long"), "$.traceEvents[3].dur"),
+    "text for a number": (
+        lambda events: events[3].update(dur="long"),
+        *("trace-malformed", "$.traceEvents[3].dur"),
+    ),
     "no operator": (
         lambda events: [event.update(cat="python_function") for event in events],
-        "has no operators",
+        *("trace-no-operators", ""),
     ),
 }
-NODES: dict[str, tuple[Change, str]] = {
-    "duplicate ids": (lambda nodes: nodes[3].update(id=3), "nodes 2 and 3 both have id 3"),
+NODES: dict[str, tuple[Change, str, str]] = {
+    "duplicate ids": (lambda nodes: nodes[3].update(id=3), "et-repeated-id", "nodes 2 and 3"),
     "an edge to nowhere": (
         lambda nodes: nodes[3].update(ctrl_deps=77),
-        "node 3 (id 4) is called by node 77, which is not in the file",
+        *("et-missing-caller", "node 3 (id 4) is called by node 77"),
     ),
     "callers in a circle": (
         lambda nodes: (nodes[2].update(ctrl_deps=4), nodes[3].update(ctrl_deps=3)),
-        "node 2 (id 3) is its own indirect caller",
+        *("et-caller-cycle", "node 2 (id 3)"),
     ),
-    "an id above 2^63": (lambda nodes: nodes[3].update(id=2**63 + 5), "2^63"),
-    "an id above 2^64": (lambda nodes: nodes[3].update(id=2**64 + 5), "2^63"),
+    "an id above 2^63": (lambda nodes: nodes[3].update(id=2**63 + 5), "et-number-too-large", ""),
+    "an id above 2^64": (lambda nodes: nodes[3].update(id=2**64 + 5), "et-number-too-large", ""),
 }
 
 
 @pytest.mark.parametrize("damage", EVENTS)
 def test_events(damage: str, tmp_path: Path) -> None:
-    change, told = EVENTS[damage]
+    change, error, name = EVENTS[damage]
     kineto, et = pair()
     change(kineto["traceEvents"])
-    convert(tmp_path, kineto, et, str(tmp_path / "k.json"), told)
+    convert(tmp_path, kineto, et, error, str(tmp_path / "k.json"), name)
 
 
 @pytest.mark.parametrize("damage", NODES)
 def test_nodes(damage: str, tmp_path: Path) -> None:
-    change, told = NODES[damage]
+    change, error, name = NODES[damage]
     kineto, et = pair()
     change(et["nodes"])
-    convert(tmp_path, kineto, et, str(tmp_path / "et.json"), told)
+    convert(tmp_path, kineto, et, error, str(tmp_path / "et.json"), name)
 
 
 @pytest.mark.parametrize("given", [b"NaN", b"Infinity", b"1e999", b"-1e999"])
 def test_durations_that_are_no_numbers(given: bytes, tmp_path: Path) -> None:
     kineto, et = (json.dumps(one).encode() for one in pair())
     kineto = kineto.replace(b'"dur": 15.0', b'"dur": ' + given)
-    convert(tmp_path, kineto, et, str(tmp_path / "k.json"))
+    convert(tmp_path, kineto, et, "trace-malformed", str(tmp_path / "k.json"))
 
 
 def test_an_execution_trace_of_another_run(tmp_path: Path) -> None:
     kineto, et = (H200 / "structure.json.gz").read_bytes(), pair()[1]
-    convert(tmp_path, kineto, et, str(tmp_path / "k.json"), str(tmp_path / "et.json"))
+    names = [str(tmp_path / name) for name in NAMES]
+    convert(tmp_path, kineto, et, "trace-et-mismatch", *names)
 
 
 @pytest.mark.parametrize(
@@ -268,18 +285,24 @@ def small(number: int, *data_deps: int) -> Node:
     return Node(id=number, name="n", type=4, data_deps=data_deps, duration_micros=5)
 
 
-CHAKRA: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "the file is empty"),
-    "cut": (messages(small(0), small(1))[:-3], "message 2 at byte"),
-    "gzip": (gzip.compress(messages(small(0))), "gzip-compressed"),
-    "garbage": (b"\xff" * 1000, "the length of message 0 at byte 0 is over"),
-    "zeros": (bytes(1000), "messages 1 and 2 (byte 2) are empty"),
-    "zeros behind": (messages(small(1)) + bytes(50), "are empty"),
-    "duplicate ids": (messages(small(1), small(1)), "both have id 1"),
-    "an edge to nowhere": (messages(small(0), small(1, 7)), "node 1 waits for node 7"),
+CHAKRA: dict[str, tuple[bytes, str, str]] = {
+    "empty": (b"", "chakra-empty-file", ""),
+    "cut": (messages(small(0), small(1))[:-3], "chakra-truncated", "message 2 at byte 16"),
+    "gzip": (gzip.compress(messages(small(0))), "chakra-compressed", ""),
+    "garbage": (b"\xff" * 1000, "chakra-message-too-long", "message 0 at byte 0"),
+    "zeros": (bytes(1000), "chakra-empty-messages", "messages 1 and 2 (byte 2)"),
+    "zeros behind": (
+        messages(small(1)) + bytes(50),
+        *("chakra-empty-messages", "messages 2 and 3 (byte 19)"),
+    ),
+    "duplicate ids": (messages(small(1), small(1)), "graph-repeated-id", "nodes 0 and 1"),
+    "an edge to nowhere": (
+        messages(small(0), small(1, 7)),
+        *("graph-dangling-edge", "node 1 waits for node 7"),
+    ),
     "a name that is not UTF-8": (
         messages(small(0).SerializeToString().replace(b"\x01n", b"\x01\xff")),
-        "node 0 (message 1, byte",
+        *("chakra-bad-node", "node 0 (message 1, byte 8)"),
     ),
 }
 FILES = {"IN": "bad.et", "OUT": "out", "OUT.et": "out.et"}
@@ -301,18 +324,20 @@ def _in(directory: Path, command: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("damage", CHAKRA)
 def test_chakra(damage: str, tmp_path: Path) -> None:
-    content, told = CHAKRA[damage]
+    content, error, name = CHAKRA[damage]
     (tmp_path / "bad.et").write_bytes(content)
     # `show` drops broken edges, so that a broken trace can be looked at (tests/cli).
     readers = READERS[1:] if damage == "an edge to nowhere" else READERS
     for command in readers:
-        refused(_in(tmp_path, command), tmp_path, str(tmp_path / "bad.et"), told)
+        refused(_in(tmp_path, command), tmp_path, error, str(tmp_path / "bad.et"), name)
 
 
 def test_a_cycle_is_refused_where_order_matters(tmp_path: Path) -> None:
     (tmp_path / "bad.et").write_bytes(messages(small(0, 1), small(1, 0)))
-    for command in READERS[2:7]:
-        refused(_in(tmp_path, command), tmp_path)
+    ranks = ["--ranks", "2"]  # of a network to simulate
+    replay, astra_sim, simai, goal = READERS[2], READERS[4], READERS[5], READERS[6]
+    for command in (replay, [*astra_sim, *ranks], simai, [*goal, *ranks]):
+        refused(_in(tmp_path, command), tmp_path, "graph-cycle", "node 0 waits for node 1")
 
 
 def test_the_largest_id_is_an_id(tmp_path: Path) -> None:
@@ -323,22 +348,23 @@ def test_the_largest_id_is_an_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "error", "place"),
     [
-        (b'{"version": "1"}\n{"id": ', "line 2: not JSON"),
-        (b'{"version": "1"}\n{"id": -1}', "line 2: the node 0 does not match Chakra's schema"),
-        (b'{"version": "1"}\n{"id": 18446744073709551616}', "line 2"),
-        (b'{"version": "1"}\n{"durationMicros": NaN}', "line 2"),
-        (b'{"version": "1"}\n{"name": "\xff"}', "byte 27 is not UTF-8"),
-        (b'{"version": "1"}\n{"attr": ' + b"[" * 100_000, "line 2: not JSON: nested too deep"),
-        (b"\x00\xff" * 50, "line 1: not JSON"),
-        (b"", "the file is empty"),
+        (b'{"version": "1"}\n{"id": ', "chakra-json-malformed", "line 2"),
+        (b'{"version": "1"}\n{"id": -1}', "chakra-json-schema", "line 2: the node 0"),
+        (b'{"version": "1"}\n{"id": 18446744073709551616}', "chakra-json-schema", "line 2"),
+        (b'{"version": "1"}\n{"durationMicros": NaN}', "chakra-json-schema", "line 2"),
+        (b'{"version": "1"}\n{"name": "\xff"}', "chakra-json-not-utf8", "byte 27"),
+        (b'{"version": "1"}\n{"attr": ' + b"[" * 100_000, "chakra-json-malformed", "line 2"),
+        (b"\x00\xff" * 50, "chakra-json-malformed", "line 1"),
+        (b"", "chakra-json-empty", ""),
     ],
 )
-def test_chakra_json(content: bytes, told: str, tmp_path: Path) -> None:
+def test_chakra_json(content: bytes, error: str, place: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    refused(["convert", str(path), "-o", str(tmp_path / "out.et")], tmp_path, str(path), told)
+    out = ["-o", str(tmp_path / "out.et")]
+    refused(["convert", str(path), *out], tmp_path, error, str(path), place)
 
 
 # The same output every time ----------------------------------------------------------------------

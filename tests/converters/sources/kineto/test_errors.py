@@ -140,33 +140,6 @@ def test_operators_that_one_file_lacks_are_passed_over(kineto, tmp_path):
     assert report.host_ops_without_record < 0.01 * left
 
 
-def repeated_id(nodes: list[dict]) -> None:
-    nodes[5]["id"] = nodes[4]["id"]
-
-
-def calling_each_other(nodes: list[dict]) -> None:
-    nodes[5]["ctrl_deps"], nodes[6]["ctrl_deps"] = nodes[6]["id"], nodes[5]["id"]
-
-
-def huge_id(nodes: list[dict]) -> None:
-    nodes[-1]["id"] = 2**63
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "names"),
-    [
-        (repeated_id, "et-repeated-id", ("nodes 4 and 5",)),
-        (calling_each_other, "et-caller-cycle", ("node 5",)),
-        (huge_id, "et-number-too-large", ("2^63",)),
-    ],
-)
-def test_an_execution_trace_whose_nodes_make_no_tree(change, code, names, tmp_path):
-    et = json.loads(gzip.decompress((CPU / "et.json.gz").read_bytes()))
-    change(et["nodes"])
-    changed = written(tmp_path, et)
-    refused(code, CPU / "structure.json.gz", changed, "changed.json", *names)
-
-
 def test_a_trace_without_events_and_a_directory_in_its_place(tmp_path):
     with raises_code("trace-empty", TraceError, naming="changed.json"):
         convert(Sources(written(tmp_path, {"traceEvents": []})))
