@@ -61,7 +61,7 @@ def descendants(graph: Graph, start: int) -> set[int]:
 
 def test_a_call_overlaps_up_to_its_wait(tmp_path):
     graph, conversion = captured(tmp_path, BY_HAND)
-    assert not any("as blocking" in note for note in conversion.notes)
+    assert not any("assumed blocking" in note for note in conversion.notes)
     (call,) = np.flatnonzero(graph.mask(Kind.COLLECTIVE)).tolist()
     behind = descendants(graph, call)
     names = {
@@ -74,7 +74,7 @@ def test_a_call_overlaps_up_to_its_wait(tmp_path):
 
 def test_ddp_overlaps_backward(tmp_path):
     graph, conversion = captured(tmp_path, DDP)
-    assert not any("as blocking" in note for note in conversion.notes)
+    assert not any("assumed blocking" in note for note in conversion.notes)
     calls = np.flatnonzero(graph.mask(Kind.COLLECTIVE)).tolist()
     assert len(calls) >= 2
     first = descendants(graph, calls[0])

@@ -279,7 +279,7 @@ def test_a_stand_in_places_its_call(tmp_path):
     assert not any("standin" in name for name in graph.text("name"))
     assert graph.gpu_compute.sum() == 3
     assert report.gpu_ops_dropped == (1, 40_000)
-    assert not any("as blocking" in note for note in report.notes)
+    assert not any("assumed blocking" in note for note in report.notes)
     assert any("event records of 2 event waits" in note for note in report.notes)
 
 
@@ -402,7 +402,7 @@ def test_on_a_cpu_a_wait_mark_ends_the_overlap(tmp_path):
         ("aten::mm", "all_reduce"),
     }
     assert edges(graph, Reason.SYNC) == {("all_reduce", "aten::mul")}
-    assert not any("as blocking" in note for note in report.notes)
+    assert not any("assumed blocking" in note for note in report.notes)
 
 
 def test_on_a_cpu_ddp_waits_where_backward_ends(tmp_path):
