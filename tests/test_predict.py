@@ -98,6 +98,9 @@ def test_a_collective_takes_its_wire_bytes_over_the_bus_bandwidth():
     assert (made.p10_ns, made.evidence) == (None, "bandwidth")
     gathered = onerank.predict("collective", "H100", collective="all_gather", **call)
     assert gathered.duration_ns == round(7 * 1e8 / 450)  # NVLink of the description
+    without_link = Path(__file__).parent / "annotate" / "gpus" / "data" / "x1.toml"
+    with raises_code("predict-no-bandwidth", naming=("X1", "--busbw-gb-s")):
+        onerank.predict("collective", str(without_link), **call)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

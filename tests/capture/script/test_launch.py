@@ -97,6 +97,8 @@ def test_the_script_decides_whether_it_distributes_itself(tmp_path):
     assert _collectives(path, ["--group"], replicas) == [("all_reduce", 32)]
     not_launched = Options(dp=8, windows=QUICK, torchrun=False)
     assert _collectives(path, ["--group"], not_launched) == [("all_reduce", 288)]
+    with raises_code("script-missing", naming="absent.py"):
+        capture(tmp_path / "absent.py", [], not_launched)
     with raises_code("nothing-parallel") as caught:
         capture(path, [], Options(dp=8, windows=QUICK, torchrun=True))
     assert "--no-torchrun" in str(caught.value)

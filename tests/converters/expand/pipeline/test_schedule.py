@@ -89,6 +89,13 @@ def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> A
     ]
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(0, 4), (2, 0)])
+def test_a_schedule_needs_ranks_and_micro_batches(ranks, micro_batches):
+    numbers = f"{micro_batches} micro-batches on {ranks} ranks"
+    with raises_code("schedule-too-small", naming=numbers):
+        Schedule.parse("1f1b").actions(ranks, micro_batches)
+
+
 @pytest.mark.parametrize(("schedule", "name", "chunks"), CASES)
 @pytest.mark.parametrize(("ranks", "micro_batches"), NUMBERS)
 def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
