@@ -41,6 +41,7 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
 
     @functools.wraps(by_torch)
     def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Real tensors on the CPU keep torch's own choice.
         if not query.is_cuda or query.dim() != 4:
             return by_torch(query, *args, **kwargs)
         return _run(_Attention.of(query, *args, **kwargs), gpu)
@@ -173,6 +174,7 @@ def _flash(attention: _Attention) -> Tensor:
     if padding:
         scale = attention.head**-0.5 if scale is None else scale
         tensors = tuple(functional.pad(tensor, (0, padding)) for tensor in tensors)
+    # Called directly: without a GPU torch's dispatcher never picks it.
     output: Tensor = _torch.ops.aten._scaled_dot_product_flash_attention(
         *(*tensors, attention.dropout, attention.is_causal, False), scale=scale
     )[0]
@@ -185,6 +187,7 @@ def _efficient(attention: _Attention) -> Tensor:
         mask = torch.where(mask, 0.0, float("-inf")).to(attention.query.dtype)
     if mask is not None:
         sizes = *attention.query.shape[:3], attention.key.shape[2]
+        # torch expands a broadcast mask before this operator too.
         mask = mask.expand(sizes)
     return _torch.ops.aten._scaled_dot_product_efficient_attention(
         *(attention.query, attention.key, attention.value, mask, attention.needs_gradient),

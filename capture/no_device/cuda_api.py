@@ -23,6 +23,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **named: Any) -> None:
         self.device = torch.device("cuda", 0)
+        # torch compares these two with c10::DeviceType::CUDA (1).
         self.device_index, self.device_type = 0, 1
         self.priority = priority
         self.stream_id = self.cuda_stream = named.get("stream_id", id(self))
@@ -153,8 +154,11 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         minor=minor,
         total_memory=gpu.memory_bytes,
         multi_processor_count=gpu.sm_count,
+        # Of sm_80 and sm_90; sm_86 and sm_89 have 1536.
         max_threads_per_multi_processor=2048,
         shared_memory_per_block=49152,
+        # The limits of sm_90 and sm_80 in the CUDA C++ programming guide (227 KB and 163 KB per
+        # block).
         shared_memory_per_block_optin=232448 if major >= 9 else 166912,
         shared_memory_per_multiprocessor=233472 if major >= 9 else 167936,
         regs_per_multiprocessor=65536,
@@ -226,6 +230,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "graph": CudaGraph,
         "set_per_process_memory_fraction": nothing,
         "get_allocator_backend": _call(lambda: "native"),
+        # No number on the GPU has a meaning, so its random state has none either.
         "manual_seed": nothing,
         "manual_seed_all": nothing,
         "seed": nothing,

@@ -132,6 +132,7 @@ def _install_guard(code: _MachineCode) -> list[object]:
         _library("libc10"), "_ZN3c104impl26device_guard_impl_registryE"
     )
     methods = _Methods(registry[_CPU] or 0, _GUARD_METHODS)
+    # 1 is both `DeviceType::CUDA` and a `c10::Device` of cuda:0 (a byte of type, a byte of index).
     for method in (_TYPE, _EXCHANGE_DEVICE, _GET_DEVICE):
         methods[method] = code.one
     methods[_GET_STREAM] = code.stream

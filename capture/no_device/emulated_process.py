@@ -72,6 +72,7 @@ class EmulatedProcess:
         storages = self.operators.storages
 
         def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            # Exactly a tensor: a fake one or a subclass is left as it is.
             if type(data) is Tensor:
                 data = self.fake(data)
             return new_parameter(cls, data, requires_grad)
@@ -84,6 +85,7 @@ class EmulatedProcess:
         def address_of_tensor(tensor: Tensor) -> int:
             if not isinstance(tensor, FakeTensor):
                 return tensor_address(tensor)
+            # Views of one storage differ by their offset, as real addresses do.
             return storages.address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
         def address_of_storage(storage: Any) -> int:

@@ -235,6 +235,7 @@ class FakeOperators(TorchDispatchMode):
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
         self._schemas: dict[Any, _Schema] = {}
+        # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
         self._last_sequence = -1
         self._emulating = 0  # communication calls that run: their operators are no work of the job
@@ -501,6 +502,7 @@ class FakeOperators(TorchDispatchMode):
 
     def _numbers_of_results(self, call: _Call) -> Any:
         """Return the numbers of the results; None if they are not known or not small."""
+        # Numbers of large tensors would make the capture as slow as a real step on the CPU.
         small = all(tensor.numel() <= KNOWN_ELEMENTS for tensor in call.tensors)
         if not small or call.schema.is_random or call.schema.namespace != "aten":
             return None

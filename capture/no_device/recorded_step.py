@@ -98,6 +98,7 @@ class RecordedStep:
             self._progress(f"step {self.steps + 1} of {UNRECORDED + 1} on shapes alone")
         if self.steps == UNRECORDED:
             self._modules.listener = _Scopes(self._process.operators, log)
+            # Before recording begins: what lives now is resident throughout the step.
             self.observed.resident_bytes = self._process.resident_bytes()
             self.observed.start_memory_bytes.append(log.live_bytes)
             log.begin_step()

@@ -81,4 +81,5 @@ class Workspaces:
         thread = threading.get_ident()
         if thread not in self._threads:
             self._threads.add(thread)
+            # Negative numbers, which no storage of a tensor has.
             self._log.allocate(-len(self._threads), self._bytes_each)

@@ -51,6 +51,7 @@ class Known:
     def spoil(self, tensor: Tensor) -> None:
         """Forget the numbers of a tensor that is written with unknown ones, and of its views."""
         if hasattr(tensor, self.ATTRIBUTE):
+            # By storage, since views of the tensor have numbers of their own.
             self._spoiled.add(self._storages.number(tensor))
 
 

@@ -145,6 +145,7 @@ def slice_model(
     )
     for name, style in resolved.styles.items():
         slicer.cut(name, style)
+    # After all cuts: hooks of a boundary wrap the forwards that slicing installs.
     for name, boundary in resolved.boundaries.items():
         boundary.place_before(model.get_submodule(name))
     for name, rule in rules.items():
@@ -160,6 +161,8 @@ def slice_model(
         duplicates=frozenset(
             name
             for name, p in model.named_parameters()
+            # Rank 0 of the group owns what all of them hold, so that a count over ranks has it
+            # once.
             if group.rank() > 0 and p.numel() == whole_sizes[name]
         ),
     )
@@ -259,6 +262,8 @@ class _Slicer:
             blocks = shared.widths
         if style == "fused_qkv":
             keep_heads(model.get_submodule(parent_of(name)), group.size())
+        # An adapter's low-rank matrices are cut together with its base, or their products would not
+        # match.
         if adapted is not None:
             adapted.cut_column(
                 group,
