@@ -75,6 +75,7 @@ def _matches(model: nn.Module, fits: Fits) -> list[nn.Module]:
 
 def _is_copy(model: nn.Module, other: nn.Module, _: list[nn.Module]) -> bool:
     pairs = _pairs(model, other)
+    # A matrix, because the norms and biases of two fresh models are equal.
     return bool(pairs) and _equal(*next((pair for pair in pairs if pair[0].ndim > 1), pairs[0]))
 
 
@@ -103,5 +104,6 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
     if mine.is_meta or theirs.is_meta:
         return True
     first, second = (tensor.detach().flatten()[:_COMPARED] for tensor in (mine, theirs))
+    # In both directions: either of them may have the narrower dtype.
     rounded = torch.equal(first.to(second), second), torch.equal(first, second.to(first))
     return any(rounded)  # one tensor may be a cast copy of the other

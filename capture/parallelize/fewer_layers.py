@@ -163,6 +163,7 @@ class FewerLayers:
             )
 
     def _shrink(self, requested: Depth, model: str, config: PretrainedConfig) -> None:
+        # An inner model is built from the configuration of the outer one, which is cut already.
         if hasattr(config, _SEEN):
             return
         text: Any = config.get_text_config()
@@ -232,6 +233,7 @@ class FewerLayers:
             if self._inside_layer or self._probing:  # also a base class that is a layer itself
                 original(layer, *args, **kwargs)
                 return
+            # A script may build several models of this depth in turn.
             number = self._constructed % depth
             self._constructed += 1
             self._inside_layer = True
@@ -267,6 +269,7 @@ class FewerLayers:
                 "configuration), so --capture-layers cannot identify its layers: leave it out",
                 code="layers-no-list",
             )
+        # Other lists can be as long by chance, such as one norm per layer.
         return [*max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))]
 
 

@@ -88,6 +88,7 @@ def model_parts_of(model: PreTrainedModel) -> ModelParts:
             norms[name] = child
         else:
             unknown.append(f"{path}.{name}")
+    # A norm without weights counts only if no module with weights is one.
     norms = norms or dict([*plain.items()][:1])
     inside = set(trunk.modules()) | set(head.modules())
     for name, module in model.named_modules():

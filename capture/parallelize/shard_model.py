@@ -282,6 +282,7 @@ class ModelSlicing:
         """Slice the models inside a module or wrapper; return whether it contains any."""
         inside: list[nn.Module] = [module]
         has_models = False
+        # Not into a model: what it contains is sliced as its parts.
         for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
             if self.slices(child):
                 self._visit(child)

@@ -72,6 +72,7 @@ def main() -> None:
     for step in options.step:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
+    # A file without these errors would not load, so those of the shipped file stay.
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not options.step}
     kept["composed"] = shipped().errors["composed"]  # measured by benchmarks/deepbench.py
     if missing := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
@@ -141,6 +142,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_text(item) for item in cast("list[Any]", value)) + "]"
     if isinstance(value, float):
+        # The fit is not better than that, and a diff of two fits shows only what changed.
         return repr(float(f"{value:.4g}"))
     return str(value)
 

@@ -115,6 +115,8 @@ def attention_cases(
     for name, times in attention.times_ns.items():
         gpu = load_gpu(name)
         predicted_ns, _ = model(family(gpu))(of_attention(attention, times), described(gpu))
+        # The campaign's kernels also write keys and values to a cache, which no operator of a step
+        # does.
         predicted_ns = predicted_ns + stored_ns(gpu, attention.shapes)
         yield Case("attention_unmeasured", gpu, gpu, times, predicted_ns, attention.shapes[:, 3])
 
@@ -127,6 +129,7 @@ def database_cases(
     works: list[Work] = []
     times: list[int] = []
     for row in rows_of(read_database(SHIPPED / "H200.parquet")):
+        # The kernel of torch on an H200; the campaign has flash-attention's only.
         if "_cudnn_attention" not in row.operator:
             continue
         call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
@@ -227,6 +230,7 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
             rows = rows.with_columns(time_us=pl.col("time_ms") * 1000)
             rows = rows.filter(pl.col("time_us") * 1000 > _LONG_NS)
         rows = rows.with_columns(pl.col(_SIZES).cast(pl.Float64))
+        # Layers of several models have the same sizes.
         times = rows.group_by("gpu", *_SIZES).agg(pl.col("time_us").median())
         table = times.pivot(on="gpu", index=_SIZES, values="time_us").drop_nulls()
         names = {gpu: load_gpu(gpu).name for gpu in table.columns[len(_SIZES) :]}
@@ -332,6 +336,7 @@ def resized_attention_cases(
     sizes = attention.shapes[:, [0, 3, 1, 2, 5]]  # batch, rows, heads, key heads, width
     for grows in (0, 1):
         pairs = _pairs(sizes, grows=grows, least=_LEAST if grows else 1)
+        # With the batch growing, `least` is about the batch, so the rows are checked here.
         long = sizes[:, 1] >= _LEAST
         pairs = [(a, b) for a, b in pairs if long[a] and long[b]]
         for name, times in attention.times_ns.items():

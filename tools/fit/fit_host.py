@@ -34,6 +34,7 @@ def host_times(graph: Graph) -> tuple[Calls, dict[str, float]]:
     if overhead is None or not measurement.host_step_ns:
         raise ValueError("the capture has no host time without the profiler")
     replayed = replay_without_profiler(graph, overhead.host_factor)
+    # A GPU that is never busy, so that no call waits for it and the host alone sets the pace.
     free_gpu = replayed.with_gpu_durations(np.zeros(len(graph), dtype=np.int64))
     times = free_gpu.schedule()
     host = graph.mask(Kind.HOST_OP)
@@ -47,8 +48,10 @@ def host_times(graph: Graph) -> tuple[Calls, dict[str, float]]:
     sums = np.bincount(calls.sort, weights=of_call, minlength=len(SORTS))
     counts = np.bincount(calls.sort, weights=calls.times, minlength=len(SORTS))
     rest = list(SORTS).index("step")
+    # What the host does after the last launch belongs to no call.
     sums[rest], counts[rest] = ended_ns - at_ns[-1], 1
     means = dict(zip(SORTS, (sums * scale / counts).tolist(), strict=True))
+    # Time between steps, which a captured step does not contain.
     means["step"] += overhead.inter_step_host_ns
     return calls, means
 

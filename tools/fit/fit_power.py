@@ -106,6 +106,7 @@ def _work(row: KernelRow) -> Work:
             code="fit-unknown-size",
         )
     work = work_of_call(row.operator, with_results(call))
+    # TF32 is a setting and not a type: operands are float32.
     if work.dtype == "float32" and "tf32" in row.layout:
         return replace(work, dtype="tfloat32")
     return work
@@ -199,6 +200,7 @@ class Errors:
 def errors_of(coefficients: F64, measured: Powers) -> Errors:
     """Return the error of the model on sustained calls."""
     shares = power_share(measured.use, Coefficients(*coefficients.tolist()))
+    # The power limit caps the draw.
     predicted = np.minimum(1, shares)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
     return Errors(float(whole) - 1, predicted / measured.share - 1)

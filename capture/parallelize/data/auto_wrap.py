@@ -67,6 +67,7 @@ def _saving_local(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    # safetensors refuses tensors that are not contiguous.
     return tensor.to_local().contiguous() if isinstance(tensor, DTensor) else tensor
 
 
@@ -277,6 +278,8 @@ class DataParallelism:
                 self._trained[module] = self._trained[wrapped]
             return
         overlaps = bool(trained_ids & managed_ids) or not submodules.isdisjoint(self._trained)
+        # ZeRO's optimizers own the parameters, so models may share them; DDP's and FSDP's hooks are
+        # set on one model.
         if overlaps and self.shards is None:
             raise SliceError(
                 f"{type(module).__name__} contains a model that was trained separately before\n"
@@ -347,7 +350,9 @@ class DataParallelism:
             if not trained.parameters.isdisjoint(ids):
                 trained.rounds.refuse_fewer()
                 trained.rounds.end_step()
+                # Left are parameters of no trained model, for the check below.
                 ids -= trained.parameters
+        # Once per optimizer: the check reads every parameter.
         if optimizer in self._checked:
             return
         self._checked.add(optimizer)

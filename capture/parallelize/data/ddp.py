@@ -38,8 +38,10 @@ class ReplicatedModel:
         for kind, names_of_kind in names.items():
             if len(names) > 1:
                 others = set().union(*(names[other] for other in names if other != kind))
+                # The dense reducer also synchronises the buffers, so it ignores only the experts.
                 ignored = others if kind == DENSE else all_names - names_of_kind
                 _ignore(module, sorted(ignored))
+            # It reads the ignored names in its constructor.
             reducer = DistributedDataParallel(module, process_group=groups.of(kind))
             if kind != DENSE:
                 reducer.register_comm_hook((groups.of(kind), groups.size), _average_expert_bucket)

@@ -58,6 +58,7 @@ class DeferredModels:
             register(module, name, parameter)
 
         def moved(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kw: Any) -> Any:
+            # `_apply` calls itself on every submodule; only the outermost call creates weights.
             if self._moving or not is_deferred(module):
                 return apply(module, fn, *args, **kw)
             self._moving = True
@@ -166,6 +167,7 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     deferred = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+    # A new Parameter object has none of the attributes that the script or a library set.
     vars(deferred).update(script_attributes(parameter))
     setattr(deferred, _DEVICE, parameter.device)
     return deferred
@@ -176,6 +178,7 @@ def _real(parameter: nn.Parameter) -> nn.Parameter:
     if data.is_floating_point():
         data.normal_(std=_STD)
     else:
+        # normal_ does not take integers.
         data.zero_()
     created = nn.Parameter(data, requires_grad=parameter.requires_grad)
     kept = script_attributes(parameter).items()
@@ -230,6 +233,8 @@ class FullyShardedModel:
             sharded: Any = fully_shard(module_part, mesh=meshes[kind])
             move_before_fsdp(module_part)
             if kind != DENSE:
+                # By all data-parallel ranks, not only those with the same experts: the experts get
+                # the tokens of all.
                 sharded.set_gradient_divide_factor(float(groups.size))
 
         # Inner modules come first: fully_shard skips parameters that an earlier call shards.

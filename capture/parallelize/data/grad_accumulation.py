@@ -94,6 +94,7 @@ class AccumulationRounds:
         count, known = len(self._ends), len(self._expected)
         self._ends[self._newest] = True
         if count != known:
+            # Two equal steps in succession: a first step may differ, for example by a warm-up.
             self._expected = self._ends if self._ends == self._last else []
             self._last = [] if known else self._ends
         self._ends, self._newest, self._filled = [], -1, []
@@ -203,6 +204,7 @@ class DeferredGradSync:
     def _sum_at_once_in_grad(self, engine: Any) -> Any:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            # False for torch.autograd.grad, which leaves `.grad` alone.
             if kwargs.get("accumulate_grad", True):
                 if not in_backward():
                     for model in self._models.values():

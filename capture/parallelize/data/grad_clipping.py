@@ -108,6 +108,8 @@ class Clipping:
         if self._shards is None:
             for sliced in self._models.values():
                 for tied in sliced.stage.tied if sliced.stage is not None else ():
+                    # The norm needs the whole gradient of an embedding that two stages share, so it
+                    # is summed here and not in the step.
                     tied.sum()
             clipped = list(current(parameters))
             gradients_by_parameter = [(p, p.grad) for p in clipped if p.grad is not None]
@@ -132,6 +134,8 @@ class Clipping:
                 and self._shards is None
                 and _has_experts(gradients_by_parameter)
             ):
+                # A rank whose experts got no gradient adds 0, because its peers wait for it in the
+                # collective.
                 power = self._all_reduce(
                     "ep", torch.zeros_like(total) if power is None else power, order
                 )

@@ -47,6 +47,7 @@ def after_checks(
             before(optimizer)
             result = check(grad_scaler, optimizer)
             if grad_scaler.is_enabled():
+                # A disabled scaler records no flags.
                 then(list(grad_scaler._found_inf_per_device(optimizer).values()), optimizer)
             return result
 
@@ -204,6 +205,7 @@ def _fits(state: dict[str, Any], parameter: Tensor) -> bool:
 
 
 def _uniform(optimizer: Optimizer, value: Any) -> Any:
+    # Step counters, which do not depend on the parameter's shape.
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     first = value.flatten()[:1]

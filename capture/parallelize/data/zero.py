@@ -138,6 +138,7 @@ class Bucket:
         for parameter in self._missing:
             start, length = self._views[parameter]
             gradients[start : start + length].zero_()
+        # Before the sum, as DeepSpeed does: the sum of fp16 gradients could overflow.
         gradients.div_(self._divisor)
         if self._group.size() == 1:
             self._reduction = None, gradients, gradients
@@ -209,6 +210,7 @@ def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
         kind = parameter.dtype, parameter.device, group_kind_of(parameter), hasattr(parameter, TIED)
         parts = by_kind.setdefault(kind, [[]])
         filled = sum(p.numel() for p in parts[-1])
+        # A larger parameter gets a bucket of its own, since it is never split.
         if parts[-1] and filled + parameter.numel() > BUCKET_ELEMENTS:
             parts.append([])
         parts[-1].append(parameter)
@@ -244,6 +246,7 @@ class ShardedOptimizers:
         """Broadcast the first rank's parameters and buffers, as DDP and DeepSpeed do."""
         experts = {name for name, p in module.named_parameters() if group_kind_of(p) != DENSE}
         group = self._groups.of(DENSE)
+        # DDP's `broadcast_bucket_size`, in bytes, and its first rank.
         _sync_module_states(module, group, 250 * 2**20, 0, experts)
 
     def shard_optimizer(self, optimizer: Optimizer) -> None:

@@ -79,6 +79,8 @@ class EncoderDecoderInputs:
     def encoder_shape(self, inputs: Tensor) -> tuple[int, int]:
         """Return the encoder's [batch, sequence], from token ids or features."""
         if inputs.is_floating_point():
+            # Features (Whisper) are longer than the encoder's output: a convolution has a stride of
+            # 2.
             return inputs.shape[0], self.encoder.config.max_source_positions
         return inputs.shape[0], inputs.shape[1]
 
@@ -233,6 +235,7 @@ def split_stacks(
     """
     if requested:
         counts = split_layers(encoder + decoder, stages, requested)
+        # A stage holds layers of one stack only, so one of them must end with the encoder.
         ends = [*itertools.accumulate(counts)]
         if encoder not in ends:
             raise SliceError(
@@ -244,6 +247,7 @@ def split_stacks(
         return counts, ends.index(encoder) + 1
     split_layers(encoder + decoder, stages)
     encoder_stages = round(stages * encoder / (encoder + decoder))
+    # Every stage needs a layer, and each stack a stage.
     encoder_stages = min(max(encoder_stages, 1, stages - decoder), stages - 1, encoder)
     decoder_counts = split_layers(decoder, stages - encoder_stages)
     return split_layers(encoder, encoder_stages) + decoder_counts, encoder_stages
@@ -326,6 +330,7 @@ def _keep_layers(stack: _Stack, kept: slice) -> list[nn.Module]:
     for name, bias in biases.items():
         attention = first.get_submodule(name.rpartition(".")[0])
         setattr(attention, _BIAS, bias)
+        # T5's attention computes the bias only if this is set.
         setattr(attention, _HAS_BIAS, True)
     return [layer for _, layer in dropped]
 

@@ -95,6 +95,7 @@ class TiedEmbedding:
             self._summed = False
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
+        # A script may have an optimizer per part of the model.
         if any(self.weight is p for group in optimizer.param_groups for p in group["params"]):
             self.sum()
             self._summed = False
@@ -175,6 +176,7 @@ def stage_model(
     before = sum(p.numel() for p in model.parameters())
     work_keys = stage_keys(parts, counts)
     list_name = next(name for name, module in model.named_modules() if module is parts.layers)
+    # Of the whole model, for stages that keep no floating-point parameter.
     dtype = next(parts.layers.parameters()).dtype
     current_dtype = functools.partial(dtype_of, parts.layers, dtype)
     boundary = StageBoundary(group, parts.hidden, current_dtype, shards)

@@ -64,6 +64,7 @@ class PassthroughTensor(Tensor):
             if args[0].dim() == 0 and (result := _call_on_loss(func, *args)) is not None:
                 return result
             result = func(*args, **(kwargs or {}))
+        # Other views change the shape, and then the tensor represents nothing.
         if func in _VIEWS and result.shape == args[0].shape:
             return args[0]  # keeps `represents`
         if func is Tensor.detach:
@@ -138,6 +139,7 @@ class StageBoundary:
         """Return a scalar zero; its kernel runs once per device, during warm-up."""
         if device not in self._scalars:
             self._scalars[device] = torch.zeros((), device=device)
+        # A new tensor for each call, because callers set `requires_grad` on it.
         return self._scalars[device].detach()
 
     def receive(self, ids: Tensor) -> Tensor:
@@ -271,6 +273,7 @@ class _Send(torch.autograd.Function):
         for index, (shape, dtype, device) in enumerate(ctx.sent_tensors):
             gradient = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(gradient, group=boundary.group, group_src=boundary.stage + 1)
+            # Received in any case, because the next stage sends one for every tensor.
             gradients.append(gradient if ctx.needs_input_grad[2 + index] else None)
         return None, None, *gradients
 

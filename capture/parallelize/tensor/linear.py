@@ -78,6 +78,7 @@ def row_linear(
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         x = split_to_group(input, group) if split else input
+        # Without the bias, which every rank holds: the sum would count it once per rank.
         y = reduce(nn.functional.linear(x, matrix_of(self)), group)
         return y if self.bias is None else y + self.bias
 
@@ -125,10 +126,13 @@ class BlockBoundary:
         if not self._narrows:
             return x
         self._whole = x
+        # Only its width is read: the column-parallel layers replace it by `_whole` in `linear`.
         return x.narrow(-1, 0, x.shape[-1] // self._group.size())
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a column-parallel layer of the block: [..., in] -> [..., out / size]."""
+        # A layer whose input has the weight's width got something else, such as an attention's
+        # output.
         if self._whole is not None and x.shape[-1] != weight.shape[1]:
             x = self._whole
         gathered = next((inputs for inputs in self._gathered if inputs.matches(x)), None)

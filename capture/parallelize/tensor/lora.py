@@ -95,6 +95,7 @@ class LoraLinear:
         rows = matrix_of(self.base).shape[0]
         reorder_rows(self.base.parameters(recurse=False), row_order)
         reorder_rows((up.owner.get_parameter(up.key) for up in self.ups), row_order)
+        # After the reordering: `row_order` indexes the whole layer's rows.
         self._cut_base(group, cut, output=True, blocks=blocks)
         for up in self.ups:
             up.cut(f"{self.name}'s B", group, blocks or (rows,))

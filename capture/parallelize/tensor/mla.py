@@ -155,6 +155,7 @@ class LatentPlaceholder(SequencePlaceholder):
     def with_rotary(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "LatentPlaceholder":
         """Return the placeholder of a shard [batch, sequence / size, features]."""
         placeholder = LatentPlaceholder.of(shard, group)
+        # An attribute of the instance, since torch's `as_subclass` takes no arguments for it.
         placeholder.rotary = rotary
         return placeholder
 

@@ -104,6 +104,7 @@ def cut_experts(
         if key == _DOWN_BIAS:
             continue
         output = key != "down_proj"
+        # Dimension 0 is the expert; biases are [expert, features].
         dim = 2 if parameter.dim() == 3 and output == layout.transposed else 1
         cut_parameter(
             parameter,
@@ -117,6 +118,7 @@ def cut_experts(
         module.register_forward_pre_hook(_divide_bias_hook(group))
         module.register_forward_hook(_restore_bias, always_call=True)
     if hasattr(module, "intermediate_dim"):
+        # Their forward splits the fused projection by this width.
         module.intermediate_dim //= group.size()
     if not sequence:
         module.register_forward_pre_hook(_copy_hook(group))
@@ -157,6 +159,7 @@ def _restore_bias(module: nn.Module, *_: Any) -> None:
 
 def _copy_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # Indices of experts have no gradient to sum.
         return tuple(copy_to_group(x, group) if x.is_floating_point() else x for x in args)
 
     return hook

@@ -37,6 +37,7 @@ class SequencePlaceholder(Tensor):
     def of(cls, shard: Tensor, group: dist.ProcessGroup) -> Self:
         """Return the placeholder of a shard [batch, sequence / size, features]."""
         batch, part, features = shard.shape
+        # One element with strides of 0, so that it takes no memory of the model's.
         whole = shard.new_empty(()).expand(batch, part * group.size(), features)
         placeholder = whole.as_subclass(cls)
         placeholder.shard, placeholder.group = shard, group
@@ -146,6 +147,7 @@ class _LinearOnSequence(torch.autograd.Function):
         whole, shard, weight, bias, source = args
         ctx.save_for_backward(shard, weight)
         ctx.source, ctx.has_bias = source, bias is not None
+        # Counted in the forward: the backward frees the input after as many layers.
         source.users += 1
         return torch.nn.functional.linear(whole, weight, bias)
 
@@ -153,6 +155,7 @@ class _LinearOnSequence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight = ctx.saved_tensors
         grad = grads[0]
+        # Before the GEMM of the input's gradient, as Megatron-LM orders them.
         whole = ctx.source.gather(shard)
         for_input = grad.matmul(weight)
         grad = grad.reshape(-1, grad.shape[-1])
@@ -170,6 +173,7 @@ class SequenceInput:
         if torch.is_autocast_enabled(shard.device.type):
             shard = shard.to(torch.get_autocast_dtype(shard.device.type))
         self.whole: Tensor = GatherSequence.apply(shard, group)  # pyright: ignore
+        # torch counts in-place writes to a tensor here.
         self._version = self.whole._version
         self._shard = shard
         self._source = _BackwardInput(group)
@@ -179,6 +183,7 @@ class SequenceInput:
         if not self.matches(x):
             return torch.nn.functional.linear(x, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
+            # Autocast does not reach into an autograd.Function.
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         result: Tensor = _LinearOnSequence.apply(
             self.whole, self._shard, weight, bias, self._source
@@ -271,6 +276,7 @@ def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return tokens
     batch, part, hidden = x.shape
     whole = x.new_empty((batch, group.size() * part, hidden))
+    # The gathered shards are the sequence already; a larger batch has them batch by batch.
     if batch == 1:
         all_gather(whole.view(-1, hidden), x.view(-1, hidden), group=group)
         return whole

@@ -16,6 +16,7 @@ def fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
     """Set every parameter element to its 1-based position in the whole model."""
     for name, parameter in model.named_parameters():
         count = parameter.numel()
+        # float64 holds every integer up to 2**53; float32 would merge positions from 2**24.
         values = torch.arange(count, dtype=torch.float64, device=parameter.device)
         parameter.data = (values + starts[name]).view(parameter.shape)
 
@@ -37,6 +38,7 @@ def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, T
         )
     first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
     origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
+    # Positions count from 1, so 0 is padding.
     positions = torch.where(rounded > 0, rounded - starts[origin], -1).long()
     if bool((positions < -1).any()):
         raise SliceError(
@@ -110,6 +112,7 @@ def cut_blocks(
         parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
         # A copy, because a view of the whole parameter would keep its memory.
         parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
+        # It would have the whole parameter's shape.
         parameter.grad = None
 
 

@@ -124,6 +124,7 @@ class _Projection:
             return SharedHeads(group, ranks, qkv_widths(self.attention), [False, True, True])
         if rule.parts == GROUPED:
             queries = getattr(self.attention, self.attention_rule.divide[0]) // heads
+            # Rows are grouped by key-value head: its queries, its key, its value.
             rows = torch.arange(self.features).view(heads, queries + 2, -1)
             parts = [part.flatten() for part in rows.split([queries, 1, 1], dim=1)]
             widths = [len(part) for part in parts]
@@ -177,6 +178,7 @@ def shared_heads(
     shared: dict[str, SharedHeads] = {}
     for projection in projections:
         heads = projection.key_value_heads()
+        # With a head or more per rank, an even cut gives every rank whole heads.
         if heads is None or heads >= size:
             continue
         if size % heads:

@@ -266,6 +266,7 @@ def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
 
 def default_output(trace: Path, target: str, name: str) -> Path:
     """Return `trace.H100.et` for `trace.et` and `H100`, or the name in a description file."""
+    # A path cannot be part of a file name; a shipped GPU keeps the spelling that the user chose.
     word = name if Path(target).suffix == ".toml" or "/" in target else target
     # The name of a GPU with overrides has spaces, brackets and "=".
     word = re.sub(r"[^\w.-]+", "-", word)

@@ -199,6 +199,7 @@ def describe(options: DescribeOptions, as_json: bool) -> None:
     from onerank.ir.output_files import replace_file
 
     with on_device(options.gpu) as device:
+        # Figures that no benchmark measures, such as memory size and SM count, come from it.
         base = load_gpu(options.base_gpu) if options.base_gpu else find_gpu(device.name)
         if base is None:
             raise TargetError(
@@ -370,6 +371,7 @@ def _calls_to_measure(
             dropped[why] = dropped.get(why, 0) + count
     if grid is not None:
         for request in training_grid() if grid == "training" else power_grid():
+            # A trace's request stays: it also names the kernels to compare with.
             requests.setdefault(request.layouts, request)
     return list(requests.values()), dropped
 

@@ -152,6 +152,7 @@ def _default_output(script: Path) -> Path:
     Raises:
         BadParameter: the directory is not writable.
     """
+    # A package that runs as `python -m` has the name of its directory.
     name = script.parent.name if script.stem == "__main__" else script.stem
     return TRACE_OUTPUT.convert(f"{name}.et", None, None)
 

@@ -187,6 +187,7 @@ class GoalOptions(RankOptions):
 
 def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
     """Read the traces one at a time; print a note of several traces once."""
+    # One set for all files, since traces of one job repeat each other's notes.
     seen: set[str] = set()
     return (read_trace(file, seen=seen) for file in files)
 
@@ -387,6 +388,7 @@ def render_export(done: "AstraSimExport") -> None:
     ]
     pairs += [("dropped", f"{count}: {kind}") for kind, count in done.dropped.items()]
     pairs += [("note", note) for note in done.notes]
+    # An export checks what it wrote and raises an error on findings.
     pairs.append(("checked", "no findings"))
     pairs.append(
         (
