@@ -53,10 +53,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def as_kernels(nodes: Nodes, index: I64) -> Nodes:
-    """Return a copy with the nodes at `index` turned into kernels of stream 0."""
+    """Return a copy with the nodes at `index` turned into kernels; of stream 0 by default."""
     changed = {
         "kind": Kind.KERNEL,
-        "stream": 0,
+        "stream": np.maximum(nodes.stream[index], 0),
         "thread": UNKNOWN,
         "evidence": Evidence.DATASHEET,
         "duration_ns": 0,
@@ -90,10 +90,21 @@ def on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tu
     nodes.start_ns[device_order] = _end_to_end(
         nodes.start_ns[device_order], nodes.duration_ns[device_order]
     )
-    # Edges through dropped nodes are contracted first, so that the stream's chain has no gaps.
-    source, waiter, reason = _with_stream(
-        *contract(graph.edges, dropped), order[kernel[order]], kernel
-    )
+    on_stream = graph.nodes.stream != UNKNOWN
+    if (graph.nodes.stream[kernels] > 0).any():
+        # A capture without a device that used several streams has their order and waits.
+        edges = graph.edges
+        issued = edges.reason == Reason.PROGRAM_ORDER
+        issued &= on_stream[edges.source] & on_stream[edges.target]
+        ordered = Edges.from_pairs(
+            len(graph), edges.source[~issued], edges.target[~issued], edges.reason[~issued]
+        )
+        source, waiter, reason = contract(ordered, dropped)
+    else:
+        # Edges through dropped nodes are contracted first, so that the chain has no gaps.
+        source, waiter, reason = _with_stream(
+            *contract(graph.edges, dropped), order[kernel[order]], kernel
+        )
     kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
     edges = Edges.from_pairs(len(kept), new_index[source], new_index[waiter], reason)
     return replace(graph, nodes=nodes.take(kept), edges=edges), new_index

@@ -1,6 +1,7 @@
 """`torch.cuda` and `torch.accelerator` as on a GPU that is not there."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
@@ -19,20 +20,28 @@ _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
 class Stream:
-    """A CUDA stream on which nothing runs."""
+    """A CUDA stream on which nothing runs.
+
+    Attributes:
+        number: 0 for the default stream.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0, **named: Any) -> None:
+        self.number = next(_numbers)
         self.device = torch.device("cuda", 0)
         # torch compares these two with c10::DeviceType::CUDA (1).
         self.device_index, self.device_type = 0, 1
         self.priority = priority
         self.stream_id = self.cuda_stream = named.get("stream_id", id(self))
 
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
+    def wait_event(self, event: "Event") -> None:
+        """Record that this stream waits for the event."""
+        if event.log is not None:
+            event.log.wait(self.number, event.stream, event.until)
 
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
+    def wait_stream(self, stream: "Stream") -> None:
+        """Record that this stream waits for all that the other one was given."""
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -46,28 +55,49 @@ class Stream:
         return False
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Return an event."""
-        return event or Event()
+        """Return an event, recorded on this stream."""
+        event = event or Event()
+        event.record(self)
+        return event
 
     def __enter__(self) -> "Stream":
-        _streams.append(self)
+        _current.append(self)
+        _follow_current()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _streams.pop()
+        _current.pop()
+        _follow_current()
+
+
+def _follow_current() -> None:
+    for log in _logs:
+        log.stream = _current[-1].number
 
 
 class Event:
-    """A CUDA event that is reached at once."""
+    """A CUDA event that is reached at once.
+
+    Attributes:
+        log: that of the capture in which it was recorded; None if it was not.
+        stream: number of the stream that it was recorded on.
+        until: tick of the record.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cuda", 0)
+        self.log: EventLog | None = None
+        self.stream = self.until = 0
 
-    def record(self, stream: object = None) -> None:
-        """Do nothing."""
+    def record(self, stream: Stream | None = None) -> None:
+        """Note what the stream was given so far."""
+        self.log = _logs[-1] if _logs else None
+        self.stream = (stream or _current[-1]).number
+        self.until = self.log.now() if self.log is not None else 0
 
-    def wait(self, stream: object = None) -> None:
-        """Do nothing."""
+    def wait(self, stream: Stream | None = None) -> None:
+        """Record that a stream waits for the event."""
+        (stream or _current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -129,8 +159,17 @@ def _is_capturing() -> bool:
     return frame.f_globals.get("__name__") == "torch.nn.modules._functions"
 
 
+_numbers = itertools.count()
 _DEFAULT = Stream(stream_id=0)
-_streams = [_DEFAULT]
+_current = [_DEFAULT]
+# The log of the capture that runs: streams and events, which scripts create, write to it.
+_logs: list[EventLog] = []
+
+
+def _set_stream(stream: Stream) -> None:
+    """`torch.cuda.set_stream`."""
+    _current[-1] = stream
+    _follow_current()
 
 
 @contextlib.contextmanager
@@ -208,9 +247,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "can_device_access_peer": _call(lambda: True),
         "synchronize": nothing,
         "ipc_collect": nothing,
-        "current_stream": _call(lambda: _streams[-1]),
+        "current_stream": _call(lambda: _current[-1]),
         "default_stream": _call(lambda: _DEFAULT),
-        "set_stream": nothing,
+        "set_stream": _set_stream,
         "stream": _entered,
         "Stream": Stream,
         "Event": Event,
@@ -250,7 +289,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "set_device_index": nothing,
         "set_device_idx": nothing,
         "synchronize": nothing,
-        "current_stream": _call(lambda: _streams[-1]),
+        "current_stream": _call(lambda: _current[-1]),
         "memory_allocated": _call(lambda: log.live_bytes),
         "max_memory_allocated": _call(lambda: log.peak_bytes),
         "memory_reserved": _call(lambda: log.live_bytes),
@@ -263,6 +302,8 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
     memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
     random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
     with contextlib.ExitStack() as undo:
+        _logs.append(log)
+        undo.callback(_logs.pop)
         for owner, names in (
             ("torch.cuda", cuda),
             ("torch.accelerator", accelerator),

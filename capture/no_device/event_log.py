@@ -76,6 +76,7 @@ class Event:
         forward_thread: of a backward, the thread of its forward; else 0.
         on_device: whether it reads or writes memory of the device.
         node: autograd node that it stands for, else None.
+        stream: number of the stream that was current when it began, 0 for the default stream.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Event:
     forward_thread: int = 0
     on_device: bool = False
     node: object = None
+    stream: int = 0
 
     @property
     def is_operator(self) -> bool:
@@ -105,6 +107,24 @@ class Allocation:
     storage: int
     bytes: int
     allocated: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """A stream waits for what another one was given before.
+
+    Attributes:
+        tick: when it was told to.
+        stream: number of the stream that waits.
+        awaited: number of the stream that it waits for.
+        until: tick before which the awaited operators began.
+    """
+
+    tick: int
+    stream: int
+    awaited: int
+    until: int
 
 
 @dataclass
@@ -117,6 +137,8 @@ class EventLog:
         allocations: of the device, in order.
         live_bytes: allocated at present.
         peak_bytes: most since `begin_step`.
+        stream: number of the current stream, 0 for the default stream.
+        waits: of streams for each other, in order.
     """
 
     recording: bool = False
@@ -124,7 +146,10 @@ class EventLog:
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     live_bytes: int = 0
     peak_bytes: int = 0
+    stream: int = 0
+    waits: list[StreamWait] = field(default_factory=list[StreamWait])
     _tick: int = 0
+    _stream_of: dict[int, int] = field(default_factory=dict[int, int])
     _threads: dict[int, int] = field(default_factory=lambda: {threading.get_ident(): 1})
     _open: dict[int, list[Event]] = field(default_factory=dict[int, list[Event]])
 
@@ -132,6 +157,7 @@ class EventLog:
         """Forget what was recorded, and keep events from here on."""
         self.events.clear()
         self.allocations.clear()
+        self.waits.clear()
         self._open.clear()
         self._tick = 0
         self.peak_bytes = self.live_bytes
@@ -149,7 +175,7 @@ class EventLog:
         if not self.recording:
             return None
         thread = self._thread()
-        event = Event(name, category, thread, self._next(), **details)
+        event = Event(name, category, thread, self._next(), stream=self.stream, **details)
         self.events.append(event)
         self._open.setdefault(thread, []).append(event)
         return event
@@ -164,6 +190,15 @@ class EventLog:
             self._end(innermost)
             if innermost is event:
                 return
+
+    def now(self) -> int:
+        """Return the current tick."""
+        return self._next()
+
+    def wait(self, stream: int, awaited: int, until: int) -> None:
+        """Record that a stream waits for what another one was given before a tick."""
+        if self.recording and stream != awaited:
+            self.waits.append(StreamWait(self._next(), stream, awaited, until))
 
     def mark(self) -> int:
         """Return a place in the log for `forget_since`."""
@@ -186,19 +221,22 @@ class EventLog:
     def allocate(self, storage: int, size: int) -> int:
         """Record an allocation; return the bytes that it takes."""
         taken = -(-size // _ROUNDED_TO) * _ROUNDED_TO
-        self._account(storage, taken)
+        if self.stream:
+            self._stream_of[storage] = self.stream
+        self._account(storage, taken, self.stream)
         return taken
 
     def free(self, storage: int, taken: int) -> None:
         """Record the free of an allocation that took these bytes."""
-        self._account(storage, -taken)
+        # A block returns to the pool of the stream on which it was allocated.
+        self._account(storage, -taken, self._stream_of.pop(storage, 0))
 
-    def _account(self, storage: int, change: int) -> None:
+    def _account(self, storage: int, change: int, stream: int) -> None:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.recording:
             self.allocations.append(
-                Allocation(self._next(), self._thread(), storage, change, self.live_bytes)
+                Allocation(self._next(), self._thread(), storage, change, self.live_bytes, stream)
             )
 
     def _end(self, event: Event) -> None:
@@ -297,10 +335,13 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
+    with_streams = any(event.stream for event in kept)
     for number, event in enumerate(kept, start=1):
         args: dict[str, Any] = {"Record function id": number, "Ev Idx": number}
         if event.sequence >= 0:
             args |= {"Sequence number": event.sequence, "Fwd thread id": event.forward_thread}
+        if with_streams:
+            args["stream"] = event.stream
         events.append(
             {
                 "ph": "X",
@@ -322,6 +363,8 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
             "Addr": allocation.storage,
             "Ev Idx": number,
         }
+        if with_streams:
+            args["stream"] = allocation.stream
         events.append(
             {
                 "ph": "i",
@@ -333,7 +376,26 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
                 "args": args,
             }
         )
+    events += [_kineto_wait(wait) for wait in log.waits if with_streams]
     return events
+
+
+def _kineto_wait(wait: StreamWait) -> dict[str, Any]:
+    """Return a wait as the profiler writes it; no runtime call issued it, so a tick names it."""
+    args = {
+        "stream": wait.stream,
+        "wait_on_stream": wait.awaited,
+        "wait_on_cuda_event_id": wait.until,
+    }
+    return {
+        "ph": "X",
+        "cat": "cuda_sync",
+        "name": "Stream Wait Event",
+        "tid": 0,
+        "ts": wait.tick,
+        "dur": 0,
+        "args": args,
+    }
 
 
 def _nodes(kept: Sequence[Event]) -> list[dict[str, Any]]:

@@ -257,6 +257,8 @@ def blocks(
     if history is not None:
         pool, spare = history.pool[event], size - history.requested[event]
         lingers = np.where(freed >= 0, history.lingers[freed], 0)
+    elif rows.stream.max(initial=0) > 0:
+        pool = rows.stream[event]
     settings = history.settings if history is not None else None
     return BlockRows(size, kind, allocated, freed, op[event], began, pool, spare, lingers, settings)
 

@@ -7,7 +7,7 @@ import pytest
 from own_process import run_command
 
 import onerank
-from onerank.ir import Graph
+from onerank.ir import Graph, Reason
 
 LINEAR = """
     import torch
@@ -230,3 +230,58 @@ def test_attention_runs_by_the_backends_that_a_script_enables(tmp_path, monkeypa
     assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash]
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert attention_operators(tmp_path) == [flash, flash, "softmax", flash]
+
+
+FSDP2 = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("nccl")
+    layers = [nn.Linear(64, 64, bias=False, device="cuda") for _ in range(4)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_streams_of_fsdp_overlap_communication_and_compute(tmp_path):
+    graph = captured(tmp_path, FSDP2, "--torchrun", "--dp", 4)
+    nodes, edges = graph.nodes, graph.edges
+    ops = [graph.strings[int(op or name)] for op, name in zip(nodes.op, nodes.name, strict=True)]
+    # FSDP2 copies shards on one stream, gathers on a second and reduces on a third
+    products = [i for i, op in enumerate(ops) if op == "aten::mm"]
+    assert set(nodes.stream[products].tolist()) == {0}
+    of = {
+        name: [i for i, op in enumerate(ops) if op == name]
+        for name in ("all_gather", "reduce_scatter", "aten::_chunk_cat")
+    }
+    streams = {name: {int(nodes.stream[i]) for i in rows} for name, rows in of.items()}
+    assert streams["aten::_chunk_cat"] == {0}
+    assert len(streams["all_gather"] | streams["reduce_scatter"] | {0}) == 3
+    # the buffer of a layer's reduction is filled once that of the layer before is sent
+    waiting = Reason.SYNC, Reason.STREAM_ORDER
+    for reduction, following, fill in zip(
+        of["reduce_scatter"], of["reduce_scatter"][1:], of["aten::_chunk_cat"][1:], strict=False
+    ):
+        after = {
+            int(target)
+            for source, target, reason in zip(edges.source, edges.target, edges.reason, strict=True)
+            if source == reduction and reason in waiting
+        }
+        assert after == {following, fill}
+    step = onerank.recost(graph, "H100", host="none")
+    assert (
+        set(step.nodes.stream.tolist())
+        == {0, 1, *streams["all_gather"]} | streams["reduce_scatter"]
+    )
+    assert not (step.edges.reason == Reason.PROGRAM_ORDER).any()
+    # gradients are allocated on the stream that reduces them
+    pools = set(graph.job.measurement.memory.blocks.pool)
+    assert len(pools) == 3

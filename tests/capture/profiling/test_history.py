@@ -119,6 +119,7 @@ def rows(*events: tuple[int, int]) -> MemoryRows:
         allocated=nothing,
         reserved=nothing,
         device_type=np.ones(count, dtype=np.int64),
+        stream=np.full(count, -1),
     )
 
 

@@ -55,6 +55,7 @@ def with_unattributed_launches(
         event_index=zeros + OWN_CALL,
         call=zeros + NO_CALL,
         operands=np.zeros((len(rows), 3), dtype=np.int32),
+        stream=zeros - 1,
     )
     columns = {
         spec.name: np.concatenate([getattr(trace.host, spec.name), getattr(calls, spec.name)])

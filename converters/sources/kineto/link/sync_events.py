@@ -26,6 +26,10 @@ QUERIES = frozenset({"cudaEventQuery", "hipEventQuery"})
 STREAM_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 
 
+# A capture without a device counts ticks where a profiler has microseconds.
+TICK_NS = 1000
+
+
 class EventRecords:
     """The event records of a trace, and the streams that threads launched on.
 
@@ -205,6 +209,8 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     syncs, calls = trace.syncs, trace.launches
     if not len(syncs):
         return _of_calls(trace)
+    if not len(calls) and not len(trace.gpu):
+        return _of_emulated_streams(trace)
     call_of = last_of(calls.correlation, syncs.correlation).tolist()
     record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
     queries = named(calls.name, trace.strings, QUERIES.__contains__)
@@ -257,6 +263,17 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     result.used.extend(_of_copies(trace))
     result.used.sort(key=lambda wait: wait.start_ns)
     return result
+
+
+def _of_emulated_streams(trace: KinetoTrace) -> Synchronizations:
+    """Return the waits of a capture without a device, which names the awaited tick itself."""
+    syncs = trace.syncs
+    columns = syncs.stream, syncs.wait_on_stream, syncs.wait_on_event, syncs.start_ns
+    waits = [
+        Wait(awaited, until * TICK_NS, stream, 0, start_ns, start_ns)
+        for stream, awaited, until, start_ns in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+    return Synchronizations(used=sorted(waits, key=lambda wait: wait.start_ns))
 
 
 # Time in such a call belongs to the GPU. Counted as the operator's, it would not shrink on a faster

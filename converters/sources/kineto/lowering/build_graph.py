@@ -308,6 +308,7 @@ def operator_columns(
         "op": name,
         "kind": np.full(len(kept), Kind.HOST_OP, dtype=np.uint8),
         "thread": threads[rows.thread[kept]],
+        "stream": rows.stream[kept],
         "duration_ns": rows.end_ns[kept] - rows.start_ns[kept],
         "evidence": np.full(len(kept), Evidence.MEASURED, dtype=np.uint8),
         **_context(timeline, kept),

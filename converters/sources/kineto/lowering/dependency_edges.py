@@ -255,7 +255,13 @@ class DependencyEdges:
         self.enclosing = timeline.nearest(is_kept)
 
     def streams(self) -> StreamSequences:
-        """Return one sequence per stream, of GPU operations in the order of their start."""
+        """Return one sequence per stream, of GPU operations in the order of their start.
+
+        Without GPU operations: the operators of a capture without a device, if it used several
+        streams. They stand for the kernels that they would launch.
+        """
+        if not len(self.gpu_rows):
+            return self._emulated_streams()
         rows = self.gpu.rows
         sequences: StreamSequences = {}
         keys = zip(
@@ -266,6 +272,17 @@ class DependencyEdges:
             if sequence is None:
                 sequence = sequences[key] = NodeSequence(self.times)
             sequence.members.append(number)
+        return sequences
+
+    def _emulated_streams(self) -> StreamSequences:
+        on_stream = self.timeline.rows.stream[self.kept]
+        sequences: StreamSequences = {}
+        if on_stream.max(initial=0) <= 0:
+            return sequences
+        # Autograd's thread issues the backward, so a stream's order is that of all threads.
+        for number in np.argsort(self.timeline.rows.start_ns[self.kept], kind="stable").tolist():
+            key = 0, int(on_stream[number])
+            sequences.setdefault(key, NodeSequence(self.times)).members.append(number)
         return sequences
 
     def threads(self) -> ThreadSequences:
@@ -374,7 +391,10 @@ class DependencyEdges:
             & (rows.end_ns[before] <= rows.start_ns[after])
             & (backward[before] | backward[after])
         )
-        self.edges.extend(order[:-1][chosen], order[1:][chosen], Reason.SYNC)
+        # Threads only issue what runs on streams, so their hand-overs order calls alone.
+        on_streams = rows.stream.max(initial=0) > 0
+        reason = Reason.PROGRAM_ORDER if on_streams else Reason.SYNC
+        self.edges.extend(order[:-1][chosen], order[1:][chosen], reason)
 
     def add_memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
         """Add bytes allocated and freed to the operators; return the bytes without an operator.

@@ -153,6 +153,8 @@ class CallPlacement:
         self, calls: list[RecordedCall], gloo_calls: list[GlooCall]
     ) -> list[RecordedCall]:
         """Add the calls recorded on a CPU and those of Gloo; return the calls assumed blocking."""
+        if self._streams:  # a capture without a device, whose operators have streams
+            return self._on_emulated_streams(calls)
         timeline = self._timeline
         operators = OperatorsByStart(timeline, self._kept)
         unplaced: list[RecordedCall] = []
@@ -173,6 +175,58 @@ class CallPlacement:
                 unplaced.append(call)
         self._add_gloo_calls(gloo_calls, operators)
         return unplaced
+
+    def _on_emulated_streams(self, calls: list[RecordedCall]) -> list[RecordedCall]:
+        """Add the calls of a capture without a device; return the calls assumed blocking.
+
+        As in torch's NCCL backend, a blocking call runs on the caller's stream. An asynchronous
+        call runs on its group's stream, after what the caller's stream was given before; the stream
+        that is current at the wait waits for it.
+        """
+        rows = self._timeline.rows
+        operators = OperatorsByStart(self._timeline, self._kept)
+        last = max(stream for _, stream in self._streams)
+        groups: dict[str, int] = {}
+        unplaced: list[RecordedCall] = []
+        asynchronous: list[tuple[RecordedCall, int]] = []
+        for call in calls:
+            number = self._add_call(call)
+            placed, caller = self._placed[-1], (0, int(rows.stream[call.op]))
+            placed.thread = int(rows.thread[call.op])
+            sequence = self._streams.get(caller)
+            if sequence is None:
+                sequence = self._streams[caller] = NodeSequence(self._times)
+            if call.communication.asynchronous and wait_is_known(call, self._timeline):
+                before = sequence.last_launched(self._times.launch[number])
+                if before is not None:
+                    self._edges.add(before, number, Reason.SYNC)
+                group = call.communication.group
+                placed.stream = groups.setdefault(group, last + 1 + len(groups))
+                of_group = self._streams.setdefault((0, placed.stream), NodeSequence(self._times))
+                of_group.members.append(number)
+                asynchronous.append((call, number))
+            else:
+                placed.stream = caller[1]
+                sequence.insert_by_launch(number)
+                unplaced.append(call)
+        for call, number in asynchronous:
+            self._await_on_stream(call, number, operators)
+        return unplaced
+
+    def _await_on_stream(
+        self, call: RecordedCall, number: int, operators: OperatorsByStart
+    ) -> None:
+        """Let the stream that is current at the wait for an asynchronous call wait for it."""
+        if not call.waits:
+            waiter = end_of_wait(call, operators)
+            if waiter >= 0:
+                self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
+            return
+        rows, wait = self._timeline.rows, call.waits[0]
+        sequence = self._streams.get((0, int(rows.stream[wait])))
+        first = sequence.first_launched(int(rows.start_ns[wait])) if sequence else None
+        if first is not None:
+            self._edges.add(number, first, Reason.SYNC)
 
     def _add_gloo_calls(self, gloo_calls: list[GlooCall], operators: OperatorsByStart) -> None:
         """Add the calls that Gloo ran, after their issuers and earlier work of their threads."""

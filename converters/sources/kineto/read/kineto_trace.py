@@ -130,6 +130,7 @@ class _Reader:
             event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
             call=self._calls(args),
             operands=self._operands(args),
+            stream=self._streams(events, args),
         )
 
     def launches(self, events: list[Event]) -> LaunchRows:
@@ -190,6 +191,7 @@ class _Reader:
             allocated=self._column(events, [a.memory_allocated for a in args], "Total Allocated"),
             reserved=self._column(events, [a.memory_reserved for a in args], "Total Reserved"),
             device_type=self._column(events, [a.memory_device_type for a in args], "Device Type"),
+            stream=self._streams(events, args),
         )
 
     def _times(self, events: list[Event]) -> tuple[I64, I64]:

@@ -268,6 +268,7 @@ class HostRows(Rows):
 
     `thread` indexes the trace's `threads`; `call` its `calls`, NO_CALL for most. `operands` are
     codes of the JSON text of values, shapes and types of the inputs, as in the file, int32[n, 3].
+    `stream` is UNKNOWN except in captures without a device.
     """
 
     name: I32
@@ -282,6 +283,7 @@ class HostRows(Rows):
     event_index: I64
     call: I64
     operands: I32
+    stream: I64
 
     def __len__(self) -> int:
         return len(self.name)
@@ -351,6 +353,7 @@ class MemoryRows(Rows):
     allocated: I64
     reserved: I64
     device_type: I64
+    stream: I64
 
     def __len__(self) -> int:
         return len(self.thread)

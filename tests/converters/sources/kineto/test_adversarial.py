@@ -57,7 +57,7 @@ def test_a_history_is_found_among_equal_events() -> None:
     """A match of bytes that begins inside an integer does not count."""
     address = np.array([256, 256, 256, 1, 256], dtype=np.int64)
     zeros = np.zeros(5, dtype=np.int64)
-    rows = MemoryRows(zeros, np.arange(5), zeros, np.ones(5, dtype=np.int64), address, *[zeros] * 3)
+    rows = MemoryRows(zeros, np.arange(5), zeros, np.ones(5, dtype=np.int64), address, *[zeros] * 4)
     for first, expected in ((1, [0, 1, 1, 1, 0]), (2, [0, 0, 1, 1, 1])):
         wanted = address[first : first + 3].tolist()
         history = History(
