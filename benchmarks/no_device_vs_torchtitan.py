@@ -1,21 +1,26 @@
 """Hold captures without a device against torchtitan's published throughput and memory.
 
-    python benchmarks/no_device_vs_torchtitan.py
+    python benchmarks/no_device_vs_torchtitan.py TORCHTITAN [--captures DIRECTORY] [--rows NAME ...]
 
-Published: benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan. Its bf16 rows are
-Llama 3.1 8B under FSDP on 8 and 128 H100s, eager and compiled. The float8 rows, with all of 70B
-and 405B, are not covered.
+Published: benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan. TORCHTITAN is a
+checkout at the table's commit, 9dec370. It runs in this interpreter, which needs torchdata,
+tiktoken, datasets, triton, and for float8 rows torchao at the table's commit eab345c.
 
-- The job is benchmarks/jobs/llama_fsdp2.py, which repeats torchtitan's choices; it is not
-  torchtitan's own script.
-- Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml, then `onerank replay`
-  with one bus bandwidth. Compiled rows add `--fuse norm` to the eager capture.
-- Memory: the allocator's reserved memory, as torchtitan reports; simulated. Compiled rows have
-  none, because `--fuse` leaves the memory of the eager step.
+- The job is torchtitan's train.py with its own configurations. Tokenizer and text are made here:
+  128,256 tokens, random words. TORCH_CUDNN_SDPA_DEPRIORITIZED=1: torch of December 2024 ran
+  FlashAttention 2 on an H100.
+- Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml, then `onerank replay` in
+  steady state with one bus bandwidth. Compiled rows add `--fuse norm` to the eager capture.
+- Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
+  job's streams. Compiled rows have none, because `--fuse` leaves the memory of the eager step.
+- `--captures` keeps captures and uses those that are there. `--rows` names some rows.
 """
 
+import base64
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,10 +32,7 @@ from typing import Any
 import torch
 from harness import parser_of
 
-HERE = Path(__file__).parent
-JOB = HERE / "jobs" / "llama_fsdp2.py"
-GPU = HERE.parent / "examples" / "gpus" / "torchtitan-h100.toml"
-TOKENS = 2 * 8192
+GPU = Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100.toml"
 
 # An all-gather between two H200s reached 257 GB/s of NVLink's 450 (docs/how-to/measure-network.md).
 REACHED = 257 / 450
@@ -39,72 +41,172 @@ NVLINK_GB_PER_S = 450
 HOST_GB_PER_S = 8 * 50
 
 
+FLOAT8 = (
+    *("--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"),
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+FULL = ("--activation_checkpoint.mode", "full")
+
+
 @dataclass(frozen=True)
 class Published:
+    """A row of the table.
+
+    Attributes:
+        name: of the row.
+        capture: name of its capture, which rows share.
+        model: "8b" or "70b".
+        sizes: of the world, as options of `capture run`.
+        batch: sequences of a rank.
+        length: tokens of a sequence.
+        compiled: whether the published run compiled the blocks.
+        tokens_per_s: published, of a GPU.
+        memory_gib: published.
+        options: of torchtitan.
+        gpus_per_sequence: GPUs that share a sequence (TP and CP).
+        busbw_gb_per_s: bus bandwidth that the interconnect would allow.
+    """
+
     name: str
-    gpus: int
+    capture: str
+    model: str
+    sizes: str
+    batch: int
+    length: int
     compiled: bool
     tokens_per_s: int
     memory_gib: float
+    options: tuple[str, ...] = ()
+    gpus_per_sequence: int = 1
+    busbw_gb_per_s: float = NVLINK_GB_PER_S
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step for each GPU."""
+        return self.batch * self.length / self.gpus_per_sequence
 
 
 ROWS = (
-    Published("8B, FSDP 8", 8, False, 5762, 82.4),
-    Published("8B, FSDP 8, torch.compile", 8, True, 6667, 77.0),
-    Published("8B, FSDP 128", 128, False, 5605, 67.0),
-    Published("8B, FSDP 128, torch.compile", 128, True, 6514, 62.0),
+    Published("8B, FSDP 8", "fsdp8", "8b", "--dp 8", 2, 8192, False, 5762, 82.4),
+    Published("8B, FSDP 8, compile", "fsdp8", "8b", "--dp 8", 2, 8192, True, 6667, 77.0),
+    Published(
+        *("8B, FSDP 8, compile, float8", "fsdp8-f8", "8b", "--dp 8", 2, 8192, True, 8532, 76.8),
+        options=FLOAT8,
+    ),
+    Published(
+        *("8B, FSDP 128", "fsdp128", "8b", "--dp 128", 2, 8192, False, 5605, 67.0),
+        busbw_gb_per_s=HOST_GB_PER_S,
+    ),
+    Published(
+        *("8B, FSDP 128, compile", "fsdp128", "8b", "--dp 128", 2, 8192, True, 6514, 62.0),
+        busbw_gb_per_s=HOST_GB_PER_S,
+    ),
+    Published(
+        *("8B, FSDP 128, compile, float8", "fsdp128-f8", "8b", "--dp 128", 2, 8192, True),
+        *(8380, 61.8, FLOAT8),
+        busbw_gb_per_s=HOST_GB_PER_S,
+    ),
+    Published(
+        *("8B, FSDP 8, 32K, full, compile, f8", "cp1", "8b", "--dp 8", 1, 32768, True),
+        *(3890, 83.9, (*FULL, *FLOAT8)),
+    ),
+    Published(
+        *("8B, FSDP 4 CP 2, 64K, compile, f8", "cp2", "8b", "--dp 4 --cp 2", 1, 65536, True),
+        *(2540, 84.2, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "2"), 2),
+    ),
+    Published(
+        *("8B, FSDP 2 CP 4, 128K, compile, f8", "cp4", "8b", "--dp 2 --cp 4", 1, 131072, True),
+        *(1071, 84.0, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "4"), 4),
+    ),
+    Published(
+        *("8B, CP 8, 256K, compile, f8", "cp8", "8b", "--cp 8", 1, 262144, True),
+        *(548, 84.5, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "8"), 8),
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, f8", "70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
+        *(829, 71.9, (*FULL, *FLOAT8), 8),
+    ),
 )
 
 
 def main() -> None:
-    parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("torchtitan", type=Path)
+    parser.add_argument("--captures", type=Path)
+    parser.add_argument("--rows", nargs="*", default=[])
+    args = parser.parse_args()
     print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
     print((__doc__ or "").split("\n\n", 2)[2])
-    for gpus in (8, 128):
-        print(f"bus bandwidth assumed for {gpus} GPUs: {bus_bandwidth_gb_per_s(gpus):.0f} GB/s")
-    print(f"\n{'':29s}{'tokens/s per GPU':^27s}{'reserved memory, GiB':^27s}")
+    print(f"{'':36s}{'tokens/s per GPU':^27s}{'reserved memory, GiB':^27s}")
     columns = f"{'published':>9s}{'predicted':>10s}{'error':>8s}"
-    print(f"{'Llama 3.1':29s}{columns}{columns}", flush=True)
-    speed_errors: list[float] = []
-    memory_errors: list[float] = []
+    print(f"{'Llama 3.1':36s}{columns}{columns}", flush=True)
+    errors: dict[str, list[float]] = {"bf16": [], "float8": [], "memory": []}
+    rows = [row for row in ROWS if not args.rows or row.name in args.rows]
     with tempfile.TemporaryDirectory() as directory:
-        for row in ROWS:
-            trace = Path(directory) / f"{row.gpus}.et"
+        work = Path(directory)
+        captures: Path = args.captures or work
+        captures.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            trace = captures / f"{row.capture}.et"
             if not trace.exists():
-                capture(row.gpus, trace)
-            tokens_per_s = TOKENS / step_s(trace, row)
-            speed_errors.append(tokens_per_s / row.tokens_per_s - 1)
-            line = (
-                f"{row.name:29s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{speed_errors[-1]:+8.1%}"
-            )
+                capture(args.torchtitan.resolve(), row, trace.resolve(), work)
+            tokens_per_s = row.tokens / step_s(trace, row, work)
+            error = tokens_per_s / row.tokens_per_s - 1
+            errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
+            line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
             line += f"{row.memory_gib:9.1f}"
             if not row.compiled:
                 memory_gib = reserved_gib(trace)
-                memory_errors.append(memory_gib / row.memory_gib - 1)
-                line += f"{memory_gib:10.1f}{memory_errors[-1]:+8.1%}"
+                errors["memory"].append(memory_gib / row.memory_gib - 1)
+                line += f"{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
             else:
                 line += f"{'-':>10s}{'-':>8s}"
             print(line, flush=True)
-    speed, memory = mean_absolute(speed_errors), mean_absolute(memory_errors)
-    print(f"{'mean absolute error':48s}{speed:8.1%}{'':19s}{memory:8.1%}")
+    for kind, values in errors.items():
+        if values:
+            mean = sum(map(abs, values)) / len(values)
+            print(f"{kind}: mean absolute error {mean:.1%}, largest {max(map(abs, values)):.1%}")
 
 
-def bus_bandwidth_gb_per_s(gpus: int) -> float:
-    return REACHED * (NVLINK_GB_PER_S if gpus <= 8 else min(NVLINK_GB_PER_S, HOST_GB_PER_S))
+def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
+    """Capture torchtitan's train.py in a row's configuration."""
+    inputs = work / "inputs"
+    if not inputs.exists():
+        write_inputs(inputs)
+    script = [
+        *("--job.config_file", f"train_configs/llama3_{row.model}.toml"),
+        *("--job.dump_folder", str(work / "out")),
+        *("--model.tokenizer_path", str(inputs / "tokenizer.model")),
+        *("--training.dataset", "c4_test", "--training.dataset_path", str(inputs / "text")),
+        *("--training.batch_size", str(row.batch), "--training.seq_len", str(row.length)),
+        *row.options,
+    ]
+    command = ["capture", "run", "train.py", "--torchrun", "--device", "none", "--like", str(GPU)]
+    output_of(*command, *row.sizes.split(), "-o", str(trace), "--", *script, cwd=torchtitan)
 
 
-def capture(gpus: int, trace: Path) -> None:
-    options = ("--torchrun", "--dp", str(gpus), "--device", "none", "--like", str(GPU))
-    output_of("capture", "run", str(JOB), *options, "-o", str(trace))
+def write_inputs(directory: Path) -> None:
+    """Write a tokenizer of Llama 3's size and a text: their content does not change the step."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += map(bytes, itertools.product(range(256), range(256)))
+    triples = itertools.product(range(32, 127), repeat=3)
+    tokens += map(bytes, itertools.islice(triples, 128_000 - len(tokens)))
+    (directory / "text").mkdir(parents=True)
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    (directory / "tokenizer.model").write_text("".join(lines), encoding="utf-8")
+    letters = random.Random(0)
+    texts = ("".join(letters.choices("abcdefghij klmno", k=2000)) for _ in range(2000))
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (directory / "text" / "data.json").write_text("".join(lines), encoding="utf-8")
 
 
-def step_s(trace: Path, row: Published) -> float:
+def step_s(trace: Path, row: Published, work: Path) -> float:
     """Return the predicted steady-state step of a row in seconds, communication included."""
-    recosted = trace.with_suffix(".recosted.et")
+    recosted = work / "recosted.et"
     fused = ("--fuse", "norm") if row.compiled else ()
     target = ("--target", str(GPU), "--nvlink-active")
     output_of("annotate", *target, *fused, str(trace), "-o", str(recosted))
-    bandwidth = ("--busbw-gb-s", f"{bus_bandwidth_gb_per_s(row.gpus):.1f}")
+    bandwidth = ("--busbw-gb-s", f"{REACHED * row.busbw_gb_per_s:.1f}")
     step: dict[str, Any] = json.loads(output_of("replay", str(recosted), *bandwidth, "--json"))
     return step["steady_state"]["step_ns"] / 1e9
 
@@ -114,18 +216,23 @@ def reserved_gib(trace: Path) -> float:
     return memory["simulated_reserved_bytes"] / 2**30
 
 
-def output_of(*command: str) -> str:
+def output_of(*command: str, cwd: Path | None = None) -> str:
     """Run an onerank command and return what it prints; exit with its errors if it fails."""
+    environment = {**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    if cwd is not None:
+        path = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = path
     result = subprocess.run(
-        [sys.executable, "-m", "onerank", *command], check=False, capture_output=True, text=True
+        [sys.executable, "-m", "onerank", *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
     )
     if result.returncode:
         raise SystemExit(f"onerank {' '.join(command)}\n{result.stderr}")
     return result.stdout
-
-
-def mean_absolute(errors: list[float]) -> float:
-    return sum(map(abs, errors)) / len(errors)
 
 
 if __name__ == "__main__":
