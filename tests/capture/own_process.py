@@ -22,6 +22,12 @@ from onerank.capture.isolation import process_events as _process_events
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}  # read when torch is imported
+COMPILED_IN_TURN = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Else Inductor starts a process that imports torch too, to compile kernels in parallel.
+
+Inductor reads this when it is imported, which the server of `forkserver_context` does.
+"""
+
 _TIMEOUT_S = 600
 
 
@@ -69,6 +75,7 @@ def forkserver_context() -> Any:
         [
             "torch._dynamo",
             "torch._functorch.aot_autograd",
+            "torch._inductor.compile_fx",
             "torch.distributed.fsdp",
             "transformers.models.llama.modeling_llama",
             "transformers.models.mixtral.modeling_mixtral",
@@ -85,7 +92,7 @@ def forkserver_context() -> Any:
         ]
     )
     path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), **COMPILED_IN_TURN}
     with mock.patch.dict(os.environ, {**CPU_ONLY, **_QUIET, **variables}):
         forkserver.ensure_running()
     return context

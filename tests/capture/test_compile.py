@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from own_process import run_command
+from own_process import COMPILED_IN_TURN, run_command
 
 import onerank
 from onerank.analysis.summary import summarise
@@ -24,12 +24,10 @@ from onerank.ir import (
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
-IN_TURN = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Else Inductor starts a process that imports torch too, to have kernels compiled side by side."""
 
 
 def run(*args: str | Path, forks: bool = True) -> subprocess.CompletedProcess[str]:
-    return run_command("capture", "run", *args, environment=IN_TURN, forks=forks)
+    return run_command("capture", "run", *args, environment=COMPILED_IN_TURN, forks=forks)
 
 
 @pytest.fixture(scope="module")

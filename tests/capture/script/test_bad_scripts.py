@@ -43,7 +43,7 @@ DATASET = """
 """
 LOADER = """
         loader = torch.utils.data.DataLoader(
-            Numbers(), batch_size=4, num_workers=2, multiprocessing_context="{context}"
+            Numbers(), batch_size=4, num_workers={workers}, multiprocessing_context="{context}"
         )
         for batch in loader:
             step(batch)
@@ -91,8 +91,8 @@ DAEMON = """
 """
 
 FIT = {
-    "forked workers": (DATASET, LOADER.format(context="fork")),
-    "spawned workers": (DATASET, LOADER.format(context="spawn")),
+    "forked workers": (DATASET, LOADER.format(context="fork", workers=2)),
+    "spawned workers": (DATASET, LOADER.format(context="spawn", workers=1)),
     "a child that trains too": ("", FORK),
     "an endless except": ("", ENDLESS),
     "two of them": ("", TWICE_ENDLESS),
