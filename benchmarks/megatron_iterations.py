@@ -26,6 +26,7 @@ for each GPU between nodes (four HDR adapters for eight GPUs, as they say).
 """
 
 import csv
+import math
 import platform
 import statistics
 import sys
@@ -430,9 +431,10 @@ def print_cases(cases: Mapping[str, Sequence[float]], rows: Sequence[Row]) -> No
           f"{'best one loses: mean, worst':>28}")  # fmt: skip
     for name, predicted in cases.items():
         errors = [ms / row.measured_ms - 1 for ms, row in zip(predicted, rows, strict=True)]
-        lost = losses(predicted, rows)
+        lost = losses(predicted, rows) or [math.nan]
+        tau = min(taus(predicted, rows), default=math.nan)
         print(f"{name:26}{mean_error(predicted, rows):10.1%}{statistics.median(errors):+9.1%}"
-              f"{max(errors, key=abs):+9.1%}{min(taus(predicted, rows)):18.3f}"
+              f"{max(errors, key=abs):+9.1%}{tau:18.3f}"
               f"{statistics.mean(lost):18.1%}{max(lost):10.1%}")  # fmt: skip
     last = list(cases)[-1]
     print(f"\n{last}: mean absolute error and median of the rows")
