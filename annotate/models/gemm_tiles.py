@@ -58,13 +58,22 @@ _BOUNDARY_BYTES = 16
 # Only 16-bit GEMMs were measured with misaligned rows.
 _ITEM_BYTES = 2
 
-# FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result, in bf16 on
-# H100 and H200. Single GEMMs: GPT-2's vocabulary takes 362 forward, 535 and 565 for the two
-# gradients (2026-11-23); BERT's of 30522, in public traces (AMD-AGI/TraceLens, H100), 408. In a
-# batch, eager attention of those traces over 3137 and 5185 patches: 195 and 244 for the scores, 255
-# and 273 for the weighted sums. Means are geometric. Aligned GEMMs there run at 2050 and more.
-_OF_OPERANDS, _OF_RESULTS = 498.0, 362.0
+# FLOPs per SM and cycle of GEMMs with misaligned rows of an operand, and of the result, in 16 bits
+# on H100 and H200; means are geometric. Aligned GEMMs run at 2050 and more.
+#
+# Rows that begin at any element run kernels of Turing ("cutlass_75_tensorop"), which copy through
+# registers. GPT-2's vocabulary, bf16, 2026-11-23: 362 forward, 535 and 565 for the two gradients.
+# In a batch, eager attention over 3137 and 5185 patches (AMD-AGI/TraceLens, H100): 195 and 244 for
+# the scores, 255 and 273 for the weighted sums.
+_OF_OPERANDS, _OF_RESULTS = 550.0, 362.0
 _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
+
+# Rows that begin at multiples of 4 or 8 bytes run kernels of Ampere ("cutlass_80_tensorop"), whose
+# asynchronous copies take 4, 8 or 16 bytes. fp16 on an H100, torch 2.11 (2026-11-26), forward and
+# two gradients of 4096 tokens and a hidden size of 2048: 1057, 944 and 1057 with a vocabulary of
+# 12564, 908, 942 and 852 with 6282. BERT's of 30522 took 408 in an older public trace.
+_WORD_BYTES = 4
+_OF_WORDS = 957.0
 
 
 def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
@@ -99,12 +108,17 @@ def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
     operands, results = has_misaligned_rows(gemm)
     flops = 2 * gemm[:, :4].prod(axis=1)
     cycles_per_ns = gpu.sm_count * gpu.max_clock_hz * 1e-9
+    row_bytes = gemm[:, 1:4] * gemm[:, 4:5]
+    # A weight gradient's operand has rows of m elements, any other operand rows of k.
+    operand_bytes = np.where(
+        row_bytes[:, 2] % _BOUNDARY_BYTES != 0, row_bytes[:, 2], row_bytes[:, 0]
+    )
     batched = gemm[:, 0] > 1
-    for rows, single, of_batch in (
-        (operands, _OF_OPERANDS, _BATCHED_OPERANDS),
-        (results, _OF_RESULTS, _BATCHED_RESULTS),
+    for rows, row, single, of_batch in (
+        (operands, operand_bytes, _OF_OPERANDS, _BATCHED_OPERANDS),
+        (results, row_bytes[:, 1], _OF_RESULTS, _BATCHED_RESULTS),
     ):
-        rate = np.where(batched, of_batch, single)
+        rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _OF_WORDS, single))
         least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]
     return least
 

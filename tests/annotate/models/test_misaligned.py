@@ -41,7 +41,7 @@ def test_whose_rows_are_off(products, operands, results):
 
 
 def test_what_they_take_at_least():
-    """2 x 8192 x 50257 x 768 FLOPs, 362 and 498 of an SM and cycle: 132 SMs at 1.98 GHz.
+    """2 x 8192 x 50257 x 768 FLOPs, 362 and 550 of an SM and cycle: 132 SMs at 1.98 GHz.
 
     In a batch, 2 x 768 x 197 x 197 x 64 FLOPs, 218 and 264 of an SM and cycle.
     """
@@ -50,8 +50,23 @@ def test_what_they_take_at_least():
         gemm(LOGITS, INPUTS, WEIGHTS, (768, 197, 197, 64), (768, 197, 64, 197)),
     )
     assert forward == pytest.approx(6.684e6, rel=1e-3)
-    assert inputs == weights == pytest.approx(4.858e6, rel=1e-3)
+    assert inputs == weights == pytest.approx(4.399e6, rel=1e-3)
     assert [scores, sums] == pytest.approx([66_960, 55_290], rel=1e-3)
+
+
+def test_rows_at_words_are_copied_asynchronously():
+    """2 x 4096 x 2048 x 12564 FLOPs and half of them, 957 of an SM and cycle.
+
+    An H100 took 763, 854 and 763 us for 12564 columns, and 444, 428 and 473 us for 6282.
+    """
+    shapes = [
+        shape
+        for n in (12564, 6282)
+        for shape in ((4096, n, 2048), (4096, 2048, n), (n, 2048, 4096))
+    ]
+    least = misaligned_lower_bound_ns(load_gpu("H100"), gemm(*shapes))
+    assert least == pytest.approx([842_700] * 3 + [421_300] * 3, rel=1e-3)
+    assert least / 1e3 == pytest.approx([763, 854, 763, 444, 428, 473], rel=0.12)
     assert not misaligned_lower_bound_ns(load_gpu("MI300X"), gemm(LOGITS)).any()
 
 
@@ -90,7 +105,7 @@ def test_of_what_nobody_measured():
     alone, rules = predict_from_description(kernels_of(works, np.zeros(3)), load_gpu("H200"))
     assert rules.tolist() == [Rule.MISALIGNED] * 3
     ratio = alone / [6_682_092, 4_524_627, 4_286_868]
-    assert ratio == pytest.approx([1.00, 1.07, 1.13], abs=0.01)
+    assert ratio == pytest.approx([1.00, 0.97, 1.03], abs=0.01)
 
 
 def test_explain_tells_of_them(gpt2):

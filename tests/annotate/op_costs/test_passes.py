@@ -89,12 +89,6 @@ def test_elements_that_are_found_one_by_one(made: Call, elements: int):
     assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(elements / 1.34)
 
 
-def test_dropout_draws_a_number_for_each_element():
-    assert cycles_of(call("native_dropout", 64, 100), op_class("aten::native_dropout")) == (
-        pytest.approx(6400 / 1.93)
-    )
-
-
 def test_sums_add_one_by_one():
     assert cycles_of(call("sum", 64, 100), op_class("aten::sum")) == pytest.approx(6400 / 2.5)
 
