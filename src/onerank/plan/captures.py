@@ -26,6 +26,9 @@ from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, PlannedJob
 from onerank.plan.layouts import Layout, PlanError
 from onerank.plan.tasks import Task
 
+TRAIN_MODEL = Path(__file__).with_name("train_model.py")
+"""The training loop for a transformers configuration."""
+
 DEPTHS = (2, 4)
 """Numbers of layers to capture of a deep stage."""
 
@@ -234,7 +237,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
     from onerank.capture.parallelize.fewer_layers import Depth
 
     path = Path(script)
-    _import_libraries(path)
+    _import_libraries(path, capture.arguments)
     depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})))
     options = Options(
         device="none", like=gpu, depth=depth if capture.layers else None, **capture.options()
@@ -269,7 +272,7 @@ def _quiet() -> Generator[None]:
         os.close(null)
 
 
-def _import_libraries(script: Path) -> None:
+def _import_libraries(script: Path, arguments: Sequence[str]) -> None:
     """Import what the script imports from transformers, so that forks need not.
 
     transformers loads a model's module when its name is first looked up, which takes 3 s.
@@ -281,6 +284,11 @@ def _import_libraries(script: Path) -> None:
         if isinstance(node, ast.ImportFrom) and node.module == "transformers":
             for name in node.names:
                 getattr(transformers, name.name, None)
+    if script == TRAIN_MODEL:
+        # A wrong path is an error of the script, which the capture reports.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            config = transformers.AutoConfig.from_pretrained(arguments[0])
+            transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def schedule_of(layout: Layout) -> Schedule:

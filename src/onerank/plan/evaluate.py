@@ -26,9 +26,10 @@ from onerank.plan.captures import (
     schedule_of,
     stage_sources,
 )
-from onerank.plan.cluster import Network, PlannedJob
+from onerank.plan.cluster import Network, PlannedJob, network_of
+from onerank.plan.job_replay import step_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
-from onerank.plan.pipeline_step import PipelineStep, pipeline_step
+from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
 from onerank.plan.stage_times import StageTimes, at_depth, stage_times
 from onerank.plan.tasks import Task
@@ -153,14 +154,10 @@ class _Evaluator:
             OneRankError: a capture was refused, or the layout does not fit the model.
         """
         sources = stage_sources(self.job, layout, self.layers)
-        network = network_of(self.job, self.gpu)
+        network = network_of(self.job.cluster, self.gpu)
         stages = [self._stage(source, layout, network) for source in sources]
-        distance = layout.tp * layout.cp * layout.dp
-
-        def message_ns(size: int, rank: int, peer: int) -> float:
-            return network.time_ns("send", size, (rank * distance, peer * distance))
-
-        step = pipeline_step(stages, schedule_of(layout), layout.micro_batches, message_ns)
+        schedule = schedule_of(layout)
+        step = step_of(stages, layout.world, network, schedule, layout.micro_batches)
         return self._summary(layout, sources, stages, step)
 
     def _stage(self, source: StageSource, layout: Layout, network: Network) -> StageTimes:
@@ -263,18 +260,6 @@ class _Evaluator:
         low = min(each.energy_factors[0] for each in costed)
         high = max(each.energy_factors[1] for each in costed)
         return Range(joules, joules * low, joules * high)
-
-
-def network_of(job: PlannedJob, gpu: Gpu) -> Network:
-    """Return the network of the cluster."""
-    cluster = job.cluster
-    return Network(
-        cluster.gpus_per_node,
-        cluster.intra_node,
-        cluster.inter_node,
-        gpu.capability or 90,
-        gpu.name,
-    )
 
 
 def _read(trace: bytes) -> Graph:

@@ -9,6 +9,8 @@ import click
 
 from onerank.cli.common import (
     GB_PER_S,
+    INPUT,
+    INPUT_OR_DIRECTORY,
     OUTPUT,
     TRACE,
     UsageError,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay
     from onerank.analysis.trace_diff import Change, Difference
     from onerank.ir import Graph
+    from onerank.plan.job_replay import JobReplay
 
 # Kernels that a table lists; --json has all.
 _KERNEL_ROWS = 40
@@ -130,10 +133,26 @@ class ReplayOptions:
         default=None,
         type=OUTPUT,
     )
+    cluster: Path | None = option(
+        "Replay a whole job on this cluster: TRACE is a rank, or a directory with a trace of each "
+        "class of equivalent ranks. A configuration of `onerank plan`, whose [cluster] is read.",
+        default=None,
+        type=INPUT,
+    )
+    schedule: str = option(
+        "With --cluster: order of the pipeline: gpipe, 1f1b, interleaved:V or zbv.",
+        default="1f1b",
+        show_default=True,
+    )
+    micro_batches: int | None = option(
+        "With --cluster: micro-batches of a step.  [default: those of the trace]",
+        default=None,
+        type=click.IntRange(1),
+    )
 
 
 @click.command()
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=INPUT_OR_DIRECTORY)
 @with_options(ReplayOptions)
 @as_json
 @reports_errors
@@ -143,6 +162,11 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     Prints step time, compute, exposed communication, idle and host-bound time, and the critical
     path. A replay that differs from the measured step has wrong or missing edges.
     """
+    if options.cluster is not None:
+        _replay_job(trace, options.cluster, options, as_json=as_json)
+        return
+    if trace.is_dir():
+        raise click.UsageError(f"{trace} is a directory; with --cluster its traces are one job")
     import onerank as package
     from onerank.analysis.step_time import with_communication
     from onerank.ir.replay import schedule
@@ -163,6 +187,46 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
         print_json(done)
     else:
         render_replay(done, title=str(trace))
+
+
+def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: bool) -> None:
+    """Replay the stages of a job on a cluster."""
+    from onerank import export
+    from onerank.annotate import load_gpu
+    from onerank.converters.expand.pipeline import Schedule
+    from onerank.plan.cluster import network_of, read_cluster
+    from onerank.plan.job_replay import replay_job
+
+    if options.busbw_gb_s is not None or options.perfetto is not None:
+        raise click.UsageError("with --cluster leave out --busbw-gb-s and --perfetto")
+    described = read_cluster(cluster)
+    network = network_of(described, load_gpu(described.gpu))
+    seen: set[str] = set()
+    graphs = [read_trace(file, seen=seen) for file in export.trace_files((trace,))]
+    done = replay_job(graphs, network, Schedule.parse(options.schedule), options.micro_batches)
+    if as_json:
+        print_json(done)
+    else:
+        render_job(done, title=str(trace))
+
+
+def render_job(done: "JobReplay", title: str) -> None:
+    """Print where the time of a job's step goes."""
+
+    def part(ns: int) -> str:
+        return f"{time(ns)} ({ns / done.step_ns:.1%})"
+
+    lines(
+        [
+            ("step, replayed", time(done.step_ns)),
+            ("compute", part(done.compute_ns)),
+            ("exposed comm.", part(done.exposed_communication_ns)),
+            ("bubble", part(done.bubble_ns)),
+            ("peak memory", size(done.peak_bytes)),
+            ("ranks", str(done.ranks)),
+        ],
+        title,
+    )
 
 
 def render_parts(parts: "Sequence[Part]", granularity: Granularity, title: str) -> None:
