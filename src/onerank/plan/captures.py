@@ -9,6 +9,7 @@ share captures.
 import ast
 import contextlib
 import hashlib
+import importlib
 import os
 import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -285,10 +286,11 @@ def _import_libraries(script: Path, arguments: Sequence[str]) -> None:
             for name in node.names:
                 getattr(transformers, name.name, None)
     if script == TRAIN_MODEL:
-        # A wrong path is an error of the script, which the capture reports.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            config = transformers.AutoConfig.from_pretrained(arguments[0])
-            transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        # A wrong path or model is an error of the script, which the capture reports.
+        with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, ModuleNotFoundError):
+            config = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=dict[str, Any])
+            kind = config["model_type"]
+            importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def schedule_of(layout: Layout) -> Schedule:
