@@ -1,0 +1,114 @@
+"""Run the commands of rows of a plan, and compare what they print with the rows.
+
+    python benchmarks/plan_rows.py DIRECTORY
+
+A plan computes a row from captures with 2 and 4 layers that many layouts share. The commands of the
+row capture its stages themselves, `onerank replay --cluster` lays them out, and `onerank export
+astra-sim` writes the workload. The model is a Llama of 16 layers on 2 nodes of 4 H100s.
+"""
+
+import json
+import os
+import subprocess
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from harness import parser_of
+
+from onerank.plan.captures import capture_stage, plan_captures
+from onerank.plan.cluster import Cluster, Link, Model, PlannedJob
+from onerank.plan.evaluate import evaluate
+from onerank.plan.layouts import Choices, Layout
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "train_llama.py"
+LAYERS = 16
+CONFIG = """
+[model]
+script = "train.py"
+[cluster]
+gpu = "H100"
+nodes = 2
+gpus_per_node = 4
+intra_node = { busbw_gb_per_s = 300, latency_us = 10 }
+inter_node = { busbw_gb_per_s = 45, latency_us = 25 }
+[job]
+global_batch = 16
+seq = 1024
+"""
+JOB = PlannedJob(
+    Model(
+        SCRIPT,
+        ("--shape", "8b", "--layers", str(LAYERS), "--seq", "{seq}", "--batch", "{micro_batch}",
+         "--accumulate", "{micro_batches}"),
+    ),
+    Cluster("H100", 2, 4, Link(300, 10), Link(45, 25)),
+    16,
+    Choices(seq=(1024,)),
+)  # fmt: skip
+
+
+def layout(pp: int, dp: int, schedule: str, sharding: str) -> Layout:
+    return Layout(tp=8 // pp // dp, sp=8 // pp // dp > 1, cp=1, pp=pp, schedule=schedule, dp=dp,
+                  sharding=sharding, ep=1, micro_batch=1, micro_batches=16 // dp,
+                  recompute="none", seq=1024)  # fmt: skip
+
+
+LAYOUTS = (
+    layout(1, 4, "1f1b", "fsdp"),
+    layout(2, 2, "1f1b", "fsdp"),
+    layout(2, 2, "interleaved:2", "zero1"),
+    layout(2, 4, "zbv", "ddp"),
+)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("directory", type=Path)
+    directory: Path = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "plan.toml").write_text(CONFIG)
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    columns = f"{'row':>10}{'commands':>10}{'error':>9}"
+    print(f"{'':62}{'step, ms':^29}{'peak memory, GB':^29}\n{'':62}{columns}{columns}", flush=True)
+    for each in LAYOUTS:
+        captures = {}
+        for task in plan_captures(JOB, [each], LAYERS):
+            captures[task.key] = capture_stage(*task.arguments)
+        start = time.process_time()
+        result = evaluate(JOB, [each], LAYERS, captures)
+        spent = time.process_time() - start
+        if result["dropped"]:
+            print(f"{each!s:62}{result['dropped'][0]['code']}", flush=True)
+            continue
+        (row,) = result["outcomes"]
+        replayed = run_commands(row["commands"], directory)
+        line = f"{each!s:62}"
+        for predicted, done, unit in (
+            (row["step_ns"]["value"], replayed["step_ns"], 1e6),
+            (row["peak_bytes"]["value"], replayed["peak_bytes"], 1e9),
+        ):
+            line += f"{predicted / unit:10.3f}{done / unit:10.3f}{predicted / done - 1:+9.2%}"
+        print(f"{line}  {len(captures)} captures, evaluated in {spent:.1f} s", flush=True)
+
+
+def run_commands(commands: tuple[str, ...], directory: Path) -> dict[str, float]:
+    """Run a row's commands; return what its replay printed as JSON."""
+    replayed: dict[str, float] = {}
+    for command in commands:
+        is_replay = command.startswith("onerank replay")
+        text = command.replace("CONFIG", "plan.toml") + (" --json" if is_replay else "")
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=directory, check=False, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{text}\n{done.stderr[-2000:]}")
+        if is_replay:
+            replayed = json.loads(done.stdout)
+    return replayed
+
+
+if __name__ == "__main__":
+    main()
