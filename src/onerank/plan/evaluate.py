@@ -1,7 +1,7 @@
 """The outcome of layouts: their captures re-costed, laid out by the schedule, and summed up."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from onerank.annotate import load_gpu
 from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.memory_report import report_memory
+from onerank.converters.expand.layers import extrapolate
 from onerank.converters.expand.pipeline.schedules import FORWARD
 from onerank.converters.expand.pipeline.stages import Block
-from onerank.ir import Graph
+from onerank.ir import Graph, Measurement
 from onerank.ir.arrays import I64
-from onerank.ir.errors import OneRankError
+from onerank.ir.errors import DepthError, OneRankError
 from onerank.plan.captures import (
     DEPTHS,
     StageCapture,
@@ -31,7 +32,7 @@ from onerank.plan.job_replay import step_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
 from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
-from onerank.plan.stage_times import StageTimes, at_depth, stage_times
+from onerank.plan.stage_times import StageTimes, at_depth, memory_of, stage_times
 from onerank.plan.tasks import Task
 
 _SIMULATED_PEAK_ERROR = 0.01
@@ -121,12 +122,14 @@ class _Costed:
     """A re-costed capture.
 
     Attributes:
+        captured: as captured.
         graph: with durations and a host.
         energy_uj: energy of each node, int64[n]; None if the GPU's power is not known.
         energy_factors: interval of the energy as factors.
         fragmentation: reserved over allocated memory at the peak.
     """
 
+    captured: Graph
     graph: Graph
     energy_uj: I64 | None
     energy_factors: tuple[float, float]
@@ -143,6 +146,9 @@ class _Evaluator:
     gpu: Gpu = field(init=False)
     costed: dict[StageCapture, _Costed] = field(default_factory=dict[StageCapture, _Costed])
     times: dict[Any, StageTimes] = field(default_factory=dict[Any, StageTimes])
+    memory: dict[StageSource, Measurement | None] = field(
+        default_factory=dict[StageSource, Measurement | None]
+    )
 
     def __post_init__(self) -> None:
         self.gpu = load_gpu(self.job.cluster.gpu)
@@ -179,23 +185,37 @@ class _Evaluator:
                         splits_backward=splits,
                     )
                 each.append(self.times[of_capture])
-            self.times[key] = (
-                each[0] if len(each) == 1 else at_depth(each[0], each[1], DEPTHS, source.layers)
-            )
+            self.times[key] = each[0] if len(each) == 1 else self._deepened(source, each)
         return self.times[key]
+
+    def _deepened(self, source: StageSource, each: Sequence[StageTimes]) -> StageTimes:
+        """Return a stage with its own number of layers, from captures with fewer."""
+        stage = at_depth(each[0], each[1], DEPTHS, source.layers)
+        if source not in self.memory:
+            graphs = [self._costed(capture).captured for capture in source.captures]
+            # The peak lies on no line: at another depth another moment of the step is the highest.
+            # With a line the peak of a Llama of 16 layers was 8% low.
+            try:
+                deep = extrapolate(dict(zip(DEPTHS, graphs, strict=True)), source.layers)
+                self.memory[source] = deep.job.measurement
+            except DepthError:
+                # Calls of ZeRO 1 and 2 span layers, so their steps cannot be composed.
+                self.memory[source] = None
+        measured = self.memory[source]
+        return stage if measured is None else replace(stage, **memory_of(measured))
 
     def _costed(self, capture: StageCapture) -> _Costed:
         if capture not in self.costed:
             result = self.captures[capture_key(self.job, capture)]
             if result["code"]:
                 raise PlanError(result["message"], code=result["code"])
-            graph = _read(result["trace"])
-            memory = report_memory(graph)
-            graph = onerank.recost(graph, self.job.cluster.gpu, nvlink_active=True)
+            captured = _read(result["trace"])
+            memory = report_memory(captured)
+            graph = onerank.recost(captured, self.job.cluster.gpu, nvlink_active=True)
             energy_uj, factors = _energy(graph, self.gpu)
             reserved = memory.simulated_reserved_bytes or memory.peak_bytes
             self.costed[capture] = _Costed(
-                graph, energy_uj, factors, max(1.0, reserved / max(1, memory.peak_bytes))
+                captured, graph, energy_uj, factors, max(1.0, reserved / max(1, memory.peak_bytes))
             )
         return self.costed[capture]
 

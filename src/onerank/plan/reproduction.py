@@ -26,7 +26,9 @@ def commands_of(job: PlannedJob, layout: Layout, layers: int) -> tuple[str, ...]
     if layout.dp > 1:
         options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
         options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
-    if min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
+    # Calls of ZeRO 1 and 2 span layers: `--capture-layers` refuses them.
+    composed = layout.dp == 1 or layout.sharding in ("ddp", "fsdp")
+    if composed and min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
         options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
     arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
     script = shlex.quote(str(job.model.script))

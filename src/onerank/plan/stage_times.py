@@ -14,7 +14,7 @@ from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import AFTER, AXIS, BEFORE, Block, split_into_blocks
-from onerank.ir import Graph, Kind, Phase, World
+from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.replay import Schedule, schedule, steady_state_step
 from onerank.plan.cluster import Network
@@ -156,8 +156,6 @@ def stage_times(
             flops=float(flops[(flops > 0) & graph.compute[indices]].sum()),
         )
         previous_ns = end
-    measured = graph.job.measurement
-    activation = max(measured.activation_bytes, default=0)
     details = graph.job.annotations[-1].details if graph.job.annotations else {}
     low, high = details.get("interval", (1, 1))
     total = int(nodes.duration_ns[graph.compute].sum())
@@ -173,14 +171,23 @@ def stage_times(
         micro_batches=stage.micro_batches,
         input_share=input_share,
         sent_bytes=sent_bytes,
-        start_bytes=measured.start_memory_bytes,
-        activation_bytes=activation,
-        temporary_bytes=measured.peak_memory_bytes - measured.start_memory_bytes - activation,
+        **memory_of(graph.job.measurement),
         other_bytes=non_allocator_bytes(graph),
         compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
         host_factors=(host[0], host[1]),
         host_bound_share=host_bound_share,
     )
+
+
+def memory_of(measured: Measurement) -> dict[str, int]:
+    """Return the memory of a stage, by the names of fields of `StageTimes`."""
+    activation = max(measured.activation_bytes, default=0)
+    start = measured.start_memory_bytes
+    return {
+        "start_bytes": start,
+        "activation_bytes": activation,
+        "temporary_bytes": measured.peak_memory_bytes - start - activation,
+    }
 
 
 def with_network(graph: Graph, network: Network, world: World) -> tuple[Graph, tuple[int, int]]:
