@@ -237,8 +237,55 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch",
         ("compile",),
-        "Compiled code runs on shapes alone only as eager code.",
-        ("no_device.emulated_process",),
+        "Inductor compiles for the emulated GPU, and without timing kernels.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._dynamo.device_interface.CudaInterface",
+        (
+            *("current_device", "set_device", "device_count", "stream", "current_stream"),
+            *("set_stream", "synchronize", "get_device_properties", "exchange_device"),
+            *("maybe_exchange_device", "memory_allocated", "is_bf16_supported", "get_raw_stream"),
+            "raise_if_triton_unavailable",
+        ),
+        "Dynamo and Inductor ask for the GPU by functions of torch.cuda that they hold.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._inductor.scheduler",
+        ("has_triton",),
+        "Inductor writes Triton kernels, which nothing compiles.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._inductor.codegen.triton",
+        ("gen_attr_descriptor_import",),
+        "Inductor looks up the version of Triton, which may not be installed.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder",
+        ("run",),
+        "Inductor computes constants on their device to fold them.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch.utils._triton",
+        ("triton_hash_with_backend",),
+        "It asks Triton's driver for the GPU.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._inductor.async_compile.AsyncCompile",
+        ("triton",),
+        "A generated kernel is recorded by its operands; nothing can compile it.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch._inductor.codecache.PyCodeCache",
+        ("load_by_key_path",),
+        "The generated wrapper allocates and launches on fake tensors.",
+        ("no_device.inductor",),
     ),
     Patch(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator",

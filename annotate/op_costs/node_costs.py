@@ -10,7 +10,14 @@ from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.op_costs import attention, gemm, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
+from onerank.annotate.op_costs.op_classes import (
+    CLASSES,
+    OpClass,
+    base_name,
+    classify,
+    is_generated,
+    op_class,
+)
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
 from onerank.annotate.op_costs.registered_costs import is_registered, registered_work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
@@ -89,6 +96,8 @@ def work_of_call(op: str, call: Call) -> Work:
     # First: a user's formula overrides any formula of ours for the same name.
     if is_registered(op):
         return registered_work(op, call, memory_bound.bytes_only(call))
+    if is_generated(op):  # its name tells the outer loop, and not what it computes
+        return memory_bound.bytes_only(call)
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))

@@ -235,6 +235,11 @@ def base_name(op: str) -> str:
     return op.rsplit("::", 1)[-1].split(".", 1)[0]
 
 
+def is_generated(op: str) -> bool:
+    """Return whether an operator is a kernel that Inductor generated for a GPU."""
+    return op.startswith("triton_")
+
+
 @cache
 def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClass:
     """Return the class of work of a node.
@@ -256,9 +261,10 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:
-        # Inductor's CPU kernels have such names; everything else without a namespace is an
-        # annotation or a node of autograd.
-        return OpClass.ELEMENTWISE if _GENERATED.match(op) else OpClass.NOTHING
+        # Inductor's kernels have such names; everything else without a namespace is an annotation
+        # or a node of autograd. A capture without a device has those for a GPU as operators.
+        known = OpClass.ELEMENTWISE if _GENERATED.match(op) else OpClass.NOTHING
+        return _of_kernel(op) if is_generated(op) else known
     return known
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.op_costs.node_costs import work_of_call
-from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
+from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import Kind
 
@@ -63,6 +63,8 @@ def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> S
         target: an NVIDIA GPU.
         attention: requested kernel for attention that was captured on a CPU.
     """
+    if is_generated(op):
+        return (_WHOLE,)
     rule = _RULES.get(call.op)
     # A CPU capture names the CPU's attention, which runs on no GPU.
     if "_for_cpu" in call.op:

@@ -182,10 +182,6 @@ def _entered(stream: Stream | None) -> Generator[None]:
 @contextlib.contextmanager
 def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
     """Let `torch.cuda` answer as on `gpu`, with the memory that `log` counts."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """Do nothing."""
-
     major, minor = gpu.capability
     properties = SimpleNamespace(
         name=gpu.name,
@@ -232,11 +228,11 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "is_available": _call(lambda: True),
         "is_initialized": _call(lambda: True),
         "_is_compiled": _call(lambda: True),
-        "_lazy_init": nothing,
-        "init": nothing,
+        "_lazy_init": _call(_nothing),
+        "init": _call(_nothing),
         "device_count": _call(lambda: 1),
         "current_device": _call(lambda: 0),
-        "set_device": nothing,
+        "set_device": _call(_nothing),
         "_exchange_device": _call(lambda: 0),
         "_maybe_exchange_device": _call(lambda: 0),
         "get_device_name": _call(lambda: gpu.name),
@@ -245,40 +241,40 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "get_arch_list": _call(lambda: list(_ARCHITECTURES)),
         "is_bf16_supported": _call(lambda: major >= 8),
         "can_device_access_peer": _call(lambda: True),
-        "synchronize": nothing,
-        "ipc_collect": nothing,
+        "synchronize": _call(_nothing),
+        "ipc_collect": _call(_nothing),
         "current_stream": _call(lambda: _current[-1]),
         "default_stream": _call(lambda: _DEFAULT),
         "set_stream": _set_stream,
         "stream": _entered,
         "Stream": Stream,
         "Event": Event,
-        "empty_cache": nothing,
-        "memory_stats": statistics,
+        "empty_cache": _call(_nothing),
+        "memory_stats": _call(statistics),
         "memory_allocated": _call(lambda: log.live_bytes),
         "max_memory_allocated": _call(lambda: log.peak_bytes),
         "memory_reserved": _call(lambda: log.live_bytes),
         "max_memory_reserved": _call(lambda: log.peak_bytes),
-        "reset_peak_memory_stats": reset_peak,
-        "reset_accumulated_memory_stats": nothing,
-        "reset_max_memory_allocated": reset_peak,
+        "reset_peak_memory_stats": _call(reset_peak),
+        "reset_accumulated_memory_stats": _call(_nothing),
+        "reset_max_memory_allocated": _call(reset_peak),
         "mem_get_info": _call(memory_info),
         "memory_summary": _call(lambda: ""),
         "memory_snapshot": _call(list),
         "CUDAGraph": CudaGraph,
         "graph": CudaGraph,
-        "set_per_process_memory_fraction": nothing,
+        "set_per_process_memory_fraction": _call(_nothing),
         "get_allocator_backend": _call(lambda: "native"),
         # No number on the GPU has a meaning, so its random state has none either.
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
+        "manual_seed": _call(_nothing),
+        "manual_seed_all": _call(_nothing),
+        "seed": _call(_nothing),
+        "seed_all": _call(_nothing),
         "initial_seed": _call(lambda: 0),
         "get_rng_state": _call(lambda: torch.zeros(16, dtype=torch.uint8)),
         "get_rng_state_all": _call(lambda: [torch.zeros(16, dtype=torch.uint8)]),
-        "set_rng_state": nothing,
-        "set_rng_state_all": nothing,
+        "set_rng_state": _call(_nothing),
+        "set_rng_state_all": _call(_nothing),
         "is_current_stream_capturing": _is_capturing,
     }
     accelerator: dict[str, Any] = {
@@ -286,17 +282,17 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "device_count": _call(lambda: 1),
         "current_device_index": _call(lambda: 0),
         "current_device_idx": _call(lambda: 0),
-        "set_device_index": nothing,
-        "set_device_idx": nothing,
-        "synchronize": nothing,
+        "set_device_index": _call(_nothing),
+        "set_device_idx": _call(_nothing),
+        "synchronize": _call(_nothing),
         "current_stream": _call(lambda: _current[-1]),
         "memory_allocated": _call(lambda: log.live_bytes),
         "max_memory_allocated": _call(lambda: log.peak_bytes),
         "memory_reserved": _call(lambda: log.live_bytes),
         "max_memory_reserved": _call(lambda: log.peak_bytes),
-        "memory_stats": statistics,
-        "reset_peak_memory_stats": reset_peak,
-        "empty_cache": nothing,
+        "memory_stats": _call(statistics),
+        "reset_peak_memory_stats": _call(reset_peak),
+        "empty_cache": _call(_nothing),
     }
     nccl = {"version": _call(lambda: _NCCL_VERSION), "is_available": _call(lambda: True)}
     memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
@@ -318,7 +314,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
                 {
                     "pin_memory": _same,
                     "is_pinned": _call(lambda: False),
-                    "record_stream": nothing,
+                    "record_stream": _call(_nothing),
                 },
             ),
             ("torch", {"Generator": RandomGenerator}),
@@ -327,8 +323,16 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         yield
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _call(answer: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that ignores its arguments, most of which name the device."""
+    """Return a function that ignores its arguments, most of which name the device.
+
+    Each call returns another function: Dynamo has handlers by function, and refuses one of two
+    names.
+    """
 
     def answered(*_: Any, **__: Any) -> Any:
         return answer()

@@ -21,6 +21,7 @@ from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
@@ -39,6 +40,8 @@ class EmulatedProcess:
         gpu: the GPU that the script sees.
         log: receives operators and allocations.
         values: decides what a script reads.
+        operators: the dispatch mode.
+        inductor: compiles what the script compiles.
     """
 
     def __init__(self, gpu: EmulatedGpu, script: Path) -> None:
@@ -47,11 +50,11 @@ class EmulatedProcess:
         self.values = UnknownValues(script)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}
-        self._compiles = False
         self._saves_nothing = False
         self.operators = FakeOperators(
             self.log, self.values, self._collectives, gpu.workspace_bytes
         )
+        self.inductor = InductorOnShapes(self.operators)
 
     @classmethod
     def of(cls, gpu: EmulatedGpu | None, script: Path) -> "EmulatedProcess | None":
@@ -113,7 +116,7 @@ class EmulatedProcess:
                 patched("torch", {"save": self._save_function()}),
                 patched("torch._C", {"_get_accelerator": _accelerator}),
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
-                patched("torch", {"compile": self._leave_eager}),
+                self.inductor.installed(),
                 patched("torch.utils", {"swap_tensors": _swap}),
                 patched("torch.distributed", {"Logger": _Logger}),
                 rebound(
@@ -162,11 +165,6 @@ class EmulatedProcess:
         ):
             yield
 
-    def _leave_eager(self, model: Any = None, **_: Any) -> Any:
-        """Return what the script compiles as it is; `torch.compile`."""
-        self._compiles = True
-        return model if model is not None else _same
-
     @contextlib.contextmanager
     def _triton_launches(self) -> Generator[None]:
         """Record the launches of Triton kernels in the place of compiling and running them."""
@@ -206,14 +204,10 @@ class EmulatedProcess:
 
     def notes(self) -> list[str]:
         """Return notes on where the recorded step differs from the job's."""
-        compiled = (
-            "the script compiles code, which was captured eager: fused kernels read and write less "
-            "memory, so the job's steps are shorter"
-        )
         saved = "torch.save wrote nothing, since no device computed the values"
         return [
             *self.values.notes(),
-            *([compiled] if self._compiles else []),
+            *self.inductor.notes(),
             *([saved] if self._saves_nothing else []),
         ]
 
@@ -365,10 +359,6 @@ def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool
     """Whether torch has foreach kernels for tensors; its own check asks for their exact class."""
     plain = (Tensor, FakeTensor)
     return device.type == "cuda" and all(t is None or type(t) in plain for t in tensors)
-
-
-def _same(function: Any) -> Any:
-    return function
 
 
 def _no(_: object) -> bool:

@@ -50,6 +50,9 @@ _DTYPE_CODES = {
     torch.float8_e4m3fn: 24,
 }
 
+GENERATED = "triton_"
+"""Prefix of the kernels that Inductor generates."""
+
 _NUMBER_BYTES = 8
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
@@ -95,7 +98,8 @@ class Event:
     @property
     def is_operator(self) -> bool:
         """Whether it is an operator, and no annotation, autograd node or autograd function."""
-        return self.category == "cpu_op" and self.node is None and "::" in self.name
+        named = "::" in self.name or self.name.startswith(GENERATED)
+        return self.category == "cpu_op" and self.node is None and named
 
 
 @dataclass(slots=True)

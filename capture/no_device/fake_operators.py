@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
-from onerank.capture.no_device.gpu_operators import WrappedNumber, inner_of
+from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber, inner_of
 from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
@@ -210,6 +210,11 @@ class FakeOperators(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: Dynamo traces with this mode off, and compiled code runs with it on."""
+        return True
+
     def __init__(
         self,
         log: EventLog,
@@ -386,6 +391,22 @@ class FakeOperators(TorchDispatchMode):
         for tensor in tensors:  # which of them it writes, only its code says
             self.known.spoil(tensor)
             mark_written(tensor, zero=False)
+
+    def launch_generated(
+        self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped]
+    ) -> None:
+        """Record a kernel that Inductor generated.
+
+        Args:
+            name: as Inductor names it.
+            reads: tensors that it reads.
+            writes: tensors that it writes.
+        """
+        event = self._begin(name)
+        if event is not None:
+            event.inputs, event.outputs = self.describe(reads), self.describe(writes)
+            event.on_device = True
+            self._log.end(event)
 
     def _begin(self, name: str) -> Event | None:
         if self._emulating or not self._log.recording:

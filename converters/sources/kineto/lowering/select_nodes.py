@@ -85,7 +85,7 @@ _NO_COMPUTE_PREFIXES = (
     "onerank::",
 )
 
-_GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in C++
+_GENERATED = re.compile(r"(graph_\d+_)?cpp_|triton_")  # a kernel that Inductor wrote
 
 
 def leaves(timeline: HostTimeline) -> list[int]:
