@@ -6,7 +6,7 @@ torch chooses in C++, by a function that only a CUDA build has.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,12 +39,20 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
     """Run scaled dot-product attention on CUDA tensors by the operator that `gpu` would run."""
     by_torch: Any = functional.scaled_dot_product_attention
 
+    def enabled() -> tuple[str, ...]:
+        return tuple(
+            _BACKENDS[backend] for backend in _priority_order(gpu) if _IS_ENABLED[backend]()
+        )
+
+    # Dynamo calls it when it traces, and cannot trace the settings of torch's backends.
+    vars(enabled)["_dynamo_marked_constant"] = True
+
     @functools.wraps(by_torch)
     def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Real tensors on the CPU keep torch's own choice.
         if not query.is_cuda or query.dim() != 4:
             return by_torch(query, *args, **kwargs)
-        return _run(_Attention.of(query, *args, **kwargs), gpu)
+        return _run(_Attention.of(query, *args, **kwargs), gpu, enabled())
 
     with rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}):
         yield
@@ -124,22 +132,21 @@ class _Attention:
         return replace(self, key=key, value=value)
 
 
-def _run(attention: _Attention, gpu: EmulatedGpu) -> Tensor:
+def _run(attention: _Attention, gpu: EmulatedGpu, enabled: Sequence[str]) -> Tensor:
     """Run attention by the first enabled backend that supports it.
 
     Raises:
         RuntimeError: none does, as torch raises it.
     """
-    supported = {
-        SDPBackend.CUDNN_ATTENTION: attention.fits_cudnn(gpu),
-        SDPBackend.FLASH_ATTENTION: attention.fits_flash(gpu),
-        SDPBackend.EFFICIENT_ATTENTION: True,
-        SDPBackend.MATH: True,
-    }
-    for backend in _priority_order(gpu):
-        enabled, run = _BACKENDS[backend]
-        if enabled() and supported[backend]:
-            return run(attention)
+    for backend in enabled:
+        if backend == "cudnn" and attention.fits_cudnn(gpu):
+            return _cudnn(attention)
+        if backend == "flash" and attention.fits_flash(gpu):
+            return _flash(attention)
+        if backend == "efficient":
+            return _efficient(attention)
+        if backend == "math":
+            return _math(attention)
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
@@ -205,10 +212,16 @@ def _math(attention: _Attention) -> Tensor:
     )[0]
 
 
-# backend -> whether the script enables it, and how to run it
-_BACKENDS: dict[SDPBackend, tuple[Callable[[], bool], Callable[[_Attention], Tensor]]] = {
-    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
-    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _flash),
-    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),
-    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, _math),
+_BACKENDS = {
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.MATH: "math",
+}
+# backend -> whether the script enables it
+_IS_ENABLED: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }

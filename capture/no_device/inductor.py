@@ -74,7 +74,6 @@ class InductorOnShapes:
         self.eager: dict[str, None] = {}
         self._operators = operators
         self._compile = torch.compile
-        self._failures: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -147,6 +146,11 @@ class InductorOnShapes:
             notes.append(
                 f"{self.graphs} graphs were compiled by Inductor as scheduled for this GPU, "
                 "without tuning: products run in cuBLAS"
+            )
+        if self.eager:
+            notes.append(
+                f"code compiled by the backend {', '.join(self.eager)} was captured eager: what "
+                "that backend fuses reads and writes less memory"
             )
         return notes
 

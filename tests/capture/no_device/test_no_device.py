@@ -261,21 +261,53 @@ def test_a_script_that_reads_values_and_scales_its_loss(tmp_path):
 
 COMPILED = """
     import torch
-    model = torch.compile(torch.nn.Linear(64, 64, device="cuda"))
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm = nn.Embedding(1000, 64), nn.LayerNorm(64)
+            self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            return self.down(nn.functional.gelu(self.up(self.norm(x)))) + x
+
+    model = Net().to("cuda")
+    compiled = torch.compile(model, backend=BACKEND)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(20):
-        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        compiled(torch.randint(0, 1000, (32,), device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
 
 
-def test_compiled_code_is_captured_eager_and_noted(tmp_path):
-    graph = capture(script(tmp_path, COMPILED), tmp_path / "trace.et")
+def test_inductor_schedules_compiled_code(tmp_path):
+    path = script(tmp_path, COMPILED.replace("BACKEND", "'inductor'"))
+    graph = capture(path, tmp_path / "trace.et")
+    operators = Counter(graph.strings[int(code)] for code in graph.nodes.op)
+    assert operators["aten::mm"] + operators["aten::addmm"] == 6  # two forward, four backward
+    assert operators["aten::gelu"] == operators["aten::native_layer_norm"] == 0
+    costs = op_costs_of(graph)
+    names = [graph.strings[int(code)] for code in graph.nodes.op[costs.index]]
+    (gelu,) = (at for at, name in enumerate(names) if name.startswith("triton_poi_fused_gelu"))
+    assert (costs.bytes_read[gelu], costs.bytes_written[gelu]) == (32 * 128 * 4, 32 * 128 * 4)
+    # Of the embedding's table only the rows of the tokens count: tokens, rows, weight and bias.
+    first = names.index("triton_per_fused_embedding_native_layer_norm_0")
+    assert costs.bytes_read[first] == 32 * 8 + 32 * 64 * 4 + 2 * 64 * 4
+    assert graph.nodes.phase[costs.index[first]] == Phase.FORWARD
+    predicted = onerank.recost(graph, "H100")
+    times = dict(zip(predicted.text("name"), predicted.nodes.duration_ns.tolist(), strict=True))
+    assert times["triton_per_fused_embedding_native_layer_norm_0"] > 0
+
+
+def test_other_backends_of_compile_are_captured_eager_and_noted(tmp_path):
+    path = script(tmp_path, COMPILED.replace("BACKEND", "'aot_eager'"))
+    graph = capture(path, tmp_path / "trace.et")
     operators = {graph.strings[int(code)] for code in graph.nodes.op}
-    assert "aten::addmm" in operators
-    assert "aten::_fused_adamw_" in operators
-    assert sum("eager" in note for note in graph.job.measurement.notes) == 1
+    assert {"aten::addmm", "aten::gelu", "aten::_fused_adamw_"} <= operators
+    assert sum("aot_eager" in note for note in graph.job.measurement.notes) == 1
 
 
 DATA_DEPENDENT = """
@@ -294,9 +326,9 @@ DATA_DEPENDENT = """
     ("text", "options", "code"),
     [
         (DATA_DEPENDENT, (), "no-device-value"),
-        (COMPILED, ("--like", "H1000"), "gpu-unknown"),
-        (COMPILED, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
-        (COMPILED, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
+        (DATA_DEPENDENT, ("--like", "H1000"), "gpu-unknown"),
+        (DATA_DEPENDENT, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
+        (DATA_DEPENDENT, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
     ],
 )
 def test_bad_input_names_its_place(text, options, code, tmp_path):
@@ -313,7 +345,9 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
 
 def test_too_few_steps_are_counted_without_windows(tmp_path):
     """There is no warm-up without a device; its option would not help."""
-    path = script(tmp_path, COMPILED.replace("range(20)", "range(5)"))
+    path = script(
+        tmp_path, COMPILED.replace("BACKEND", "'aot_eager'").replace("range(20)", "range(5)")
+    )
     options = ("--device", "none", "--optimizer-steps", 2, "--warm-up", 3)
     done = run_command("capture", "run", path, *options, "-o", tmp_path / "t.et")
     assert done.returncode == 2
